@@ -1,0 +1,58 @@
+"""Distributed checkpoints for PaddlePaddle: save on one layout, load on any other.
+
+The public names are in :mod:`.api`, :mod:`.options`, :mod:`.core.metadata`, :mod:`.core.reports` and :mod:`.errors`.
+Importing the package does not import paddle.
+"""
+
+from .api import (
+    list_checkpoints,
+    load_merged_state_dict,
+    load_state_dict,
+    read_metadata,
+    rebuild_metadata,
+    save_state_dict,
+    verify,
+)
+from .core.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
+from .core.reports import LoadReport, SaveReport, VerifyReport
+from .errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointTimeoutError,
+    RankFailureError,
+    StateDictMismatchError,
+    UnsupportedValueError,
+)
+from .options import LoadOptions, SaveOptions
+from .storage import LocalStorage, Storage
+from .version import __version__
+
+__all__ = [
+    "CheckpointCorruptedError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointTimeoutError",
+    "LoadOptions",
+    "LoadReport",
+    "LocalStorage",
+    "LocalTensorIndex",
+    "LocalTensorMetadata",
+    "Metadata",
+    "RankFailureError",
+    "SaveOptions",
+    "SaveReport",
+    "StateDictMismatchError",
+    "Storage",
+    "StorageInfo",
+    "UnsupportedValueError",
+    "VerifyReport",
+    "__version__",
+    "list_checkpoints",
+    "load_merged_state_dict",
+    "load_state_dict",
+    "read_metadata",
+    "rebuild_metadata",
+    "save_state_dict",
+    "verify",
+]

@@ -1,0 +1,365 @@
+"""What a checkpoint holds (:class:`Metadata`) and the `.metadata` file that says so.
+
+The file is two lines. The first is a small JSON object: format, version, required features, the second line's length and
+xxh3_64 digest. The second is the JSON body (:class:`_Body`). Decoding is typed, and every size in the file is checked
+against what is really there before anything of that size is allocated. The specification is in the documentation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..errors import CheckpointCorruptedError, CheckpointError
+from .dtypes import DTYPES
+from .paths import Part, flat_keys, parse_path
+from .shards import Column, IntArray, Kind, Layout, LayoutRecord, ShardTable, pack_column, unpack_column
+from .values import from_jsonable
+
+__all__ = [
+    "FileInfo",
+    "LocalTensorIndex",
+    "LocalTensorMetadata",
+    "Metadata",
+    "StorageInfo",
+    "TableRecord",
+    "decode_head",
+    "decode_metadata",
+    "encode_metadata",
+    "table_from_record",
+    "table_to_record",
+]
+
+FORMAT = "paddle_dist_ckpt.metadata"
+VERSION = (1, 0)
+MAX_HEAD_BYTES = 4096
+FEATURES: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensorMetadata:
+    """Where a local tensor lies in its global tensor.
+
+    Attributes:
+        global_offset: Where it starts, in elements, one integer a dimension.
+        local_shape: Its own shape.
+        dtype: Name of its element type, such as ``"float32"``.
+        global_shape: Shape of the global tensor.
+    """
+
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    global_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensorIndex:
+    """Identifies one stored shard: the tensor's flat key and where in the tensor the shard starts."""
+
+    tensor_id: str
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageInfo:
+    """Where a shard's bytes are: ``nbytes`` of them from ``data_offset`` in the data section of file ``file_name``."""
+
+    file_name: str
+    data_offset: int
+    nbytes: int
+
+
+class FileInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A data file: its name, its size in bytes, the xxh3_64 of its header in hexadecimal."""
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class Metadata:
+    """What a checkpoint holds and where.
+
+    Attributes:
+        unique_id: The checkpoint's number in its folder.
+        save_id: The random id of the save that wrote it.
+        world_size: How many ranks saved it.
+        block_bytes: How many bytes share a checksum.
+        created: When, in UTC, as ISO 8601.
+        library: Name and version of the writer.
+        paddle_version: Version of Paddle that the writer ran under, or None.
+        files: The data files.
+        table: Tensors and shards, in columns.
+        value_records: The non-tensor values, path by path, still in their tagged JSON form.
+        user_metadata: What ``SaveOptions.user_metadata`` held.
+    """
+
+    unique_id: int
+    save_id: str
+    world_size: int
+    block_bytes: int
+    created: str
+    library: str
+    paddle_version: str | None
+    files: list[FileInfo]
+    table: ShardTable
+    value_records: list[tuple[str, Any]]
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        paths = self.table.paths + [path for path, _ in self.value_records]
+        return dict(zip(paths, flat_keys(paths), strict=True))
+
+    def key(self, path: str) -> str:
+        """The flat key (tensor_id) of a path."""
+        return self._keys[path]
+
+    @cached_property
+    def flat_mapping(self) -> dict[str, tuple[Part, ...]]:
+        """Flat key to nested path, tensors and values alike."""
+        return {key: parse_path(path) for path, key in self._keys.items()}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Flat key to value, for the values kept in `.metadata` itself (those of up to 4 KiB)."""
+        return {self._keys[path]: from_jsonable(tree) for path, tree in self.value_records}
+
+    @cached_property
+    def state_dict_metadata(self) -> dict[str, list[LocalTensorMetadata]]:
+        """Flat key to where its shards lie."""
+        result: dict[str, list[LocalTensorMetadata]] = {}
+        for t, (key, dtype, layout) in enumerate(self._tensors()):
+            if self.table.kinds[t] != Kind.VALUE:
+                boxes = zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True)
+                result[key] = [LocalTensorMetadata(tuple(o), tuple(e), dtype, layout.shape) for o, e in boxes]
+        return result
+
+    @cached_property
+    def storage_metadata(self) -> dict[LocalTensorIndex, StorageInfo]:
+        """Which file, and which of its bytes, each shard is."""
+        table = self.table
+        offsets, sizes = table.data_offsets.tolist(), table.shard_bytes.tolist()
+        result: dict[LocalTensorIndex, StorageInfo] = {}
+        for t, (key, _, layout) in enumerate(self._tensors()):
+            first = int(table.first_shard[t])
+            for i, (offset, extent) in enumerate(zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True)):
+                info = StorageInfo(self.files[table.shard_file[first + i]].name, offsets[first + i], sizes[first + i])
+                result[LocalTensorIndex(key, tuple(offset), tuple(extent))] = info
+        return result
+
+    def _tensors(self) -> list[tuple[str, str, Layout]]:
+        table = self.table
+        columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), strict=True)
+        return [(self._keys[path], dtype.name, table.layouts[i]) for path, dtype, i in columns]
+
+    @cached_property
+    def variable_names(self) -> dict[str, str]:
+        """Flat key to the framework's variable name, for the tensors that had one."""
+        pairs = zip(self.table.paths, self.table.names, strict=True)
+        return {self._keys[path]: name for path, name in pairs if name is not None}
+
+
+class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A :class:`ShardTable` as it is stored or sent. ``names`` is empty where no tensor has one."""
+
+    paths: list[str]
+    dtypes: list[str]
+    dtype: Column
+    kind: Column
+    layouts: list[LayoutRecord]
+    layout: Column
+    shard_file: Column
+    names: list[str | None] = []
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: str
+    version: tuple[int, int]
+    required_features: list[str]
+    body_bytes: int
+    body_xxh3_64: str
+    save: str
+
+
+class _Body(msgspec.Struct, frozen=True):
+    save: str
+    unique_id: int
+    world_size: int
+    block_bytes: int
+    created: str
+    library: str
+    paddle: str | None
+    user_metadata: Any
+    files: list[FileInfo]
+    tensors: TableRecord
+    values: list[tuple[str, Any]]
+
+
+def table_to_record(table: ShardTable) -> TableRecord:
+    """A table in the form in which it is stored."""
+    names = sorted({dtype.name for dtype in table.dtypes})
+    place = {name: i for i, name in enumerate(names)}
+    return TableRecord(
+        paths=table.paths,
+        dtypes=names,
+        dtype=pack_column([place[dtype.name] for dtype in table.dtypes]),
+        kind=pack_column(table.kinds),
+        layouts=[layout.to_record() for layout in table.layouts],
+        layout=pack_column(table.layout_of),
+        shard_file=pack_column(table.shard_file),
+        names=table.names if any(name is not None for name in table.names) else [],
+    )
+
+
+def table_from_record(record: TableRecord, files: int) -> ShardTable:
+    """The table that was stored.
+
+    Raises:
+        CheckpointCorruptedError: it contradicts itself.
+    """
+    tensors = len(record.paths)
+    unknown = [name for name in record.dtypes if name not in DTYPES]
+    if unknown or len(record.names) not in (0, tensors):
+        raise CheckpointCorruptedError(f"the tensor table is not well-formed (unknown dtypes: {unknown[:5]})")
+    _check_paths(record.paths)
+    dtype = unpack_column(record.dtype, tensors, len(record.dtypes), "column dtype")
+    kinds = unpack_column(record.kind, tensors, len(Kind), "column kind")
+    layout_of = unpack_column(record.layout, tensors, len(record.layouts), "column layout")
+    shards = len(record.shard_file.data) // max(1, int(record.shard_file.dtype[-1:] or 1))
+    layouts = _bounded_layouts(record.layouts, layout_of, shards)
+    shard_file = unpack_column(record.shard_file, shards, files, "column shard_file")
+    known = [DTYPES[name] for name in record.dtypes]
+    names: list[str | None] = list(record.names) or [None] * tensors
+    return ShardTable(record.paths, [known[i] for i in dtype.tolist()], kinds, layouts, layout_of, shard_file, names)
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    try:
+        for path in paths:
+            if "~" in path or not path.startswith("/"):
+                parse_path(path)
+    except ValueError as error:
+        raise CheckpointCorruptedError(str(error)[:200]) from error
+    if any(a >= b for a, b in itertools.pairwise(paths)):
+        raise CheckpointCorruptedError("the paths of the tensor table are not in ascending order")
+
+
+def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: int) -> list[Layout]:
+    """The layouts, if together they have just ``shards`` shards; no layout may be larger than what is left of them."""
+    uses = np.bincount(layout_of, minlength=len(records)).tolist()
+    layouts, left = [], shards
+    for record, count in zip(records, uses, strict=True):
+        layout = Layout.from_record(record, left // max(1, count))
+        left -= layout.count * count
+        layouts.append(layout)
+    if left:
+        raise CheckpointCorruptedError(f"the tensor table has {shards} shards, its layouts {shards - left}")
+    return layouts
+
+
+def encode_metadata(metadata: Metadata, user_metadata: Any) -> bytes:
+    """The content of the `.metadata` file.
+
+    Args:
+        metadata: What the checkpoint holds.
+        user_metadata: ``metadata.user_metadata`` in tagged JSON form.
+    """
+    body = msgspec.json.encode(
+        _Body(
+            save=metadata.save_id,
+            unique_id=metadata.unique_id,
+            world_size=metadata.world_size,
+            block_bytes=metadata.block_bytes,
+            created=metadata.created,
+            library=metadata.library,
+            paddle=metadata.paddle_version,
+            user_metadata=user_metadata,
+            files=metadata.files,
+            tensors=table_to_record(metadata.table),
+            values=metadata.value_records,
+        )
+    )
+    head = _Head(FORMAT, VERSION, sorted(FEATURES), len(body), xxhash.xxh3_64_hexdigest(body), metadata.save_id)
+    return msgspec.json.encode(head) + b"\n" + body + b"\n"
+
+
+def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
+    """The first line of a `.metadata` file as a dict, or None if the file is of another format.
+
+    Args:
+        data: The file's first ``MAX_HEAD_BYTES`` bytes, or all of them.
+        name: The file's name, for errors.
+
+    Raises:
+        CheckpointError: the file is of a version, or needs a feature, that this library does not know.
+        CheckpointCorruptedError: the line is not what it should be.
+    """
+    if not data.startswith(b'{"format":"' + FORMAT.encode() + b'"'):
+        return None
+    try:
+        head = msgspec.json.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0], type=_Head)
+    except msgspec.DecodeError as error:
+        raise CheckpointCorruptedError(f"{name}: its first line is damaged: {error}") from error
+    unknown = sorted(set(head.required_features) - FEATURES)
+    if head.version[0] != VERSION[0] or unknown:
+        raise CheckpointError(
+            f"{name} has format version {head.version[0]}.{head.version[1]} and needs the features {unknown}; this "
+            f"library reads version {VERSION[0]}.x. Use a newer paddle_dist_ckpt"
+        )
+    return msgspec.structs.asdict(head)
+
+
+def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
+    """The checkpoint that a `.metadata` file describes.
+
+    Raises:
+        CheckpointError: see :func:`decode_head`.
+        CheckpointCorruptedError: the file is not whole, or contradicts itself.
+    """
+    head = decode_head(data, name)
+    if head is None:
+        raise CheckpointCorruptedError(f"{name} is not a paddle_dist_ckpt .metadata file; it starts with {data[:24]!r}")
+    start = data.index(b"\n") + 1 if b"\n" in data else len(data)
+    body = data[start : start + head["body_bytes"]]
+    if len(body) != head["body_bytes"] or data[start + len(body) :] != b"\n":
+        raise CheckpointCorruptedError(f"{name} has {len(data)} bytes where {start + head['body_bytes'] + 1} are due")
+    if xxhash.xxh3_64_hexdigest(body) != head["body_xxh3_64"]:
+        raise CheckpointCorruptedError(f"{name}: the checksum of its body does not match; it was damaged after writing")
+    try:
+        record = msgspec.json.decode(body, type=_Body)
+        return _metadata_of(record, unique_id)
+    except (msgspec.DecodeError, RecursionError, CheckpointCorruptedError) as error:
+        raise CheckpointCorruptedError(f"{name}: {error}") from error
+
+
+def _metadata_of(body: _Body, unique_id: int) -> Metadata:
+    if body.unique_id != unique_id:
+        raise CheckpointCorruptedError(f"it says that its id is {body.unique_id}; was it renamed?")
+    if body.block_bytes < 1 or any("/" in f.name or f.size < 0 for f in body.files):
+        raise CheckpointCorruptedError("block size or file list out of bounds")
+    user = from_jsonable(body.user_metadata)
+    _check_paths(sorted(path for path, _ in body.values))
+    return Metadata(
+        unique_id=unique_id,
+        save_id=body.save,
+        world_size=body.world_size,
+        block_bytes=body.block_bytes,
+        created=body.created,
+        library=body.library,
+        paddle_version=body.paddle,
+        files=body.files,
+        table=table_from_record(body.tensors, len(body.files)),
+        value_records=body.values,
+        user_metadata=user if isinstance(user, dict) else {},
+    )

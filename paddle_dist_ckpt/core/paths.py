@@ -1,0 +1,112 @@
+"""Paths of a nested state_dict as strings, and the flat keys (tensor ids) made from them.
+
+A path is written like a JSON pointer (RFC 6901), ``/model/layers.0.weight``, so that ``{"a.b": x}`` and
+``{"a": {"b": x}}`` stay apart whatever their keys contain. Where a part is not a str key, ``~i`` stands before an int
+key, ``~l`` before a list's index and ``~t`` before a tuple's; ``~0`` and ``~1`` mean ``~`` and ``/``.
+
+The flat key of a path is its parts joined by dots, as Paddle's own checkpoints have it. Where two paths would get one
+flat key, each of them is escaped instead (:func:`flat_keys`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+_MAX_INDEX = 10_000_000  # of a list that holds tensors; bounds what a hostile path can make a reader allocate
+
+__all__ = ["ListIndex", "Part", "TupleIndex", "flat_keys", "format_path", "join", "parse_path"]
+
+
+class ListIndex(NamedTuple):
+    """A place in a list, as part of a path."""
+
+    at: int
+
+
+class TupleIndex(NamedTuple):
+    """A place in a tuple, as part of a path."""
+
+    at: int
+
+
+Part = str | int | ListIndex | TupleIndex
+
+
+def join(parent: str, part: Part) -> str:
+    """``parent`` with one more part."""
+    if type(part) is str:
+        if "~" in part or "/" in part:
+            part = part.replace("~", "~0").replace("/", "~1")
+        return f"{parent}/{part}"
+    if isinstance(part, ListIndex):
+        return f"{parent}/~l{part.at}"
+    if isinstance(part, TupleIndex):
+        return f"{parent}/~t{part.at}"
+    return f"{parent}/~i{part}"
+
+
+def format_path(parts: Iterable[Part]) -> str:
+    """A path as a string."""
+    path = ""
+    for part in parts:
+        path = join(path, part)
+    return path
+
+
+def parse_path(path: str) -> tuple[Part, ...]:
+    """The parts of a path.
+
+    Raises:
+        ValueError: it is not a path that :func:`format_path` makes.
+    """
+    if not path.startswith("/"):
+        raise ValueError(f"not a path: {path!r}")
+    return tuple(_parse_part(text) for text in path[1:].split("/"))
+
+
+def _parse_part(text: str) -> Part:
+    if "~" not in text:
+        return text
+    kind, digits = text[:2], text[2:]
+    makers: dict[str, Callable[[int], Part]] = {"~i": int, "~l": ListIndex, "~t": TupleIndex}
+    if kind in makers:
+        number = int(digits)
+        if str(number) != digits or (kind != "~i" and not 0 <= number < _MAX_INDEX):
+            raise ValueError(f"not a part of a path: {text!r}")
+        return makers[kind](number)
+    plain = text.replace("~1", "/").replace("~0", "~")
+    if join("", plain) != "/" + text:
+        raise ValueError(f"not a part of a path: {text!r}")
+    return plain
+
+
+def flat_keys(paths: Sequence[str]) -> list[str]:
+    """The flat key of each path, all different; a function of the set of paths alone.
+
+    A path's key is its parts joined by dots. A path whose key another path also has, or whose parts contain a
+    backslash, gets its parts escaped first: ``\\`` before each dot and backslash, and ``\\i``, ``\\l``, ``\\t`` before
+    the number of an int key, a list's index, a tuple's.
+    """
+    plain = [path[1:].replace("/", ".") if "~" not in path else _joined(path) for path in paths]
+    shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
+    return [_escaped(path) if key in shared or "\\" in key else key for path, key in zip(paths, plain, strict=True)]
+
+
+def _joined(path: str) -> str:
+    return ".".join(str(part if type(part) in (str, int) else part[0]) for part in parse_path(path))  # type: ignore[index]
+
+
+def _escaped(path: str) -> str:
+    words = []
+    for part in parse_path(path):
+        if isinstance(part, str):
+            words.append(part.replace("\\", "\\\\").replace(".", "\\."))
+        elif isinstance(part, ListIndex):
+            words.append(f"\\l{part.at}")
+        elif isinstance(part, TupleIndex):
+            words.append(f"\\t{part.at}")
+        else:
+            words.append(f"\\i{part}")
+    return ".".join(words)

@@ -1,0 +1,98 @@
+"""What the engine needs from its surroundings, as Protocols: ranks that talk, bulk transfers, tensors, storage.
+
+Each has at least two implementations: a real one and the in-process or faulty twin that tests use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ControlHub", "ControlSession", "Transport"]
+
+T = TypeVar("T")
+Bytes1D = npt.NDArray[np.uint8]
+
+
+class ControlSession(Protocol):
+    """One save or load as one of its ranks sees it: rounds of messages, the same rounds in the same order everywhere.
+
+    Ranks are global ranks. Every member of ``ranks`` opens the session; ``coordinator`` is one of them.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def coordinator(self) -> int: ...
+
+    def gather_scatter(
+        self,
+        name: str,
+        local: Callable[[], bytes],
+        combine: Callable[[Mapping[int, bytes]], Mapping[int, bytes]],
+    ) -> bytes:
+        """Run ``local`` on every rank, ``combine`` on the coordinator, and give each rank its part of the result.
+
+        Args:
+            name: Names the round in errors; the same on every rank.
+            local: Makes this rank's message. If it raises on any rank, the round fails on every rank.
+            combine: Called on the coordinator alone with every rank's message; returns one reply for every rank.
+
+        Returns:
+            The reply for this rank.
+
+        Raises:
+            CheckpointTimeoutError: a rank was silent for longer than the session's timeout.
+            RankFailureError: a rank failed, or its connection was lost.
+            CheckpointError: of the type that was raised, where that error is one that all ranks share.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise if the session has failed elsewhere, so that long work can stop early."""
+        ...
+
+    def run_collectives(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which may block in collectives, on a helper thread, watching the other ranks meanwhile.
+
+        Raises:
+            What ``work`` raised; or what made the session fail on another rank while ``work`` was still blocked.
+        """
+        ...
+
+
+class ControlHub(Protocol):
+    """The long-lived connection among a group's ranks. Sessions are opened in the same order on every rank."""
+
+    def session(self, kind: str, timeout: float) -> AbstractContextManager[ControlSession]:
+        """Open the next session.
+
+        Args:
+            kind: What is being done ("save", "load"); ranks that disagree all raise.
+            timeout: Longest silence of a rank, in seconds.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Moves bulk bytes between ranks with blocking, pairwise-ordered operations. Ranks are global ranks."""
+
+    def send(self, data: Bytes1D, destination: int) -> None: ...
+
+    def recv(self, data: Bytes1D, source: int) -> None:
+        """Fill ``data``, whose size equals what the source sends."""
+        ...
+
+    def broadcast(self, data: Bytes1D, source: int) -> None:
+        """Send ``data`` from ``source`` to every rank of the group; the others' ``data`` is filled."""
+        ...

@@ -1,0 +1,76 @@
+"""What save, load and verify report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["LoadReport", "SaveReport", "VerifyReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did. Equal on all ranks but for what says "this rank".
+
+    Attributes:
+        path: The folder.
+        unique_id: The id under which the checkpoint was committed.
+        total_bytes: Bytes of tensor data that all ranks wrote together.
+        bytes_written: Bytes of tensor data that this rank wrote.
+        files: How many data files the checkpoint has.
+        seconds: Seconds per phase on this rank: ``plan``, ``write``, ``commit``.
+        warnings: Keys of replicas that differ between ranks, each in a sentence.
+    """
+
+    path: str
+    unique_id: int
+    total_bytes: int
+    bytes_written: int
+    files: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        path: The folder.
+        unique_id: The id of the checkpoint that was loaded.
+        bytes_read: Bytes that this rank read from data files, headers left out.
+        bytes_received: Bytes that other ranks read for this one.
+        files_opened: How many data files this rank opened.
+        skipped: With ``strict=False``, a line for every target that was not loaded, and why.
+        unused_keys: Flat keys that the checkpoint has and no rank asked for.
+        seconds: Seconds per phase on this rank: ``plan``, ``open``, ``read``.
+    """
+
+    path: str
+    unique_id: int
+    bytes_read: int
+    bytes_received: int
+    files_opened: int
+    skipped: tuple[str, ...] = ()
+    unused_keys: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+        path: The folder.
+        unique_id: The id of the checkpoint.
+        ok: Whether every byte is as it was written.
+        problems: A line for everything that is not.
+        files: How many data files were checked.
+        total_bytes: Their bytes together.
+    """
+
+    path: str
+    unique_id: int
+    ok: bool
+    problems: tuple[str, ...]
+    files: int
+    total_bytes: int

@@ -1,0 +1,307 @@
+"""The table of a checkpoint's shards, in columns: which tensors there are, how each is cut, where each shard lies.
+
+Tensors are in ascending order of their paths, the shards of a tensor in ascending order of their offsets. The shards of
+one file stand in it by item size, largest first, and in the table's order among equals, without gaps, so their byte
+offsets follow from the table and are never stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointCorruptedError
+from .dtypes import DType
+
+__all__ = ["Column", "IntArray", "Kind", "Layout", "LayoutRecord", "ShardTable", "pack_column", "unpack_column"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Kind(IntEnum):
+    """What a table entry is: a tensor, a numpy array (handled like one), or an encoded value too large for `.metadata`."""
+
+    TENSOR = 0
+    ARRAY = 1
+    VALUE = 2
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """Unsigned integers in the narrowest little-endian type that holds them; base64 where the codec is JSON."""
+
+    dtype: str
+    data: bytes
+
+
+_COLUMN_DTYPES = ("<u1", "<u2", "<u4", "<u8")
+
+
+def pack_column(values: npt.ArrayLike) -> Column:
+    """Non-negative integers as a column."""
+    array = np.asarray(values, dtype=np.int64)
+    top = int(array.max()) if array.size else 0
+    dtype = next(name for name in _COLUMN_DTYPES if top <= np.iinfo(name).max)
+    return Column(dtype, array.astype(dtype).tobytes())
+
+
+def unpack_column(column: Column, size: int, bound: int, what: str) -> IntArray:
+    """The integers of a column, checked to be ``size`` of them, each from 0 to below ``bound``.
+
+    Raises:
+        CheckpointCorruptedError: they are not.
+    """
+    if column.dtype not in _COLUMN_DTYPES or len(column.data) != size * int(column.dtype[-1]):
+        raise CheckpointCorruptedError(f"{what}: expected {size} integers, found {len(column.data)} bytes")
+    raw = np.frombuffer(column.data, column.dtype)
+    if raw.size and int(raw.max()) >= bound:
+        raise CheckpointCorruptedError(f"{what}: a value of {int(raw.max())} where less than {bound} is allowed")
+    return raw.astype(np.int64)
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A layout as it is stored: by the cuts of each dimension where the boxes form a grid, else box by box.
+
+    ``offsets`` and ``extents`` have one column a dimension.
+    """
+
+    shape: list[int]
+    cuts: list[list[int]] | None = None
+    count: int = 0
+    offsets: list[Column] = []
+    extents: list[Column] = []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """How a tensor is cut into boxes; tensors that are cut alike share one.
+
+    Attributes:
+        shape: The global shape.
+        offsets: Where each box starts, ``[n, ndim]``, in ascending order.
+        extents: How far each reaches, ``[n, ndim]``.
+    """
+
+    shape: tuple[int, ...]
+    offsets: IntArray
+    extents: IntArray
+
+    @property
+    def count(self) -> int:
+        """How many boxes there are."""
+        return len(self.offsets)
+
+    @property
+    def volumes(self) -> IntArray:
+        """Elements of each box, ``[n]``."""
+        volumes: IntArray = np.prod(self.extents, axis=1, dtype=np.int64)
+        return volumes
+
+    def cuts(self) -> list[list[int]] | None:
+        """For each dimension where the grid's boxes but the first start; None if the boxes are not a whole grid."""
+        starts = [np.unique(self.offsets[:, d]) for d in range(len(self.shape))]
+        if math.prod(map(len, starts)) != self.count or any(len(s) and s[0] for s in starts):
+            return None
+        grid = Layout.from_cuts(self.shape, [s[1:].tolist() for s in starts])
+        same = np.array_equal(grid.offsets, self.offsets) and np.array_equal(grid.extents, self.extents)
+        return [s[1:].tolist() for s in starts] if same else None
+
+    @classmethod
+    def from_cuts(cls, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:
+        """The grid that these cuts make, its boxes in row-major order."""
+        starts = [np.array([0, *c], np.int64) for c in cuts]
+        lengths = [np.diff(s, append=n) for s, n in zip(starts, shape, strict=True)]
+        if not shape:
+            return cls((), np.zeros((1, 0), np.int64), np.zeros((1, 0), np.int64))
+        return cls(tuple(shape), _row_major(starts), _row_major(lengths))
+
+    def to_record(self) -> LayoutRecord:
+        """The layout as it is stored."""
+        cuts = self.cuts()
+        if cuts is not None:
+            return LayoutRecord(list(self.shape), cuts)
+        offsets = [pack_column(column) for column in self.offsets.T]
+        return LayoutRecord(list(self.shape), None, self.count, offsets, [pack_column(c) for c in self.extents.T])
+
+    @classmethod
+    def from_record(cls, record: LayoutRecord, most: int) -> Layout:
+        """The layout that was stored, if it has at most ``most`` boxes.
+
+        Raises:
+            CheckpointCorruptedError: too many boxes, or boxes that are not inside the tensor.
+        """
+        shape = tuple(record.shape)
+        if any(n < 0 for n in shape) or len(shape) > 32 or math.prod(shape) >= 2**58:
+            raise CheckpointCorruptedError(f"a layout has the shape {str(shape)[:200]}")
+        if record.cuts is not None:
+            return _checked_grid(shape, record.cuts, most)
+        if not 0 <= record.count <= most or len(record.offsets) != len(shape) or len(record.extents) != len(shape):
+            raise CheckpointCorruptedError(f"a layout of shape {shape} has {record.count} boxes")
+        offsets = _stack(record.offsets, record.count, [n + 1 for n in shape])
+        extents = _stack(record.extents, record.count, [n + 1 for n in shape])
+        if (offsets + extents > np.array(shape, np.int64)).any() or _not_ascending(offsets):
+            raise CheckpointCorruptedError(f"a layout of shape {shape} has boxes outside of it or out of order")
+        return cls(shape, offsets, extents)
+
+
+def _row_major(columns: Sequence[IntArray]) -> IntArray:
+    mesh = np.meshgrid(*columns, indexing="ij")
+    return np.stack([m.reshape(-1) for m in mesh], axis=1)
+
+
+def _stack(columns: Sequence[Column], count: int, bounds: Sequence[int]) -> IntArray:
+    parts = [unpack_column(c, count, bound, "a layout") for c, bound in zip(columns, bounds, strict=True)]
+    return np.stack(parts, axis=1) if parts else np.zeros((count, 0), np.int64)
+
+
+def _not_ascending(offsets: IntArray) -> bool:
+    if len(offsets) < 2:
+        return False
+    difference = np.diff(offsets, axis=0)
+    first = (difference != 0).argmax(axis=1) if offsets.shape[1] else np.zeros(len(difference), np.int64)
+    return not bool((np.take_along_axis(difference, first[:, None], axis=1) > 0).all()) if offsets.shape[1] else True
+
+
+def _checked_grid(shape: tuple[int, ...], cuts: list[list[int]], most: int) -> Layout:
+    if len(cuts) != len(shape) or math.prod(len(c) + 1 for c in cuts) > most:
+        raise CheckpointCorruptedError(f"a layout of shape {shape} is cut in more than {most} boxes")
+    for n, places in zip(shape, cuts, strict=True):
+        if any(b <= a for a, b in zip([0, *places], [*places, n], strict=True)) and places:
+            raise CheckpointCorruptedError(f"a layout of shape {shape} is cut at {str(places)[:200]}")
+    return Layout.from_cuts(shape, cuts)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """Every tensor and shard of a checkpoint, or of some of its tensors.
+
+    Attributes:
+        paths: The tensors' paths, ascending.
+        dtypes: Their element types.
+        kinds: Their :class:`Kind`, ``[tensors]``.
+        layouts: The different layouts.
+        layout_of: Which layout each tensor has, ``[tensors]``.
+        shard_file: The file each shard is in, ``[shards]``, tensor by tensor.
+        names: The framework's variable names of the tensors, None where there is none.
+    """
+
+    paths: list[str]
+    dtypes: list[DType]
+    kinds: IntArray
+    layouts: list[Layout]
+    layout_of: IntArray
+    shard_file: IntArray
+    names: list[str | None]
+
+    @cached_property
+    def first_shard(self) -> IntArray:
+        """Where each tensor's shards start among all, ``[tensors + 1]``."""
+        counts = np.array([layout.count for layout in self.layouts], np.int64)[self.layout_of]
+        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+    @cached_property
+    def shard_tensor(self) -> IntArray:
+        """The tensor of each shard, ``[shards]``."""
+        return np.repeat(np.arange(len(self.paths)), np.diff(self.first_shard))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Where each path stands."""
+        return {path: i for i, path in enumerate(self.paths)}
+
+    @cached_property
+    def shard_bytes(self) -> IntArray:
+        """Size of each shard, ``[shards]``."""
+        volumes = [layout.volumes for layout in self.layouts]
+        elements: IntArray = np.concatenate([np.zeros(0, np.int64), *(volumes[i] for i in self.layout_of)])
+        return elements * self.itemsizes[self.shard_tensor]
+
+    @cached_property
+    def itemsizes(self) -> IntArray:
+        """Item size of each tensor, ``[tensors]``."""
+        return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
+
+    def box_columns(self, dimensions: int) -> tuple[IntArray, IntArray]:
+        """Offsets and extents of every shard, each ``[shards, dimensions]``, padded with offset 0 and extent 1."""
+        padded = [_padded(layout, dimensions) for layout in self.layouts]
+        if not len(self.layout_of):
+            return np.zeros((0, dimensions), np.int64), np.zeros((0, dimensions), np.int64)
+        return (
+            np.concatenate([padded[i][0] for i in self.layout_of]),
+            np.concatenate([padded[i][1] for i in self.layout_of]),
+        )
+
+    @cached_property
+    def file_order(self) -> IntArray:
+        """The shards by file and, within a file, in the order in which they stand in it, ``[shards]``."""
+        order: IntArray = np.lexsort((-self.itemsizes[self.shard_tensor], self.shard_file)).astype(np.int64)
+        return order
+
+    @cached_property
+    def data_offsets(self) -> IntArray:
+        """Where each shard's bytes start in its file's data section, ``[shards]``."""
+        offsets, _ = self._places(self.shard_bytes)
+        return offsets
+
+    def file_bytes(self, files: int) -> IntArray:
+        """Bytes of each file's data section, ``[files]``."""
+        return _padded_to(self._places(self.shard_bytes)[1], files)
+
+    def _places(self, sizes: IntArray) -> tuple[IntArray, IntArray]:
+        """Where each shard starts in its file if the shards have these sizes, and where each file ends."""
+        order = self.file_order
+        files = self.shard_file[order]
+        ends = np.cumsum(sizes[order])
+        totals = np.zeros(int(files.max(initial=-1)) + 1, np.int64)
+        np.add.at(totals, files, sizes[order])
+        before = np.cumsum(totals) - totals
+        places = np.empty_like(sizes)
+        places[order] = ends - sizes[order] - before[files]
+        return places, totals
+
+    def select(self, tensors: Sequence[int]) -> tuple[ShardTable, IntArray]:
+        """The table of some tensors (ascending), and the shards of this table that it has. Files keep their numbers."""
+        chosen = np.array(tensors, np.int64)
+        counts = np.diff(self.first_shard)[chosen]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        shards = np.repeat(self.first_shard[chosen], counts) + within
+        used, layout_of = np.unique(self.layout_of[chosen], return_inverse=True)
+        table = ShardTable(
+            [self.paths[t] for t in tensors],
+            [self.dtypes[t] for t in tensors],
+            self.kinds[chosen],
+            [self.layouts[i] for i in used],
+            layout_of.reshape(-1).astype(np.int64),
+            self.shard_file[shards],
+            [None] * len(tensors),
+        )
+        return table, shards
+
+    def blocks(self, block_bytes: int, files: int) -> tuple[IntArray, IntArray]:
+        """For each shard the number of its first block in its file, and for each file how many blocks it has."""
+        first, totals = self._places(-(-self.shard_bytes // block_bytes))
+        return first, _padded_to(totals, files)
+
+    def shard_place(self, shard: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """A shard's tensor, offset and extent."""
+        tensor = int(self.shard_tensor[shard])
+        layout = self.layouts[self.layout_of[tensor]]
+        row = shard - int(self.first_shard[tensor])
+        return tensor, tuple(layout.offsets[row].tolist()), tuple(layout.extents[row].tolist())
+
+
+def _padded_to(values: IntArray, size: int) -> IntArray:
+    return np.concatenate([values, np.zeros(size - len(values), np.int64)])
+
+
+def _padded(layout: Layout, dimensions: int) -> tuple[IntArray, IntArray]:
+    n, ndim = layout.offsets.shape
+    offsets, extents = np.zeros((n, dimensions), np.int64), np.ones((n, dimensions), np.int64)
+    offsets[:, :ndim], extents[:, :ndim] = layout.offsets, layout.extents
+    return offsets, extents

@@ -1,0 +1,142 @@
+"""The tree of a state_dict: taken apart into leaves with paths, put together again, values set in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import UnsupportedValueError
+from .paths import ListIndex, Part, TupleIndex, join, parse_path
+
+__all__ = ["Leaf", "assign", "build_tree", "flatten"]
+
+_MAX_DEPTH = 200
+
+
+class Leaf(NamedTuple):
+    """One entry of a flattened state_dict."""
+
+    path: str
+    value: Any
+    is_tensor: bool
+
+
+def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> list[Leaf]:
+    """The leaves of a state_dict, in its own order.
+
+    Dicts with str and int keys are taken apart, and lists and tuples that hold a tensor somewhere. Everything else is a
+    leaf: tensors, values, empty dicts, lists of values.
+
+    Raises:
+        TypeError: ``state_dict`` is not a dict.
+        UnsupportedValueError: a tensor under a dict key that is neither str nor int, or a tree without an end.
+    """
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+    leaves: list[Leaf] = []
+    for key, value in state_dict.items():
+        if type(key) is not str and type(key) is not int:
+            raise UnsupportedValueError(f"state_dict has the key {key!r}; its own keys must be str or int")
+        _flatten_into(leaves, join("", key), value, is_tensor, 0)
+    return leaves
+
+
+def _flatten_into(leaves: list[Leaf], path: str, value: Any, is_tensor: Callable[[Any], bool], depth: int) -> None:
+    if is_tensor(value):
+        leaves.append(Leaf(path, value, True))
+        return
+    parts = _children(path, value, is_tensor, depth)
+    if parts is None:
+        leaves.append(Leaf(path, value, False))
+        return
+    for part, child in parts:
+        _flatten_into(leaves, join(path, part), child, is_tensor, depth + 1)
+
+
+def _children(path: str, value: Any, is_tensor: Callable[[Any], bool], depth: int) -> Iterable[tuple[Part, Any]] | None:
+    """The parts of a container that is taken apart, or None for a leaf."""
+    if depth > _MAX_DEPTH:
+        raise UnsupportedValueError(f"{path[:80]}...: nested deeper than {_MAX_DEPTH} levels; does it contain itself?")
+    if isinstance(value, dict) and value:
+        odd = next((key for key in value if type(key) is not str and type(key) is not int), None)
+        if odd is None and not any(type(key) is bool for key in value):
+            return value.items()
+        if _holds_tensor(value.values(), is_tensor, depth):
+            raise UnsupportedValueError(f"{path}: a dict that holds tensors must have str or int keys, not {odd!r}")
+    elif isinstance(value, (list, tuple)) and _holds_tensor(value, is_tensor, depth):
+        if type(value) not in (list, tuple):
+            raise UnsupportedValueError(f"{path}: a {type(value).__name__} of tensors cannot be stored; use a tuple")
+        place = ListIndex if type(value) is list else TupleIndex
+        return [(place(i), child) for i, child in enumerate(value)]
+    return None
+
+
+def _holds_tensor(values: Iterable[Any], is_tensor: Callable[[Any], bool], depth: int) -> bool:
+    if depth > _MAX_DEPTH:
+        return False
+    for value in values:
+        if is_tensor(value):
+            return True
+        if isinstance(value, dict):
+            value = value.values()
+        elif not isinstance(value, (list, tuple)):
+            continue
+        if _holds_tensor(value, is_tensor, depth + 1):
+            return True
+    return False
+
+
+def assign(state_dict: dict[Any, Any], values: Mapping[str, Any]) -> None:
+    """Set the leaves at these paths. Dicts and lists are changed in place; a tuple is replaced by a new one."""
+    if values:
+        tree: dict[Any, Any] = {}
+        for path, value in values.items():
+            node = tree
+            parts = parse_path(path)
+            for part in parts[:-1]:
+                node = node.setdefault(part, {})
+            node[parts[-1]] = _Set(value)
+        _assign(state_dict, tree)
+
+
+class _Set(NamedTuple):
+    value: Any
+
+
+def _assign(container: Any, changes: dict[Part, Any]) -> Any:
+    copy: Any = list(container) if isinstance(container, tuple) else container
+    for part, change in changes.items():
+        index = part.at if isinstance(part, (ListIndex, TupleIndex)) else part
+        copy[index] = change.value if isinstance(change, _Set) else _assign(copy[index], change)
+    return tuple(copy) if isinstance(container, tuple) else copy
+
+
+def build_tree(leaves: Iterable[tuple[str, Any]]) -> Any:
+    """The nested containers that have these leaves at these paths.
+
+    Places of a list or tuple that no path names hold None. A leaf at the empty path is the tree itself.
+    """
+    root: dict[Part, Any] = {}
+    for path, value in leaves:
+        if path == "":
+            return value
+        node = root
+        parts = parse_path(path)
+        for part in parts[:-1]:
+            node = node.setdefault(part, {})
+            if isinstance(node, _Set):
+                raise ValueError(f"{path}: both a leaf and a container")
+        node[parts[-1]] = _Set(value)
+    return _settle(root)
+
+
+def _settle(node: Any) -> Any:
+    if isinstance(node, _Set):
+        return node.value
+    kinds = {type(part) for part in node}
+    if (kinds <= {ListIndex} and node) or (kinds <= {TupleIndex} and node):
+        items: list[Any] = [None] * (1 + max(part.at for part in node))
+        for part, child in node.items():
+            items[part.at] = _settle(child)
+        return items if ListIndex in kinds else tuple(items)
+    return {part: _settle(child) for part, child in node.items()}

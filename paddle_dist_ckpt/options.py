@@ -1,0 +1,82 @@
+"""Options of a save and of a load. Everything that can be tuned is here; nothing reads the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["LoadOptions", "SaveOptions"]
+
+_MAX_BLOCK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How to save.
+
+    Attributes:
+        timeout: The longest silence of a rank, in seconds, before the others give up on it. Work of any length is
+            fine: a rank that works is not silent.
+        no_dist: Save this rank's state_dict alone, even in a job of many ranks.
+        check_replicas: What to do when plain tensors or values that should be equal on every rank are not: ``"warn"``
+            logs their names, ``"error"`` raises before anything is written, ``"off"`` does not compare.
+        user_metadata: Values to store in ``.metadata`` beside the state (the coordinator's are kept).
+        block_bytes: Bytes that share a checksum; a power of two. Smaller blocks let slices be read with less waste.
+        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
+    """
+
+    timeout: float = 300.0
+    no_dist: bool = False
+    check_replicas: Literal["warn", "error", "off"] = "warn"
+    user_metadata: Mapping[str, Any] | None = None
+    block_bytes: int = 1 << 20
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout)
+        _check_choice("check_replicas", self.check_replicas, ("warn", "error", "off"))
+        size = self.block_bytes
+        if type(size) is not int or size < 4096 or size > _MAX_BLOCK_BYTES or size & (size - 1):
+            raise ValueError(f"block_bytes must be a power of two from 4096 to {_MAX_BLOCK_BYTES}, not {size!r}")
+        if self.user_metadata is not None and not isinstance(self.user_metadata, Mapping):
+            raise TypeError(f"user_metadata must be a mapping, not {type(self.user_metadata).__name__}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load.
+
+    Attributes:
+        timeout: The longest silence of a rank, in seconds, before the others give up on it.
+        no_dist: Load this rank's state_dict alone, even in a job of many ranks.
+        strict: Raise when a wanted key is missing or does not fit. With False, what fits is loaded and the report
+            names the rest.
+        cast: Convert where dtypes differ: float to float, int to a wider int, bool to int, real to complex. A finite
+            value that the target cannot hold is an error.
+        exchange: ``"auto"`` reads a file on every rank of a host that wants it, and sends data between ranks when some
+            cannot reach the file or when several hosts want it; ``"always"`` reads each byte once in the whole job;
+            ``"never"`` makes every rank read for itself.
+        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
+    """
+
+    timeout: float = 300.0
+    no_dist: bool = False
+    strict: bool = True
+    cast: bool = False
+    exchange: Literal["auto", "always", "never"] = "auto"
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout)
+        _check_choice("exchange", self.exchange, ("auto", "always", "never"))
+
+
+def _check_timeout(timeout: float) -> None:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
