@@ -1,0 +1,155 @@
+"""Who reads what for whom, when data go from rank to rank: each needed block once in the whole job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..core.box import Box, cut_flat_range, intersect
+from .blocks import touched_blocks
+
+__all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
+
+ALL = -1
+_UNIT_BYTES = 4 << 20
+_ROUND_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeShard:
+    """A stored shard that somebody needs: its file, shape and item size."""
+
+    file: int
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A box of a shard, in its coordinates, that a rank needs; ``row`` is that rank's own number for it."""
+
+    rank: int
+    row: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A box of a shard on its way to a rank (or to ``ALL``), for that rank's need ``row`` (for all: rank to row)."""
+
+    destination: int
+    row: int
+    box: Box
+    rows: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Something that one rank reads, and whom it is for."""
+
+    shard: int
+    reader: int
+    parcels: tuple[Parcel, ...]
+
+
+def plan_exchange(
+    shards: Mapping[int, ExchangeShard],
+    needs: Mapping[int, Sequence[Need]],
+    reach: Mapping[int, Sequence[int]],
+    ranks: int,
+    block_bytes: int,
+) -> list[list[Unit]]:
+    """Divide what is needed into units of whole blocks, give each a reader, and order them in rounds.
+
+    A unit's reader is a rank that reaches the file, one that needs the unit itself if there is one, and among those the
+    one with the least to read so far. The rounds bound how much any rank sends and receives at once.
+
+    Args:
+        shards: The shards, by number.
+        needs: Who needs which boxes of each.
+        reach: For each file the ranks that can read it; none may be empty for a file that is needed.
+        ranks: How many ranks there are.
+        block_bytes: Bytes that share a checksum.
+
+    Returns:
+        Rounds of units, the same for all ranks.
+    """
+    loads = [0] * ranks
+    units: list[tuple[Unit, int]] = []
+    for number in sorted(needs, key=lambda n: (shards[n].file, n)):
+        shard, wanted = shards[number], needs[number]
+        blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
+        for start, stop in _unit_ranges(blocks, block_bytes):
+            parcels = _parcels(shard, wanted, start, stop)
+            if not parcels:
+                continue
+            takers = {parcel.destination for parcel in parcels}
+            candidates = [r for r in reach[shard.file] if r in takers] or list(reach[shard.file])
+            reader = min(candidates, key=lambda r: (loads[r], r))
+            loads[reader] += stop - start
+            units.append((Unit(number, reader, _as_broadcast(parcels, reader, ranks)), shard.itemsize))
+    return _in_rounds(units, ranks)
+
+
+def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:
+    step = max(1, _UNIT_BYTES // block_bytes)
+    return [
+        (block * block_bytes, min(block + step, stop) * block_bytes)
+        for start, stop in blocks
+        for block in range(start, stop, step)
+    ]
+
+
+def _parcels(shard: ExchangeShard, needs: Sequence[Need], start: int, stop: int) -> list[Parcel]:
+    """The needs' parts in the shard's bytes from ``start`` to ``stop``."""
+    last = min(stop // shard.itemsize, math.prod(shard.shape))
+    region = cut_flat_range(shard.shape, start // shard.itemsize, last)
+    return [
+        Parcel(need.rank, need.row, common)
+        for need in needs
+        for box in region
+        if (common := intersect(box, need.box)) is not None
+    ]
+
+
+def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parcel, ...]:
+    """One parcel to all for each box, where all ranks (but perhaps the reader) need the very same boxes once."""
+    if ranks < 3:
+        return tuple(parcels)
+    by_rank: dict[int, list[Parcel]] = {}
+    for parcel in parcels:
+        by_rank.setdefault(parcel.destination, []).append(parcel)
+    boxes = {tuple(parcel.box for parcel in group) for group in by_rank.values()}
+    if len(boxes) != 1 or {*by_rank, reader} != set(range(ranks)):
+        return tuple(parcels)
+    columns = zip(*by_rank.values(), strict=True)
+    return tuple(Parcel(ALL, 0, column[0].box, {p.destination: p.row for p in column}) for column in columns)
+
+
+def _in_rounds(units: list[tuple[Unit, int]], ranks: int) -> list[list[Unit]]:
+    """Take the readers' units in turn, and start a new round before a rank would send or receive too much in one."""
+    queues: dict[int, list[tuple[Unit, int]]] = {}
+    for pair in units:
+        queues.setdefault(pair[0].reader, []).append(pair)
+    turns = sorted((i, reader) for reader, queue in queues.items() for i in range(len(queue)))
+    rounds: list[list[Unit]] = []
+    traffic = [0] * ranks
+    for i, reader in turns:
+        unit, itemsize = queues[reader][i]
+        moved = _traffic(unit, itemsize, ranks)
+        if not rounds or max(a + b for a, b in zip(traffic, moved, strict=True)) > _ROUND_BYTES:
+            rounds.append([])
+            traffic = [0] * ranks
+        rounds[-1].append(unit)
+        traffic = [a + b for a, b in zip(traffic, moved, strict=True)]
+    return rounds
+
+
+def _traffic(unit: Unit, itemsize: int, ranks: int) -> list[int]:
+    moved = [0] * ranks
+    for parcel in unit.parcels:
+        nbytes = parcel.box.size * itemsize
+        for rank in range(ranks) if parcel.destination == ALL else {unit.reader, parcel.destination}:
+            moved[rank] += nbytes if parcel.destination != unit.reader else 0
+    return moved

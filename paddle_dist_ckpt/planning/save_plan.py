@@ -1,0 +1,328 @@
+"""Who writes what: replicas once, large replicated boxes divided, bytes balanced, the whole tensor covered exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.box import Box, subtract, whole
+from ..core.shards import IntArray
+from ..errors import UnsupportedValueError
+from .balance import ReplicaSet, balanced_shares, deal
+from .cover import covers_exactly, first_gap
+from .overlap import overlapping_pairs
+
+Mask = npt.NDArray[np.bool_]
+
+__all__ = ["LocalShards", "SavePlan", "Tensors", "plan_save"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """The global tensors, in ascending order of their paths.
+
+    Attributes:
+        names: What to call each in an error.
+        itemsize: Bytes of an element, ``[tensors]``.
+        ndim: Dimensions, ``[tensors]``.
+        shape: Global shapes, ``[tensors, d]``, padded with 1 behind.
+    """
+
+    names: Sequence[str]
+    itemsize: IntArray
+    ndim: IntArray
+    shape: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalShards:
+    """What every rank holds: a row for each local shard, in columns of equal length.
+
+    Attributes:
+        tensor: Which tensor it is a shard of.
+        rank: Position of the rank that holds it.
+        row: Its number among that rank's local shards.
+        offset: Where it starts, ``[n, d]``, padded with 0.
+        shape: Its shape, ``[n, d]``, padded with 1.
+        plain: Whether it is a plain tensor, which is whole and saved by one rank, not divided.
+        addend: For a partial tensor its position among the addends, otherwise -1.
+    """
+
+    tensor: IntArray
+    rank: IntArray
+    row: IntArray
+    offset: IntArray
+    shape: IntArray
+    plain: IntArray
+    addend: IntArray
+
+    def take(self, rows: IntArray) -> LocalShards:
+        """Some of the rows."""
+        return LocalShards(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavePlan:
+    """What is written: a row for each box, ordered by rank and as each rank's files hold them.
+
+    Attributes:
+        tensor: The tensor, ``[n]``.
+        rank: Position of the rank that writes it.
+        row: Which of that rank's local shards it is cut from.
+        offset: Where it starts in the global tensor, ``[n, d]``.
+        shape: Its shape, ``[n, d]``.
+        transfers: For partial tensors, (source rank, source row, destination rank, destination row, box): the source
+            sends its addend of the box to the destination, which adds it to its own. Ranks are positions.
+    """
+
+    tensor: IntArray
+    rank: IntArray
+    row: IntArray
+    offset: IntArray
+    shape: IntArray
+    transfers: list[tuple[int, int, int, int, Box]]
+
+
+def plan_save(tensors: Tensors, shards: LocalShards, ranks: int, coordinator: int) -> SavePlan:
+    """Decide which rank writes which box, so that every byte of every tensor is written exactly once.
+
+    Args:
+        tensors: The global tensors.
+        shards: All ranks' local shards.
+        ranks: How many ranks there are.
+        coordinator: The coordinator's position among them.
+
+    Raises:
+        UnsupportedValueError: shards that reach outside their tensor or leave a part of it uncovered. Lists them all.
+    """
+    chosen = _chosen_whole(tensors, shards, coordinator)
+    divided = _Boxes.unique(shards.take(_divisible(tensors, shards)))
+    divided = _without_overlaps(tensors, divided, shards, chosen)
+    parts = [_whole_columns(shards, chosen), *_divide(tensors, divided, shards, chosen, ranks)]
+    tensor, rank, row, offset, shape = (np.concatenate([p[i] for p in parts]) for i in range(5))
+    keys = [offset[:, d] for d in range(offset.shape[1] - 1, -1, -1)]
+    order = np.lexsort([*keys, tensor, -tensors.itemsize[tensor], rank])
+    tensor, rank, row, offset, shape = (column[order] for column in (tensor, rank, row, offset, shape))
+    transfers = _reductions(tensors, shards, tensor, rank, row, offset, shape)
+    return SavePlan(tensor, rank, row, offset, shape, transfers)
+
+
+def _is_whole_kind(tensors: Tensors, shards: LocalShards) -> Mask:
+    empty: Mask = (tensors.shape == 0).any(axis=1)
+    whole_kind: Mask = (shards.plain != 0) | empty[shards.tensor]
+    return whole_kind
+
+
+def _divisible(tensors: Tensors, shards: LocalShards) -> IntArray:
+    return np.flatnonzero(~_is_whole_kind(tensors, shards) & (shards.shape > 0).all(axis=1))
+
+
+def _chosen_whole(tensors: Tensors, shards: LocalShards, coordinator: int) -> IntArray:
+    """Rows that are saved whole: of each plain (or empty) tensor the coordinator's, else the lowest rank's."""
+    rows = np.flatnonzero(_is_whole_kind(tensors, shards))
+    preference = np.where(shards.rank[rows] == coordinator, -1, shards.rank[rows])
+    rows = rows[np.lexsort((preference, shards.tensor[rows]))]
+    first = np.concatenate([[True], shards.tensor[rows[1:]] != shards.tensor[rows[:-1]]]) if len(rows) else rows > 0
+    chosen: IntArray = rows[first]
+    return chosen
+
+
+def _whole_columns(shards: LocalShards, rows: IntArray) -> tuple[IntArray, ...]:
+    return shards.tensor[rows], shards.rank[rows], shards.row[rows], shards.offset[rows], shards.shape[rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Boxes:
+    """Different boxes, and the ranks that hold each: members ``first[i]:first[i + 1]`` of the columns behind.
+
+    ``source`` names, for a box that was cut from another, the box whose members hold it.
+    """
+
+    tensor: IntArray
+    offset: IntArray
+    shape: IntArray
+    source: IntArray
+    first: IntArray
+    member_rank: IntArray
+    member_row: IntArray
+
+    @classmethod
+    def unique(cls, shards: LocalShards) -> _Boxes:
+        dimensions = shards.offset.shape[1]
+        keys = [column[:, d] for column in (shards.shape, shards.offset) for d in reversed(range(dimensions))]
+        s = shards.take(np.lexsort([shards.rank, *keys, shards.tensor]))
+        same = s.tensor[1:] == s.tensor[:-1]
+        for column in (s.offset, s.shape):
+            same &= (column[1:] == column[:-1]).all(axis=1)
+        starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(s.tensor) else np.zeros(0, np.int64)
+        return cls(
+            s.tensor[starts],
+            s.offset[starts],
+            s.shape[starts],
+            np.arange(len(starts)),
+            np.append(starts, len(s.tensor)),
+            s.rank,
+            s.row,
+        )
+
+
+def _without_overlaps(tensors: Tensors, boxes: _Boxes, shards: LocalShards, chosen: IntArray) -> _Boxes:
+    """The boxes, cut where they overlap, after checking that they cover every tensor."""
+    count = len(tensors.names)
+    low, high = boxes.offset, boxes.offset + boxes.shape
+    exact = covers_exactly(boxes.tensor, low, high, np.zeros_like(tensors.shape), tensors.shape)
+    exact[shards.tensor[chosen]] = True
+    if exact.all():
+        return boxes
+    problems: list[str] = []
+    pieces: list[tuple[int, Box, int]] = []
+    for t in np.flatnonzero(~exact).tolist():
+        rows = np.flatnonzero(boxes.tensor == t)
+        pieces += [(t, box, i) for box, i in _cut_tensor(tensors, t, boxes, rows, problems)]
+    if problems:
+        raise UnsupportedValueError("the shards do not make up their tensors:\n" + "\n".join(problems))
+    return _replaced(boxes, exact[boxes.tensor], pieces, count)
+
+
+def _cut_tensor(tensors: Tensors, t: int, boxes: _Boxes, rows: IntArray, problems: list[str]) -> list[tuple[Box, int]]:
+    """One tensor's boxes without their overlaps, the larger boxes kept whole; each with the row that it is from."""
+    shape = tuple(tensors.shape[t].tolist())
+    rows = rows[np.argsort(-np.prod(boxes.shape[rows], axis=1), kind="stable")]
+    low, high = boxes.offset[rows], boxes.offset[rows] + boxes.shape[rows]
+    name, ndim = tensors.names[t], int(tensors.ndim[t])
+    if (low < 0).any() or (high > tensors.shape[t]).any():
+        problems.append(f"{name}: a shard reaches outside of the global shape {list(shape[:ndim])}")
+        return []
+    as_boxes = [Box(tuple(o), tuple(s)) for o, s in zip(low.tolist(), boxes.shape[rows].tolist(), strict=True)]
+    earlier: list[list[int]] = [[] for _ in rows]
+    for i, j in zip(*overlapping_pairs(low, high, low, high), strict=True):
+        if j < i:
+            earlier[i].append(int(j))
+    kept: list[tuple[Box, int]] = []
+    for i, box in enumerate(as_boxes):
+        left = [box]
+        for j in earlier[i]:
+            left = [piece for part in left for piece in subtract(part, as_boxes[j])]
+        kept += [(piece, int(rows[i])) for piece in left]
+    missing = whole(shape).size - sum(box.size for box, _ in kept)
+    gap = first_gap(whole(shape), [box for box, _ in kept]) if missing else None
+    if gap is not None:
+        where = Box(gap.offset[:ndim], gap.shape[:ndim])
+        problems.append(f"{name}: no rank has the region {where} of the global shape {list(shape[:ndim])}")
+    return kept
+
+
+def _replaced(boxes: _Boxes, keep: Mask, pieces: list[tuple[int, Box, int]], count: int) -> _Boxes:
+    rows = np.flatnonzero(keep)
+    dimensions = boxes.offset.shape[1]
+    offsets = np.array([box.offset for _, box, _ in pieces], np.int64).reshape(-1, dimensions)
+    extents = np.array([box.shape for _, box, _ in pieces], np.int64).reshape(-1, dimensions)
+    return _Boxes(
+        np.concatenate([boxes.tensor[rows], np.array([t for t, _, _ in pieces], np.int64)]),
+        np.concatenate([boxes.offset[rows], offsets]),
+        np.concatenate([boxes.shape[rows], extents]),
+        np.concatenate([boxes.source[rows], np.array([i for _, _, i in pieces], np.int64)]),
+        boxes.first,
+        boxes.member_rank,
+        boxes.member_row,
+    )
+
+
+def _divide(
+    tensors: Tensors, boxes: _Boxes, shards: LocalShards, chosen: IntArray, ranks: int
+) -> list[tuple[IntArray, ...]]:
+    """Give each box to one of the ranks that hold it, or in pieces to several of them."""
+    nbytes = np.prod(boxes.shape, axis=1, dtype=np.int64) * tensors.itemsize[boxes.tensor]
+    holders = (boxes.first[1:] - boxes.first[:-1])[boxes.source]
+    single = np.flatnonzero(holders == 1)
+    single_rank = boxes.member_rank[boxes.first[boxes.source[single]]]
+    whole_bytes = np.prod(shards.shape[chosen], axis=1, dtype=np.int64) * tensors.itemsize[shards.tensor[chosen]]
+    fixed = np.zeros(ranks, np.int64)
+    np.add.at(fixed, single_rank, nbytes[single])
+    np.add.at(fixed, shards.rank[chosen], whole_bytes)
+    parts = [_box_columns(boxes, single, single_rank)]
+    sets, rows_of = _replica_sets(boxes, nbytes, holders)
+    tolerance = (int(nbytes.sum()) + int(whole_bytes.sum())) // ranks // 128
+    for replica_set, rows, shares in zip(sets, rows_of, balanced_shares(fixed, sets), strict=True):
+        parts += _deal_set(tensors, boxes, replica_set, rows, shares, nbytes[rows], tolerance)
+    return parts
+
+
+def _replica_sets(boxes: _Boxes, nbytes: IntArray, holders: IntArray) -> tuple[list[ReplicaSet], list[IntArray]]:
+    sets: list[ReplicaSet] = []
+    rows_of: list[IntArray] = []
+    for count in np.unique(holders[holders > 1]).tolist():
+        rows = np.flatnonzero(holders == count)
+        members = boxes.member_rank[boxes.first[boxes.source[rows]][:, None] + np.arange(count)]
+        different, which = np.unique(members, axis=0, return_inverse=True)
+        for i, ranks in enumerate(different):
+            mine = rows[which.reshape(-1) == i]
+            sets.append(ReplicaSet(ranks, int(nbytes[mine].sum())))
+            rows_of.append(mine)
+    return sets, rows_of
+
+
+def _deal_set(
+    tensors: Tensors,
+    boxes: _Boxes,
+    replica_set: ReplicaSet,
+    rows: IntArray,
+    shares: IntArray,
+    nbytes: IntArray,
+    tolerance: int,
+) -> list[tuple[IntArray, ...]]:
+    as_boxes = [Box((), tuple(shape)) for shape in boxes.shape[rows].tolist()]
+    dealt = deal(shares, nbytes, as_boxes, tensors.itemsize[boxes.tensor[rows]], tolerance)
+    parts = [_box_columns(boxes, rows[dealt.item], replica_set.members[dealt.member])]
+    if dealt.pieces:
+        source = rows[[i for i, _, _ in dealt.pieces]]
+        ranks = replica_set.members[[member for _, member, _ in dealt.pieces]]
+        tensor, rank, row, offset, _ = _box_columns(boxes, source, ranks)
+        offset = offset + np.array([box.offset for _, _, box in dealt.pieces], np.int64)
+        parts.append((tensor, rank, row, offset, np.array([box.shape for _, _, box in dealt.pieces], np.int64)))
+    return parts
+
+
+def _box_columns(boxes: _Boxes, rows: IntArray, ranks: IntArray) -> tuple[IntArray, ...]:
+    """The columns of these boxes, each written by the rank given, with that rank's local shard that holds it."""
+    group = boxes.source[rows]
+    stride = int(boxes.member_rank.max(initial=0)) + 1
+    owner = np.repeat(np.arange(len(boxes.first) - 1), np.diff(boxes.first))
+    place = np.searchsorted(owner * stride + boxes.member_rank, group * stride + ranks)
+    row = boxes.member_row[place] if len(place) else np.zeros(0, np.int64)
+    return boxes.tensor[rows], ranks, row, boxes.offset[rows], boxes.shape[rows]
+
+
+def _reductions(
+    tensors: Tensors,
+    shards: LocalShards,
+    tensor: IntArray,
+    rank: IntArray,
+    row: IntArray,
+    offset: IntArray,
+    shape: IntArray,
+) -> list[tuple[int, int, int, int, Box]]:
+    """What the writers of partial tensors need from the ranks that hold the other addends."""
+    partial = set(shards.tensor[shards.addend >= 0].tolist())
+    if not partial:
+        return []
+    holders: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
+    own: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+    for i in np.flatnonzero(shards.addend >= 0).tolist():
+        key = (int(shards.tensor[i]), *shards.offset[i].tolist(), *shards.shape[i].tolist())
+        addend, holder = int(shards.addend[i]), (int(shards.rank[i]), int(shards.row[i]))
+        holders.setdefault(key, {}).setdefault(addend, []).append(holder)
+        own[holder] = (key, addend)
+    transfers = []
+    for i in [i for i, t in enumerate(tensor.tolist()) if t in partial]:
+        writer = (int(rank[i]), int(row[i]))
+        key, mine = own[writer]
+        ndim = int(tensors.ndim[tensor[i]])
+        box = Box(tuple(offset[i, :ndim].tolist()), tuple(shape[i, :ndim].tolist()))
+        for addend, candidates in sorted(holders[key].items()):
+            if addend != mine:
+                transfers.append((*min(candidates), *writer, box))
+    return transfers
