@@ -1,0 +1,86 @@
+"""The names of a checkpoint's files in its folder."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = [
+    "ClaimName",
+    "DataFileName",
+    "claim_name",
+    "data_file_name",
+    "metadata_id",
+    "metadata_name",
+    "parse_claim",
+    "parse_data_file",
+    "parse_foreign_id",
+    "temporary_name",
+]
+
+_ID = r"(0|[1-9]\d{0,17})"
+_SAVE = r"([0-9a-f]{16})"
+_METADATA = re.compile(rf"{_ID}\.metadata")
+_DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.safetensors")
+_CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim")
+_FOREIGN = re.compile(rf"{_ID}_{_ID}\.(?:distcp|safetensors)")
+
+
+class DataFileName(NamedTuple):
+    """The parts of a data file's name."""
+
+    rank: int
+    unique_id: int
+    save_id: str
+    part: int
+
+
+class ClaimName(NamedTuple):
+    """The parts of a claim file's name."""
+
+    unique_id: int
+    save_id: str
+
+
+def metadata_name(unique_id: int) -> str:
+    """Name of the file whose presence is the commit."""
+    return f"{unique_id}.metadata"
+
+
+def metadata_id(name: str) -> int | None:
+    """The id of a `.metadata` file, None for any other name."""
+    match = _METADATA.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def data_file_name(rank: int, unique_id: int, save_id: str, part: int) -> str:
+    """Name of a data file."""
+    return f"{rank}_{unique_id}.{save_id}.{part}.safetensors"
+
+
+def parse_data_file(name: str) -> DataFileName | None:
+    """The parts of a data file's name, None for any other name."""
+    match = _DATA.fullmatch(name)
+    return DataFileName(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
+
+
+def claim_name(unique_id: int, save_id: str) -> str:
+    """Name of the file that says that a save is alive."""
+    return f"{unique_id}.{save_id}.claim"
+
+
+def parse_claim(name: str) -> ClaimName | None:
+    """The parts of a claim file's name, None for any other name."""
+    match = _CLAIM.fullmatch(name)
+    return ClaimName(int(match[1]), match[2]) if match else None
+
+
+def temporary_name(unique_id: int, save_id: str) -> str:
+    """Name that a `.metadata` file has until it is published."""
+    return f"{unique_id}.{save_id}.metadata.tmp"
+
+
+def parse_foreign_id(name: str) -> int | None:
+    """The id in the name of a data file that Paddle's own functions write, None for any other name."""
+    match = _FOREIGN.fullmatch(name)
+    return int(match[2]) if match else None

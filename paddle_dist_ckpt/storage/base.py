@@ -1,0 +1,111 @@
+"""The Protocol of a storage: a flat folder of named byte sequences, with an atomic way to publish one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from ..core.ports import Bytes1D
+
+__all__ = ["FolderIdentity", "ReadableFile", "Storage", "WritableFile"]
+
+
+class FolderIdentity(NamedTuple):
+    """Tells whether two ranks see one folder: the host (this boot of it) and the folder's device and inode there."""
+
+    host: str
+    device: int
+    inode: int
+
+
+class WritableFile(Protocol):
+    """A new file that is being written."""
+
+    def write(self, data: Bytes1D, offset: int) -> None:
+        """Write all of ``data`` at ``offset``. Raises OSError if that did not succeed in full."""
+        ...
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ReadableFile(Protocol):
+    """A file open for reading."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read_into(self, buffers: Sequence[Bytes1D], offset: int) -> None:
+        """Fill the buffers, one behind the other, from ``offset``. Raises EOFError if the file ends before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A folder. All names are plain file names. Methods raise OSError (FileNotFoundError where a name is missing)."""
+
+    @property
+    def location(self) -> str:
+        """What to call the folder in messages."""
+        ...
+
+    def prepare(self) -> None:
+        """Make the folder if it is not there."""
+        ...
+
+    def identity(self) -> FolderIdentity: ...
+
+    def free_bytes(self) -> int | None:
+        """How many bytes can still be written, or None where that is not known."""
+        ...
+
+    def names(self) -> list[str]:
+        """All names in the folder; an empty list if there is no folder."""
+        ...
+
+    def create(self, name: str) -> WritableFile:
+        """Start a new file; FileExistsError if the name is taken."""
+        ...
+
+    def open(self, name: str) -> ReadableFile: ...
+
+    def size(self, name: str) -> int: ...
+
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        """A file's content, or its first ``limit`` bytes."""
+        ...
+
+    def publish(self, name: str, data: bytes, temporary: str, replace: bool) -> bool:
+        """Make ``name`` hold ``data``, durably and at once: a reader sees the old content or the new one, whole.
+
+        Args:
+            name: The final name.
+            data: The content.
+            temporary: A name to use on the way, where one is needed.
+            replace: Whether to replace a file of that name; if not and there is one, nothing changes.
+
+        Returns:
+            Whether it was published.
+        """
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file; nothing happens if it is not there."""
+        ...
+
+    def sync(self) -> None:
+        """Make the folder's names durable."""
+        ...
+
+    def touch(self, name: str) -> None:
+        """Set a file's modification time to now, by the folder's own clock."""
+        ...
+
+    def modified(self, name: str) -> float:
+        """When a file was last modified, in seconds, by the folder's own clock."""
+        ...

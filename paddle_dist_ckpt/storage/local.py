@@ -1,0 +1,206 @@
+"""A folder of a POSIX filesystem: a local disk, or one that several hosts mount."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..core.ports import Bytes1D
+from .base import FolderIdentity, ReadableFile, Storage, WritableFile
+
+__all__ = ["LocalStorage", "as_storage"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def as_storage(path: object) -> Storage:
+    """The storage that a user means by ``path``: a str or PathLike names a local folder, a Storage is itself.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        return LocalStorage(os.fspath(path))
+    if isinstance(path, Storage):
+        return path
+    raise TypeError(f"path must be a str, a PathLike or a Storage, not {type(path).__name__}")
+
+
+class LocalStorage:
+    """A folder of a mounted filesystem."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(os.fspath(path)))
+
+    @property
+    def location(self) -> str:
+        return str(self._root)
+
+    def prepare(self) -> None:
+        missing = []
+        folder = self._root
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        self._root.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            _sync_folder(made.parent)
+
+    def identity(self) -> FolderIdentity:
+        status = self._root.stat()
+        return FolderIdentity(_host(), status.st_dev, status.st_ino)
+
+    def free_bytes(self) -> int | None:
+        status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self._root))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def create(self, name: str) -> WritableFile:
+        return _LocalWritable(self._root / name)
+
+    def open(self, name: str) -> ReadableFile:
+        return _LocalReadable(self._root / name)
+
+    def size(self, name: str) -> int:
+        return (self._root / name).stat().st_size
+
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        with (self._root / name).open("rb") as file:
+            return file.read(-1 if limit is None else limit)
+
+    def publish(self, name: str, data: bytes, temporary: str, replace: bool) -> bool:
+        source, target = self._root / temporary, self._root / name
+        file = _LocalWritable(source)
+        try:
+            file.write(np.frombuffer(data, np.uint8), 0)
+            # IMPORTANT: the content is durable before the name is. Otherwise a crash could leave an empty file.
+            file.sync()
+        except BaseException:
+            source.unlink(missing_ok=True)
+            raise
+        finally:
+            file.close()
+        if replace:
+            source.replace(target)
+        elif not _link(source, target):
+            return False
+        self.sync()
+        return True
+
+    def delete(self, name: str) -> None:
+        (self._root / name).unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        _sync_folder(self._root)
+
+    def touch(self, name: str) -> None:
+        os.utime(self._root / name)
+
+    def modified(self, name: str) -> float:
+        return (self._root / name).stat().st_mtime
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self.location!r})"
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give ``source`` the name ``target`` unless it is taken, and drop the old name. Returns whether it was free."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        source.unlink()
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            source.unlink(missing_ok=True)
+            raise
+        _logger.debug("%s: no hard links here, so a rename publishes it", target)
+        if target.exists():
+            source.unlink()
+            return False
+        source.rename(target)
+        return True
+    source.unlink()
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        _logger.debug("%s: this filesystem does not sync folders (%s)", folder, error)
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _host() -> str:
+    """This boot of this host. The host name alone would not tell cloned machines or containers apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
+
+
+class _LocalWritable:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._path = path
+
+    def write(self, data: Bytes1D, offset: int) -> None:
+        view = data.data
+        while len(view):
+            written = os.pwrite(self._descriptor, view, offset)
+            if written <= 0:
+                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            view, offset = view[written:], offset + written
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _LocalReadable:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._path = path
+        self._size = os.fstat(self._descriptor).st_size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read_into(self, buffers: Sequence[Bytes1D], offset: int) -> None:
+        views = [buffer.data for buffer in buffers if len(buffer)]
+        while views:
+            got = os.preadv(self._descriptor, views, offset)
+            if got <= 0:
+                raise EOFError(f"{self._path} ends at byte {offset}")
+            offset += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
