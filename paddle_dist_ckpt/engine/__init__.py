@@ -1,0 +1,1 @@
+"""Runs plans: writes and reads data files, exchanges data between ranks, commits."""

@@ -1,0 +1,289 @@
+"""Ids, claims, clean-up and the commit: what the coordinator does to the folder.
+
+A save's claim file is made before any other of its files and kept fresh while it lives. It says which save it replaces,
+so that whoever finds it after a crash knows what may be removed. Whether a claim is fresh is judged by the folder's own
+clock: by the modification times that the folder gives, never by a host's clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..core.metadata import MAX_HEAD_BYTES, Metadata, decode_head, encode_metadata
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ..formats.names import (
+    claim_name,
+    metadata_id,
+    metadata_name,
+    parse_claim,
+    parse_data_file,
+    parse_foreign_id,
+    temporary_name,
+)
+from ..storage.base import Storage
+
+__all__ = ["Claim", "committed_ids", "committed_saves", "newest_id", "next_id", "remove_saves", "save_of"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_FRESH_EVERY = 10.0  # seconds
+_EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
+_PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+class _ClaimRecord(msgspec.Struct):
+    save: str
+    replaces: str | None
+
+
+def save_of(storage: Storage, unique_id: int) -> str | None:
+    """The save id of the checkpoint committed under an id; None if its `.metadata` is gone or of another format.
+
+    Raises:
+        CheckpointCorruptedError: the file is neither ours nor that of a format known to share the folder.
+    """
+    name = metadata_name(unique_id)
+    try:
+        data = storage.read(name, MAX_HEAD_BYTES)
+    except FileNotFoundError:
+        return None
+    head = decode_head(data, name)
+    if head is not None:
+        return str(head["save"])
+    if data.startswith(_PICKLE):
+        return None
+    raise CheckpointCorruptedError(
+        f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file (it starts with {data[:16]!r}); if it was "
+        "damaged, rebuild_metadata can make it again; to load an older checkpoint, give its unique_id"
+    )
+
+
+def committed_ids(storage: Storage) -> list[int]:
+    """The ids of this format's committed checkpoints, ascending."""
+    ids = sorted(i for name in storage.names() if (i := metadata_id(name)) is not None)
+    found = []
+    for unique_id in ids:
+        try:
+            if save_of(storage, unique_id) is not None:
+                found.append(unique_id)
+        except CheckpointError as error:
+            _logger.warning("not listed: %s", error)
+    return found
+
+
+def newest_id(storage: Storage) -> int:
+    """The newest committed id of this format.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointCorruptedError: the newest `.metadata` is damaged. (An older one is not taken in its place silently.)
+    """
+    for unique_id in sorted((i for n in storage.names() if (i := metadata_id(n)) is not None), reverse=True):
+        if save_of(storage, unique_id) is not None:
+            return unique_id
+        _logger.warning("%s/%s is of another format; skipped", storage.location, metadata_name(unique_id))
+    raise CheckpointNotFoundError(f"{storage.location} holds no committed checkpoint")
+
+
+def next_id(names: Iterable[str]) -> int:
+    """The id that a save takes by itself: one more than any committed one, of whatever format."""
+    used = [i for name in names for i in (metadata_id(name), parse_foreign_id(name)) if i is not None]
+    return max(used, default=-1) + 1
+
+
+def committed_saves(storage: Storage) -> dict[str, int]:
+    """The save id of every committed checkpoint of this format, with its unique_id."""
+    saves = {}
+    for unique_id in (i for name in storage.names() if (i := metadata_id(name)) is not None):
+        try:
+            save = save_of(storage, unique_id)
+        except CheckpointError as error:
+            _logger.debug("%s", error)
+            continue
+        if save is not None:
+            saves[save] = unique_id
+    return saves
+
+
+def remove_saves(storage: Storage, saves: Iterable[str]) -> int:
+    """Remove the data files of these saves from a folder; returns how many there were."""
+    doomed = set(saves)
+    removed = 0
+    for name in storage.names() if doomed else ():
+        parsed = parse_data_file(name)
+        if parsed is not None and parsed.save_id in doomed:
+            storage.delete(name)
+            removed += 1
+    return removed
+
+
+@dataclass(slots=True)
+class Claim:
+    """A save's presence in the folder, from before its first file until after its commit or clean-up.
+
+    Attributes:
+        storage: The coordinator's folder.
+        unique_id: The id that the save sets out for.
+        save_id: Its random id.
+        automatic: Whether the id was chosen by the save, so that another one will do as well.
+        expired: Claims of dead saves that were found; their files are to be removed.
+        doomed: Save ids whose files may be removed: those of dead saves, and what they had replaced.
+    """
+
+    storage: Storage
+    unique_id: int
+    save_id: str
+    automatic: bool
+    expired: list[str] = field(default_factory=list)
+    doomed: list[str] = field(default_factory=list)
+    replaces: str | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @classmethod
+    def make(cls, storage: Storage, unique_id: int | None) -> Claim:
+        """Choose an id (unless one is given), claim it, and find out which files dead saves have left."""
+        storage.prepare()
+        automatic = unique_id is None
+        chosen = next_id(storage.names()) if unique_id is None else unique_id
+        if unique_id is not None:
+            _refuse_foreign(storage, unique_id)
+        claim = cls(storage, chosen, secrets.token_hex(8), automatic)
+        claim.replaces = None if automatic else _replaced_save(storage, chosen)
+        claim._write()
+        claim._find_dead()
+        claim._thread = threading.Thread(target=claim._keep_fresh, name="paddle_dist_ckpt claim", daemon=True)
+        claim._thread.start()
+        return claim
+
+    @property
+    def name(self) -> str:
+        """The claim file's name."""
+        return claim_name(self.unique_id, self.save_id)
+
+    def _write(self) -> None:
+        record = msgspec.json.encode(_ClaimRecord(self.save_id, self.replaces))
+        self.storage.publish(self.name, record, self.name + ".tmp", replace=True)
+
+    def _keep_fresh(self) -> None:
+        while not self._stop.wait(_FRESH_EVERY):
+            try:
+                self.storage.touch(self.name)
+            except OSError as error:
+                _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
+
+    def _find_dead(self) -> None:
+        now = self.storage.modified(self.name)
+        claims = [
+            (name, parsed) for name in self.storage.names() if (parsed := parse_claim(name)) and name != self.name
+        ]
+        dead = [(name, parsed) for name, parsed in claims if self._is_expired(name, now)]
+        committed = committed_saves(self.storage) if dead else {}
+        for name, parsed in dead:
+            self.expired.append(name)
+            if parsed.save_id not in committed:
+                self.doomed.append(parsed.save_id)
+                self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
+            else:
+                self.doomed += [save for save in self._replaced_by(name) if save not in committed]
+
+    def _is_expired(self, name: str, now: float) -> bool:
+        try:
+            return now - self.storage.modified(name) > _EXPIRES_AFTER
+        except FileNotFoundError:
+            return False
+
+    def _replaced_by(self, name: str) -> list[str]:
+        try:
+            replaced = msgspec.json.decode(self.storage.read(name), type=_ClaimRecord).replaces
+        except (OSError, msgspec.DecodeError) as error:
+            _logger.debug("the claim %s cannot be read: %s", name, error)
+            return []
+        return [replaced] if replaced else []
+
+    def publish(self, metadata: Metadata, user_metadata: object) -> int:
+        """Commit. Returns the id under which it was done, which for an automatic one may be a later one than planned.
+
+        Raises:
+            CheckpointError: the claim is gone: another save took this one for dead.
+        """
+        if self.name not in self.storage.names():
+            raise CheckpointError(
+                f"the claim {self.name} is gone: this save was silent so long that another removed it"
+            )
+        unique_id = self.unique_id
+        while True:
+            committed = dataclasses.replace(metadata, unique_id=unique_id)
+            data = encode_metadata(committed, user_metadata)
+            temporary = temporary_name(self.unique_id, self.save_id)
+            if not self.automatic:
+                self._note_replaced()
+            if self.storage.publish(metadata_name(unique_id), data, temporary, replace=not self.automatic):
+                return unique_id
+            unique_id = max(unique_id + 1, next_id(self.storage.names()))
+
+    def _note_replaced(self) -> None:
+        """Look again which save the id has now: another may have been committed since the claim was made."""
+        replaced = _replaced_save(self.storage, self.unique_id)
+        if replaced != self.replaces:
+            self.replaces = replaced
+            self._write()
+
+    def committed(self) -> str | None:
+        """Remove what the commit has made useless; returns the replaced save, which may have files in other folders.
+
+        Nothing that goes wrong here undoes the commit, so it is logged and left to a later save.
+        """
+        replaced = self.replaces if self.replaces not in committed_saves(self.storage) else None
+        try:
+            remove_saves(self.storage, [replaced] if replaced else [])
+            self._end()
+        except OSError as error:
+            self._stop.set()
+            _logger.warning("%s: files of replaced or dead saves are left: %s", self.storage.location, error)
+        return replaced
+
+    def failed(self, settled: bool) -> None:
+        """End after a failure.
+
+        Args:
+            settled: Whether all files of this save are in this folder or are removed by those who wrote them, and nobody
+                is writing any more. If not, the claim stays and expires, and a later save removes the files.
+        """
+        self._stop.set()
+        try:
+            if settled and self.save_id not in committed_saves(self.storage):
+                remove_saves(self.storage, [self.save_id])
+                self.storage.delete(temporary_name(self.unique_id, self.save_id))
+                self._end()
+        except OSError as error:
+            _logger.warning("%s: files of a failed save are left: %s", self.storage.location, error)
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        for name in (*self.expired, self.name):
+            self.storage.delete(name)
+
+
+def _refuse_foreign(storage: Storage, unique_id: int) -> None:
+    name = metadata_name(unique_id)
+    if name in storage.names() and storage.read(name, 2) in _PICKLE:
+        raise CheckpointError(
+            f"{storage.location}/{name} belongs to a checkpoint of another format; save under another unique_id"
+        )
+
+
+def _replaced_save(storage: Storage, unique_id: int) -> str | None:
+    try:
+        return save_of(storage, unique_id)
+    except CheckpointError:  # damaged, or of a newer version: its files cannot be told, so they stay
+        _logger.warning("%s: replacing a .metadata that cannot be read; its data files stay", storage.location)
+        return None

@@ -1,0 +1,109 @@
+"""From what ranks need and reach to each rank's order for the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..core.box import Box
+from ..core.metadata import Metadata
+from ..planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit, plan_exchange
+from .messages import ExchangeOrder, Incoming, Piece, Reach, Round, UnitRead
+
+__all__ = ["ExchangePlanner"]
+
+
+class ExchangePlanner:
+    """Plans the exchange of one load. Ranks are positions inside, global ranks outside."""
+
+    def __init__(self, metadata: Metadata, ranks: Sequence[int], reaches: Mapping[int, Reach]) -> None:
+        self._metadata, self._ranks = metadata, ranks
+        self._place = {rank: i for i, rank in enumerate(ranks)}
+        file_number = {info.name: i for i, info in enumerate(metadata.files)}
+        self._reach: dict[int, list[int]] = {}
+        for rank in ranks:
+            for name in reaches[rank].files:
+                self._reach.setdefault(file_number[name], []).append(self._place[rank])
+        self._needs: dict[bool, dict[int, list[Need]]] = {False: {}, True: {}}
+        table = metadata.table
+        for rank in ranks:
+            for need in reaches[rank].needs:
+                shard = int(table.first_shard[table.index[need.path]]) + need.shard
+                wanted = Need(self._place[rank], need.row, Box(*need.box))
+                self._needs[need.staged].setdefault(shard, []).append(wanted)
+        self._shards: dict[int, ExchangeShard] = {}
+        for shard in (*self._needs[False], *self._needs[True]):
+            tensor, _, shape = table.shard_place(shard)
+            self._shards[shard] = ExchangeShard(int(table.shard_file[shard]), shape, table.dtypes[tensor].itemsize)
+        self._first_block, _ = table.blocks(metadata.block_bytes, len(metadata.files))
+
+    def unreached(self) -> list[str]:
+        """Files that are needed and that no rank can read."""
+        missing = {shard.file for shard in self._shards.values()} - set(self._reach)
+        return [self._metadata.files[i].name for i in sorted(missing)]
+
+    @staticmethod
+    def restart() -> ExchangeOrder:
+        """The order to start again."""
+        return ExchangeOrder(True, [], [], [])
+
+    def orders(self) -> dict[int, ExchangeOrder]:
+        """Each rank's order, by global rank."""
+        plans = {
+            staged: plan_exchange(self._shards, needs, self._reach, len(self._ranks), self._metadata.block_bytes)
+            for staged, needs in self._needs.items()
+        }
+        orders = {}
+        for rank, place in self._place.items():
+            units = [unit for rounds in plans.values() for units in rounds for unit in units if unit.reader == place]
+            files = sorted({self._metadata.files[self._shards[unit.shard].file].name for unit in units})
+            staged = [self._round(units, place) for units in plans[True]]
+            main = [self._round(units, place) for units in plans[False]]
+            orders[rank] = ExchangeOrder(False, files, staged, main)
+        return orders
+
+    def _round(self, units: Sequence[Unit], place: int) -> Round:
+        reads = [self._read(unit) for unit in units if unit.reader == place]
+        broadcasts: dict[int, list[tuple[int, Parcel]]] = {}
+        receives: dict[int, list[tuple[int, Parcel]]] = {}
+        for unit in units:
+            itemsize = self._shards[unit.shard].itemsize
+            for parcel in unit.parcels:
+                if parcel.destination == ALL:
+                    broadcasts.setdefault(unit.reader, []).append((itemsize, parcel))
+                elif parcel.destination == place and unit.reader != place:
+                    receives.setdefault(unit.reader, []).append((itemsize, parcel))
+        return Round(
+            reads,
+            [_incoming(source, broadcasts[source], place) for source in sorted(broadcasts)],
+            [_incoming(source, receives[source], place) for source in sorted(receives)],
+        )
+
+    def _read(self, unit: Unit) -> UnitRead:
+        table = self._metadata.table
+        tensor, _, shape = table.shard_place(unit.shard)
+        pieces = [
+            Piece(
+                p.destination,
+                p.rows.get(unit.reader, -1) if p.destination == ALL else p.row,
+                (p.box.offset, p.box.shape),
+            )
+            for p in unit.parcels
+        ]
+        return UnitRead(
+            file=self._metadata.files[table.shard_file[unit.shard]].name,
+            start=int(table.data_offsets[unit.shard]),
+            first_block=int(self._first_block[unit.shard]),
+            shape=shape,
+            dtype=table.dtypes[tensor].name,
+            key=self._metadata.key(table.paths[tensor]),
+            pieces=pieces,
+        )
+
+
+def _incoming(source: int, parcels: Sequence[tuple[int, Parcel]], place: int) -> Incoming:
+    return Incoming(
+        source,
+        [p.rows.get(place, -1) if p.destination == ALL else p.row for _, p in parcels],
+        [(p.box.offset, p.box.shape) for _, p in parcels],
+        [p.box.size * itemsize for itemsize, p in parcels],
+    )

@@ -1,0 +1,309 @@
+"""The coordinator's side of a load: it alone reads `.metadata`, and tells each rank what that rank needs to know."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..core.metadata import FileInfo, Metadata, decode_metadata, table_to_record
+from ..core.ports import ControlSession
+from ..core.shards import Kind, pack_column
+from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
+from ..formats.names import metadata_name
+from ..options import LoadOptions
+from ..storage.base import Storage
+from .commit import newest_id, save_of
+from .exchange_orders import ExchangePlanner
+from .messages import (
+    Decision,
+    LoadAnswer,
+    LoadRequest,
+    LoadResult,
+    Needs,
+    Opened,
+    Problems,
+    Reach,
+    Wanted,
+    decode,
+    encode,
+)
+
+__all__ = ["LoadCoordinator", "read_checkpoint"]
+
+_RESTARTS = 3
+
+
+def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
+    """Read a `.metadata` file.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointCorruptedError: it is damaged.
+    """
+    chosen = newest_id(storage) if unique_id is None else unique_id
+    name = metadata_name(chosen)
+    try:
+        data = storage.read(name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(
+            f"{storage.location} holds no checkpoint with unique_id {chosen}; a checkpoint that was never committed, or "
+            "was written somewhere else, cannot be loaded"
+        ) from None
+    return decode_metadata(data, f"{storage.location}/{name}", chosen)
+
+
+class LoadCoordinator:
+    """The coordinator's answers, round by round. Other ranks have one too and never use it."""
+
+    def __init__(self, storage: Storage, session: ControlSession, options: LoadOptions) -> None:
+        self._storage, self._session, self._options = storage, session, options
+        self._metadata: Metadata | None = None
+        self._asked: set[str] = set()
+        self._requests: dict[int, LoadRequest] = {}
+        self._reasons: dict[str, str] = {}
+        self._restarts = 0
+
+    def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``request``: what the checkpoint has of what each rank wants."""
+        self._requests = {rank: decode(data, LoadRequest) for rank, data in messages.items()}
+        ours = self._requests[self._session.coordinator]
+        for rank, request in self._requests.items():
+            if request.unique_id != ours.unique_id:
+                raise ValueError(f"rank {rank} passed unique_id={request.unique_id}, others {ours.unique_id}")
+        self._metadata = read_checkpoint(self._storage, ours.unique_id)
+        hosts = {rank: request.folder.host for rank, request in self._requests.items() if request.folder is not None}
+        sharing = Counter(hosts.values())
+        answering = _Answering(self._metadata, {rank: sharing[host] for rank, host in hosts.items()})
+        by_wish: dict[bytes, bytes] = {}
+        for request in self._requests.values():
+            if request.wanted not in by_wish:
+                by_wish[request.wanted] = encode(answering.answer(decode(request.wanted, Wanted)))
+        self._asked = answering.asked
+        return {rank: by_wish[request.wanted] for rank, request in self._requests.items()}
+
+    def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
+        needs = {rank: decode(data, Needs) for rank, data in messages.items()}
+        if self._options.strict:
+            _raise_problems({rank: n.problems for rank, n in needs.items()}, self._location())
+        missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
+        if missing and self._replaced():
+            return self._for_all(messages, Decision(True, False, [], [], False))
+        self._reasons = missing
+        if missing and self._options.exchange == "never":
+            raise CheckpointCorruptedError(
+                _missing_text(missing, "; exchange is 'never', so no other rank may read it")
+            )
+        staged = any(n.staged for n in needs.values())
+        if not self._exchange_wanted(needs, bool(missing)):
+            return self._for_all(messages, Decision(False, False, [], [], staged))
+        assert self._metadata is not None
+        wanted = {name for n in needs.values() for name in n.files}
+        _, counts = self._metadata.table.blocks(self._metadata.block_bytes, len(self._metadata.files))
+        chosen = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
+        files = [self._metadata.files[i] for i in chosen]
+        return self._for_all(messages, Decision(False, True, files, [int(counts[i]) for i in chosen], staged))
+
+    def _exchange_wanted(self, needs: Mapping[int, Needs], missing: bool) -> bool:
+        if missing or self._options.exchange == "always":
+            return len(self._session.ranks) > 1 or missing
+        if self._options.exchange == "never":
+            return False
+        hosts: dict[str, set[str]] = {}
+        for rank, need in needs.items():
+            folder = self._requests[rank].folder
+            for name in need.files:
+                hosts.setdefault(name, set()).add(folder.host if folder is not None else "")
+        return any(len(several) > 1 for several in hosts.values())
+
+    def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``exchange``: who reads what for whom."""
+        assert self._metadata is not None
+        reaches = {rank: decode(data, Reach) for rank, data in messages.items()}
+        planner = ExchangePlanner(self._metadata, self._session.ranks, reaches)
+        nobody = planner.unreached()
+        if nobody:
+            if self._replaced():
+                return {rank: encode(planner.restart()) for rank in messages}
+            reasons = {name: self._reasons.get(name, "not found") for name in nobody}
+            raise CheckpointCorruptedError(_missing_text(reasons, ""))
+        return {rank: encode(order) for rank, order in planner.orders().items()}
+
+    def opened(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``open``: go on if every reader has its files."""
+        gone = {name: reason for data in messages.values() for name, reason in decode(data, Opened).gone.items()}
+        if not gone:
+            return dict.fromkeys(messages, b"")
+        if self._replaced():
+            return dict.fromkeys(messages, b"restart")
+        raise CheckpointCorruptedError(_missing_text(gone, ""))
+
+    def staged(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``staged``: raise what the staged pass found not to fit."""
+        problems = {rank: decode(data, Problems).problems for rank, data in messages.items()}
+        if self._options.strict:
+            _raise_problems(problems, self._location())
+        return dict.fromkeys(messages, b"")
+
+    def done(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``read``: everything is where it belongs."""
+        assert self._metadata is not None
+        paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
+        unused = [self._metadata.key(path) for path in paths if path not in self._asked]
+        return dict.fromkeys(messages, encode(LoadResult(unused)))
+
+    def _location(self) -> str:
+        assert self._metadata is not None
+        return f"checkpoint {self._metadata.unique_id} in {self._storage.location}"
+
+    def _replaced(self) -> bool:
+        """Whether the checkpoint is another one by now, so that missing files are no wonder."""
+        assert self._metadata is not None
+        if save_of(self._storage, self._metadata.unique_id) == self._metadata.save_id:
+            return False
+        self._restarts += 1
+        if self._restarts > _RESTARTS:
+            raise CheckpointCorruptedError(f"{self._location()} was replaced {self._restarts} times during this load")
+        return True
+
+    @staticmethod
+    def _for_all(messages: Iterable[int], decision: Decision) -> dict[int, bytes]:
+        return dict.fromkeys(messages, encode(decision))
+
+
+def _raise_problems(by_rank: Mapping[int, Sequence[str]], where: str) -> None:
+    """Raise all problems at once, each said once with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problems in sorted(by_rank.items()):
+        for problem in problems:
+            ranks.setdefault(problem, []).append(rank)
+    if not ranks:
+        return
+    everyone = len(by_rank)
+    lines = [
+        problem if len(having) == everyone else f"{problem} (rank {', '.join(map(str, having))})"
+        for problem, having in ranks.items()
+    ]
+    raise StateDictMismatchError(
+        f"{where} does not fit the state_dict, which was left as it was; {len(lines)} problem(s):\n"
+        + "\n".join(lines)
+        + "\nLoadOptions(strict=False) loads what fits; LoadOptions(cast=True) converts dtypes.",
+        lines,
+    )
+
+
+def _missing_text(reasons: Mapping[str, str], more: str) -> str:
+    lines = [f"  {reason}" for _, reason in sorted(reasons.items())[:20]]
+    return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
+
+
+class _Answering:
+    """Looks up in one checkpoint what ranks want."""
+
+    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int]) -> None:
+        self._metadata, self._ranks_on_host = metadata, ranks_on_host
+        self._values: dict[str, Any] = dict(metadata.value_records)
+        self._paths = sorted([*metadata.table.paths, *self._values])
+        self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
+        self._check_sizes(metadata.files)
+        self.asked: set[str] = set()
+
+    def _check_sizes(self, files: Sequence[FileInfo]) -> None:
+        for info, data_bytes in zip(files, self._metadata.table.file_bytes(len(files)).tolist(), strict=True):
+            if info.size < data_bytes + 8:
+                raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
+
+    def answer(self, wanted: Wanted) -> LoadAnswer:
+        """What the checkpoint has of a wish."""
+        index, kinds = self._metadata.table.index, self._metadata.table.kinds
+        tensors: set[int] = set()
+        values: dict[str, Any] = {}
+        odd: dict[str, str] = {}
+        for path in wanted.tensors:
+            place = index.get(path)
+            if place is not None and kinds[place] != Kind.VALUE:
+                tensors.add(place)
+            else:
+                odd[path] = self._what_is(path)
+        for path, present in wanted.values:
+            self._answer_value(path, present, tensors, values, odd)
+        self.asked.update(self._metadata.table.paths[t] for t in tensors)
+        self.asked.update(values)
+        return self._assemble(sorted(tensors), values, odd)
+
+    def _answer_value(
+        self, path: str, present: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]
+    ) -> None:
+        place = self._metadata.table.index.get(path)
+        if path in self._values:
+            if (present == "dict") != _is_dict(self._values[path]) and present != "none":
+                odd[path] = "a dict here and no dict there"
+            else:
+                values[path] = self._values[path]
+        elif place is not None and self._metadata.table.kinds[place] == Kind.VALUE:
+            tensors.add(place)
+        elif present == "none":
+            self._answer_subtree(path, tensors, values, odd)
+        elif present != "dict" or place is not None:  # an empty dict wants nothing
+            odd[path] = self._what_is(path)
+
+    def _answer_subtree(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
+        below = self._below(path)
+        index, kinds = self._metadata.table.index, self._metadata.table.kinds
+        held = [p for p in below if p in index and kinds[index[p]] != Kind.VALUE]
+        if not below or held:
+            odd[path] = self._what_is(path) if not held else f"a container of tensors, such as {held[0]}"
+            return
+        for found in below:
+            if found in self._values:
+                values[found] = self._values[found]
+            else:
+                tensors.add(index[found])
+
+    def _below(self, path: str) -> list[str]:
+        first = bisect.bisect_left(self._paths, path + "/")
+        last = bisect.bisect_left(self._paths, path + "0")  # "0" is the character after "/"
+        return self._paths[first:last]
+
+    def _what_is(self, path: str) -> str:
+        place = self._metadata.table.index.get(path)
+        if path in self._values or (place is not None and self._metadata.table.kinds[place] == Kind.VALUE):
+            return "a value"
+        if place is not None:
+            return "a tensor"
+        if self._below(path):
+            return "a container"
+        close = difflib.get_close_matches(path, self._paths, 1) if len(self._paths) <= 5000 else []
+        return f"missing; is {self._metadata.key(close[0])!r} meant?" if close else "missing"
+
+    def _assemble(self, tensors: list[int], values: dict[str, Any], odd: dict[str, str]) -> LoadAnswer:
+        metadata = self._metadata
+        table, shards = metadata.table.select(tensors)
+        used, renumbered = np.unique(table.shard_file, return_inverse=True)
+        record = table_to_record(table)
+        files = [metadata.files[i] for i in used.tolist()]
+        keys = {path: metadata.key(path) for path in (*table.paths, *values)}
+        return LoadAnswer(
+            unique_id=metadata.unique_id,
+            save_id=metadata.save_id,
+            block_bytes=metadata.block_bytes,
+            files=files,
+            block_counts=pack_column(self._block_counts[used]),
+            tensors=msgspec.structs.replace(record, shard_file=pack_column(renumbered.reshape(-1))),
+            starts=pack_column(metadata.table.data_offsets[shards]),
+            blocks=pack_column(self._first_block[shards]),
+            keys={path: key for path, key in keys.items() if key != path[1:].replace("/", ".")},
+            values=sorted(values.items()),
+            odd=odd,
+            ranks_on_host=self._ranks_on_host,
+        )
+
+
+def _is_dict(tree: Any) -> bool:
+    return isinstance(tree, dict) and "dict" in tree

@@ -1,0 +1,217 @@
+"""Puts together what the ranks of a save have, and checks that it fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..core.dtypes import DTYPES, DType
+from ..core.paths import flat_keys
+from ..core.shards import IntArray, Kind, unpack_column
+from ..errors import UnsupportedValueError
+from ..planning.save_plan import LocalShards
+from .messages import SaveRequest, ValueRecord, unpack_signed
+
+__all__ = ["GlobalState", "merge_requests"]
+
+_EMPTY_JSON = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
+
+
+@dataclass(slots=True)
+class GlobalState:
+    """What all ranks together have. Tensors are in ascending order of their paths.
+
+    Attributes:
+        ranks: The global ranks, ascending; everywhere else ranks are positions in it.
+        paths, dtypes, kinds, shapes, names: The tensors.
+        value_owner: Which rank's value is kept, by path.
+        value_json: The kept small values.
+        shards: All ranks' shards.
+        differing: Keys of replicas that are not equal.
+        keys: Flat key of each path.
+    """
+
+    ranks: tuple[int, ...]
+    coordinator: int
+    block_bytes: int
+    paths: list[str] = field(default_factory=list)
+    dtypes: list[DType] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    names: list[str | None] = field(default_factory=list)
+    value_owner: dict[str, int] = field(default_factory=dict)
+    value_json: dict[str, bytes] = field(default_factory=dict)
+    shards: LocalShards | None = None
+    differing: list[str] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The first description of a tensor, and who gave it."""
+
+    rank: int
+    dtype: str
+    kind: int
+    shape: tuple[int, ...]
+    plain: int
+    name: str | None
+    digest: int
+    reduction: tuple[str, int] | None
+
+
+def merge_requests(requests: Mapping[int, SaveRequest], coordinator: int) -> GlobalState:
+    """Put together what the ranks have, and check that it fits.
+
+    Args:
+        requests: Every rank's request, by global rank.
+        coordinator: The coordinator's global rank.
+
+    Raises:
+        UnsupportedValueError: tensors or values of one key that contradict each other. Lists them all.
+        ValueError: ranks passed different arguments.
+    """
+    ranks = tuple(sorted(requests))
+    _check_arguments(requests, coordinator)
+    state = GlobalState(ranks, ranks.index(coordinator), requests[coordinator].block_bytes)
+    ordered = [requests[rank] for rank in ranks]
+    problems: list[str] = []
+    _merge_values(state, ordered)
+    seen = _merge_tensors(state, ordered, problems)
+    _check_paths(state, seen, problems)
+    if problems:
+        raise UnsupportedValueError("the ranks' state_dicts do not fit together:\n" + "\n".join(problems))
+    state.paths = sorted(seen)
+    for path in state.paths:
+        first = seen[path]
+        state.dtypes.append(DTYPES[first.dtype])
+        state.kinds.append(first.kind)
+        state.shapes.append(first.shape)
+        state.names.append(first.name)
+    paths = state.paths + sorted(state.value_json)
+    state.keys = dict(zip(paths, flat_keys(paths), strict=True))
+    state.shards = _all_shards(state, ordered)
+    return state
+
+
+def _check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
+    ours = requests[coordinator]
+    for rank, request in sorted(requests.items()):
+        if request.unique_id != ours.unique_id:
+            raise ValueError(
+                f"rank {rank} passed unique_id={request.unique_id}, rank {coordinator} unique_id={ours.unique_id}; "
+                "all ranks must pass the same"
+            )
+
+
+def _merge_values(state: GlobalState, requests: Sequence[SaveRequest]) -> None:
+    """Of each value keep the coordinator's, or else the lowest rank's that has it."""
+    order = [state.coordinator, *(i for i in range(len(requests)) if i != state.coordinator)]
+    kept: dict[str, ValueRecord] = {}
+    for i in order:
+        for value in requests[i].values:
+            first = kept.setdefault(value.path, value)
+            if first is value:
+                state.value_owner[value.path] = i
+                if value.json is not None:
+                    state.value_json[value.path] = value.json
+            elif value.digest != first.digest:
+                state.differing.append(value.path)
+
+
+def _merge_tensors(state: GlobalState, requests: Sequence[SaveRequest], problems: list[str]) -> dict[str, _Seen]:
+    seen: dict[str, _Seen] = {}
+    for i, request in enumerate(requests):
+        count = len(request.paths)
+        dtype = unpack_column(request.dtype, count, len(request.dtypes), "dtype").tolist()
+        kind = unpack_column(request.kind, count, len(Kind), "kind").tolist()
+        plain = unpack_column(request.plain, count, 2, "plain").tolist()
+        shape = unpack_column(request.shape, count, len(request.shapes), "shape").tolist()
+        digests = np.frombuffer(request.digests, "<u8").tolist()
+        for t, path in enumerate(request.paths):
+            if kind[t] == Kind.VALUE and state.value_owner.get(path) != i:
+                continue
+            reduction = request.reductions.get(t)
+            this = _Seen(
+                state.ranks[i],
+                request.dtypes[dtype[t]],
+                kind[t],
+                request.shapes[shape[t]],
+                plain[t],
+                request.names[t] if request.names else None,
+                digests[t],
+                (reduction[0], reduction[2]) if reduction else None,
+            )
+            first = seen.setdefault(path, this)
+            if first is not this:
+                _compare(state, path, first, this, problems)
+    return seen
+
+
+def _compare(state: GlobalState, path: str, first: _Seen, this: _Seen, problems: list[str]) -> None:
+    for what in ("shape", "dtype", "plain", "reduction"):
+        mine, other = getattr(first, what), getattr(this, what)
+        if mine != other:
+            if what == "plain":
+                mine, other = ("a plain tensor" if p else "a distributed tensor" for p in (mine, other))
+            problems.append(f"{path}: {what} is {mine} on rank {first.rank}, {other} on rank {this.rank}")
+            return
+    if first.digest != this.digest:
+        state.differing.append(path)
+
+
+def _check_paths(state: GlobalState, seen: Mapping[str, _Seen], problems: list[str]) -> None:
+    """No path may be a tensor here and a value there, or a leaf here and a container there."""
+    problems += [
+        f"{path}: a tensor on rank {seen[path].rank}, a value on rank {state.ranks[owner]}"
+        for path, owner in state.value_owner.items()
+        if path in seen and seen[path].kind != Kind.VALUE
+    ]
+    leaves = set(seen) | set(state.value_owner)
+    for container in sorted(_ancestors(leaves) & leaves):
+        if state.value_json.get(container) in _EMPTY_JSON:  # an empty container on one rank, a filled one on another
+            del state.value_json[container]
+        else:
+            problems.append(f"{container}: a value or tensor on one rank, a container on another")
+
+
+def _ancestors(paths: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    fresh = {path.rpartition("/")[0] for path in paths} - {""}
+    while fresh:
+        found |= fresh
+        fresh = {path.rpartition("/")[0] for path in fresh} - {""} - found
+    return found
+
+
+def _all_shards(state: GlobalState, requests: Sequence[SaveRequest]) -> LocalShards:
+    place = {path: t for t, path in enumerate(state.paths)}
+    dimensions = max([1, *(r.dimensions for r in requests)])
+    columns: list[list[IntArray]] = [[] for _ in LocalShards.__slots__]
+    for i, request in enumerate(requests):
+        width = request.dimensions
+        boxes = unpack_signed(request.shard_boxes, 2 * width)
+        owner = unpack_column(request.shard_tensor, len(boxes), max(1, len(request.paths)), "shard_tensor")
+        tensor = np.array([place.get(path, -1) for path in request.paths], np.int64)
+        plain = unpack_column(request.plain, len(request.paths), 2, "plain")
+        kind = unpack_column(request.kind, len(request.paths), len(Kind), "kind")
+        addend = np.full(len(request.paths), -1, np.int64)
+        for t, (_, position, _count) in request.reductions.items():
+            addend[t] = position
+        values = np.flatnonzero(kind == Kind.VALUE).tolist()
+        others = [t for t in values if state.value_owner.get(request.paths[t]) != i]
+        tensor[others] = -1
+        rows = np.flatnonzero(tensor[owner] >= 0) if len(owner) else np.zeros(0, np.int64)
+        offset = np.zeros((len(rows), dimensions), np.int64)
+        shape = np.ones((len(rows), dimensions), np.int64)
+        offset[:, :width], shape[:, :width] = boxes[rows, :width], boxes[rows, width:]
+        owner = owner[rows]
+        for column, part in zip(
+            columns,
+            (tensor[owner], np.full(len(rows), i, np.int64), rows, offset, shape, plain[owner], addend[owner]),
+            strict=True,
+        ):
+            column.append(part)
+    return LocalShards(*(np.concatenate(column) for column in columns))

@@ -1,0 +1,123 @@
+"""Loading a checkpoint, or a part of it, whole into one process."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..control import SoloHub
+from ..control.no_transport import NoTransport
+from ..core.dtypes import arithmetic_dtype
+from ..core.metadata import Metadata
+from ..core.paths import Part, flat_keys, format_path, parse_path
+from ..core.shards import Kind
+from ..core.state_dict import Leaf, build_tree
+from ..core.tensors import TensorAdapter
+from ..errors import CheckpointError, CheckpointNotFoundError
+from ..options import LoadOptions
+from ..storage.base import Storage
+from .load import load_leaves
+from .load_coordinator import read_checkpoint
+
+__all__ = ["load_merged"]
+
+
+def load_merged(
+    storage: Storage,
+    adapter: TensorAdapter,
+    unique_id: int | None,
+    prefix: str | None,
+    keys: Sequence[str] | None,
+    flat: bool,
+    on_host: bool,
+    options: LoadOptions,
+) -> dict[Any, Any]:
+    """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
+    metadata = read_checkpoint(storage, unique_id)
+    chosen = _select(metadata, prefix, keys)
+
+    def allocate() -> list[Leaf]:
+        return [_leaf(metadata, path, adapter, on_host) for path in chosen]
+
+    leaves: list[Leaf] = []
+
+    def scan() -> list[Leaf]:
+        leaves[:] = leaves or allocate()
+        return leaves
+
+    with SoloHub().session("load", options.timeout) as session:
+        values, _ = load_leaves(scan, storage, session, NoTransport(), adapter, metadata.unique_id, options)
+    filled = {leaf.path: leaf.value if leaf.is_tensor else values[leaf.path] for leaf in leaves}
+    if flat:
+        return dict(zip(flat_keys(list(chosen.values())), filled.values(), strict=True))
+    tree: dict[Any, Any] = build_tree((chosen[path], value) for path, value in filled.items())
+    return tree
+
+
+def _leaf(metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) -> Leaf:
+    table = metadata.table
+    place = table.index.get(path)
+    if place is None or table.kinds[place] == Kind.VALUE:
+        return Leaf(path, None, False)
+    shape, dtype = table.layouts[table.layout_of[place]].shape, table.dtypes[place]
+    if table.kinds[place] == Kind.ARRAY:
+        return Leaf(path, np.empty(shape, arithmetic_dtype(dtype)), True)
+    return Leaf(path, adapter.empty(shape, dtype, on_host), True)
+
+
+def _select(metadata: Metadata, prefix: str | None, keys: Sequence[str] | None) -> dict[str, str]:
+    """The paths that are wanted, each with what is left of it without the prefix.
+
+    Raises:
+        CheckpointNotFoundError: nothing matches, or one of the keys matches nothing.
+        CheckpointError: without the prefix, two paths would be the same.
+    """
+    paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+    chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
+    if not chosen and (paths or prefix is not None):
+        raise CheckpointNotFoundError(
+            f"no key of checkpoint {metadata.unique_id} is below the prefix {prefix!r}; {_examples(metadata, paths)}"
+        )
+    if keys is not None:
+        matched = _matching({metadata.key(path): path for path in chosen}, keys)
+        unmatched = [pattern for pattern, found in matched.items() if not found]
+        if unmatched:
+            raise CheckpointNotFoundError(f"no key matches {unmatched}; {_examples(metadata, list(chosen))}")
+        wanted = set().union(*matched.values())
+        chosen = {path: rest for path, rest in chosen.items() if path in wanted}
+    if len(set(chosen.values())) < len(chosen):
+        raise CheckpointError(f"below the prefix {prefix!r} there are equal keys from different branches")
+    return chosen
+
+
+def _examples(metadata: Metadata, paths: Sequence[str]) -> str:
+    return "there are, for example: " + (", ".join(metadata.key(path) for path in paths[:5]) or "none")
+
+
+def _matching(paths: dict[str, str], keys: Sequence[str]) -> dict[str, set[str]]:
+    """The paths whose flat key is each of the keys, or matches it as a pattern."""
+    found: dict[str, set[str]] = {}
+    for pattern in keys:
+        if pattern in paths:
+            found[pattern] = {paths[pattern]}
+        else:
+            found[pattern] = {path for key, path in paths.items() if fnmatch.fnmatchcase(key, pattern)}
+    return found
+
+
+def _without(path: str, prefix: str | None) -> str | None:
+    """What is left of a path below a prefix that is made of whole parts; None if it is not below it."""
+    if prefix is None:
+        return path
+    parts = parse_path(path)
+    for count in range(1, len(parts)):
+        if ".".join(map(_text, parts[:count])) == prefix:
+            return format_path(parts[count:])
+    return None
+
+
+def _text(part: Part) -> str:
+    return str(part if isinstance(part, (str, int)) else part.at)

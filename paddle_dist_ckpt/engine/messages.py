@@ -1,0 +1,291 @@
+"""What ranks tell each other during a save or a load, as typed msgpack messages."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..core.metadata import FileInfo, TableRecord
+from ..core.shards import Column, IntArray
+from ..errors import CheckpointError
+
+__all__ = ["decode", "encode", "pack_signed", "unpack_signed"]
+
+T = TypeVar("T")
+Box2 = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Folder(msgspec.Struct, frozen=True, array_like=True):
+    """Which folder a rank sees, and how much room there is (None: unknown)."""
+
+    host: str
+    device: int
+    inode: int
+    free_bytes: int | None
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Equal for ranks that see one folder."""
+        return (self.host, self.device, self.inode)
+
+
+class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A value: its path, its digest, and its JSON, or None where it is kept as an entry of a data file."""
+
+    path: str
+    digest: int
+    is_empty_container: bool
+    json: bytes | None
+
+
+class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has to save.
+
+    The columns of tensors run along ``paths``, those of shards along ``shard_tensor``; ``shard_boxes`` holds for each
+    shard its offset and its shape, padded to ``dimensions`` with 0 and 1.
+    """
+
+    unique_id: int | None
+    folder: Folder
+    paths: list[str]
+    dtypes: list[str]
+    dtype: Column
+    kind: Column
+    plain: Column
+    shapes: list[tuple[int, ...]]
+    shape: Column
+    digests: bytes
+    names: list[str | None]
+    reductions: dict[int, tuple[str, int, int]]
+    shard_tensor: Column
+    dimensions: int
+    shard_boxes: bytes
+    values: list[ValueRecord]
+    user_metadata: bytes | None
+    block_bytes: int
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """An addend's box that goes from one rank to another. Rows are the ranks' own shard numbers."""
+
+    source: int
+    source_row: int
+    destination: int
+    destination_row: int
+    box: Box2
+
+
+class SaveOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to write, in the order of its files: boxes of its shards ``row``, in global coordinates."""
+
+    unique_id: int
+    save_id: str
+    created: str
+    row: Column
+    dimensions: int
+    boxes: bytes
+    keys: dict[str, str]
+    values: list[str]
+    transfers: list[Transfer]
+    ranks_on_host: int
+    clean: list[str]
+    total_bytes: int
+    writers: list[int] | None
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """The files that one rank wrote, and how many entries each has."""
+
+    files: list[FileInfo]
+    entries: list[int]
+    nbytes: int
+
+
+class SaveResult(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator committed. ``replaced`` is the save whose files ``leaders`` now remove from their folders."""
+
+    unique_id: int
+    files: int
+    total_bytes: int
+    warnings: list[str]
+    replaced: str | None
+    leaders: list[int]
+
+
+class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """How a save goes on after writing: ``result`` if it is committed; ``abort`` if a rank failed; else seal ``files``."""
+
+    abort: bool
+    files: list[FileInfo]
+    result: SaveResult | None
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank wants: the tensors' paths, and each value's path with what stands there now."""
+
+    tensors: list[str]
+    values: list[tuple[str, str]]
+
+
+class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's wish. ``wanted`` is an encoded :class:`Wanted`, which many ranks have in common."""
+
+    unique_id: int | None
+    folder: Folder | None
+    wanted: bytes
+
+
+class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What the checkpoint has of it: tables of the tensors (and stored values), and the small values themselves.
+
+    ``starts`` and ``blocks`` say for each shard where it starts in its file's data section and which is its first
+    block; ``block_counts`` says for each file how many blocks it has; ``ranks_on_host`` for each rank how many share its
+    host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value.
+    """
+
+    unique_id: int
+    save_id: str
+    block_bytes: int
+    files: list[FileInfo]
+    block_counts: Column
+    tensors: TableRecord
+    starts: Column
+    blocks: Column
+    keys: dict[str, str]
+    values: list[tuple[str, Any]]
+    odd: dict[str, str]
+    ranks_on_host: dict[int, int]
+
+
+class Needs(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank found when it planned: problems, the files that it needs, and why it cannot read some of them."""
+
+    problems: list[str]
+    files: list[str]
+    unreachable: dict[str, str]
+    staged: bool
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """How the load goes on: ``restart``, or with an exchange of these files or without, staged pass first or not."""
+
+    restart: bool
+    exchange: bool
+    files: list[FileInfo]
+    block_counts: list[int]
+    staged: bool
+
+
+class ShardNeed(msgspec.Struct, frozen=True, array_like=True):
+    """A box that a rank needs of a tensor's shard, in the shard's own coordinates; ``row`` is the rank's number for it.
+
+    ``shard`` counts the shards of the tensor.
+    """
+
+    path: str
+    shard: int
+    row: int
+    box: Box2
+    staged: bool
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True):
+    """Which of the asked files a rank can read, and what it needs."""
+
+    files: list[str]
+    needs: list[ShardNeed]
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a shard on its way to a rank position (-1: to all), for that rank's need ``row``."""
+
+    destination: int
+    row: int
+    box: Box2
+
+
+class UnitRead(msgspec.Struct, frozen=True, array_like=True):
+    """Something to read from a file: a shard and the pieces that are wanted of it."""
+
+    file: str
+    start: int
+    first_block: int
+    shape: tuple[int, ...]
+    dtype: str
+    key: str
+    pieces: list[Piece]
+
+
+class Incoming(msgspec.Struct, frozen=True, array_like=True):
+    """What comes from one rank position in one message: for each piece its need's ``row`` (-1: not for this rank), its
+    box in the shard, and its size in bytes."""
+
+    source: int
+    rows: list[int]
+    boxes: list[Box2]
+    sizes: list[int]
+
+
+class Round(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part in one round: what to read, what comes by broadcast, what comes from single ranks."""
+
+    reads: list[UnitRead]
+    broadcasts: list[Incoming]
+    receives: list[Incoming]
+
+
+class ExchangeOrder(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part in an exchange: the files that it reads, the rounds of the staged pass and of the main one."""
+
+    restart: bool
+    files: list[str]
+    staged: list[Round]
+    main: list[Round]
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True):
+    """The files that a rank was to read and could not open, with the reasons."""
+
+    gone: dict[str, str]
+
+
+class Problems(msgspec.Struct, frozen=True, array_like=True):
+    """What does not fit, found in the staged pass."""
+
+    problems: list[str]
+
+
+class LoadResult(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator knows at the end: the flat keys that no rank asked for."""
+
+    unused: list[str]
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as bytes."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The message of this type.
+
+    Raises:
+        CheckpointError: it is something else, which means that ranks run different versions of this library.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"a rank sent no {kind.__name__}; do all ranks run one version? ({error})") from error
+
+
+def pack_signed(values: npt.ArrayLike) -> bytes:
+    """Integers of any sign as bytes."""
+    return np.ascontiguousarray(values, "<i8").tobytes()
+
+
+def unpack_signed(data: bytes, columns: int) -> IntArray:
+    """Rows of ``columns`` integers each."""
+    return np.frombuffer(data, "<i8").reshape(-1, columns)

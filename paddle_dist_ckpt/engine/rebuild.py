@@ -1,0 +1,201 @@
+"""Makes a lost `.metadata` again from the data files, which carry all that it held."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import DType
+from ..core.metadata import FileInfo, Metadata, decode_metadata, encode_metadata, table_from_record
+from ..core.shards import Layout, ShardTable
+from ..core.values import from_jsonable
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ..formats.datafile import DataFileInfo, read_info
+from ..formats.names import metadata_id, metadata_name, parse_data_file, temporary_name
+from ..storage.base import Storage
+from .commit import committed_saves, next_id, save_of
+from .progress import Progress
+from .verify import check_file, uncovered
+
+__all__ = ["rebuild"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+Part = tuple[DataFileInfo, FileInfo]
+
+
+def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metadata:
+    """See :func:`paddle_dist_ckpt.rebuild_metadata`."""
+    found, refused = _complete_saves(storage, save)
+    if not found:
+        reasons = "\n".join(f"  save {name}: {reason}" for name, reason in refused.items())
+        raise CheckpointNotFoundError(
+            f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}\n{reasons}".rstrip()
+        )
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{storage.location} has several complete saves without a .metadata; say which: "
+            + ", ".join(f"save={n!r} (id {p[0][0].unique_id}, {p[0][0].created})" for n, p in found.items())
+        )
+    parts = next(iter(found.values()))
+    metadata, user = _merge(parts, _free_id(storage, parts[0][0]))
+    problems = uncovered(metadata)
+    with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
+        for file in range(len(metadata.files)):
+            problems += check_file(storage, metadata, file, bar)
+    if problems:
+        raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
+    name = metadata_name(metadata.unique_id)
+    temporary = temporary_name(metadata.unique_id, metadata.save_id)
+    if not storage.publish(name, encode_metadata(metadata, user), temporary, replace=_is_damaged(storage, name)):
+        raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
+    return metadata
+
+
+def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[Part]], dict[str, str]]:
+    """The saves of which every file is there and no `.metadata` names them; and why others are not among them."""
+    committed = committed_saves(storage)
+    names: dict[str, list[str]] = {}
+    for name in storage.names():
+        parsed = parse_data_file(name)
+        if parsed is not None and parsed.save_id not in committed and save in (None, parsed.save_id):
+            names.setdefault(parsed.save_id, []).append(name)
+    complete: dict[str, list[Part]] = {}
+    refused: dict[str, str] = {}
+    for save_id, files in sorted(names.items()):
+        try:
+            complete[save_id] = _complete(_read_parts(storage, files), save_id)
+        except (OSError, CheckpointCorruptedError) as error:
+            refused[save_id] = str(error)
+    return complete, refused
+
+
+def _read_parts(storage: Storage, names: Sequence[str]) -> list[Part]:
+    parts = []
+    for name in names:
+        file = storage.open(name)
+        try:
+            info, _, known, _ = read_info(file, name)
+        finally:
+            file.close()
+        parsed = parse_data_file(name)
+        if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save, info.part):
+            raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
+        parts.append((info, known))
+    return sorted(parts, key=lambda part: (part[0].rank, part[0].part))
+
+
+def _complete(parts: list[Part], save_id: str) -> list[Part]:
+    """The parts, if they are all.
+
+    Raises:
+        CheckpointCorruptedError: one is missing.
+    """
+    writers = next((info.writers for info, _ in parts if info.writers is not None), None)
+    if writers is None:
+        raise CheckpointCorruptedError("the coordinator's first file is missing")
+    there: dict[int, set[int]] = {}
+    for info, _ in parts:
+        there.setdefault(info.rank, set()).add(info.part)
+    counts = {info.rank: info.parts for info, _ in parts}
+    missing = [
+        f"rank {rank} part {part}"
+        for rank in writers
+        for part in range(counts.get(rank, 1))
+        if part not in there.get(rank, ())
+    ]
+    if missing:
+        raise CheckpointCorruptedError(f"files are missing: {', '.join(missing[:10])}")
+    return parts
+
+
+def _free_id(storage: Storage, info: DataFileInfo) -> int:
+    """The id that the save had, or a later one if another checkpoint has it now."""
+    name = metadata_name(info.unique_id)
+    if name not in storage.names() or _is_damaged(storage, name):
+        return info.unique_id
+    chosen = next_id(storage.names())
+    _logger.warning("id %d belongs to another checkpoint now; this one becomes %d", info.unique_id, chosen)
+    return chosen
+
+
+def _is_damaged(storage: Storage, name: str) -> bool:
+    """Whether a `.metadata` is there that can be no committed checkpoint's, of whatever format."""
+    unique_id = metadata_id(name)
+    if unique_id is None or name not in storage.names():
+        return False
+    try:
+        save = save_of(storage, unique_id)
+        if save is not None:
+            decode_metadata(storage.read(name), name, unique_id)
+    except CheckpointCorruptedError:
+        return True
+    return False
+
+
+def _merge(parts: Sequence[Part], unique_id: int) -> tuple[Metadata, Any]:
+    first = next(info for info, _ in parts if info.writers is not None)
+    values = sorted(value for info, _ in parts for value in info.values)
+    user = first.user_metadata
+    decoded = from_jsonable(user)
+    metadata = Metadata(
+        unique_id=unique_id,
+        save_id=first.save,
+        world_size=first.world_size,
+        block_bytes=first.block_bytes,
+        created=first.created,
+        library=first.library,
+        paddle_version=first.paddle,
+        files=[known for _, known in parts],
+        table=_merge_tables([table_from_record(info.tensors, 1) for info, _ in parts]),
+        value_records=values,
+        user_metadata=decoded if isinstance(decoded, dict) else {},
+    )
+    return metadata, user
+
+
+def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
+    """One table of all files' shards."""
+    facts: dict[str, tuple[DType, int, tuple[int, ...], str | None]] = {}
+    shards: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
+    for file, table in enumerate(tables):
+        for t, path in enumerate(table.paths):
+            layout = table.layouts[table.layout_of[t]]
+            fact = (table.dtypes[t], int(table.kinds[t]), layout.shape, table.names[t])
+            if facts.setdefault(path, fact)[:3] != fact[:3]:
+                raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
+            boxes = zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True)
+            shards.setdefault(path, []).extend((tuple(o), tuple(e), file) for o, e in boxes)
+    return _table_of(facts, shards)
+
+
+def _table_of(
+    facts: Mapping[str, tuple[DType, int, tuple[int, ...], str | None]],
+    shards: Mapping[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]],
+) -> ShardTable:
+    paths = sorted(facts)
+    layouts: list[Layout] = []
+    place: dict[Any, int] = {}
+    layout_of, files = [], []
+    for path in paths:
+        mine = sorted(shards[path])
+        shape = facts[path][2]
+        key = (shape, tuple((o, e) for o, e, _ in mine))
+        if key not in place:
+            place[key] = len(layouts)
+            offsets = np.array([o for o, _, _ in mine], np.int64).reshape(len(mine), len(shape))
+            extents = np.array([e for _, e, _ in mine], np.int64).reshape(len(mine), len(shape))
+            layouts.append(Layout(shape, offsets, extents))
+        layout_of.append(place[key])
+        files += [file for _, _, file in mine]
+    return ShardTable(
+        paths,
+        [facts[path][0] for path in paths],
+        np.array([facts[path][1] for path in paths], np.int64),
+        layouts,
+        np.array(layout_of, np.int64),
+        np.array(files, np.int64),
+        [facts[path][3] for path in paths],
+    )

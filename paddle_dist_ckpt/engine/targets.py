@@ -1,0 +1,191 @@
+"""What a load fills: the boxes of this rank's tensors, and buffers for what must be looked at before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.box import Box
+from ..core.dtypes import DTYPES, DType, can_cast, cast_array
+from ..core.shards import Kind, ShardTable
+from ..core.state_dict import Leaf
+from ..core.tensors import LocalShard, TensorAdapter, TensorView
+from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from .reader import Consumer, view_at
+
+__all__ = ["Target", "Targets", "check_value_rows", "collect"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """A box of a tensor to be filled.
+
+    Attributes:
+        path: The tensor's path.
+        tensor: Its place in the table.
+        offset: Where the box starts in the global tensor.
+        array: Where the data go, raw items of type ``wanted``.
+        stored: The stored element type.
+        wanted: The target's.
+        staged: Whether ``array`` is a buffer that is looked at before anything else is touched.
+    """
+
+    path: str
+    tensor: int
+    offset: tuple[int, ...]
+    array: Array
+    stored: DType
+    wanted: DType
+    staged: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The box's shape."""
+        return tuple(self.array.shape)
+
+    def consumer(self, box: Box, entry_box: Box) -> Consumer:
+        """The consumer of a part.
+
+        Args:
+            box: The part, counted from this target's corner.
+            entry_box: The same part, counted from the stored shard's corner.
+        """
+        part = view_at(self.array, box.slices)
+        if self.stored is self.wanted:
+            return Consumer(entry_box, part)
+
+        def convert(source: Array, place: tuple[slice, ...]) -> None:
+            if not cast_array(np.asarray(source), self.stored, view_at(part, place), self.wanted):
+                raise CheckpointError(
+                    f"{self.path}: a finite {self.stored.name} value is too large for {self.wanted.name}"
+                )
+
+        return Consumer(entry_box, part, convert)
+
+
+@dataclass(slots=True)
+class Targets:
+    """All that this rank wants of a checkpoint.
+
+    Attributes:
+        rows: The boxes to be filled.
+        zeros: Memory of addends that are to become zero (see :meth:`_add_partial`).
+        tied: For each memory that has several keys: the targets whose buffers must agree, and the memory.
+        problems: What does not fit, a line each.
+    """
+
+    rows: list[Target] = field(default_factory=list)
+    zeros: list[Array] = field(default_factory=list)
+    tied: list[tuple[list[Target], Array]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add_tensor(self, path: str, view: TensorView, table: ShardTable, cast: bool) -> None:
+        """Add a tensor's boxes, or the reason why it does not fit."""
+        tensor = table.index[path]
+        stored, layout = table.dtypes[tensor], table.layouts[table.layout_of[tensor]]
+        if not view.writable:
+            self.problems.append(f"{path}: the target array is read-only")
+        elif layout.shape != view.shape:
+            self.problems.append(
+                f"{path}: the target has shape {list(view.shape)}, the checkpoint {list(layout.shape)}"
+            )
+        elif stored is not view.dtype and not (cast and can_cast(stored, view.dtype)):
+            more = ", a cast that is not done" if cast else ""
+            self.problems.append(f"{path}: the target has dtype {view.dtype.name}, the checkpoint {stored.name}{more}")
+        elif view.reduction is not None:
+            self._add_partial(path, view, tensor, stored)
+        else:
+            self._add_shards(path, view, view.shards, tensor, stored)
+
+    def _add_shards(
+        self, path: str, view: TensorView, shards: Sequence[LocalShard], tensor: int, stored: DType
+    ) -> None:
+        self.rows += [Target(path, tensor, s.offset, s.array, stored, view.dtype) for s in shards if s.array.size]
+
+    def _add_partial(self, path: str, view: TensorView, tensor: int, stored: DType) -> None:
+        """The addend at position 0 of a sum gets the value and the others zeros; where equal addends reduce to
+        themselves, as for max or avg, each gets the value."""
+        assert view.reduction is not None
+        if view.reduction.operation == "prod":
+            self.problems.append(f"{path}: loading into a partial tensor of products is not supported")
+        elif view.reduction.operation == "sum" and view.reduction.position > 0:
+            self.zeros += [shard.array for shard in view.shards]
+        else:
+            self._add_shards(path, view, view.shards, tensor, stored)
+
+    def add_value(self, path: str, table: ShardTable) -> None:
+        """Add a buffer for a value that is stored as an entry."""
+        tensor = table.index[path]
+        size = table.layouts[table.layout_of[tensor]].shape
+        buffer = np.empty(size, np.uint8)
+        self.rows.append(Target(path, tensor, (0,), buffer, DTYPES["uint8"], DTYPES["uint8"], True))
+
+    def stage_tied(self) -> None:
+        """Give targets that share their memory buffers of their own, to be compared before the memory is filled."""
+        by_memory: dict[tuple[int, int], list[Target]] = {}
+        for target in self.rows:
+            if not target.staged:
+                place = target.array.__array_interface__["data"][0]
+                by_memory.setdefault((place, target.array.nbytes), []).append(target)
+        for group in by_memory.values():
+            if len({target.path for target in group}) > 1:
+                self.tied.append((group, group[0].array))
+                for target in group:
+                    target.array, target.staged = np.empty(target.shape, target.wanted.raw), True
+
+    def compare_tied(self) -> list[str]:
+        """The problems with tied targets: stored data that differ. Such memory is not filled."""
+        problems: list[str] = []
+        for group, memory in list(self.tied):
+            first = group[0]
+            differing = [t for t in group[1:] if t.shape != first.shape or t.array.tobytes() != first.array.tobytes()]
+            problems += [
+                f"{other.path}: shares its memory with {first.path}, but the checkpoint has different data"
+                for other in differing
+            ]
+            if differing:
+                self.tied = [pair for pair in self.tied if pair[1] is not memory]
+        return problems
+
+    def finish(self) -> None:
+        """Fill what is not filled from files: tied memory from its buffer, zeros."""
+        for group, memory in self.tied:
+            memory[...] = group[0].array
+        for array in self.zeros:
+            array[...] = 0
+
+
+def collect(
+    leaves: Sequence[Leaf], adapter: TensorAdapter
+) -> tuple[dict[str, TensorView], list[tuple[str, str]], list[str]]:
+    """Look at a load's targets.
+
+    Returns:
+        The tensors by path, the values' paths with what is there now (see :class:`.messages.Wanted`), and problems.
+    """
+    views: dict[str, TensorView] = {}
+    values: list[tuple[str, str]] = []
+    problems: list[str] = []
+    for leaf in leaves:
+        if leaf.is_tensor:
+            try:
+                views[leaf.path] = adapter.view(leaf.value, leaf.path)
+            except UnsupportedValueError as error:
+                problems.append(str(error))
+        else:
+            present = "none" if leaf.value is None else "dict" if isinstance(leaf.value, dict) else "other"
+            values.append((leaf.path, present))
+    return views, values, problems
+
+
+def check_value_rows(table: ShardTable) -> None:
+    """Refuse values that a hostile file claims to be of another shape than bytes in a row."""
+    for t in np.flatnonzero(table.kinds == Kind.VALUE).tolist():
+        if table.dtypes[t].name != "uint8" or len(table.layouts[table.layout_of[t]].shape) != 1:
+            raise CheckpointCorruptedError(f"{table.paths[t]}: a stored value that is not a row of bytes")
