@@ -1,0 +1,228 @@
+"""The entry points. They check arguments and wire the parts together; what is done is in :mod:`.engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .core.metadata import Metadata
+from .core.reports import LoadReport, SaveReport, VerifyReport
+from .engine.commit import committed_ids
+from .engine.load import load
+from .engine.load_coordinator import read_checkpoint
+from .engine.merged import load_merged
+from .engine.rebuild import rebuild
+from .engine.save import save
+from .engine.verify import verify_checkpoint
+from .options import LoadOptions, SaveOptions
+from .storage import as_storage
+
+__all__ = [
+    "list_checkpoints",
+    "load_merged_state_dict",
+    "load_state_dict",
+    "read_metadata",
+    "rebuild_metadata",
+    "save_state_dict",
+    "verify",
+]
+
+
+def save_state_dict(
+    state_dict: dict[Any, Any],
+    path: Any,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    async_save: bool = False,
+    *,
+    options: SaveOptions | None = None,
+) -> SaveReport:
+    """Save a state_dict whose tensors are spread over ranks, together with the other ranks of the group.
+
+    Every rank of the group calls it with its own state_dict. Every byte of every global tensor is written once; the
+    checkpoint appears in the folder at once and whole, or not at all.
+
+    Args:
+        state_dict: Nested dicts, lists and tuples of paddle Tensors (plain or DistTensor), numpy arrays and values:
+            None, bool, int, float, complex, str, bytes, numpy scalars, and lists, tuples and dicts of these.
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        process_group: The Paddle group whose ranks save together; None for the default group.
+        coordinator_rank: Global rank of the one that plans and commits.
+        unique_id: The checkpoint's number in the folder. None takes the newest one + 1. One that exists is replaced.
+        async_save: Not available yet; must be False.
+        options: See :class:`SaveOptions`.
+
+    Returns:
+        What was saved, in bytes and seconds.
+
+    Raises:
+        UnsupportedValueError: the state_dict holds something that cannot be stored, or the ranks' parts do not make up
+            whole tensors. Nothing was written.
+        RankFailureError: a rank failed. The folder's checkpoints are as before.
+        CheckpointTimeoutError: a rank did not come, or fell silent.
+        TypeError, ValueError: an argument is not what it should be.
+    """
+    options = options if options is not None else SaveOptions()
+    if not isinstance(options, SaveOptions):
+        raise TypeError(f"options must be SaveOptions, not {type(options).__name__}")
+    if async_save:
+        raise NotImplementedError("async_save=True is not available in this version; save with async_save=False")
+    from .paddle_adapter import PaddleAdapter, connect  # paddle is imported only when it is used
+
+    ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
+    with ranks.hub.session("save_state_dict", options.timeout) as session:
+        _check_unique_id(unique_id)
+        storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
+        return save(state_dict, storage, session, ranks.transport, adapter, unique_id, options)
+
+
+def load_state_dict(
+    state_dict: dict[Any, Any],
+    path: Any,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    offload: bool = False,
+    *,
+    options: LoadOptions | None = None,
+) -> LoadReport:
+    """Fill a state_dict in place from a checkpoint, whatever layout that was saved on.
+
+    Every rank of the group calls it with its own state_dict, and reads what it needs and no more. Tensors and numpy
+    arrays are filled where they are. A target None takes the whole stored value, or subtree of values; any other value
+    is replaced by the stored one.
+
+    Args:
+        state_dict: What to fill; may ask for a part of the checkpoint.
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        process_group: The Paddle group whose ranks load together; None for the default group.
+        coordinator_rank: Global rank of the one that reads `.metadata`.
+        unique_id: Which checkpoint; None for the newest.
+        offload: Stage and exchange data on the host. (Tensors in host memory, the only ones supported so far, always
+            are.)
+        options: See :class:`LoadOptions`.
+
+    Returns:
+        What was loaded, in bytes and seconds.
+
+    Raises:
+        StateDictMismatchError: keys, shapes or dtypes do not fit; lists every problem. Nothing was touched.
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointCorruptedError, RankFailureError: stored bytes are not what was written, or cannot be read. The message
+            says whether targets were touched.
+        CheckpointTimeoutError: a rank did not come, or fell silent.
+        TypeError, ValueError: an argument is not what it should be.
+    """
+    options = options if options is not None else LoadOptions()
+    if not isinstance(options, LoadOptions):
+        raise TypeError(f"options must be LoadOptions, not {type(options).__name__}")
+    from .paddle_adapter import PaddleAdapter, connect  # paddle is imported only when it is used
+
+    ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
+    with ranks.hub.session("load_state_dict", options.timeout) as session:
+        _check_unique_id(unique_id)
+        storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
+        return load(state_dict, storage, session, ranks.transport, adapter, unique_id, options)
+
+
+def load_merged_state_dict(
+    path: Any,
+    prefix: str | None = None,
+    unique_id: int | None = None,
+    offload: bool = False,
+    *,
+    keys: str | Sequence[str] | None = None,
+    flat: bool = False,
+    options: LoadOptions | None = None,
+) -> dict[Any, Any]:
+    """Load whole tensors into this process alone. Needs no process group, and no other rank.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        prefix: Load what is below these whole parts of the path, joined by dots, and leave them out of the result's keys.
+        unique_id: Which checkpoint; None for the newest.
+        offload: Put the tensors in host memory even if Paddle's current device is another.
+        keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
+        flat: Return flat keys instead of the nesting that was saved.
+        options: See :class:`LoadOptions`.
+
+    Returns:
+        The state_dict: paddle Tensors, numpy arrays, values.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
+        CheckpointCorruptedError: stored bytes are not what was written.
+    """
+    options = options if options is not None else LoadOptions()
+    _check_unique_id(unique_id)
+    wanted = [keys] if isinstance(keys, str) else list(keys) if keys is not None else None
+    from .paddle_adapter import PaddleAdapter  # paddle is imported only when it is used
+
+    return load_merged(as_storage(path), PaddleAdapter(0), unique_id, prefix, wanted, flat, offload, options)
+
+
+def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
+    """What a checkpoint holds and where. Reads the `.metadata` file alone, and does not need paddle.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        unique_id: Which checkpoint; None for the newest.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointCorruptedError: the file is damaged.
+    """
+    _check_unique_id(unique_id)
+    return read_checkpoint(as_storage(path), unique_id)
+
+
+def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
+    """Make a lost `.metadata` again from the data files, after checking every byte of them.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        save: The random id of the save (the second part of its files' names), needed if several are complete.
+
+    Returns:
+        What was recovered, which is now committed under its old id, or under a new one if that is taken.
+
+    Raises:
+        CheckpointNotFoundError: there is no save without a `.metadata` of which every file is there; says what is missing.
+        CheckpointCorruptedError: a file is damaged.
+        CheckpointError: several saves qualify, and ``save`` does not name one.
+    """
+    return rebuild(as_storage(path), save, progress=False)
+
+
+def list_checkpoints(path: Any) -> list[int]:
+    """The ids of the committed checkpoints in a folder, ascending. Files of other formats do not count.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+    """
+    return committed_ids(as_storage(path))
+
+
+def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | None = None) -> VerifyReport:
+    """Check every byte of a checkpoint against the checksums taken when it was written. Does not need paddle.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        unique_id: Which checkpoint; None for the newest.
+        options: ``progress`` is used.
+
+    Returns:
+        Whether all is well, and otherwise every problem.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
+    """
+    _check_unique_id(unique_id)
+    return verify_checkpoint(as_storage(path), unique_id, (options or LoadOptions()).progress)
+
+
+def _check_unique_id(unique_id: int | None) -> None:
+    if unique_id is not None and (type(unique_id) is not int or not 0 <= unique_id < 10**18):
+        raise ValueError(f"unique_id must be None or an integer from 0, not {unique_id!r}")

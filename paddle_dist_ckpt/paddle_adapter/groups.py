@@ -1,0 +1,160 @@
+"""Paddle's process groups as the engine sees them: a control hub made once per group, and a transport over it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.base import core
+
+from ..control import SoloHub, ZmqHub
+from ..control.no_transport import NoTransport
+from ..core.ports import Bytes1D, ControlHub, Transport
+from ..errors import CheckpointError
+
+__all__ = ["PaddleTransport", "Ranks", "connect"]
+
+_ATTRIBUTE = "_paddle_dist_ckpt"
+_BOOTSTRAP_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who takes part, and how they talk.
+
+    Attributes:
+        rank: This process's global rank.
+        hub: For control messages.
+        transport: For bulk data.
+    """
+
+    rank: int
+    hub: ControlHub
+    transport: Transport
+
+
+def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: float) -> Ranks:
+    """The ranks of a process group, connected.
+
+    Args:
+        process_group: A Paddle group, or None for the default one.
+        coordinator_rank: Global rank of the coordinator; 0 becomes the group's first rank if 0 is not in the group.
+        no_dist: Act alone.
+        timeout: How long to wait for the coordinator, in seconds.
+
+    Raises:
+        ValueError: this rank, or the coordinator, is not in the group.
+        CheckpointTimeoutError: the coordinator did not show up.
+    """
+    if type(coordinator_rank) is not int or coordinator_rank < 0:
+        raise ValueError(f"coordinator_rank must be a rank, not {coordinator_rank!r}")
+    rank = dist.get_rank()
+    if no_dist:
+        return Ranks(rank, SoloHub(rank), NoTransport())
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if coordinator_rank != 0:
+            raise ValueError(f"coordinator_rank is {coordinator_rank}, but this process works alone")
+        return Ranks(rank, SoloHub(rank), NoTransport())
+    group = process_group if process_group is not None else dist.get_group(0)
+    members = tuple(sorted(group.ranks))
+    if rank not in members:
+        raise ValueError(f"rank {rank} is not in the process group {list(members)}, and so must not make this call")
+    if coordinator_rank not in members:
+        if coordinator_rank != 0:
+            raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
+        coordinator_rank = members[0]
+    return _connection(group, members, rank, coordinator_rank, timeout)
+
+
+def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
+    """The group's connection, made when it is first used and kept with the group."""
+    known: dict[int, Ranks] = group.__dict__.setdefault(_ATTRIBUTE, {})
+    if coordinator not in known:
+        if len(members) == 1:
+            known[coordinator] = Ranks(rank, SoloHub(rank), NoTransport())
+            return known[coordinator]
+        transport = PaddleTransport(group)
+        hub = ZmqHub(
+            rank,
+            members,
+            coordinator,
+            _PaddleStore(),
+            f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}",
+            bind_host=_own_host(),
+            bootstrap_timeout=timeout,
+            on_abandon=transport.abandon,
+        )
+        known[coordinator] = Ranks(rank, hub, transport)
+    return known[coordinator]
+
+
+def _own_host() -> str | None:
+    """The address under which Paddle itself knows this host, if it was told one."""
+    host = str(dist.ParallelEnv().current_endpoint).rpartition(":")[0]
+    return host or None
+
+
+class _PaddleStore:
+    """The store that Paddle's ranks share, for the bootstrap of the hub."""
+
+    _POLL_SECONDS = 0.02
+
+    def __init__(self) -> None:
+        self._store = core.create_or_get_global_tcp_store()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :class:`..control.BootstrapStore`."""
+        self._store.set(key, value.hex())
+        self._store.add(f"{key}/set", 1)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """See :class:`..control.BootstrapStore`. Polls a counter, for Paddle's own wait cannot be bounded."""
+        deadline = time.monotonic() + timeout
+        while self._store.add(f"{key}/set", 0) == 0:
+            if time.monotonic() > deadline:
+                raise TimeoutError(key)
+            time.sleep(self._POLL_SECONDS)
+        return bytes.fromhex(self._store.get(key).decode())
+
+
+class PaddleTransport:
+    """Bulk data over a Paddle process group. See :class:`..core.ports.Transport`.
+
+    On a CPU group, numpy memory is handed to the collectives as it is.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._broken = False
+
+    def abandon(self) -> None:
+        """A collective was given up while it hung: the communicator cannot be used any more."""
+        self._broken = True
+
+    def _tensor(self, data: Bytes1D) -> Any:
+        if self._broken:
+            raise CheckpointError(
+                "an earlier collective of this process group hung and was given up, so its communicator is broken; "
+                "restart the job"
+            )
+        return paddle.utils.dlpack.from_dlpack(data.__dlpack__())
+
+    def send(self, data: Bytes1D, destination: int) -> None:
+        """See :class:`..core.ports.Transport`."""
+        dist.send(self._tensor(_writable(data)), destination, self._group)
+
+    def recv(self, data: Bytes1D, source: int) -> None:
+        """See :class:`..core.ports.Transport`."""
+        dist.recv(self._tensor(data), source, self._group)
+
+    def broadcast(self, data: Bytes1D, source: int) -> None:
+        """See :class:`..core.ports.Transport`."""
+        dist.broadcast(self._tensor(_writable(data)), source, self._group)
+
+
+def _writable(data: Bytes1D) -> Bytes1D:
+    return data if data.flags.writeable else np.array(data)
