@@ -1,0 +1,73 @@
+"""Ranks as threads of one process, each with its own state_dict and, if wanted, its own folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..control import InProcessWorld
+from ..core.ports import ControlHub, Transport
+from ..core.reports import LoadReport, SaveReport
+from ..engine.load import load
+from ..engine.save import save
+from ..options import LoadOptions, SaveOptions
+from ..storage import as_storage
+from .arrays import NumpyAdapter
+
+__all__ = ["SimulatedRank", "run_ranks"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRank:
+    """One of several ranks that are threads."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    hub: ControlHub
+    transport: Transport
+
+    def save(
+        self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: SaveOptions | None = None
+    ) -> SaveReport:
+        """Save together with the other ranks."""
+        options = options or SaveOptions(timeout=60)
+        with self.hub.session("save", options.timeout) as session:
+            return save(state_dict, as_storage(path), session, self.transport, NumpyAdapter(), unique_id, options)
+
+    def load(
+        self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: LoadOptions | None = None
+    ) -> LoadReport:
+        """Load together with the other ranks."""
+        options = options or LoadOptions(timeout=60)
+        with self.hub.session("load", options.timeout) as session:
+            return load(state_dict, as_storage(path), session, self.transport, NumpyAdapter(), unique_id, options)
+
+
+def run_ranks(
+    ranks: int | Sequence[int], work: Callable[[SimulatedRank], T], coordinator: int | None = None
+) -> list[T | BaseException]:
+    """Run ``work`` on every rank at once; returns what each returned, or raised."""
+    world = InProcessWorld(ranks, coordinator)
+    members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(ranks)
+    results: list[Any] = [None] * len(members)
+
+    def run(place: int, rank: int) -> None:
+        transport = world.transport(rank)
+        hub = world.hub(rank, transport.abandon)
+        try:
+            results[place] = work(SimulatedRank(rank, members, hub, transport))
+        except BaseException as error:
+            results[place] = error
+        finally:
+            hub.close()
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
