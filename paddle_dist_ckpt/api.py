@@ -109,8 +109,8 @@ def load_state_dict(
     Raises:
         StateDictMismatchError: keys, shapes or dtypes do not fit; lists every problem. Nothing was touched.
         CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointCorruptedError, RankFailureError: stored bytes are not what was written, or cannot be read. The message
-            says whether targets were touched.
+        CheckpointCorruptedError, RankFailureError: stored bytes are not what was written, or cannot be read. The
+            message says whether targets were touched.
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
@@ -140,7 +140,7 @@ def load_merged_state_dict(
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
-        prefix: Load what is below these whole parts of the path, joined by dots, and leave them out of the result's keys.
+        prefix: Load what is below these whole parts of the path, joined by dots; the result's keys are without them.
         unique_id: Which checkpoint; None for the newest.
         offload: Put the tensors in host memory even if Paddle's current device is another.
         keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
@@ -188,7 +188,7 @@ def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
         What was recovered, which is now committed under its old id, or under a new one if that is taken.
 
     Raises:
-        CheckpointNotFoundError: there is no save without a `.metadata` of which every file is there; says what is missing.
+        CheckpointNotFoundError: no save without a `.metadata` has all its files; says what is missing.
         CheckpointCorruptedError: a file is damaged.
         CheckpointError: several saves qualify, and ``save`` does not name one.
     """

@@ -67,7 +67,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
-    """The range of elements, in row-major order, that ``box`` is in a tensor of ``shape``; None if it is several."""
+    """The range of elements, in row-major order, that a box is in a tensor of ``shape``; None if it is several."""
     start, stride, open_dimension = 0, 1, False
     for d in range(len(shape) - 1, -1, -1):
         if open_dimension and box.shape[d] != 1:
@@ -81,8 +81,8 @@ def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
 def cut_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """A row-major range of a tensor's elements as boxes, in that order: at most 2*ndim-1 of them.
 
-    Each box is itself a contiguous range, so the boxes' data stand one behind the other. The idea of cutting a flattened
-    shard into boxes instead of gathering it is ByteCheckpoint's (NSDI'25).
+    Each box is itself a contiguous range, so the boxes' data stand one behind the other. To cut a flattened shard into
+    boxes instead of gathering it is an idea of ByteCheckpoint (NSDI'25).
     """
     if start >= stop:
         return []

@@ -1,8 +1,8 @@
 """What a checkpoint holds (:class:`Metadata`) and the `.metadata` file that says so.
 
-The file is two lines. The first is a small JSON object: format, version, required features, the second line's length and
-xxh3_64 digest. The second is the JSON body (:class:`_Body`). Decoding is typed, and every size in the file is checked
-against what is really there before anything of that size is allocated. The specification is in the documentation.
+The file is two lines. The first is a small JSON object: format, version, required features, the length and the xxh3_64
+digest of the second. The second is the JSON body (:class:`_Body`). Decoding is typed, and every size in the file is
+checked against what is really there before anything of that size is allocated. The documentation has the specification.
 """
 
 from __future__ import annotations

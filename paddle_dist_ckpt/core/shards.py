@@ -26,7 +26,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Kind(IntEnum):
-    """What a table entry is: a tensor, a numpy array (handled like one), or an encoded value too large for `.metadata`."""
+    """What a table entry is: a tensor, a numpy array (handled like one), or a value too large for `.metadata`."""
 
     TENSOR = 0
     ARRAY = 1

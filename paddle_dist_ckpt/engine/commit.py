@@ -29,7 +29,16 @@ from ..formats.names import (
 )
 from ..storage.base import Storage
 
-__all__ = ["Claim", "committed_ids", "committed_saves", "newest_id", "next_id", "remove_saves", "save_of"]
+__all__ = [
+    "Claim",
+    "committed_ids",
+    "committed_saves",
+    "newest_id",
+    "next_id",
+    "remove_replaced",
+    "remove_saves",
+    "save_of",
+]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
@@ -123,6 +132,14 @@ def remove_saves(storage: Storage, saves: Iterable[str]) -> int:
     return removed
 
 
+def remove_replaced(storage: Storage, save: str) -> None:
+    """Remove a replaced save's files from a folder that is not the coordinator's. That cannot undo the commit."""
+    try:
+        remove_saves(storage, [save])
+    except OSError as error:
+        _logger.warning("%s: files of the replaced save %s are left: %s", storage.location, save, error)
+
+
 @dataclass(slots=True)
 class Claim:
     """A save's presence in the folder, from before its first file until after its commit or clean-up.
@@ -208,7 +225,7 @@ class Claim:
         return [replaced] if replaced else []
 
     def publish(self, metadata: Metadata, user_metadata: object) -> int:
-        """Commit. Returns the id under which it was done, which for an automatic one may be a later one than planned.
+        """Commit. Returns the id under which it was done; an automatic one may be later than the one planned.
 
         Raises:
             CheckpointError: the claim is gone: another save took this one for dead.
@@ -240,10 +257,12 @@ class Claim:
 
         Nothing that goes wrong here undoes the commit, so it is logged and left to a later save.
         """
-        replaced = self.replaces if self.replaces not in committed_saves(self.storage) else None
+        replaced = self.replaces
         try:
+            if replaced is not None and replaced in committed_saves(self.storage):
+                replaced = None  # somebody has given it another id as well
             remove_saves(self.storage, [replaced] if replaced else [])
-            self._end()
+            self._end([*self.expired, self.name])
         except OSError as error:
             self._stop.set()
             _logger.warning("%s: files of replaced or dead saves are left: %s", self.storage.location, error)
@@ -253,23 +272,23 @@ class Claim:
         """End after a failure.
 
         Args:
-            settled: Whether all files of this save are in this folder or are removed by those who wrote them, and nobody
-                is writing any more. If not, the claim stays and expires, and a later save removes the files.
+            settled: Whether nobody is writing any more, and all files of this save are in this folder or are removed by
+                those who wrote them. If not, the claim stays and expires, and a later save removes the files.
         """
         self._stop.set()
         try:
             if settled and self.save_id not in committed_saves(self.storage):
                 remove_saves(self.storage, [self.save_id])
                 self.storage.delete(temporary_name(self.unique_id, self.save_id))
-                self._end()
+                self._end([self.name])
         except OSError as error:
             _logger.warning("%s: files of a failed save are left: %s", self.storage.location, error)
 
-    def _end(self) -> None:
+    def _end(self, names: Iterable[str]) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        for name in (*self.expired, self.name):
+        for name in names:
             self.storage.delete(name)
 
 

@@ -113,7 +113,7 @@ class Exchange:
             self._unpack(message, data)
 
     def _send_and_receive(self, incoming: Sequence[Incoming], outgoing: Mapping[int, Bytes1D]) -> None:
-        """Every rank runs through the pairs that it is in, in one order that all ranks share, so none waits in a ring."""
+        """Every rank runs through its pairs in an order that all ranks share, so none waits in a ring."""
         by_source = {message.source: message for message in incoming}
         pairs = [(self.place, dest) for dest in outgoing] + [(source, self.place) for source in by_source]
         count = len(self.ranks)

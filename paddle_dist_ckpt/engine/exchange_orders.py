@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..core.box import Box
 from ..core.metadata import Metadata
 from ..planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit, plan_exchange
-from .messages import ExchangeOrder, Incoming, Piece, Reach, Round, UnitRead
+from .messages import ExchangeOrder, Incoming, Piece, Round, ShardNeed, UnitRead
 
 __all__ = ["ExchangePlanner"]
 
@@ -15,18 +15,24 @@ __all__ = ["ExchangePlanner"]
 class ExchangePlanner:
     """Plans the exchange of one load. Ranks are positions inside, global ranks outside."""
 
-    def __init__(self, metadata: Metadata, ranks: Sequence[int], reaches: Mapping[int, Reach]) -> None:
+    def __init__(
+        self,
+        metadata: Metadata,
+        ranks: Sequence[int],
+        reach: Mapping[int, Sequence[str]],
+        needs: Mapping[int, Sequence[ShardNeed]],
+    ) -> None:
         self._metadata, self._ranks = metadata, ranks
         self._place = {rank: i for i, rank in enumerate(ranks)}
         file_number = {info.name: i for i, info in enumerate(metadata.files)}
         self._reach: dict[int, list[int]] = {}
         for rank in ranks:
-            for name in reaches[rank].files:
+            for name in reach.get(rank, ()):
                 self._reach.setdefault(file_number[name], []).append(self._place[rank])
         self._needs: dict[bool, dict[int, list[Need]]] = {False: {}, True: {}}
         table = metadata.table
         for rank in ranks:
-            for need in reaches[rank].needs:
+            for need in needs[rank]:
                 shard = int(table.first_shard[table.index[need.path]]) + need.shard
                 wanted = Need(self._place[rank], need.row, Box(*need.box))
                 self._needs[need.staged].setdefault(shard, []).append(wanted)

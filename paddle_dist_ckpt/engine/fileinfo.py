@@ -1,4 +1,4 @@
-"""What a data file's header says beside its entries, so that a lost `.metadata` can be made again from the data files."""
+"""What a data file's header says beside its entries: all from which a lost `.metadata` can be made again."""
 
 from __future__ import annotations
 

@@ -258,8 +258,9 @@ class _Loading:
         expected = {info.name: (info, count) for info, count in zip(decision.files, decision.block_counts, strict=True)}
 
         def reach() -> bytes:
-            readable = [name for name in expected if name in self._opened or self._seems_there(expected[name][0])]
-            return encode(Reach(readable, self._shard_needs()))
+            if decision.probe:
+                self._open(files, expected)
+            return encode(Reach(sorted(self._opened.keys() & expected.keys()), self._shard_needs()))
 
         order = decode(self._session.gather_scatter("exchange", reach, coordinator.exchange), ExchangeOrder)
         if order.restart:
@@ -269,12 +270,6 @@ class _Loading:
             return encode(Opened(self._open(files, {name: expected[name] for name in order.files})))
 
         return None if self._session.gather_scatter("open", open_mine, coordinator.opened) else order
-
-    def _seems_there(self, info: FileInfo) -> bool:
-        try:
-            return self._storage.size(info.name) == info.size
-        except OSError:
-            return False
 
     def _shard_needs(self) -> list[ShardNeed]:
         needs = []
@@ -348,7 +343,7 @@ class _Loading:
         )
 
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:
-        """Run the rounds of an exchange. An error in reading is raised only when no rank waits for this one any more."""
+        """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
         ranks = self._session.ranks
         exchange = Exchange(
             ranks=ranks,

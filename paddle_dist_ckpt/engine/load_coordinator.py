@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,8 +52,8 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
         data = storage.read(name)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(
-            f"{storage.location} holds no checkpoint with unique_id {chosen}; a checkpoint that was never committed, or "
-            "was written somewhere else, cannot be loaded"
+            f"{storage.location} holds no committed checkpoint with unique_id {chosen}; list_checkpoints tells which "
+            "there are"
         ) from None
     return decode_metadata(data, f"{storage.location}/{name}", chosen)
 
@@ -94,7 +94,7 @@ class LoadCoordinator:
             _raise_problems({rank: n.problems for rank, n in needs.items()}, self._location())
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._replaced():
-            return self._for_all(messages, Decision(True, False, [], [], False))
+            return dict.fromkeys(messages, encode(Decision(restart=True)))
         self._reasons = missing
         if missing and self._options.exchange == "never":
             raise CheckpointCorruptedError(
@@ -102,13 +102,22 @@ class LoadCoordinator:
             )
         staged = any(n.staged for n in needs.values())
         if not self._exchange_wanted(needs, bool(missing)):
-            return self._for_all(messages, Decision(False, False, [], [], staged))
+            return dict.fromkeys(messages, encode(Decision(staged=staged)))
         assert self._metadata is not None
         wanted = {name for n in needs.values() for name in n.files}
         _, counts = self._metadata.table.blocks(self._metadata.block_bytes, len(self._metadata.files))
         chosen = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
-        files = [self._metadata.files[i] for i in chosen]
-        return self._for_all(messages, Decision(False, True, files, [int(counts[i]) for i in chosen], staged))
+        files, block_counts = [self._metadata.files[i] for i in chosen], counts[chosen].tolist()
+        probing = {group[0] for group in self._folder_groups()}
+        return {rank: encode(Decision(False, True, staged, files, block_counts, rank in probing)) for rank in messages}
+
+    def _folder_groups(self) -> list[list[int]]:
+        """The ranks that see each folder, ascending. A rank without a folder reaches nothing, so it is in none."""
+        groups: dict[tuple[str, int, int], list[int]] = {}
+        for rank, request in sorted(self._requests.items()):
+            if request.folder is not None:
+                groups.setdefault(request.folder.key, []).append(rank)
+        return list(groups.values())
 
     def _exchange_wanted(self, needs: Mapping[int, Needs], missing: bool) -> bool:
         if missing or self._options.exchange == "always":
@@ -126,7 +135,9 @@ class LoadCoordinator:
         """Round ``exchange``: who reads what for whom."""
         assert self._metadata is not None
         reaches = {rank: decode(data, Reach) for rank, data in messages.items()}
-        planner = ExchangePlanner(self._metadata, self._session.ranks, reaches)
+        reach = {rank: reaches[group[0]].files for group in self._folder_groups() for rank in group}
+        needs = {rank: reaches[rank].needs for rank in reaches}
+        planner = ExchangePlanner(self._metadata, self._session.ranks, reach, needs)
         nobody = planner.unreached()
         if nobody:
             if self._replaced():
@@ -171,10 +182,6 @@ class LoadCoordinator:
         if self._restarts > _RESTARTS:
             raise CheckpointCorruptedError(f"{self._location()} was replaced {self._restarts} times during this load")
         return True
-
-    @staticmethod
-    def _for_all(messages: Iterable[int], decision: Decision) -> dict[int, bytes]:
-        return dict.fromkeys(messages, encode(decision))
 
 
 def _raise_problems(by_rank: Mapping[int, Sequence[str]], where: str) -> None:

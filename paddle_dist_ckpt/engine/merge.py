@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.dtypes import DTYPES, DType
 from ..core.paths import flat_keys
-from ..core.shards import IntArray, Kind, unpack_column
+from ..core.shards import Kind, unpack_column
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import LocalShards
 from .messages import SaveRequest, ValueRecord, unpack_signed
@@ -188,30 +188,38 @@ def _ancestors(paths: Iterable[str]) -> set[str]:
 
 def _all_shards(state: GlobalState, requests: Sequence[SaveRequest]) -> LocalShards:
     place = {path: t for t, path in enumerate(state.paths)}
-    dimensions = max([1, *(r.dimensions for r in requests)])
-    columns: list[list[IntArray]] = [[] for _ in LocalShards.__slots__]
-    for i, request in enumerate(requests):
-        width = request.dimensions
-        boxes = unpack_signed(request.shard_boxes, 2 * width)
-        owner = unpack_column(request.shard_tensor, len(boxes), max(1, len(request.paths)), "shard_tensor")
-        tensor = np.array([place.get(path, -1) for path in request.paths], np.int64)
-        plain = unpack_column(request.plain, len(request.paths), 2, "plain")
-        kind = unpack_column(request.kind, len(request.paths), len(Kind), "kind")
-        addend = np.full(len(request.paths), -1, np.int64)
-        for t, (_, position, _count) in request.reductions.items():
-            addend[t] = position
-        values = np.flatnonzero(kind == Kind.VALUE).tolist()
-        others = [t for t in values if state.value_owner.get(request.paths[t]) != i]
-        tensor[others] = -1
-        rows = np.flatnonzero(tensor[owner] >= 0) if len(owner) else np.zeros(0, np.int64)
-        offset = np.zeros((len(rows), dimensions), np.int64)
-        shape = np.ones((len(rows), dimensions), np.int64)
-        offset[:, :width], shape[:, :width] = boxes[rows, :width], boxes[rows, width:]
-        owner = owner[rows]
-        for column, part in zip(
-            columns,
-            (tensor[owner], np.full(len(rows), i, np.int64), rows, offset, shape, plain[owner], addend[owner]),
-            strict=True,
-        ):
-            column.append(part)
-    return LocalShards(*(np.concatenate(column) for column in columns))
+    dimensions = max([1, *(request.dimensions for request in requests)])
+    ranks = [_shards_of(state, i, request, place, dimensions) for i, request in enumerate(requests)]
+    columns = (np.concatenate([getattr(shards, name) for shards in ranks]) for name in LocalShards.__slots__)
+    return LocalShards(*columns)
+
+
+def _shards_of(
+    state: GlobalState, rank: int, request: SaveRequest, place: Mapping[str, int], dimensions: int
+) -> LocalShards:
+    """One rank's shards, those of values that another rank saves left out."""
+    count, width = len(request.paths), request.dimensions
+    boxes = unpack_signed(request.shard_boxes, 2 * width)
+    owner = unpack_column(request.shard_tensor, len(boxes), max(1, count), "shard_tensor")
+    kind = unpack_column(request.kind, count, len(Kind), "kind")
+    tensor = np.array([place.get(path, -1) for path in request.paths], np.int64)
+    for t in np.flatnonzero(kind == Kind.VALUE).tolist():
+        if state.value_owner.get(request.paths[t]) != rank:
+            tensor[t] = -1
+    reduction = np.tile(np.array([-1, 0], np.int64), (count, 1))
+    for t, (_, position, addends) in request.reductions.items():
+        reduction[t] = position, addends
+    rows = np.flatnonzero(tensor[owner] >= 0)
+    offset, shape = np.zeros((len(rows), dimensions), np.int64), np.ones((len(rows), dimensions), np.int64)
+    offset[:, :width], shape[:, :width] = boxes[rows, :width], boxes[rows, width:]
+    owner = owner[rows]
+    return LocalShards(
+        tensor=tensor[owner],
+        rank=np.full(len(rows), rank, np.int64),
+        row=rows,
+        offset=offset,
+        shape=shape,
+        plain=unpack_column(request.plain, count, 2, "plain")[owner],
+        addend=reduction[owner, 0],
+        addends=reduction[owner, 1],
+    )

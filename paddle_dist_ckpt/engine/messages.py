@@ -105,7 +105,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveResult(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator committed. ``replaced`` is the save whose files ``leaders`` now remove from their folders."""
+    """What was committed. ``replaced`` is the save whose files ``leaders`` now remove from their folders."""
 
     unique_id: int
     files: int
@@ -116,7 +116,7 @@ class SaveResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """How a save goes on after writing: ``result`` if it is committed; ``abort`` if a rank failed; else seal ``files``."""
+    """How a save goes on: ``result`` if it is committed, ``abort`` if a rank failed, else seal ``files``."""
 
     abort: bool
     files: list[FileInfo]
@@ -142,8 +142,8 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What the checkpoint has of it: tables of the tensors (and stored values), and the small values themselves.
 
     ``starts`` and ``blocks`` say for each shard where it starts in its file's data section and which is its first
-    block; ``block_counts`` says for each file how many blocks it has; ``ranks_on_host`` for each rank how many share its
-    host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value.
+    block; ``block_counts`` says for each file how many blocks it has, ``ranks_on_host`` for each rank how many are on
+    its host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value.
     """
 
     unique_id: int
@@ -170,13 +170,17 @@ class Needs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """How the load goes on: ``restart``, or with an exchange of these files or without, staged pass first or not."""
+    """How the load goes on: ``restart``, or with an exchange of these files or without, staged pass first or not.
 
-    restart: bool
-    exchange: bool
-    files: list[FileInfo]
-    block_counts: list[int]
-    staged: bool
+    ``probe`` tells a rank to find out which of the files its folder has.
+    """
+
+    restart: bool = False
+    exchange: bool = False
+    staged: bool = False
+    files: list[FileInfo] = []
+    block_counts: list[int] = []
+    probe: bool = False
 
 
 class ShardNeed(msgspec.Struct, frozen=True, array_like=True):
@@ -193,7 +197,7 @@ class ShardNeed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True):
-    """Which of the asked files a rank can read, and what it needs."""
+    """Which of the asked files are in a rank's folder, if it was to find out, and what it needs."""
 
     files: list[str]
     needs: list[ShardNeed]

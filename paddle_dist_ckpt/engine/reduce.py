@@ -42,7 +42,7 @@ def reduce_partials(
 ) -> dict[tuple[int, Box], Array]:
     """Exchange addends in chunks and reduce them, one after the other in the plan's order.
 
-    All ranks process the transfers that concern them in one global order, so pairs cannot wait for each other in a ring.
+    All ranks process the transfers that concern them in one global order, so they cannot wait for each other in a ring.
 
     Args:
         transfers: Those that concern this rank, in the plan's order.

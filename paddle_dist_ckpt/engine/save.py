@@ -27,7 +27,7 @@ from ..formats.datafile import Entry, FileLayout, entry_name, split_in_parts
 from ..formats.names import data_file_name
 from ..options import SaveOptions
 from ..storage.base import Storage
-from .commit import remove_saves
+from .commit import remove_replaced, remove_saves
 from .describe import LocalState, describe, save_request
 from .fileinfo import data_file_info
 from .messages import Folder, SaveOrder, SaveResult, WriteAnswer, Written, decode, encode, unpack_signed
@@ -124,8 +124,8 @@ class _Saving:
             if not self._reported:
                 self._remove_files()
             raise
-        if result.replaced and self._session.rank in result.leaders:
-            remove_saves(self._storage, [result.replaced])
+        if result.replaced is not None and self._session.rank in result.leaders:
+            remove_replaced(self._storage, result.replaced)
         return result
 
     def _try_to_write(self) -> bytes:

@@ -144,7 +144,7 @@ class Targets:
         problems: list[str] = []
         for group, memory in list(self.tied):
             first = group[0]
-            differing = [t for t in group[1:] if t.shape != first.shape or t.array.tobytes() != first.array.tobytes()]
+            differing = [other for other in group[1:] if other.array.tobytes() != first.array.tobytes()]
             problems += [
                 f"{other.path}: shares its memory with {first.path}, but the checkpoint has different data"
                 for other in differing

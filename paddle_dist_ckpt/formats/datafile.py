@@ -204,7 +204,7 @@ def split_in_parts(entries: Iterable[Entry], block_bytes: int, limit: int = PART
 
 
 def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Hashes, int]:
-    """Check an open data file against what `.metadata` says of it; returns its blocks' digests and where its data start.
+    """Check an open data file against what `.metadata` says of it; returns its digests and where its data start.
 
     Args:
         file: The file.

@@ -63,8 +63,8 @@ def _shard_order(placements: Sequence[Any], key: str) -> list[int]:
         factor = getattr(placements[i], "get_split_factor", _one)()
         if factor > 1:
             raise UnsupportedValueError(
-                f"{key}: Shard(dim={placements[i].get_dim()}) has split_factor {factor}; its interleaved pieces cannot be "
-                "saved or loaded. Reshard it to a plain Shard first"
+                f"{key}: Shard(dim={placements[i].get_dim()}) has split_factor {factor}; its interleaved pieces "
+                "cannot be saved or loaded. Reshard it to a plain Shard first"
             )
     return sorted(cutting, key=lambda i: getattr(placements[i], "get_co_shard_order", _zero)())
 

@@ -1,7 +1,7 @@
 """Dividing replicated boxes among the ranks that hold them, so that every rank writes about the same number of bytes.
 
-Two steps. :func:`balanced_shares` decides how many bytes of each replica set each of its ranks takes; it treats bytes as
-a liquid. :func:`deal` then lays the set's boxes end to end and cuts that line into the shares: at most one box is cut
+Two steps. :func:`balanced_shares` decides how many bytes of each replica set each of its ranks takes, as if they were a
+liquid. :func:`deal` then lays the set's boxes end to end and cuts that line into the shares: at most one box is cut
 per rank, along rows, and every other box stays whole.
 """
 

@@ -87,7 +87,7 @@ def plan_exchange(
             takers = {parcel.destination for parcel in parcels}
             candidates = [r for r in reach[shard.file] if r in takers] or list(reach[shard.file])
             reader = min(candidates, key=lambda r: (loads[r], r))
-            loads[reader] += stop - start
+            loads[reader] += min(stop, math.prod(shard.shape) * shard.itemsize) - start
             units.append((Unit(number, reader, _as_broadcast(parcels, reader, ranks)), shard.itemsize))
     return _in_rounds(units, ranks)
 

@@ -49,6 +49,7 @@ class LocalShards:
         shape: Its shape, ``[n, d]``, padded with 1.
         plain: Whether it is a plain tensor, which is whole and saved by one rank, not divided.
         addend: For a partial tensor its position among the addends, otherwise -1.
+        addends: How many addends there are, 0 if the tensor is not partial.
     """
 
     tensor: IntArray
@@ -58,6 +59,7 @@ class LocalShards:
     shape: IntArray
     plain: IntArray
     addend: IntArray
+    addends: IntArray
 
     def take(self, rows: IntArray) -> LocalShards:
         """Some of the rows."""
@@ -296,6 +298,19 @@ def _box_columns(boxes: _Boxes, rows: IntArray, ranks: IntArray) -> tuple[IntArr
     return boxes.tensor[rows], ranks, row, boxes.offset[rows], boxes.shape[rows]
 
 
+def _check_addends(
+    tensors: Tensors, shards: LocalShards, holders: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]]
+) -> None:
+    counts = dict(zip(shards.tensor.tolist(), shards.addends.tolist(), strict=True))
+    problems = [
+        f"{tensors.names[key[0]]}: is partial over {counts[key[0]]} addends, of which only {sorted(addends)} are here"
+        for key, addends in holders.items()
+        if len(addends) != counts[key[0]]
+    ]
+    if problems:
+        raise UnsupportedValueError("partial tensors are not complete in this group:\n" + "\n".join(problems))
+
+
 def _reductions(
     tensors: Tensors,
     shards: LocalShards,
@@ -316,6 +331,7 @@ def _reductions(
         addend, holder = int(shards.addend[i]), (int(shards.rank[i]), int(shards.row[i]))
         holders.setdefault(key, {}).setdefault(addend, []).append(holder)
         own[holder] = (key, addend)
+    _check_addends(tensors, shards, holders)
     transfers = []
     for i in [i for i, t in enumerate(tensor.tolist()) if t in partial]:
         writer = (int(rank[i]), int(row[i]))

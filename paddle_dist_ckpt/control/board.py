@@ -1,0 +1,229 @@
+"""One rank's switchboard: numbers its sessions, routes messages to their state machines, lets user threads wait.
+
+It knows neither sockets nor threads: a :class:`Carrier` moves what it sends, and whoever drives the carrier calls
+:meth:`Board.deliver`, :meth:`Board.lose`, :meth:`Board.regain` and :meth:`Board.tick`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from paddle_dist_ckpt.control import wire
+from paddle_dist_ckpt.control.coordinator import CoordinatorTable
+from paddle_dist_ckpt.control.member import MemberSession
+from paddle_dist_ckpt.control.wire import ErrorRecord, Message
+
+__all__ = ["Board", "Carrier"]
+
+T = TypeVar("T")
+ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye
+
+
+class Carrier(Protocol):
+    """Moves messages to other ranks, in order for each. Called with the board's lock held; must not block."""
+
+    def send(self, destination: int, message: Message, payload: bytes) -> None: ...
+
+    def flush(self) -> None:
+        """Get going what was sent since the last flush."""
+        ...
+
+    def reschedule(self) -> None:
+        """Tick again: a deadline may have come nearer."""
+        ...
+
+
+class Board:
+    """The sessions of one rank; on the coordinator also the table that decides them.
+
+    Args:
+        rank: This rank.
+        ranks: The members of every session.
+        coordinator: One of them.
+        carrier: Moves messages.
+        lock: Guards the board; simulated ranks of one process share one.
+    """
+
+    def __init__(
+        self, rank: int, ranks: tuple[int, ...], coordinator: int, carrier: Carrier, lock: threading.RLock | None = None
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.coordinator = coordinator
+        self.changed = threading.Condition(lock)
+        self._carrier = carrier
+        self._table = CoordinatorTable(ranks, coordinator, self._emit) if rank == coordinator else None
+        self._sessions: dict[int, MemberSession] = {}
+        self._early: dict[int, ErrorRecord] = {}
+        self._opened = 0
+        self._coordinator_lost = False
+        self._broken: ErrorRecord | None = None
+
+    def open(self, kind: str, timeout: float) -> MemberSession:
+        """Open the next session and announce it. One that has failed already is opened as failed."""
+        with self.changed:
+            now = time.monotonic()
+            session = MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, now)
+            self._opened += 1
+            self._sessions[session.number] = session
+            early = self._early.pop(session.number, None)
+            if early is not None:
+                session.fail(early, late=True)
+            elif self._broken is not None:
+                session.fail(self._broken)
+            else:
+                self.post(wire.Open(session.number, kind, timeout))
+                if self._coordinator_lost:
+                    session.lose_coordinator()
+            return session
+
+    def close(self, session: MemberSession) -> None:
+        """Close a session: the others no longer count on this rank in it."""
+        with self.changed:
+            del self._sessions[session.number]
+            if not session.late:
+                self.post(wire.Bye(session.number))
+
+    def post(self, message: ToCoordinator, payload: bytes = b"") -> None:
+        """Send to the coordinator, which may be this rank."""
+        with self.changed:
+            self._post(message, payload)
+            self._settle(not isinstance(message, wire.Answer))
+
+    def _settle(self, rescheduled: bool = False) -> None:
+        self._carrier.flush()
+        if rescheduled or (self._table is not None and self._table.failing):
+            self._carrier.reschedule()
+
+    def _post(self, message: ToCoordinator, payload: bytes = b"") -> None:
+        if self._table is not None:
+            self._handle(self.rank, message, payload)
+        else:
+            self._carrier.send(self.coordinator, message, payload)
+
+    def _handle(self, source: int, message: ToCoordinator, payload: bytes) -> None:
+        """On the coordinator: take in a message from any rank. User threads there wait for whole rounds only."""
+        assert self._table is not None
+        if self._table.handle(source, message, payload, time.monotonic()):
+            self.changed.notify_all()
+
+    def _emit(self, destination: int, message: Message, payload: bytes) -> None:
+        """Send from the coordinator to a rank."""
+        if destination == self.rank:
+            self._receive(message, payload)
+        else:
+            self._carrier.send(destination, message, payload)
+
+    def parts(self, session: MemberSession) -> Mapping[int, bytes] | None:
+        """On the coordinator: every rank's answer to the current round, once they are there."""
+        assert self._table is not None
+        state = self._table.find(session.number)
+        return None if state is None else state.parts()
+
+    def reply(self, session: MemberSession, replies: Mapping[int, bytes]) -> None:
+        """On the coordinator: end the round."""
+        assert self._table is not None
+        with self.changed:
+            state = self._table.find(session.number)
+            if state is not None:
+                state.reply(replies)
+            self._carrier.flush()
+
+    def end(self, session: MemberSession, error: ErrorRecord) -> None:
+        """On the coordinator: end the session because ``combine`` raised."""
+        assert self._table is not None
+        with self.changed:
+            self._table.end(session.number, error)
+            self._carrier.flush()
+
+    def wait(self, session: MemberSession, result: Callable[[], T | None]) -> T:
+        """Wait until ``result`` is not None.
+
+        Raises:
+            What made the session fail, if it fails first.
+        """
+        with self.changed:
+            while True:
+                value = result()
+                if value is not None:
+                    return value
+                if session.verdict is not None:
+                    raise session.error()
+                self.changed.wait()
+
+    def deliver(self, source: int, message: Message, payload: bytes) -> None:
+        """Take in a message from another rank."""
+        with self.changed:
+            if self._table is None:
+                self._receive(message, payload)
+            elif isinstance(message, (wire.Open, wire.Answer, wire.Fail, wire.Beat, wire.Bye)):
+                self._handle(source, message, payload)
+            self._settle()
+
+    def _receive(self, message: Message, payload: bytes) -> None:
+        """Take in a message from the coordinator."""
+        if isinstance(message, (wire.Hello, wire.Leave)):
+            return
+        session = self._sessions.get(message.session)
+        if session is not None:
+            session.handle(message, payload, time.monotonic())
+            if not isinstance(message, wire.Beat):
+                self.changed.notify_all()
+        elif isinstance(message, wire.Verdict) and message.session >= self._opened:
+            self._early[message.session] = message.error
+
+    def lose(self, rank: int) -> None:
+        """The connection to ``rank`` is lost."""
+        with self.changed:
+            if self._table is not None:
+                self._table.lose(rank, time.monotonic())
+            elif rank == self.coordinator:
+                self._coordinator_lost = True
+                for session in self._sessions.values():
+                    session.lose_coordinator()
+            self.changed.notify_all()
+            self._settle()
+
+    def regain(self, rank: int) -> None:
+        """``rank`` is connected, for the first time or again."""
+        with self.changed:
+            if self._table is not None:
+                self._table.regain(rank)
+            elif rank == self.coordinator:
+                self._coordinator_lost = False
+
+    def tick(self) -> float:
+        """Send the beats that are due and see who has been silent for too long.
+
+        Returns:
+            When to call again, as monotonic time; infinity if no session is open.
+        """
+        with self.changed:
+            now = time.monotonic()
+            due = math.inf
+            failed = sum(session.verdict is not None for session in self._sessions.values())
+            for session in self._sessions.values():
+                message, again = session.tick(now)
+                due = min(due, again)
+                if isinstance(message, (wire.Beat, wire.Fail)):
+                    self._post(message)
+            if self._table is not None:
+                due = min(due, self._table.tick(now))
+            if failed != sum(session.verdict is not None for session in self._sessions.values()):
+                self.changed.notify_all()
+            return due
+
+    def shut(self, error: ErrorRecord) -> None:
+        """Fail every session on this rank with ``error``, and those opened later."""
+        with self.changed:
+            if self._table is not None:
+                self._table.close(time.monotonic())
+            self._broken = self._broken or error
+            for session in self._sessions.values():
+                session.fail(error)
+            self.changed.notify_all()
+            self._carrier.flush()

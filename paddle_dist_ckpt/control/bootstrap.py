@@ -1,0 +1,99 @@
+"""How the ranks find the coordinator: it publishes its address and a secret in a store that all of them share."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from typing import Annotated, Protocol
+
+import msgspec
+
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError
+
+__all__ = ["BootstrapStore", "Rendezvous", "fetch", "local_address", "new_token", "publish"]
+
+PROTOCOL = 1
+_TOKEN_BYTES = 16
+
+
+class BootstrapStore(Protocol):
+    """A key-value store that all ranks reach. Used once per hub, so it may be slow."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """Return the value of ``key``, waiting for it to be set.
+
+        Raises:
+            TimeoutError: it was not set within ``timeout`` seconds.
+        """
+        ...
+
+
+class Rendezvous(msgspec.Struct, array_like=True, frozen=True):
+    """Where the coordinator is.
+
+    Attributes:
+        protocol: Version of the messages; the same on every rank.
+        endpoint: A zmq TCP endpoint.
+        token: The secret that each message must carry.
+    """
+
+    protocol: int
+    endpoint: Annotated[str, msgspec.Meta(max_length=1024)]
+    token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
+
+
+def new_token() -> bytes:
+    """A fresh secret."""
+    return secrets.token_bytes(_TOKEN_BYTES)
+
+
+def local_address() -> str:
+    """This host's address as others see it: that of the interface behind the default route, else loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it picks the interface. (TEST-NET-1 of RFC 5737.)
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return _address_of_hostname()
+        return str(probe.getsockname()[0])
+
+
+def _address_of_hostname() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def publish(store: BootstrapStore, key: str, endpoint: str, token: bytes) -> None:
+    """Tell the other ranks where the coordinator is."""
+    store.set(key, msgspec.msgpack.encode(Rendezvous(PROTOCOL, endpoint, token)))
+
+
+def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> Rendezvous:
+    """Learn where the coordinator is.
+
+    Raises:
+        CheckpointTimeoutError: the coordinator did not publish it within ``timeout`` seconds.
+        CheckpointError: what it published is not understood here.
+    """
+    try:
+        value = store.get(key, timeout)
+    except TimeoutError as error:
+        text = (
+            f"rank {coordinator}, the coordinator, did not set up its control hub within {timeout:g} s; "
+            f"see whether it is alive and makes the same calls in the same order"
+        )
+        raise CheckpointTimeoutError(text, [coordinator]) from error
+    try:
+        found = msgspec.msgpack.decode(value, type=Rendezvous)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"the store's entry {key!r} is not a control hub's address: {error}") from error
+    if found.protocol != PROTOCOL:
+        raise CheckpointError(
+            f"rank {coordinator} speaks version {found.protocol} of the control messages, this rank version "
+            f"{PROTOCOL}; install the same paddle_dist_ckpt on every rank"
+        )
+    return found

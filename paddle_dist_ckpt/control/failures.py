@@ -1,0 +1,183 @@
+"""Errors on their way between ranks: exception -> record -> exception, and what a session's failures add up to.
+
+The rule that every rank applies: an error about what all ranks share is raised with its own type everywhere; an error
+of some ranks only is raised as RankFailureError that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from paddle_dist_ckpt import errors
+from paddle_dist_ckpt.control.wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
+
+__all__ = [
+    "combine_error",
+    "copy_of",
+    "describe",
+    "failure_of_ranks",
+    "local_error",
+    "name_ranks",
+    "raisable",
+    "record",
+    "timeout_error",
+]
+
+_OURS: Mapping[str, type[errors.CheckpointError]] = {name: getattr(errors, name) for name in errors.__all__}
+_BUILTIN: Mapping[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+_SHARED_IN_LOCAL = frozenset({"UnsupportedValueError", "StateDictMismatchError", "ValueError", "TypeError"})
+_SHARED_IN_COMBINE = frozenset(
+    {
+        "CheckpointNotFoundError",
+        "CheckpointCorruptedError",
+        "StateDictMismatchError",
+        "UnsupportedValueError",
+        "ValueError",
+    }
+)
+
+
+def local_error(error: BaseException) -> ErrorRecord:
+    """Record what one rank's own work raised."""
+    return _record_of(error, _SHARED_IN_LOCAL)
+
+
+def combine_error(error: BaseException) -> ErrorRecord:
+    """Record what ``combine`` raised on the coordinator."""
+    return _record_of(error, _SHARED_IN_COMBINE)
+
+
+def record(message: str) -> ErrorRecord:
+    """Record a plain CheckpointError."""
+    return ErrorRecord("CheckpointError", _clip(message))
+
+
+def _record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> ErrorRecord:
+    name = _wire_name(type(error))
+    text = str(error) if name == type(error).__name__ else f"{type(error).__name__}: {error}"
+    # A failure within a failure says enough; deeper ones would be their ranks' copies of each other.
+    inner = error.failures.items() if isinstance(error, errors.RankFailureError) and depth == 0 else ()
+    return ErrorRecord(
+        name,
+        _clip(text),
+        shared=name in shared,
+        problems=_clip_all(error.problems) if isinstance(error, errors.StateDictMismatchError) else (),
+        missing_ranks=error.missing_ranks if isinstance(error, errors.CheckpointTimeoutError) else (),
+        failures=tuple((rank, _record_of(failure, frozenset(), depth + 1)) for rank, failure in inner),
+    )
+
+
+def _wire_name(kind: type[BaseException]) -> str:
+    """Our nearest class that ``kind`` derives from, else its own name.
+
+    A builtin counts only as itself: a UnicodeDecodeError is a ValueError too, but not one about an argument.
+    """
+    return next((base.__name__ for base in kind.__mro__ if base in _OURS.values()), kind.__name__)
+
+
+def _clip(text: str) -> str:
+    if len(text) <= MAX_TEXT:
+        return text
+    return text[: MAX_TEXT - 100] + f"... ({len(text) - MAX_TEXT + 100} more characters)"
+
+
+def _clip_all(lines: tuple[str, ...]) -> tuple[str, ...]:
+    kept = tuple(_clip(line) for line in lines[:MAX_PROBLEMS])
+    if len(lines) <= MAX_PROBLEMS:
+        return kept
+    return (*kept[:-1], f"... and {len(lines) - MAX_PROBLEMS + 1} more")
+
+
+def copy_of(error: ErrorRecord) -> errors.CheckpointError:
+    """Rebuild an exception: ours by name, any other as ``CheckpointError("TypeName: message")``."""
+    if error.type_name not in _OURS:
+        return errors.CheckpointError(describe(error))
+    kind = _OURS[error.type_name]
+    if issubclass(kind, errors.StateDictMismatchError):
+        return kind(error.message, error.problems)
+    if issubclass(kind, errors.CheckpointTimeoutError):
+        return kind(error.message, error.missing_ranks)
+    if issubclass(kind, errors.RankFailureError):
+        return kind(error.message, {rank: copy_of(failure) for rank, failure in error.failures})
+    return kind(error.message)
+
+
+def raisable(error: ErrorRecord, rank: int, own: BaseException | None, late: bool) -> Exception:
+    """Make the exception that ``rank`` raises for a session's failure.
+
+    Args:
+        error: The session's verdict.
+        rank: This rank.
+        own: What this rank itself raised, if it did. It becomes the cause, and this rank's entry of ``failures``.
+        late: This rank opened the session only after it had failed.
+    """
+    if late:
+        text = f"{error.message} (rank {rank} arrived late: by then the other ranks had given this session up)"
+        error = msgspec.structs.replace(error, message=_clip(text))
+    builtin = _BUILTIN.get(error.type_name)
+    made = builtin(error.message) if builtin is not None else copy_of(error)
+    if own is not None:
+        if error.shared and isinstance(own, type(made)) and str(own) == error.message:
+            return own
+        if isinstance(made, errors.RankFailureError) and rank in made.failures:
+            made.failures[rank] = own
+        made.__cause__ = own
+    return made
+
+
+def describe(error: ErrorRecord) -> str:
+    """``TypeName: message``, or the message alone for a plain CheckpointError."""
+    return error.message if error.type_name == "CheckpointError" else f"{error.type_name}: {error.message}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 2`` or ``ranks 2, 3``, ascending."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def timeout_error(doing: str, missing: Iterable[int], timeout: float) -> ErrorRecord:
+    """Record that ``missing`` ranks were silent for too long while the others were ``doing``."""
+    missing = tuple(sorted(missing))
+    text = (
+        f"{doing} timed out: {name_ranks(missing)} not heard of for {timeout:g} s; see whether they are alive and "
+        f"make the same calls in the same order, or raise options.timeout"
+    )
+    return ErrorRecord("CheckpointTimeoutError", text, missing_ranks=missing)
+
+
+def failure_of_ranks(doing: str, failures: Mapping[int, ErrorRecord], ranks: tuple[int, ...]) -> ErrorRecord:
+    """What a session's failures add up to.
+
+    Args:
+        doing: Such as ``save failed in round 'write'``; begins the message.
+        failures: The failed ranks' errors; at least one.
+        ranks: All ranks of the session.
+    """
+    kinds = {error.type_name for error in failures.values()}
+    if len(kinds) == 1 and all(error.shared for error in failures.values()):
+        return _shared_failure(kinds.pop(), failures, ranks)
+    if kinds == {"CheckpointTimeoutError"}:
+        missing = {rank for error in failures.values() for rank in error.missing_ranks}
+        text = _by_text({rank: error.message for rank, error in failures.items()})
+        return ErrorRecord("CheckpointTimeoutError", _clip(text), missing_ranks=tuple(sorted(missing)))
+    text = f"{doing} {_by_text({rank: describe(error) for rank, error in failures.items()})}"
+    return ErrorRecord("RankFailureError", _clip(text), failures=tuple(sorted(failures.items())))
+
+
+def _shared_failure(kind: str, failures: Mapping[int, ErrorRecord], ranks: tuple[int, ...]) -> ErrorRecord:
+    texts = {rank: error.message for rank, error in failures.items()}
+    everyone = set(failures) == set(ranks) and len(set(texts.values())) == 1
+    problems = dict.fromkeys(problem for _, error in sorted(failures.items()) for problem in error.problems)
+    text = next(iter(texts.values())) if everyone else _by_text(texts)
+    return ErrorRecord(kind, _clip(text), shared=True, problems=_clip_all(tuple(problems)))
+
+
+def _by_text(texts: Mapping[int, str]) -> str:
+    """``on rank 1: this; on ranks 2, 3: that``."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks_by_text.setdefault(texts[rank], []).append(rank)
+    return "; ".join(f"on {name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())

@@ -1,0 +1,189 @@
+"""The hub between processes: one I/O thread, which owns the sockets and outlives sessions."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from paddle_dist_ckpt.control import bootstrap, failures
+from paddle_dist_ckpt.control.board import Board
+from paddle_dist_ckpt.control.bootstrap import BootstrapStore
+from paddle_dist_ckpt.control.session import Session
+from paddle_dist_ckpt.control.wire import Message
+from paddle_dist_ckpt.control.zmq_ports import DealerPort, RouterPort
+from paddle_dist_ckpt.errors import CheckpointError
+
+__all__ = ["ZmqHub"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class ZmqHub:
+    """Implements :class:`paddle_dist_ckpt.core.ports.ControlHub` over TCP.
+
+    Every rank makes one. It does not wait for the others, except for the coordinator's address. It must be closed;
+    at the latest that is done at exit. A process forked from this one cannot use it.
+
+    Args:
+        rank: This rank.
+        ranks: All ranks of the group.
+        coordinator: The one of them that all others connect to.
+        store: Where the coordinator leaves its address and a secret.
+        key: Under which; it must be new for every hub.
+        bind_host: On the coordinator, address or name of the interface to listen on; by default the one behind the
+            default route.
+        bootstrap_timeout: Seconds to wait for the coordinator's address.
+        on_abandon: Called when ``run_collectives`` gives up on work that goes on running; see :class:`Session`.
+
+    Raises:
+        CheckpointTimeoutError: the coordinator did not leave its address in time.
+        ValueError: ``rank`` or ``coordinator`` is not one of ``ranks``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        coordinator: int,
+        store: BootstrapStore,
+        key: str,
+        *,
+        bind_host: str | None = None,
+        bootstrap_timeout: float = 300.0,
+        on_abandon: Callable[[], None] | None = None,
+    ) -> None:
+        for member, name in ((rank, "rank"), (coordinator, "coordinator")):
+            if member not in ranks:
+                raise ValueError(f"{name} {member} is not one of the group's ranks {sorted(ranks)}")
+        port: RouterPort | DealerPort
+        if rank == coordinator:
+            token = bootstrap.new_token()
+            port = RouterPort(rank, tuple(ranks), token, bind_host)
+            bootstrap.publish(store, key, port.endpoint, token)
+        else:
+            port = DealerPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator))
+        self._pid = os.getpid()
+        self._on_abandon = on_abandon
+        self._io = _IoThread(port)
+        self._board = Board(rank, tuple(ranks), coordinator, self._io)
+        self._io.start(self._board)
+        atexit.register(self.close)
+
+    def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`.
+
+        Raises:
+            CheckpointError: this process was forked from the one that made the hub.
+        """
+        if os.getpid() != self._pid:
+            raise CheckpointError("the control hub belongs to the process that this one was forked from; make another")
+        return Session(self._board, kind, timeout, self._on_abandon)
+
+    def close(self) -> None:
+        """End the connection. Sessions that are open fail, here and on the other ranks."""
+        atexit.unregister(self.close)
+        if os.getpid() == self._pid:
+            self._board.shut(failures.record("the control hub was closed"))
+            self._io.close()
+
+
+class _IoThread:
+    """Implements :class:`Carrier` with a thread that moves messages between the board and a port.
+
+    zmq sockets may be used by one thread at a time: the board's lock guards them. The thread sleeps on their file
+    descriptors, without the lock. User threads send directly, which saves a thread switch.
+
+    Args:
+        port: The sockets.
+    """
+
+    def __init__(self, port: RouterPort | DealerPort) -> None:
+        self._port = port
+        self._outbox: deque[tuple[int, Message, bytes]] = deque()
+        self._closing = False
+        self._closed = False
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        for readable in (port.socket.FD, port.monitor.FD, self._woken.fileno()):
+            self._selector.register(readable, selectors.EVENT_READ)
+
+    def start(self, board: Board) -> None:
+        """Start moving messages to and from ``board``."""
+        self._board = board
+        self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt control hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is queued, then end the thread."""
+        with self._board.changed:
+            self._closing = True
+            self.reschedule()
+        self._thread.join()
+
+    def send(self, destination: int, message: Message, payload: bytes) -> None:
+        self._outbox.append((destination, message, payload))
+
+    def flush(self) -> None:
+        self._send_queued()
+        # Sending may have taken the sign that something has arrived, for which the thread sleeps.
+        if not self._closed and self._port.pending():
+            self.reschedule()
+
+    def reschedule(self) -> None:
+        # The thread itself looks at the time anyway before it sleeps again.
+        if self._closed or threading.current_thread() is self._thread:
+            return
+        try:
+            self._wake.send(b"\0")
+        except BlockingIOError:
+            return  # the buffer is full of earlier wake-ups, which will do
+
+    def _run(self) -> None:
+        try:
+            due = math.inf
+            while not self._closing:
+                self._sleep(due)
+                with self._board.changed:
+                    due = self._step()
+        except Exception as error:
+            _LOG.exception("the control hub's thread failed")
+            self._board.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
+        finally:
+            with self._board.changed:
+                self._closed = True
+            self._port.close()
+            self._selector.close()
+            self._woken.close()
+            self._wake.close()
+
+    def _sleep(self, due: float) -> None:
+        sleep = None if math.isinf(due) else max(0.0, due - time.monotonic())
+        for key, _ in self._selector.select(sleep):
+            if key.fd == self._woken.fileno():
+                self._woken.recv(4096)
+
+    def _step(self) -> float:
+        """Do what there is to do; returns when to do it again."""
+        self._port.receive(self._board)
+        for event in self._port.events():
+            self._port.on_event(event, self._board)
+        due = min(self._board.tick(), self._port.tick())
+        self._send_queued()
+        return 0.0 if self._port.pending() else due
+
+    def _send_queued(self) -> None:
+        while self._outbox:
+            queued = self._outbox.popleft()
+            if not self._closed:
+                self._port.send(*queued)

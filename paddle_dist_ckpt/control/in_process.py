@@ -1,0 +1,148 @@
+"""Simulated ranks: threads of one process whose hubs share one lock and hand each other their messages.
+
+The sessions, and what they do about silence and failure, are those of the real hub; only the carrier differs.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from paddle_dist_ckpt.control import failures
+from paddle_dist_ckpt.control.board import Board
+from paddle_dist_ckpt.control.in_process_transport import InProcessTransport, Pipes
+from paddle_dist_ckpt.control.session import Session
+from paddle_dist_ckpt.control.wire import Message
+
+__all__ = ["InProcessHub", "InProcessWorld"]
+
+
+class InProcessWorld:
+    """A group of simulated ranks.
+
+    Args:
+        ranks: How many, numbered from 0; or their numbers.
+        coordinator: One of them; by default the first.
+    """
+
+    def __init__(self, ranks: int | Sequence[int], coordinator: int | None = None) -> None:
+        self.ranks = tuple(range(ranks)) if isinstance(ranks, int) else tuple(ranks)
+        self.coordinator = self.ranks[0] if coordinator is None else coordinator
+        self._lock = threading.RLock()
+        self._opened = threading.Condition(self._lock)
+        self._queue: deque[tuple[int, int, Message, bytes]] = deque()
+        self._delivering = False
+        self._ticking = False
+        self._muted: set[int] = set()
+        self._pipes = Pipes(self.ranks)
+        self._boards = {
+            rank: Board(rank, self.ranks, self.coordinator, _Carrier(self, rank), self._lock) for rank in self.ranks
+        }
+
+    def hub(self, rank: int, on_abandon: Callable[[], None] | None = None) -> InProcessHub:
+        """The hub of ``rank``; see :class:`Session` about ``on_abandon``."""
+        return InProcessHub(self, self._boards[rank], on_abandon)
+
+    def transport(self, rank: int) -> InProcessTransport:
+        """The transport of ``rank``."""
+        return InProcessTransport(self._pipes, rank)
+
+    def mute(self, rank: int) -> None:
+        """From now on nothing that ``rank`` sends arrives anywhere, as if its host had frozen."""
+        with self._lock:
+            self._muted.add(rank)
+
+    def disconnect(self, rank: int) -> None:
+        """End the connection of ``rank``, as if its process had been killed; of the coordinator, every connection."""
+        with self._lock:
+            self._muted.add(rank)
+            if rank != self.coordinator:
+                self._boards[self.coordinator].lose(rank)
+                self._boards[rank].lose(self.coordinator)
+                return
+            for other in self.ranks:
+                self._boards[other].lose(rank)
+                self._boards[rank].lose(other)
+
+    def reconnect(self, rank: int) -> None:
+        """Undo :meth:`disconnect` or :meth:`mute`."""
+        with self._lock:
+            self._muted.discard(rank)
+            for other in self.ranks:
+                self._boards[other].regain(rank)
+                self._boards[rank].regain(other)
+
+    def send(self, source: int, destination: int, message: Message, payload: bytes) -> None:
+        """Queue a message. Called with the lock held, like :meth:`flush`."""
+        if source not in self._muted:
+            self._queue.append((source, destination, message, payload))
+
+    def flush(self) -> None:
+        """Deliver what is queued, and what that gives rise to, in order."""
+        if self._delivering:
+            return
+        self._delivering = True
+        try:
+            while self._queue:
+                source, destination, message, payload = self._queue.popleft()
+                self._boards[destination].deliver(source, message, payload)
+        finally:
+            self._delivering = False
+
+    def reschedule(self) -> None:
+        """See that time passes. Called with the lock held."""
+        if self._ticking:
+            self._opened.notify()
+        else:
+            self._ticking = True
+            threading.Thread(target=self._tick, name="paddle_dist_ckpt in-process ticker", daemon=True).start()
+
+    def _tick(self) -> None:
+        """Let time pass on every rank until no session is left open."""
+        with self._lock:
+            while True:
+                due = min(board.tick() for board in self._boards.values())
+                self.flush()
+                if math.isinf(due):
+                    self._ticking = False
+                    return
+                self._opened.wait(max(0.0, due - time.monotonic()))
+
+
+class _Carrier:
+    """Implements :class:`Carrier` for one simulated rank."""
+
+    def __init__(self, world: InProcessWorld, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+
+    def send(self, destination: int, message: Message, payload: bytes) -> None:
+        self._world.send(self._rank, destination, message, payload)
+
+    def flush(self) -> None:
+        self._world.flush()
+
+    def reschedule(self) -> None:
+        self._world.reschedule()
+
+
+class InProcessHub:
+    """Implements :class:`paddle_dist_ckpt.core.ports.ControlHub` for a simulated rank; made by InProcessWorld."""
+
+    def __init__(self, world: InProcessWorld, board: Board, on_abandon: Callable[[], None] | None) -> None:
+        self._world = world
+        self._board = board
+        self._on_abandon = on_abandon
+
+    def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`."""
+        return Session(self._board, kind, timeout, self._on_abandon)
+
+    def close(self) -> None:
+        """End the rank's connection; sessions that are open fail."""
+        self._board.shut(failures.record("the control hub was closed"))
+        self._world.disconnect(self._board.rank)

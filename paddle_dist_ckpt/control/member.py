@@ -1,0 +1,131 @@
+"""Any rank's side of one session: a state machine without I/O, threads or clocks."""
+
+from __future__ import annotations
+
+import math
+
+from paddle_dist_ckpt.control import failures, wire
+from paddle_dist_ckpt.control.coordinator import BEATS_PER_TIMEOUT, GRACE
+from paddle_dist_ckpt.control.wire import ErrorRecord, Message
+
+__all__ = ["MemberSession"]
+
+_COORDINATOR_MARGIN = GRACE + 0.1
+"""Extra silence, in seconds, that the coordinator may keep: if it lives, its own verdict names who is missing."""
+
+
+class MemberSession:
+    """What this rank has heard in a session, and whether the session has failed.
+
+    Args:
+        number: Of the session.
+        kind: What is being done.
+        rank: This rank.
+        coordinator: Whom it listens to; may be itself.
+        timeout: Longest silence, in seconds.
+        now: Monotonic time, in seconds.
+
+    Attributes:
+        verdict: Why the session has failed, once it has.
+        late: It had failed before this rank opened it.
+        own_error: What this rank itself raised, if it did.
+    """
+
+    def __init__(self, number: int, kind: str, rank: int, coordinator: int, timeout: float, now: float) -> None:
+        self.number = number
+        self.kind = kind
+        self.verdict: ErrorRecord | None = None
+        self.late = False
+        self.own_error: BaseException | None = None
+        self._rank = rank
+        self._coordinator = coordinator
+        self._timeout = timeout
+        self._heard = now
+        self._next_beat = now + timeout / BEATS_PER_TIMEOUT
+        self._coordinator_left = False
+        self._round = -1
+        self._awaiting = ""
+        self._replies: dict[int, bytes] = {}
+
+    def handle(self, message: Message, payload: bytes, now: float) -> None:
+        """Take in a message from the coordinator."""
+        self._heard = now
+        if isinstance(message, wire.Reply):
+            self._replies[message.round] = payload
+        elif isinstance(message, wire.Verdict):
+            self.fail(message.error, late=message.late)
+        elif isinstance(message, wire.Bye):
+            self._coordinator_left = True
+            self._give_up_on_round()
+
+    def fail(self, error: ErrorRecord, late: bool = False) -> None:
+        """End the session; the first verdict counts."""
+        if self.verdict is None:
+            self.verdict, self.late = error, late
+
+    def lose_coordinator(self) -> None:
+        """The connection to the coordinator is lost. Nothing to a session that the coordinator has closed."""
+        if not self._coordinator_left:
+            self._fail_for_coordinator("connection lost")
+
+    def begin_round(self, name: str) -> int:
+        """Number the next round. It fails at once if the coordinator has closed the session."""
+        self._round += 1
+        self._awaiting = name
+        self._give_up_on_round()
+        return self._round
+
+    @property
+    def round(self) -> int:
+        """The latest round's number; -1 before the first."""
+        return self._round
+
+    @property
+    def round_name(self) -> str:
+        """The name of the round that this rank is in; empty between rounds."""
+        return self._awaiting
+
+    def _give_up_on_round(self) -> None:
+        if self._coordinator_left and self._awaiting and self._round not in self._replies:
+            self._fail_for_coordinator(f"closed the session before the end of round {self._awaiting!r}")
+
+    def _fail_for_coordinator(self, text: str) -> None:
+        failed = {self._coordinator: failures.record(text)}
+        # Of several ranks at least, so that this is RankFailureError.
+        self.fail(failures.failure_of_ranks(f"{self.kind} failed", failed, (self._coordinator, self._rank)))
+
+    def tick(self, now: float) -> tuple[Message | None, float]:
+        """Let time pass.
+
+        Returns:
+            What to send to the coordinator, and when to call again, as monotonic time.
+        """
+        if self.verdict is not None:
+            return None, math.inf
+        silence_ends = self._silence_ends()
+        if now > silence_ends:
+            error = failures.timeout_error(self.kind, [self._coordinator], self._timeout)
+            self.fail(error)
+            # IMPORTANT: should the coordinator wake up, this is what keeps it from going on without this rank.
+            return wire.Fail(self.number, 0, "", error), math.inf
+        if now >= self._next_beat:
+            self._next_beat = now + self._timeout / BEATS_PER_TIMEOUT
+            return wire.Beat(self.number), min(self._next_beat, silence_ends)
+        return None, min(self._next_beat, silence_ends)
+
+    def _silence_ends(self) -> float:
+        if self._coordinator_left or self._rank == self._coordinator:
+            return math.inf
+        return self._heard + self._timeout + _COORDINATOR_MARGIN
+
+    def take_reply(self) -> bytes | None:
+        """The reply of the round, which ends it for this rank; None if it has not come."""
+        reply = self._replies.pop(self._round, None)
+        if reply is not None:
+            self._awaiting = ""
+        return reply
+
+    def error(self) -> Exception:
+        """A fresh exception for the verdict, as this rank raises it."""
+        assert self.verdict is not None
+        return failures.raisable(self.verdict, self._rank, self.own_error, self.late)

@@ -1,0 +1,197 @@
+"""A session as user threads use it: rounds and collectives over a :class:`Board`, whatever carries the messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from paddle_dist_ckpt.control import failures, wire
+from paddle_dist_ckpt.control.board import Board
+from paddle_dist_ckpt.control.member import MemberSession
+
+__all__ = ["Session", "check_payload", "check_replies"]
+
+T = TypeVar("T")
+
+
+def check_payload(data: object, what: str) -> bytes:
+    """Return ``data`` if it can be sent.
+
+    Raises:
+        TypeError: it is not bytes.
+        ValueError: it is longer than a message may be.
+    """
+    if not isinstance(data, bytes):
+        raise TypeError(f"{what} must be bytes, not {type(data).__name__}")
+    if len(data) > wire.MAX_PAYLOAD:
+        raise ValueError(f"{what} has {len(data)} bytes; a message may have {wire.MAX_PAYLOAD}")
+    return data
+
+
+def check_replies(replies: Mapping[int, bytes], ranks: tuple[int, ...]) -> Mapping[int, bytes]:
+    """Return ``replies`` if there is one for every rank, and each can be sent.
+
+    Raises:
+        TypeError: a reply is not bytes.
+        ValueError: a reply is missing, too many or too long.
+    """
+    if set(replies) != set(ranks):
+        raise ValueError(f"combine must reply to ranks {sorted(ranks)}; it replied to {sorted(replies)}")
+    for rank, reply in replies.items():
+        check_payload(reply, f"combine's reply to rank {rank}")
+    return replies
+
+
+class Session:
+    """Implements :class:`paddle_dist_ckpt.core.ports.ControlSession`.
+
+    A context manager: it opens on entry and closes on exit. If its body raises, the other ranks fail too.
+
+    Args:
+        board: This rank's switchboard.
+        kind: What is being done; the same on every rank.
+        timeout: Longest silence of a rank, in seconds.
+        on_abandon: Called when :meth:`run_collectives` gives up on work that is still running, and goes on running:
+            what it runs on must not be used again.
+    """
+
+    def __init__(self, board: Board, kind: str, timeout: float, on_abandon: Callable[[], None] | None) -> None:
+        self._board = board
+        self._kind = kind
+        self._timeout = timeout
+        self._on_abandon = on_abandon
+
+    @property
+    def rank(self) -> int:
+        return self._board.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._board.ranks
+
+    @property
+    def coordinator(self) -> int:
+        return self._board.coordinator
+
+    def __enter__(self) -> Session:
+        self._member: MemberSession = self._board.open(self._kind, self._timeout)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        member = self._member
+        if error is not None and member.verdict is None and member.own_error is None:
+            self._report(error, member.round_name)
+        self._board.close(member)
+
+    def check(self) -> None:
+        """Raise if the session has failed on any rank. Cheap; long work in ``local`` should call it now and then."""
+        if self._member.verdict is not None:
+            raise self._member.error()
+
+    def gather_scatter(
+        self,
+        name: str,
+        local: Callable[[], bytes],
+        combine: Callable[[Mapping[int, bytes]], Mapping[int, bytes]],
+    ) -> bytes:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        if not name:
+            raise ValueError("a round needs a name")
+        board, member = self._board, self._member
+        with board.changed:
+            number = member.begin_round(name)
+        self.check()
+        data = self._run_local(name, local)
+        board.post(wire.Answer(member.number, number, name), data)
+        if board.rank == board.coordinator:
+            parts = board.wait(member, lambda: board.parts(member))
+            board.reply(member, self._run_combine(parts, combine))
+        return board.wait(member, member.take_reply)
+
+    def _run_local(self, name: str, local: Callable[[], bytes]) -> bytes:
+        try:
+            return check_payload(local(), "what local returns")
+        except BaseException as error:
+            self._report(error, name)
+            if not isinstance(error, Exception):
+                raise
+        # Every rank raises the verdict, so that all raise the same.
+        return self._board.wait(self._member, self._nothing)
+
+    def _report(self, error: BaseException, name: str) -> None:
+        """Tell the coordinator that this rank failed, unless it only raised what made the session fail."""
+        member = self._member
+        if member.verdict is not None:
+            return
+        member.own_error = error
+        self._board.post(wire.Fail(member.number, max(member.round, 0), name, failures.local_error(error)))
+
+    @staticmethod
+    def _nothing() -> bytes | None:
+        return None
+
+    def _run_combine(
+        self, parts: Mapping[int, bytes], combine: Callable[[Mapping[int, bytes]], Mapping[int, bytes]]
+    ) -> Mapping[int, bytes]:
+        try:
+            return check_replies(combine(parts), self.ranks)
+        except BaseException as error:
+            self._member.own_error = error
+            self._board.end(self._member, failures.combine_error(error))
+            if not isinstance(error, Exception):
+                raise
+        self._board.wait(self._member, self._nothing)
+        raise AssertionError("the board ends a session whose combine failed")
+
+    def run_collectives(self, work: Callable[[], T]) -> T:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        self.check()
+        task = _Task(work, self._board.changed)
+        task.start()
+        try:
+            self._board.wait(self._member, task.ended)
+        except BaseException:
+            if task.ended() is None and self._on_abandon is not None:
+                self._on_abandon()
+            raise
+        return task.result()
+
+
+class _Task(Generic[T]):
+    """Work on a thread of its own, which may never come back.
+
+    Args:
+        work: What to run.
+        changed: Notified when it has ended.
+    """
+
+    def __init__(self, work: Callable[[], T], changed: threading.Condition) -> None:
+        self._work = work
+        self._changed = changed
+        self._values: list[T] = []
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="paddle_dist_ckpt collectives", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._values.append(self._work())
+        except BaseException as error:
+            self._error = error  # raised by result() on the thread that waits
+        with self._changed:
+            self._changed.notify_all()
+
+    def ended(self) -> bool | None:
+        """True once it has ended; None before."""
+        return True if self._values or self._error is not None else None
+
+    def result(self) -> T:
+        """What the work returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._values[0]

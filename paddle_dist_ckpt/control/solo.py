@@ -1,0 +1,67 @@
+"""A hub for one rank that works alone: the same calls, no messages, and errors as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+from paddle_dist_ckpt.control.session import check_payload, check_replies
+
+__all__ = ["SoloHub", "SoloSession"]
+
+T = TypeVar("T")
+
+
+class SoloSession:
+    """Implements :class:`paddle_dist_ckpt.core.ports.ControlSession` for one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self._rank,)
+
+    @property
+    def coordinator(self) -> int:
+        return self._rank
+
+    def check(self) -> None:
+        """Does nothing: there is no other rank that could have failed."""
+
+    def gather_scatter(
+        self,
+        name: str,
+        local: Callable[[], bytes],
+        combine: Callable[[Mapping[int, bytes]], Mapping[int, bytes]],
+    ) -> bytes:
+        """Run ``local``, then ``combine``; what they raise is raised as it is."""
+        data = check_payload(local(), "what local returns")
+        return check_replies(combine({self._rank: data}), self.ranks)[self._rank]
+
+    def run_collectives(self, work: Callable[[], T]) -> T:
+        """Run ``work`` here and now."""
+        return work()
+
+
+class SoloHub:
+    """Implements :class:`paddle_dist_ckpt.core.ports.ControlHub` for one rank.
+
+    Args:
+        rank: The global rank that it goes by.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+
+    def session(self, kind: str, timeout: float) -> AbstractContextManager[SoloSession]:
+        """Open a session. There is nobody to agree with about ``kind``, nor to wait for until ``timeout``."""
+        return nullcontext(SoloSession(self._rank))
+
+    def close(self) -> None:
+        """Does nothing: no connection is held."""

@@ -1,0 +1,148 @@
+"""The messages between ranks, and their bytes.
+
+A message is one msgpack array, whose first item is its class's name, in a frame of its own; an ``Answer`` or ``Reply``
+has its payload in the next frame, so that tens of megabytes are neither packed nor unpacked. All but ``Hello`` and
+``Leave`` belong to a session; sessions are numbered in the order of opening, the same on every rank, and the rounds of
+a session are numbered from 0.
+
+    member -> coordinator     Open, Answer, Fail, Beat, Bye, Hello, Leave
+    coordinator -> member     Reply, Verdict, Beat, Bye, Hello, Leave
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+__all__ = [
+    "MAX_PAYLOAD",
+    "Answer",
+    "Beat",
+    "Bye",
+    "ErrorRecord",
+    "Fail",
+    "Hello",
+    "Leave",
+    "Message",
+    "Open",
+    "Reply",
+    "Verdict",
+    "decode",
+    "encode",
+]
+
+MAX_PAYLOAD = 1 << 30
+"""Longest payload of a message, in bytes: whoever connects cannot make a rank allocate more."""
+MAX_TEXT = 1 << 20
+MAX_PROBLEMS = 100_000
+MAX_RANKS = 1 << 20
+
+Number = Annotated[int, msgspec.Meta(ge=0)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Ranks = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_RANKS)]
+Problems = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PROBLEMS)]
+
+
+class ErrorRecord(msgspec.Struct, array_like=True, frozen=True):
+    """An exception on its way to other ranks.
+
+    Attributes:
+        type_name: Name of its class.
+        message: Its text.
+        shared: It concerns all ranks alike, so that each raises this type rather than RankFailureError.
+        problems: See StateDictMismatchError.
+        missing_ranks: See CheckpointTimeoutError.
+        failures: See RankFailureError.
+    """
+
+    type_name: Text
+    message: Text
+    shared: bool = False
+    problems: Problems = ()
+    missing_ranks: Ranks = ()
+    failures: Annotated[tuple[tuple[Number, ErrorRecord], ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """I am here. Sent on each new connection; from the coordinator it only asks whether the connection stands."""
+
+
+class Leave(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """I am about to close the connection. Sent back as the sign that all before it has arrived."""
+
+
+class Open(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """I have opened this session; ``kind`` is what I am doing, ``timeout`` (seconds) my longest silence."""
+
+    session: Number
+    kind: Text
+    timeout: float
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """My message for a round; the payload is the next frame."""
+
+    session: Number
+    round: Number
+    name: Text
+
+
+class Fail(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """I failed, in the round called ``name``, or outside of rounds if ``name`` is empty."""
+
+    session: Number
+    round: Number
+    name: Text
+    error: ErrorRecord
+
+
+class Beat(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """I am alive and the session is still open here."""
+
+    session: Number
+
+
+class Bye(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """I have closed the session and will send nothing more in it."""
+
+    session: Number
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """What ``combine`` made for you; the payload is the next frame."""
+
+    session: Number
+    round: Number
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The session has failed, on every rank, with this error. ``late``: it had before you opened it."""
+
+    session: Number
+    error: ErrorRecord
+    late: bool = False
+
+
+Message = Hello | Leave | Open | Answer | Fail | Beat | Bye | Reply | Verdict
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(tuple[Number, Message])
+
+
+def encode(rank: int, message: Message) -> bytes:
+    """Pack ``message`` as sent by ``rank``."""
+    return _ENCODER.encode((rank, message))
+
+
+def decode(frame: bytes) -> tuple[int, Message]:
+    """Unpack what :func:`encode` packed.
+
+    Returns:
+        The sender's rank and the message.
+
+    Raises:
+        msgspec.DecodeError: not a message, or something in it is of a wrong type or out of bounds.
+        RecursionError: nested too deeply to be one.
+    """
+    return _DECODER.decode(frame)

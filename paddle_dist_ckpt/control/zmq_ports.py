@@ -1,0 +1,277 @@
+"""The sockets of a hub: a ROUTER on the coordinator, a DEALER on every other rank.
+
+A message is the frames ``token, header, payload``. zmq sockets may be used by one thread at a time; the board's lock
+sees to that.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import socket
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from paddle_dist_ckpt.control import wire
+from paddle_dist_ckpt.control.bootstrap import Rendezvous, local_address
+from paddle_dist_ckpt.control.wire import Message
+
+__all__ = ["DealerPort", "Listener", "Port", "RouterPort"]
+
+_LOG = logging.getLogger(__name__)
+_COPY_BELOW = 1 << 16
+_PROBE_AFTER = (0.0, 0.002, 0.01, 0.05, 0.2)
+_LINGER_MS = 5000
+_LEAVE_S = 1.0
+_EVENTS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
+_ANYWHERE = ("0.0.0.0", "::")
+
+
+class Listener(Protocol):
+    """Whom a port tells about the others; :class:`Board` is one."""
+
+    def deliver(self, source: int, message: Message, payload: bytes) -> None: ...
+
+    def lose(self, rank: int) -> None: ...
+
+    def regain(self, rank: int) -> None: ...
+
+
+class Port:
+    """What both kinds of socket have in common.
+
+    Args:
+        kind: zmq.ROUTER or zmq.DEALER.
+        rank: This rank.
+        token: The secret that each message carries.
+
+    Attributes:
+        socket: Carries the messages.
+        monitor: Tells about its connections.
+    """
+
+    def __init__(self, kind: int, rank: int, token: bytes) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self.socket = self._context.socket(kind)
+        # Deadlines bound a queue's growth, since a silent rank ends the session; a full one would block the thread.
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_PAYLOAD)
+        # Firewalls forget connections that are quiet between two checkpoints.
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
+        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        self._rank = rank
+        self._token = token
+
+    def _send(self, route: tuple[bytes, ...], message: Message, payload: bytes) -> None:
+        frames = (*route, self._token, wire.encode(self._rank, message), payload)
+        self.socket.send_multipart(frames, zmq.DONTWAIT, copy=len(payload) < _COPY_BELOW)
+
+    def _incoming(self) -> Iterator[list[bytes]]:
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            yield frames
+
+    def _open(self, frames: list[bytes]) -> tuple[int, Message, bytes] | None:
+        """Return the sender's rank, the message and the payload; None, and a warning, if it is not from a rank."""
+        if len(frames) != 3 or not hmac.compare_digest(frames[0], self._token):
+            _LOG.warning("rank %d dropped a message without the hub's token", self._rank)
+            return None
+        try:
+            source, message = wire.decode(frames[1])
+        except (msgspec.DecodeError, RecursionError) as error:
+            _LOG.warning("rank %d dropped a message that it does not understand: %s", self._rank, error)
+            return None
+        return source, message, frames[2]
+
+    def events(self) -> Iterator[int]:
+        """What has happened to connections since the last call."""
+        while True:
+            try:
+                yield recv_monitor_message(self.monitor, zmq.DONTWAIT)["event"]
+            except zmq.Again:
+                return
+
+    def pending(self) -> bool:
+        """Whether there is something to receive. After any use of the socket, its file descriptor may not tell."""
+        return self.socket.getsockopt(zmq.EVENTS) in (zmq.POLLIN, zmq.POLLIN | zmq.POLLOUT)
+
+    def _close(self, linger: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=linger)
+        self._context.term()
+
+
+class RouterPort(Port):
+    """The coordinator's socket.
+
+    zmq names each connection; which rank's it is follows from the messages that come through it.
+
+    Args:
+        rank: This rank, the coordinator.
+        ranks: All ranks.
+        token: The secret that each message carries.
+        bind_host: Address or name of the interface to listen on; None for the one behind the default route.
+    """
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], token: bytes, bind_host: str | None) -> None:
+        super().__init__(zmq.ROUTER, rank, token)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._others = frozenset(ranks) - {rank}
+        self._routes: dict[int, bytes] = {}
+        self._unreachable: dict[int, bytes] = {}
+        self._probes: list[float] = []
+        self.endpoint = self._bind(bind_host)
+
+    def _bind(self, host: str | None) -> str:
+        family, *_, name = socket.getaddrinfo(host or local_address(), None, type=socket.SOCK_STREAM)[0]
+        address = str(name[0])
+        if family == socket.AF_INET6:
+            self.socket.setsockopt(zmq.IPV6, 1)
+        bound = f"[{address}]" if family == socket.AF_INET6 else address
+        port = self.socket.bind_to_random_port(f"tcp://{bound}")
+        return f"tcp://{local_address() if address in _ANYWHERE else bound}:{port}"
+
+    def send(self, destination: int, message: Message, payload: bytes) -> None:
+        """Send to a rank. One without a connection gets nothing: it will hear of what it missed when it opens."""
+        route = self._routes.get(destination)
+        if route is None:
+            return
+        try:
+            self._send((route,), message, payload)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._unreachable[destination] = route
+
+    def pending(self) -> bool:
+        """Whether there is something to receive, or a lost connection to tell about."""
+        return bool(self._unreachable) or super().pending()
+
+    def receive(self, listener: Listener) -> None:
+        """Deliver all that has arrived, then say whose connection is lost."""
+        self._deliver(listener)
+        if not self._unreachable:
+            return
+        # IMPORTANT: what a rank sent before its connection ended counts, a farewell above all.
+        self._deliver(listener)
+        gone, self._unreachable = self._unreachable, {}
+        for rank, route in gone.items():
+            if self._routes.get(rank) == route:
+                del self._routes[rank]
+                listener.lose(rank)
+
+    def _deliver(self, listener: Listener) -> None:
+        for route, *frames in self._incoming():
+            opened = self._open(frames)
+            if opened is None:
+                continue
+            source, message, payload = opened
+            if source not in self._others:
+                _LOG.warning("rank %d dropped a message from rank %d, which is not in its group", self._rank, source)
+                continue
+            if self._routes.get(source) != route:
+                self._welcome(source, route, listener)
+            if isinstance(message, wire.Leave):
+                self.send(source, message, b"")
+            else:
+                listener.deliver(source, message, payload)
+
+    def _welcome(self, rank: int, route: bytes, listener: Listener) -> None:
+        if rank in self._routes:
+            # What was under way on the old connection may be lost, so the sessions that were open cannot go on.
+            listener.lose(rank)
+        self._routes[rank] = route
+        listener.regain(rank)
+
+    def on_event(self, event: int, listener: Listener) -> None:
+        """A connection has ended; zmq does not say whose, and may not know yet. So probe, repeatedly."""
+        if event == zmq.Event.DISCONNECTED:
+            now = time.monotonic()
+            self._probes = [now + after for after in _PROBE_AFTER]
+
+    def tick(self) -> float:
+        """Send the probes that are due; returns when to call again."""
+        if self._probes and time.monotonic() >= self._probes[0]:
+            self._probes.pop(0)
+            for rank in tuple(self._routes):
+                self.send(rank, wire.Hello(), b"")
+        return self._probes[0] if self._probes else math.inf
+
+    def close(self) -> None:
+        """Let what was sent go out, to those who still read, and close."""
+        self._close(linger=_LINGER_MS)
+
+
+class DealerPort(Port):
+    """The socket of a rank that is not the coordinator. It connects again when the connection ends.
+
+    Args:
+        rank: This rank.
+        coordinator: The rank at the other end.
+        rendezvous: Where that is.
+    """
+
+    def __init__(self, rank: int, coordinator: int, rendezvous: Rendezvous) -> None:
+        super().__init__(zmq.DEALER, rank, rendezvous.token)
+        self._coordinator = coordinator
+        self._connected = False
+        self.socket.setsockopt(zmq.IPV6, int("[" in rendezvous.endpoint))
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        self.socket.connect(rendezvous.endpoint)
+
+    def send(self, destination: int, message: Message, payload: bytes) -> None:
+        """Send to the coordinator; until the connection stands, zmq keeps it."""
+        self._send((), message, payload)
+
+    def receive(self, listener: Listener) -> None:
+        """Deliver all that has arrived."""
+        for frames in self._incoming():
+            opened = self._open(frames)
+            if opened is not None:
+                listener.deliver(self._coordinator, *opened[1:])
+
+    def on_event(self, event: int, listener: Listener) -> None:
+        """The connection stands, or has ended."""
+        self._connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
+        if self._connected:
+            # The coordinator must know this connection, to notice its end, before the first session.
+            self._send((), wire.Hello(), b"")
+            listener.regain(self._coordinator)
+        else:
+            self.receive(listener)
+            listener.lose(self._coordinator)
+
+    def tick(self) -> float:
+        """Nothing is ever due."""
+        return math.inf
+
+    def close(self) -> None:
+        """Let what was sent go out, if the coordinator is there to take it, and close."""
+        if self._connected:
+            self._take_leave()
+        self._close(linger=0)
+
+    def _take_leave(self) -> None:
+        # Lingering instead would last its full time if the coordinator closes first.
+        self._send((), wire.Leave(), b"")
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+        until = time.monotonic() + _LEAVE_S
+        while poller.poll(max(0, int((until - time.monotonic()) * 1000))):
+            opened = [self._open(frames) for frames in self._incoming()]
+            if any(message is not None and isinstance(message[1], wire.Leave) for message in opened):
+                return
+            if zmq.Event.DISCONNECTED in self.events():
+                return
