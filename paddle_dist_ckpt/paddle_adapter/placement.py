@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +45,8 @@ def local_offset(
     Raises:
         UnsupportedValueError: a placement with a split factor, whose interleaved pieces are not boxes.
     """
-    offset = [0] * len(shape)
-    length = list(shape)
-    for mesh_dim in _shard_order(placements, key):
-        dim = placements[mesh_dim].get_dim()
-        dim += len(shape) if dim < 0 else 0
+    offset, length = [0] * len(shape), list(shape)
+    for dim, mesh_dim in _cuts(placements, len(shape), key):
         piece = -(-length[dim] // mesh_shape[mesh_dim])
         start = min(coordinate[mesh_dim] * piece, length[dim])
         length[dim] = min(piece, length[dim] - start)
@@ -56,25 +54,39 @@ def local_offset(
     return tuple(offset)
 
 
-def _shard_order(placements: Sequence[Any], key: str) -> list[int]:
-    """The mesh dimensions that cut the tensor, in the order in which they do."""
-    cutting = [i for i, placement in enumerate(placements) if placement.is_shard()]
-    for i in cutting:
-        factor = getattr(placements[i], "get_split_factor", _one)()
-        if factor > 1:
+def _cuts(placements: Sequence[Any], ndim: int, key: str) -> list[tuple[int, int]]:
+    """Which tensor dimension is cut by which mesh dimension, in the order in which they are cut."""
+    cuts = []
+    for mesh_dim, placement in enumerate(placements):
+        if not placement.is_shard():
+            continue
+        if getattr(placement, "get_split_factor", _one)() > 1:
             raise UnsupportedValueError(
-                f"{key}: Shard(dim={placements[i].get_dim()}) has split_factor {factor}; its interleaved pieces "
+                f"{key}: {placement} has the split factor {placement.get_split_factor()}; its interleaved pieces "
                 "cannot be saved or loaded. Reshard it to a plain Shard first"
             )
-    return sorted(cutting, key=lambda i: getattr(placements[i], "get_co_shard_order", _zero)())
+        cuts.append((_order_of(placement), _dimension_of(placement, ndim), mesh_dim))
+    cuts.sort(key=lambda cut: cut[0])
+    return [(dim, mesh_dim) for _, dim, mesh_dim in cuts]
+
+
+def _dimension_of(placement: Any, ndim: int) -> int:
+    """The tensor dimension of a Shard. Paddle gives back one that has an order without the methods of its class."""
+    if hasattr(placement, "get_dim"):
+        dim = int(placement.get_dim())
+        return dim + ndim if dim < 0 else dim
+    return next(dim for dim in range(ndim) if placement.is_shard(dim))
+
+
+def _order_of(placement: Any) -> int:
+    if hasattr(placement, "get_co_shard_order"):
+        return int(placement.get_co_shard_order())
+    order = re.search(r"shard_order=(\d+)", str(placement))
+    return int(order[1]) if order else 0
 
 
 def _one() -> int:
     return 1
-
-
-def _zero() -> int:
-    return 0
 
 
 def reduction_of(
