@@ -12,6 +12,7 @@ If files are gone because a save has replaced the checkpoint meanwhile, the load
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -58,6 +59,7 @@ from .threads import io_threads
 
 __all__ = ["load", "load_leaves"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
 _MANY = 2**62
 
 
@@ -99,7 +101,10 @@ def load_leaves(
         with ExitStack() as files:
             result = loading.attempt(coordinator, files)
         if result is not None:
-            return loading.values, loading.report(result)
+            report = loading.report(result)
+            level = logging.INFO if session.rank == session.coordinator else logging.DEBUG
+            _logger.log(level, "loaded id %d from %s: %s", report.unique_id, report.path, report)
+            return loading.values, report
 
 
 class _Loading:

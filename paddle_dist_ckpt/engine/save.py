@@ -11,6 +11,7 @@ with round ``abort``, in which they remove their files and raise.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from .writer import write_file
 
 __all__ = ["folder_of", "save"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
+
 
 def folder_of(storage: Storage) -> Folder:
     """Which folder this rank sees."""
@@ -60,7 +63,10 @@ def save(
     with saving.coordinator.ended_by_failure():
         saving.plan(state_dict, unique_id)
         result = saving.write_and_commit()
-    return saving.report(result)
+    report = saving.report(result)
+    level = logging.INFO if session.rank == session.coordinator else logging.DEBUG
+    _logger.log(level, "saved id %d to %s: %s", report.unique_id, report.path, report)
+    return report
 
 
 class _Saving:
