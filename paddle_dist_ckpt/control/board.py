@@ -140,8 +140,15 @@ class Board:
             self._table.end(session.number, error)
             self._carrier.flush()
 
-    def wait(self, session: MemberSession, result: Callable[[], T | None]) -> T:
+    def wait(
+        self, session: MemberSession, result: Callable[[], T | None], watch: Callable[[], float] | None = None
+    ) -> T:
         """Wait until ``result`` is not None.
+
+        Args:
+            session: The session to wait in.
+            result: Called with the lock held whenever something has changed.
+            watch: Called now and then as well; returns in how many seconds to call it again.
 
         Raises:
             What made the session fail, if it fails first.
@@ -153,7 +160,7 @@ class Board:
                     return value
                 if session.verdict is not None:
                     raise session.error()
-                self.changed.wait()
+                self.changed.wait(watch() if watch is not None else None)
 
     def deliver(self, source: int, message: Message, payload: bytes) -> None:
         """Take in a message from another rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -10,6 +11,7 @@ from typing import Generic, TypeVar
 from paddle_dist_ckpt.control import failures, wire
 from paddle_dist_ckpt.control.board import Board
 from paddle_dist_ckpt.control.member import MemberSession
+from paddle_dist_ckpt.errors import CheckpointError
 
 __all__ = ["Session", "check_payload", "check_replies"]
 
@@ -147,31 +149,43 @@ class Session:
         self._board.wait(self._member, self._nothing)
         raise AssertionError("the board ends a session whose combine failed")
 
-    def run_collectives(self, work: Callable[[], T]) -> T:
+    def run_collectives(self, work: Callable[[Callable[[], None]], T]) -> T:
         """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
         self.check()
         task = _Task(work, self._board.changed)
         task.start()
         try:
-            self._board.wait(self._member, task.ended)
+            self._board.wait(self._member, task.ended, lambda: self._watch(task))
         except BaseException:
             if task.ended() is None and self._on_abandon is not None:
                 self._on_abandon()
             raise
         return task.result()
 
+    def _watch(self, task: _Task[T]) -> float:
+        """Fail if the task hangs; returns in how many seconds to look again."""
+        still = time.monotonic() - task.moved
+        if still > self._timeout and self._member.own_error is None:
+            text = f"a collective made no progress for {still:.1f} s"
+            self._report(CheckpointError(text), self._member.round_name)
+        return max(self._timeout - still, self._timeout / 10)
+
 
 class _Task(Generic[T]):
     """Work on a thread of its own, which may never come back.
 
     Args:
-        work: What to run.
+        work: What to run; it is given :meth:`alive`.
         changed: Notified when it has ended.
+
+    Attributes:
+        moved: When it last said that it gets on, as monotonic time.
     """
 
-    def __init__(self, work: Callable[[], T], changed: threading.Condition) -> None:
+    def __init__(self, work: Callable[[Callable[[], None]], T], changed: threading.Condition) -> None:
         self._work = work
         self._changed = changed
+        self.moved = time.monotonic()
         self._values: list[T] = []
         self._error: BaseException | None = None
 
@@ -180,11 +194,15 @@ class _Task(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self._values.append(self._work())
+            self._values.append(self._work(self.alive))
         except BaseException as error:
             self._error = error  # raised by result() on the thread that waits
         with self._changed:
             self._changed.notify_all()
+
+    def alive(self) -> None:
+        """Note that the work gets on."""
+        self.moved = time.monotonic()
 
     def ended(self) -> bool | None:
         """True once it has ended; None before."""

@@ -44,9 +44,9 @@ class SoloSession:
         data = check_payload(local(), "what local returns")
         return check_replies(combine({self._rank: data}), self.ranks)[self._rank]
 
-    def run_collectives(self, work: Callable[[], T]) -> T:
+    def run_collectives(self, work: Callable[[Callable[[], None]], T]) -> T:
         """Run ``work`` here and now."""
-        return work()
+        return work(self.check)
 
 
 class SoloHub:

@@ -1,8 +1,9 @@
 """What a checkpoint holds (:class:`Metadata`) and the `.metadata` file that says so.
 
-The file is two lines. The first is a small JSON object: format, version, required features, the length and the xxh3_64
-digest of the second. The second is the JSON body (:class:`_Body`). Decoding is typed, and every size in the file is
-checked against what is really there before anything of that size is allocated. The documentation has the specification.
+The file is two lines. The first is a small JSON object: format, version, required features, the length of the second,
+the xxh3_64 digest of the file. The second is the JSON body (:class:`_Body`). Decoding is typed, and every size in the
+file is checked against what is really there before anything of that size is allocated. The documentation has the
+specification.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import xxhash
 
 from ..errors import CheckpointCorruptedError, CheckpointError
 from .dtypes import DTYPES
-from .paths import Part, flat_keys, parse_path
-from .shards import Column, IntArray, Kind, Layout, LayoutRecord, ShardTable, pack_column, unpack_column
-from .values import from_jsonable
+from .paths import ListIndex, Part, TupleIndex, containers_of, flat_keys, parse_path
+from .shards import Column, IntArray, Kind, Layout, LayoutRecord, ShardTable, column_size, pack_column, unpack_column
+from .values import DECODE_ERRORS, from_jsonable
 
 __all__ = [
     "FileInfo",
@@ -40,6 +41,7 @@ __all__ = [
 FORMAT = "paddle_dist_ckpt.metadata"
 VERSION = (1, 0)
 MAX_HEAD_BYTES = 4096
+_NO_DIGEST = "0" * 16
 FEATURES: frozenset[str] = frozenset()
 
 
@@ -184,12 +186,14 @@ class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
+    """The first line. ``xxh3_64`` is that of the whole file with zeros in its own place."""
+
     format: str
     version: tuple[int, int]
     required_features: list[str]
-    body_bytes: int
-    body_xxh3_64: str
     save: str
+    body_bytes: int
+    xxh3_64: str
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -236,12 +240,32 @@ def table_from_record(record: TableRecord, files: int) -> ShardTable:
     dtype = unpack_column(record.dtype, tensors, len(record.dtypes), "column dtype")
     kinds = unpack_column(record.kind, tensors, len(Kind), "column kind")
     layout_of = unpack_column(record.layout, tensors, len(record.layouts), "column layout")
-    shards = len(record.shard_file.data) // max(1, int(record.shard_file.dtype[-1:] or 1))
+    shards = column_size(record.shard_file, "column shard_file")
     layouts = _bounded_layouts(record.layouts, layout_of, shards)
     shard_file = unpack_column(record.shard_file, shards, files, "column shard_file")
     known = [DTYPES[name] for name in record.dtypes]
     names: list[str | None] = list(record.names) or [None] * tensors
     return ShardTable(record.paths, [known[i] for i in dtype.tolist()], kinds, layouts, layout_of, shard_file, names)
+
+
+def check_block_bytes(size: int) -> None:
+    """Refuse a block size that :class:`SaveOptions` would not let anybody write."""
+    if not 4096 <= size <= 64 << 20 or size & (size - 1):
+        raise CheckpointCorruptedError(f"checksums of blocks of {size} bytes")
+
+
+def _is_file_name(name: str) -> bool:
+    return 0 < len(name) < 256 and name not in (".", "..") and "/" not in name and "\0" not in name
+
+
+def _check_leaves(paths: Sequence[str]) -> None:
+    """Refuse leaves that are twice there or below each other, and list places that whole lists do not have."""
+    _check_paths(sorted(paths))
+    if containers_of(paths) & set(paths):
+        raise CheckpointCorruptedError("a path is a leaf and a container")
+    for path in (p for p in paths if "~l" in p or "~t" in p):
+        if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):
+            raise CheckpointCorruptedError(f"{path[:100]}: an index in a list that is larger than all that is stored")
 
 
 def _check_paths(paths: Sequence[str]) -> None:
@@ -258,9 +282,11 @@ def _check_paths(paths: Sequence[str]) -> None:
 def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: int) -> list[Layout]:
     """The layouts, if together they have just ``shards`` shards; no layout may be larger than what is left of them."""
     uses = np.bincount(layout_of, minlength=len(records)).tolist()
+    if 0 in uses:
+        raise CheckpointCorruptedError("the tensor table has a layout that no tensor uses")
     layouts, left = [], shards
     for record, count in zip(records, uses, strict=True):
-        layout = Layout.from_record(record, left // max(1, count))
+        layout = Layout.from_record(record, left // count)
         left -= layout.count * count
         layouts.append(layout)
     if left:
@@ -290,8 +316,10 @@ def encode_metadata(metadata: Metadata, user_metadata: Any) -> bytes:
             values=metadata.value_records,
         )
     )
-    head = _Head(FORMAT, VERSION, sorted(FEATURES), len(body), xxhash.xxh3_64_hexdigest(body), metadata.save_id)
-    return msgspec.json.encode(head) + b"\n" + body + b"\n"
+    head = _Head(FORMAT, VERSION, sorted(FEATURES), metadata.save_id, len(body), _NO_DIGEST)
+    blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
+    at = blank.index(b"\n") - len(_NO_DIGEST) - 2
+    return blank[:at] + xxhash.xxh3_64_hexdigest(blank).encode() + blank[at + len(_NO_DIGEST) :]
 
 
 def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
@@ -309,7 +337,7 @@ def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
         return None
     try:
         head = msgspec.json.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0], type=_Head)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its first line is damaged: {error}") from error
     unknown = sorted(set(head.required_features) - FEATURES)
     if head.version[0] != VERSION[0] or unknown:
@@ -334,22 +362,27 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     body = data[start : start + head["body_bytes"]]
     if len(body) != head["body_bytes"] or data[start + len(body) :] != b"\n":
         raise CheckpointCorruptedError(f"{name} has {len(data)} bytes where {start + head['body_bytes'] + 1} are due")
-    if xxhash.xxh3_64_hexdigest(body) != head["body_xxh3_64"]:
-        raise CheckpointCorruptedError(f"{name}: the checksum of its body does not match; it was damaged after writing")
+    at = start - len(_NO_DIGEST) - 3
+    blank = data[:at] + _NO_DIGEST.encode() + data[at + len(_NO_DIGEST) :]
+    if data[at:start] != xxhash.xxh3_64_hexdigest(blank).encode() + b'"}\n':
+        raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     try:
         record = msgspec.json.decode(body, type=_Body)
+        if record.save != head["save"]:
+            raise CheckpointCorruptedError("its two lines name different saves")
         return _metadata_of(record, unique_id)
-    except (msgspec.DecodeError, RecursionError, CheckpointCorruptedError) as error:
+    except (*DECODE_ERRORS, CheckpointCorruptedError) as error:
         raise CheckpointCorruptedError(f"{name}: {error}") from error
 
 
 def _metadata_of(body: _Body, unique_id: int) -> Metadata:
     if body.unique_id != unique_id:
         raise CheckpointCorruptedError(f"it says that its id is {body.unique_id}; was it renamed?")
-    if body.block_bytes < 1 or any("/" in f.name or f.size < 0 for f in body.files):
-        raise CheckpointCorruptedError("block size or file list out of bounds")
+    check_block_bytes(body.block_bytes)
+    if body.world_size < 1 or any(not _is_file_name(f.name) or f.size < 0 for f in body.files):
+        raise CheckpointCorruptedError("world size or file list out of bounds")
     user = from_jsonable(body.user_metadata)
-    _check_paths(sorted(path for path, _ in body.values))
+    _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
     return Metadata(
         unique_id=unique_id,
         save_id=body.save,

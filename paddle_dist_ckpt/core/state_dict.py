@@ -11,6 +11,8 @@ from .paths import ListIndex, Part, TupleIndex, join, parse_path
 __all__ = ["Leaf", "assign", "build_tree", "flatten"]
 
 _MAX_DEPTH = 200
+_KEYS = "keys above a tensor must be str or int (of 64 bits)"
+_INT64 = range(-(2**63), 2**63)
 
 
 class Leaf(NamedTuple):
@@ -35,8 +37,8 @@ def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> lis
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
     leaves: list[Leaf] = []
     for key, value in state_dict.items():
-        if type(key) is not str and type(key) is not int:
-            raise UnsupportedValueError(f"state_dict has the key {key!r}; its own keys must be str or int")
+        if not _is_plain_key(key):
+            raise UnsupportedValueError(f"state_dict has the key {_shown(key)}; {_KEYS}")
         _flatten_into(leaves, join("", key), value, is_tensor, 0)
     return leaves
 
@@ -58,12 +60,12 @@ def _children(path: str, value: Any, is_tensor: Callable[[Any], bool], depth: in
     if depth > _MAX_DEPTH:
         raise UnsupportedValueError(f"{path[:80]}...: nested deeper than {_MAX_DEPTH} levels; does it contain itself?")
     if isinstance(value, dict) and value:
-        odd = next((key for key in value if type(key) is not str and type(key) is not int), None)
-        if odd is None and not any(type(key) is bool for key in value):
+        odd = [key for key in value if not _is_plain_key(key)]
+        if not odd:
             return value.items()
-        if _holds_tensor(value.values(), is_tensor, depth):
-            raise UnsupportedValueError(f"{path}: a dict that holds tensors must have str or int keys, not {odd!r}")
-    elif isinstance(value, (list, tuple)) and _holds_tensor(value, is_tensor, depth):
+        if _holds_tensor(value.values(), is_tensor, set()):
+            raise UnsupportedValueError(f"{path}: holds tensors, and has the key {_shown(odd[0])}; {_KEYS}")
+    elif isinstance(value, (list, tuple)) and _holds_tensor(value, is_tensor, set()):
         if type(value) not in (list, tuple):
             raise UnsupportedValueError(f"{path}: a {type(value).__name__} of tensors cannot be stored; use a tuple")
         place = ListIndex if type(value) is list else TupleIndex
@@ -71,17 +73,23 @@ def _children(path: str, value: Any, is_tensor: Callable[[Any], bool], depth: in
     return None
 
 
-def _holds_tensor(values: Iterable[Any], is_tensor: Callable[[Any], bool], depth: int) -> bool:
-    if depth > _MAX_DEPTH:
-        return False
+def _is_plain_key(key: Any) -> bool:
+    return type(key) is str or (type(key) is int and key in _INT64)
+
+
+def _shown(key: Any) -> str:
+    return "of more than 64 bits" if type(key) is int else repr(key)[:80]
+
+
+def _holds_tensor(values: Iterable[Any], is_tensor: Callable[[Any], bool], seen: set[int]) -> bool:
+    """Whether there is a tensor among the values or in containers among them. ``seen`` are containers without one."""
     for value in values:
         if is_tensor(value):
             return True
-        if isinstance(value, dict):
-            value = value.values()
-        elif not isinstance(value, (list, tuple)):
+        if not isinstance(value, (dict, list, tuple)) or id(value) in seen:
             continue
-        if _holds_tensor(value, is_tensor, depth + 1):
+        seen.add(id(value))
+        if _holds_tensor(value.values() if isinstance(value, dict) else value, is_tensor, seen):
             return True
     return False
 
@@ -126,6 +134,8 @@ def build_tree(leaves: Iterable[tuple[str, Any]]) -> Any:
             node = node.setdefault(part, {})
             if isinstance(node, _Set):
                 raise ValueError(f"{path}: both a leaf and a container")
+        if parts[-1] in node:
+            raise ValueError(f"{path}: twice a leaf, or both a leaf and a container")
         node[parts[-1]] = _Set(value)
     return _settle(root)
 

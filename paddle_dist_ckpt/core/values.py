@@ -17,8 +17,8 @@ list. Everything else is an object with one member, whose name is the tag:
 from __future__ import annotations
 
 import base64
-import binascii
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +27,14 @@ import numpy as np
 
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 
-__all__ = ["decode_value", "encode_value", "from_jsonable", "to_jsonable"]
+__all__ = ["DECODE_ERRORS", "decode_value", "encode_value", "from_jsonable", "to_jsonable"]
 
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be."""
 _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufcSUMm"
 _MAX_DEPTH = 200
+_DTYPE = re.compile(r"[<>|][biufcSUMm]\d{1,9}(\[\d{0,9}[A-Za-z]+\])?")
 
 
 def encode_value(value: object, key: str) -> bytes:
@@ -42,7 +45,8 @@ def encode_value(value: object, key: str) -> bytes:
         key: Names the value in errors.
 
     Raises:
-        UnsupportedValueError: the value, or one inside it, is of another type (subclasses included).
+        UnsupportedValueError: the value, or one inside it, is of another type. Subclasses are other types, but for
+            those of dict, which come back as dicts.
     """
     return msgspec.json.encode(to_jsonable(value, key))
 
@@ -54,9 +58,10 @@ def decode_value(data: bytes) -> Any:
         CheckpointCorruptedError: the data are not such a value.
     """
     try:
-        return from_jsonable(msgspec.json.decode(data))
-    except (msgspec.DecodeError, RecursionError) as error:
+        tree = msgspec.json.decode(data)
+    except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"a stored value cannot be decoded: {error}") from error
+    return from_jsonable(tree)
 
 
 def to_jsonable(value: object, key: str, depth: int = 0) -> Any:
@@ -76,7 +81,7 @@ def to_jsonable(value: object, key: str, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {"dict": [_encode_item(key, k, v, depth + 1) for k, v in value.items()]}
     if isinstance(value, np.generic):
-        return {"numpy": [_numpy_dtype(value.dtype, key), _base64(value.tobytes())]}
+        return {"numpy": [_numpy_dtype(value.dtype, key), _base64(value.tobytes()[: value.dtype.itemsize])]}
     if kind is np.ndarray:
         array: Any = value
         return {"array": [_numpy_dtype(array.dtype, key), list(array.shape), _base64(array.tobytes())]}
@@ -89,7 +94,8 @@ def to_jsonable(value: object, key: str, depth: int = 0) -> Any:
 def _encode_item(key: str, name: object, value: object, depth: int) -> list[Any]:
     if not isinstance(name, (str, int, float, complex, bytes, tuple, np.generic)) and name is not None:
         raise UnsupportedValueError(f"{key}: a dict key of type {type(name).__name__} cannot be stored")
-    return [to_jsonable(name, f"{key} (a key)", depth), to_jsonable(value, f"{key}[{name!r}]", depth)]
+    shown = name if isinstance(name, str) else type(name).__name__
+    return [to_jsonable(name, f"{key} (a key)", depth), to_jsonable(value, f"{key}[{shown!r}]", depth)]
 
 
 def _encode_int(value: Any) -> Any:
@@ -135,16 +141,39 @@ def from_jsonable(tree: Any) -> Any:
     Raises:
         CheckpointCorruptedError: it is not such a tree.
     """
+    return _decode(tree, 0)
+
+
+def _decode(tree: Any, depth: int) -> Any:
     kind = type(tree)
-    if kind is list:
-        return [from_jsonable(item) for item in tree]
-    if kind is not dict:
+    if kind is not list and kind is not dict:
         return tree
+    if depth > _MAX_DEPTH + 2:  # a dict's tag and pairs are levels of the tree, but not of the value
+        raise CheckpointCorruptedError(f"a stored value is nested deeper than {_MAX_DEPTH} levels")
+    if kind is list:
+        return [_decode(item, depth + 1) for item in tree]
     try:
         ((tag, content),) = tree.items()
-        return _DECODERS[tag](content)
-    except (ValueError, TypeError, KeyError, binascii.Error) as error:
-        raise CheckpointCorruptedError(f"a stored value is not well-formed: {str(tree)[:100]}") from error
+        if tag == "tuple":
+            return tuple(_decode(item, depth + 1) for item in _checked_list(content))
+        if tag == "dict":
+            pairs = [_checked_list(pair) for pair in _checked_list(content)]
+            return {_decode(k, depth + 1): _decode(v, depth + 1) for k, v in pairs}
+        return _SCALARS[tag](content)
+    except (ValueError, TypeError, KeyError, OverflowError, SystemError) as error:
+        raise CheckpointCorruptedError("a stored value is not well-formed") from error
+
+
+def _checked_list(content: Any) -> list[Any]:
+    if type(content) is not list:
+        raise TypeError("a list is due")
+    return content
+
+
+def _decode_int(content: Any) -> int:
+    if not re.fullmatch(r"-?0x[0-9a-f]+", content):
+        raise ValueError("not an int in hexadecimal")
+    return int(content, 16)
 
 
 def _decode_float(content: Any) -> float:
@@ -154,7 +183,9 @@ def _decode_float(content: Any) -> float:
 
 
 def _decode_complex(content: Any) -> complex:
-    real, imag = (from_jsonable(part) for part in content)
+    real, imag = (_decode_float(part["float"]) if type(part) is dict else part for part in _checked_list(content))
+    if type(real) is not float or type(imag) is not float:
+        raise TypeError("a float is due")
     return complex(real, imag)
 
 
@@ -173,24 +204,28 @@ def _decode_numpy(content: Any) -> Any:
     dtype = np.dtype(_checked_dtype(name))
     if len(data) != dtype.itemsize:
         raise ValueError("size and dtype differ")
-    return np.frombuffer(data, dtype)[0] if data else np.zeros(1, dtype)[0]
+    if dtype.kind == "S":  # numpy's own arrays drop NULs at the end
+        return np.bytes_(data)
+    if dtype.kind == "U":
+        return np.str_(data.decode("utf-32-be" if dtype.str.startswith(">") else "utf-32-le", "surrogatepass"))
+    return np.frombuffer(data, dtype)[0]
 
 
 def _checked_dtype(name: Any) -> str:
-    dtype = np.dtype(str(name))
-    if dtype.kind not in _ARRAY_KINDS or dtype.hasobject or dtype.str != name:
+    if not _DTYPE.fullmatch(name):  # numpy evaluates some strings
+        raise ValueError(name)
+    dtype = np.dtype(name)
+    if dtype.str != name:
         raise ValueError(name)
     return str(dtype.str)
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda content: int(content, 16),
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": _decode_int,
     "float": _decode_float,
     "complex": _decode_complex,
     "bytes": lambda content: base64.b64decode(content, validate=True),
     "str": lambda content: base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass"),
-    "tuple": lambda content: tuple(from_jsonable(item) for item in content),
-    "dict": lambda content: {from_jsonable(k): from_jsonable(v) for k, v in content},
     "numpy": _decode_numpy,
     "array": _decode_array,
 }

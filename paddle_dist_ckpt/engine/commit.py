@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..core.metadata import MAX_HEAD_BYTES, Metadata, decode_head, encode_metadata
+from ..core.metadata import MAX_HEAD_BYTES, Metadata, decode_head, decode_metadata, encode_metadata
+from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..formats.names import (
     claim_name,
@@ -107,16 +108,16 @@ def next_id(names: Iterable[str]) -> int:
 
 
 def committed_saves(storage: Storage) -> dict[str, int]:
-    """The save id of every committed checkpoint of this format, with its unique_id."""
+    """The save id of every committed checkpoint of this format, with its unique_id. Reads every `.metadata` whole.
+
+    Raises:
+        CheckpointError: one cannot be read, so that it is not known which save's files it needs.
+    """
     saves = {}
     for unique_id in (i for name in storage.names() if (i := metadata_id(name)) is not None):
-        try:
-            save = save_of(storage, unique_id)
-        except CheckpointError as error:
-            _logger.debug("%s", error)
-            continue
-        if save is not None:
-            saves[save] = unique_id
+        if save_of(storage, unique_id) is not None:
+            name = metadata_name(unique_id)
+            saves[decode_metadata(storage.read(name), name, unique_id).save_id] = unique_id
     return saves
 
 
@@ -201,7 +202,11 @@ class Claim:
             (name, parsed) for name in self.storage.names() if (parsed := parse_claim(name)) and name != self.name
         ]
         dead = [(name, parsed) for name, parsed in claims if self._is_expired(name, now)]
-        committed = committed_saves(self.storage) if dead else {}
+        try:
+            committed = committed_saves(self.storage) if dead else {}
+        except CheckpointError as error:
+            _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
+            return
         for name, parsed in dead:
             self.expired.append(name)
             if parsed.save_id not in committed:
@@ -219,7 +224,7 @@ class Claim:
     def _replaced_by(self, name: str) -> list[str]:
         try:
             replaced = msgspec.json.decode(self.storage.read(name), type=_ClaimRecord).replaces
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             _logger.debug("the claim %s cannot be read: %s", name, error)
             return []
         return [replaced] if replaced else []
@@ -263,7 +268,7 @@ class Claim:
                 replaced = None  # somebody has given it another id as well
             remove_saves(self.storage, [replaced] if replaced else [])
             self._end([*self.expired, self.name])
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._stop.set()
             _logger.warning("%s: files of replaced or dead saves are left: %s", self.storage.location, error)
         return replaced
@@ -281,7 +286,7 @@ class Claim:
                 remove_saves(self.storage, [self.save_id])
                 self.storage.delete(temporary_name(self.unique_id, self.save_id))
                 self._end([self.name])
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of a failed save are left: %s", self.storage.location, error)
 
     def _end(self, names: Iterable[str]) -> None:

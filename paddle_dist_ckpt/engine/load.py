@@ -56,6 +56,7 @@ from .reader import Consumer, OpenFile, StoredEntry, read_entries
 from .save import folder_of
 from .targets import Target, Targets, check_value_rows, collect
 from .threads import io_threads
+from .watched import WatchedTransport
 
 __all__ = ["load", "load_leaves"]
 
@@ -350,18 +351,27 @@ class _Loading:
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
         ranks = self._session.ranks
-        exchange = Exchange(
-            ranks=ranks,
-            place=ranks.index(self._session.rank),
-            files=self._opened,
-            consumer=self._consumer_of_need,
-            transport=self._transport,
-            block_bytes=self._answer.block_bytes,
-            threads=self._threads,
-            check=self._session.check,
-            progress=progress,
-        )
-        self._session.run_collectives(lambda: exchange.run(rounds))
+
+        def run(alive: Callable[[], None]) -> Exchange:
+            def moved(nbytes: int) -> None:
+                alive()
+                progress(nbytes)
+
+            exchange = Exchange(
+                ranks=ranks,
+                place=ranks.index(self._session.rank),
+                files=self._opened,
+                consumer=self._consumer_of_need,
+                transport=WatchedTransport(self._transport, alive),
+                block_bytes=self._answer.block_bytes,
+                threads=self._threads,
+                check=self._session.check,
+                progress=moved,
+            )
+            exchange.run(rounds)
+            return exchange
+
+        exchange = self._session.run_collectives(run)
         self._received += exchange.received
         if exchange.failure is not None:
             raise exchange.failure

@@ -142,7 +142,7 @@ class LoadCoordinator:
         if nobody:
             if self._replaced():
                 return {rank: encode(planner.restart()) for rank in messages}
-            reasons = {name: self._reasons.get(name, "not found") for name in nobody}
+            reasons = {name: self._reasons.get(name, "no rank can read it") for name in nobody}
             raise CheckpointCorruptedError(_missing_text(reasons, ""))
         return {rank: encode(order) for rank, order in planner.orders().items()}
 
@@ -206,7 +206,7 @@ def _raise_problems(by_rank: Mapping[int, Sequence[str]], where: str) -> None:
 
 
 def _missing_text(reasons: Mapping[str, str], more: str) -> str:
-    lines = [f"  {reason}" for _, reason in sorted(reasons.items())[:20]]
+    lines = [f"  {name}: {reason}" for name, reason in sorted(reasons.items())[:20]]
     return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..core.dtypes import DTYPES, DType
-from ..core.paths import flat_keys
+from ..core.paths import containers_of, flat_keys
 from ..core.shards import Kind, unpack_column
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import LocalShards
@@ -170,20 +170,11 @@ def _check_paths(state: GlobalState, seen: Mapping[str, _Seen], problems: list[s
         if path in seen and seen[path].kind != Kind.VALUE
     ]
     leaves = set(seen) | set(state.value_owner)
-    for container in sorted(_ancestors(leaves) & leaves):
+    for container in sorted(containers_of(leaves) & leaves):
         if state.value_json.get(container) in _EMPTY_JSON:  # an empty container on one rank, a filled one on another
             del state.value_json[container]
         else:
             problems.append(f"{container}: a value or tensor on one rank, a container on another")
-
-
-def _ancestors(paths: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    fresh = {path.rpartition("/")[0] for path in paths} - {""}
-    while fresh:
-        found |= fresh
-        fresh = {path.rpartition("/")[0] for path in fresh} - {""} - found
-    return found
 
 
 def _all_shards(state: GlobalState, requests: Sequence[SaveRequest]) -> LocalShards:

@@ -16,7 +16,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFou
 from ..formats.datafile import DataFileInfo, read_info
 from ..formats.names import metadata_id, metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
-from .commit import committed_saves, next_id, save_of
+from .commit import next_id, save_of
 from .progress import Progress
 from .verify import check_file, uncovered
 
@@ -56,7 +56,7 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
 
 def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[Part]], dict[str, str]]:
     """The saves of which every file is there and no `.metadata` names them; and why others are not among them."""
-    committed = committed_saves(storage)
+    committed = _committed(storage)
     names: dict[str, list[str]] = {}
     for name in storage.names():
         parsed = parse_data_file(name)
@@ -70,6 +70,16 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
         except (OSError, CheckpointCorruptedError) as error:
             refused[save_id] = str(error)
     return complete, refused
+
+
+def _committed(storage: Storage) -> set[str]:
+    """The saves that a whole `.metadata` names."""
+    saves = set()
+    for unique_id in (i for name in storage.names() if (i := metadata_id(name)) is not None):
+        name = metadata_name(unique_id)
+        if not _is_damaged(storage, name) and (save := save_of(storage, unique_id)) is not None:
+            saves.add(save)
+    return saves
 
 
 def _read_parts(storage: Storage, names: Sequence[str]) -> list[Part]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ from .progress import Progress
 from .reduce import reduce_partials
 from .save_coordinator import SaveCoordinator, seal
 from .threads import io_threads
+from .watched import WatchedTransport
 from .writer import write_file
 
 __all__ = ["folder_of", "save"]
@@ -205,8 +206,9 @@ class _Saving:
         reduced: dict[tuple[int, Box], Any] = {}
         if order.transfers or any(views[row].reduction is not None for row, _ in items):
 
-            def reduce() -> dict[tuple[int, Box], Any]:
-                return reduce_partials(order.transfers, self._session.rank, state.shards, views, items, self._transport)
+            def reduce(alive: Callable[[], None]) -> dict[tuple[int, Box], Any]:
+                transport = WatchedTransport(self._transport, alive)
+                return reduce_partials(order.transfers, self._session.rank, state.shards, views, items, transport)
 
             reduced = self._session.run_collectives(reduce)
         entries = []

@@ -128,11 +128,10 @@ class Targets:
 
     def stage_tied(self) -> None:
         """Give targets that share their memory buffers of their own, to be compared before the memory is filled."""
-        by_memory: dict[tuple[int, int], list[Target]] = {}
+        by_memory: dict[tuple[Any, ...], list[Target]] = {}
         for target in self.rows:
             if not target.staged:
-                place = target.array.__array_interface__["data"][0]
-                by_memory.setdefault((place, target.array.nbytes), []).append(target)
+                by_memory.setdefault(_memory_of(target.array), []).append(target)
         for group in by_memory.values():
             if len({target.path for target in group}) > 1:
                 self.tied.append((group, group[0].array))
@@ -159,6 +158,14 @@ class Targets:
             memory[...] = group[0].array
         for array in self.zeros:
             array[...] = 0
+
+
+def _memory_of(array: Array) -> tuple[Any, ...]:
+    """Equal for arrays that have the same elements in the same order."""
+    steps = tuple(pair for pair in zip(array.shape, array.strides, strict=True) if pair[0] != 1)
+    if array.flags.c_contiguous:
+        steps = ((array.size, array.itemsize),)
+    return (array.__array_interface__["data"][0], array.itemsize, steps)
 
 
 def collect(

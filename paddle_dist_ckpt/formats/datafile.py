@@ -25,8 +25,9 @@ import xxhash
 
 from ..core.box import Box
 from ..core.dtypes import DType
-from ..core.metadata import FileInfo, TableRecord
+from ..core.metadata import FileInfo, TableRecord, check_block_bytes
 from ..core.ports import Bytes1D
+from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError
 from ..storage.base import ReadableFile
 
@@ -232,16 +233,17 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
         The information, the blocks' digests, the file's record for `.metadata`, and where its data start.
 
     Raises:
-        CheckpointCorruptedError: it is not a data file of this format, or not a whole one.
+        CheckpointCorruptedError: its header is not that of a data file of this format. (Its data are not looked at.)
     """
     header = _header_bytes(file, name)
     record = _parse(header, name).metadata
     try:
         info = msgspec.json.decode(record.info, type=DataFileInfo)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its header cannot be understood: {error}") from error
     if info.format != FORMAT or info.version[0] != 1 or len(record.hashes) % 8:
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")
+    check_block_bytes(info.block_bytes)
     known = FileInfo(name, file.size, header_digest(header))
     return info, np.frombuffer(record.hashes, "<u8"), known, len(header)
 
@@ -263,5 +265,5 @@ def _header_bytes(file: ReadableFile, name: str) -> bytes:
 def _parse(header: bytes, name: str) -> _Header:
     try:
         return msgspec.json.decode(header[8:], type=_Header)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its header is not one of this format: {error}") from error

@@ -18,6 +18,8 @@ def touched_blocks(
     """The ranges of blocks of an entry that hold some element of the boxes, ascending, as far apart as they are."""
     ranges: list[tuple[int, int]] = []
     for box in boxes:
+        if not box.size:
+            continue
         starts, length = _byte_runs(shape, itemsize, box, block_bytes)
         ranges += [(start // block_bytes, -(-(start + length) // block_bytes)) for start in starts]
     ranges.sort()

@@ -196,7 +196,9 @@ def _cut_tensor(tensors: Tensors, t: int, boxes: _Boxes, rows: IntArray, problem
     low, high = boxes.offset[rows], boxes.offset[rows] + boxes.shape[rows]
     name, ndim = tensors.names[t], int(tensors.ndim[t])
     if (low < 0).any() or (high > tensors.shape[t]).any():
-        problems.append(f"{name}: a shard reaches outside of the global shape {list(shape[:ndim])}")
+        row = rows[((low < 0) | (high > tensors.shape[t])).any(axis=1)][0]
+        where = Box(tuple(boxes.offset[row, :ndim].tolist()), tuple(boxes.shape[row, :ndim].tolist()))
+        problems.append(f"{name}: the shard {where} reaches outside of the global shape {list(shape[:ndim])}")
         return []
     as_boxes = [Box(tuple(o), tuple(s)) for o, s in zip(low.tolist(), boxes.shape[rows].tolist(), strict=True)]
     earlier: list[list[int]] = [[] for _ in rows]

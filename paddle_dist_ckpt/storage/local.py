@@ -18,6 +18,7 @@ from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 __all__ = ["LocalStorage", "as_storage"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_MOST_BUFFERS = 1024  # IOV_MAX
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -95,7 +96,7 @@ class LocalStorage:
         finally:
             file.close()
         if replace:
-            source.replace(target)
+            _replace(source, target)
         elif not _link(source, target):
             return False
         self.sync()
@@ -115,6 +116,14 @@ class LocalStorage:
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.location!r})"
+
+
+def _replace(source: Path, target: Path) -> None:
+    try:
+        source.replace(target)
+    except OSError:
+        source.unlink(missing_ok=True)
+        raise
 
 
 def _link(source: Path, target: Path) -> bool:
@@ -193,7 +202,7 @@ class _LocalReadable:
     def read_into(self, buffers: Sequence[Bytes1D], offset: int) -> None:
         views = [buffer.data for buffer in buffers if len(buffer)]
         while views:
-            got = os.preadv(self._descriptor, views, offset)
+            got = os.preadv(self._descriptor, views[:_MOST_BUFFERS], offset)
             if got <= 0:
                 raise EOFError(f"{self._path} ends at byte {offset}")
             offset += got

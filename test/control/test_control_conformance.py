@@ -1,0 +1,632 @@
+"""What every control hub does, checked against the hub over TCP and against its in-process twin."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import pytest
+
+from paddle_dist_ckpt.control import InProcessWorld, ZmqHub
+from paddle_dist_ckpt.control.session import Session
+from paddle_dist_ckpt.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointTimeoutError,
+    RankFailureError,
+    StateDictMismatchError,
+    UnsupportedValueError,
+)
+
+RANKS = 4
+LONG = 200.0
+"""A timeout that no test may wait for, nor for a tenth of it: what is noticed then was noticed at once."""
+SHORT = 0.5
+AT_ONCE = 5.0
+
+
+class Store:
+    """A BootstrapStore among threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout):
+                raise TimeoutError(key)
+            return self._values[key]
+
+
+class Group(Protocol):
+    """Ranks as threads, each with a hub."""
+
+    abandoned: list[int]
+
+    def hub(self, rank: int) -> Any: ...
+
+    def cut(self, rank: int) -> None:
+        """End a rank's connection as its death would."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InProcessGroup:
+    def __init__(self) -> None:
+        self.abandoned: list[int] = []
+        self._world = InProcessWorld(RANKS)
+
+    def hub(self, rank: int) -> Any:
+        return self._world.hub(rank, on_abandon=lambda: self.abandoned.append(rank))
+
+    def cut(self, rank: int) -> None:
+        self._world.disconnect(rank)
+
+    def close(self) -> None: ...
+
+
+class ZmqGroup:
+    def __init__(self) -> None:
+        self.abandoned: list[int] = []
+        store = Store()
+        self._hubs = {rank: self._make(rank, store) for rank in range(RANKS)}
+
+    def _make(self, rank: int, store: Store) -> ZmqHub:
+        return ZmqHub(
+            rank, range(RANKS), 0, store, "k", bind_host="127.0.0.1", on_abandon=lambda: self.abandoned.append(rank)
+        )
+
+    def hub(self, rank: int) -> Any:
+        return self._hubs[rank]
+
+    def cut(self, rank: int) -> None:
+        self._hubs[rank].close()
+
+    def close(self) -> None:
+        for hub in self._hubs.values():
+            hub.close()
+
+
+@pytest.fixture(params=[InProcessGroup, ZmqGroup], ids=["in_process", "zmq"])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    made = request.param()
+    yield made
+    made.close()
+
+
+def run(group: Group, work: Callable[[Any, int], object], ranks: Sequence[int] = range(RANKS)) -> dict[int, Any]:
+    """Call ``work(hub, rank)`` on a thread per rank; returns what each returned or raised."""
+    outcomes: dict[int, Any] = {}
+
+    def body(rank: int) -> None:
+        try:
+            outcomes[rank] = work(group.hub(rank), rank)
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert set(outcomes) == set(ranks), f"ranks {set(ranks) - set(outcomes)} hang"
+    return outcomes
+
+
+def echo(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
+    return parts
+
+
+def one_round(local: Callable[[int], bytes], timeout: float = LONG) -> Callable[[Any, int], bytes]:
+    """A session of one round 'write', with ``local(rank)`` as what a rank does in it."""
+
+    def work(hub: Any, rank: int) -> bytes:
+        with hub.session("save", timeout) as session:
+            return bytes(session.gather_scatter("write", lambda: local(rank), echo))
+
+    return work
+
+
+def own_number(rank: int) -> bytes:
+    return str(rank).encode()
+
+
+def assert_works(group: Group, ranks: Sequence[int] = range(RANKS)) -> None:
+    """The next session succeeds."""
+    assert run(group, one_round(own_number), ranks) == {rank: own_number(rank) for rank in ranks}
+
+
+def raising(errors: Mapping[int, BaseException]) -> Callable[[int], bytes]:
+    def local(rank: int) -> bytes:
+        if rank in errors:
+            raise errors[rank]
+        return b""
+
+    return local
+
+
+def test_every_rank_gets_its_own_reply_in_every_round(group: Group) -> None:
+    def work(hub: Any, rank: int) -> list[bytes]:
+        with hub.session("save", LONG) as session:
+            assert (session.rank, session.ranks, session.coordinator) == (rank, (0, 1, 2, 3), 0)
+
+            def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
+                assert rank == 0
+                everything = b",".join(parts[source] for source in sorted(parts))
+                return {target: everything + b">%d" % target for target in parts}
+
+            return [session.gather_scatter(f"r{i}", lambda: b"%d" % rank, combine) for i in range(20)]
+
+    assert run(group, work) == {rank: [b"0,1,2,3>%d" % rank] * 20 for rank in range(RANKS)}
+
+
+def test_empty_and_large_messages(group: Group) -> None:
+    large = bytes(range(256)) * (1 << 15)
+
+    def work(hub: Any, rank: int) -> tuple[bytes, bytes]:
+        with hub.session("save", LONG) as session:
+            first = session.gather_scatter("large", lambda: large + own_number(rank), echo)
+            return first, session.gather_scatter("empty", lambda: b"", echo)
+
+    assert run(group, work) == {rank: (large + own_number(rank), b"") for rank in range(RANKS)}
+
+
+def test_two_sessions_alive_at_once(group: Group) -> None:
+    def work(hub: Any, rank: int) -> list[bytes]:
+        with hub.session("save", LONG) as background:
+            got = [background.gather_scatter("a", lambda: b"a%d" % rank, echo)]
+            late: list[bytes] = []
+
+            def finish() -> None:
+                late.append(background.gather_scatter("b", lambda: b"b%d" % rank, echo))
+
+            # Odd ranks are ahead in the one session, even ranks in the other.
+            thread = threading.Thread(target=finish)
+            if rank % 2:
+                thread.start()
+            with hub.session("load", LONG) as foreground:
+                got.append(foreground.gather_scatter("c", lambda: b"c%d" % rank, echo))
+            if not rank % 2:
+                thread.start()
+            thread.join()
+            return got + late
+
+    assert run(group, work) == {rank: [b"a%d" % rank, b"c%d" % rank, b"b%d" % rank] for rank in range(RANKS)}
+
+
+def test_a_failure_of_one_session_leaves_another_alone(group: Group) -> None:
+    def work(hub: Any, rank: int) -> bytes:
+        with hub.session("save", LONG) as background:
+            with pytest.raises(RankFailureError), hub.session("load", LONG) as foreground:
+                foreground.gather_scatter("c", lambda: raising({1: OSError("x")})(rank), echo)
+            return bytes(background.gather_scatter("a", lambda: own_number(rank), echo))
+
+    assert run(group, work) == {rank: own_number(rank) for rank in range(RANKS)}
+
+
+def test_an_error_of_one_rank_is_raised_on_all(group: Group) -> None:
+    original = OSError(28, "No space left on device")
+    outcomes = run(group, one_round(raising({2: original})))
+    for rank, error in outcomes.items():
+        assert type(error) is RankFailureError
+        assert str(error) == "save failed in round 'write' on rank 2: OSError: [Errno 28] No space left on device"
+        assert list(error.failures) == [2]
+        if rank == 2:
+            assert error.failures[2] is original
+            assert error.__cause__ is original
+        else:
+            assert type(error.failures[2]) is CheckpointError
+            assert str(error.failures[2]) == "OSError: [Errno 28] No space left on device"
+    assert_works(group)
+
+
+def test_errors_of_several_ranks_are_collected(group: Group) -> None:
+    together = threading.Barrier(2)
+
+    def local(rank: int) -> bytes:
+        if rank in (1, 3):
+            together.wait(10)
+        if rank == 3:
+            time.sleep(0.02)
+            raise CheckpointCorruptedError("bad block")
+        if rank == 1:
+            raise OSError("no")
+        if rank == 2:
+            # Busy beyond the grace, so that the verdict does not wait for it.
+            time.sleep(0.6)
+        return b""
+
+    for error in run(group, one_round(local)).values():
+        assert set(error.failures) == {1, 3}
+        assert "on rank 1: OSError: no; on rank 3: CheckpointCorruptedError: bad block" in str(error)
+
+
+@pytest.mark.parametrize("kind", [UnsupportedValueError, StateDictMismatchError, ValueError, TypeError])
+def test_a_shared_error_in_local_keeps_its_type(group: Group, kind: type[Exception]) -> None:
+    outcomes = run(group, one_round(raising({1: kind("bad a"), 3: kind("bad b")})))
+    for error in outcomes.values():
+        assert type(error) is kind
+        assert str(error) == "on rank 1: bad a; on rank 3: bad b"
+    assert str(outcomes[1].__cause__) == "bad a"
+
+
+def test_the_same_error_on_every_rank_is_told_once(group: Group) -> None:
+    outcomes = run(group, one_round(raising({rank: ValueError("path is empty") for rank in range(RANKS)})))
+    assert {(type(error), str(error)) for error in outcomes.values()} == {(ValueError, "path is empty")}
+
+
+def test_mismatch_problems_of_all_ranks_are_merged(group: Group) -> None:
+    errors = {1: StateDictMismatchError("m", ["a", "b"]), 2: StateDictMismatchError("m", ["b", "c"])}
+    for error in run(group, one_round(raising(errors))).values():
+        assert type(error) is StateDictMismatchError
+        assert str(error) == "on ranks 1, 2: m"
+        assert error.problems == ("a", "b", "c")
+
+
+def test_shared_and_other_errors_together_name_the_ranks(group: Group) -> None:
+    errors = {1: UnsupportedValueError("bad"), 2: OSError("no")}
+    for rank, error in run(group, one_round(raising(errors))).items():
+        assert type(error) is RankFailureError
+        assert set(error.failures) == {1, 2}
+        assert type(error.failures[1]) is UnsupportedValueError
+        assert (error.failures[2] is errors[2]) == (rank == 2)
+
+
+def test_a_subclass_of_value_error_is_an_error_of_its_rank(group: Group) -> None:
+    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    assert all(type(found) is RankFailureError for found in run(group, one_round(raising({1: error}))).values())
+
+
+def failing_combine(error: BaseException) -> Callable[[Any, int], object]:
+    def work(hub: Any, rank: int) -> object:
+        def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
+            raise error
+
+        with hub.session("load", LONG) as session:
+            return session.gather_scatter("plan", lambda: b"", combine)
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [CheckpointNotFoundError, CheckpointCorruptedError, StateDictMismatchError, UnsupportedValueError, ValueError],
+)
+def test_a_shared_error_in_combine_keeps_its_type(group: Group, kind: type[Exception]) -> None:
+    error = kind("x", ["p", "q"]) if kind is StateDictMismatchError else kind("x")
+    outcomes = run(group, failing_combine(error))
+    assert outcomes[0] is error
+    for found in outcomes.values():
+        assert type(found) is kind
+        assert str(found) == "x" or kind is ValueError
+        assert getattr(found, "problems", ()) == getattr(error, "problems", ())
+    assert_works(group)
+
+
+def test_another_error_in_combine_names_the_coordinator(group: Group) -> None:
+    original = OSError("disk gone")
+    for rank, error in run(group, failing_combine(original)).items():
+        assert type(error) is RankFailureError
+        assert str(error) == "load failed in round 'plan' on rank 0: OSError: disk gone"
+        assert (error.failures[0] is original) == (rank == 0)
+
+
+def test_combine_must_reply_to_every_rank(group: Group) -> None:
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("load", LONG) as session:
+            return session.gather_scatter("plan", lambda: b"", lambda parts: {0: b""})
+
+    for error in run(group, work).values():
+        assert type(error) is ValueError
+        assert "[0, 1, 2, 3]" in str(error)
+
+
+def test_ranks_that_do_different_things_all_raise(group: Group) -> None:
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("load" if rank == 2 else "save", LONG) as session:
+            return session.gather_scatter("plan", lambda: b"", echo)
+
+    for error in run(group, work).values():
+        assert type(error) is CheckpointError
+        assert "rank 0 calls 'save', rank 1 calls 'save', rank 2 calls 'load', rank 3 calls 'save'" in str(error)
+    assert_works(group)
+
+
+def test_ranks_in_different_rounds_all_raise(group: Group) -> None:
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("save", LONG) as session:
+            return session.gather_scatter("write" if rank == 2 else "plan", lambda: b"", echo)
+
+    for error in run(group, work).values():
+        assert type(error) is CheckpointError
+        assert "rank 1 calls 'plan', rank 2 calls 'write'" in str(error)
+
+
+@pytest.mark.parametrize("missing", [[1, 3], [0], [0, 2]], ids=str)
+def test_missing_ranks_time_out_and_may_come_back(group: Group, missing: list[int]) -> None:
+    present = [rank for rank in range(RANKS) if rank not in missing]
+    begun = time.monotonic()
+    outcomes = run(group, one_round(own_number, SHORT), present)
+    took = time.monotonic() - begun
+    for error in outcomes.values():
+        assert type(error) is CheckpointTimeoutError
+        assert error.missing_ranks == tuple(missing)
+    assert SHORT <= took < SHORT + 2
+    # The late ranks find the session abandoned, before they begin to work; then all are level again.
+    time.sleep(0.1)
+    worked: list[int] = []
+    begun = time.monotonic()
+    late = run(group, one_round(lambda rank: worked.append(rank) or b"", LONG), missing)  # type: ignore[func-returns-value]
+    assert time.monotonic() - begun < AT_ONCE
+    assert worked == []
+    for error in late.values():
+        assert type(error) is CheckpointTimeoutError
+        assert "arrived late" in str(error)
+    assert_works(group)
+
+
+def test_work_may_last_longer_than_the_timeout(group: Group) -> None:
+    def local(rank: int) -> bytes:
+        if rank in (0, 2):
+            time.sleep(2 * SHORT)
+        return own_number(rank)
+
+    assert run(group, one_round(local, SHORT)) == {rank: own_number(rank) for rank in range(RANKS)}
+
+
+def test_combine_may_last_longer_than_the_timeout(group: Group) -> None:
+    def work(hub: Any, rank: int) -> bytes:
+        def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
+            time.sleep(2 * SHORT)
+            return parts
+
+        with hub.session("save", SHORT) as session:
+            return bytes(session.gather_scatter("plan", lambda: own_number(rank), combine))
+
+    assert run(group, work) == {rank: own_number(rank) for rank in range(RANKS)}
+
+
+def test_a_lost_connection_is_noticed_at_once(group: Group) -> None:
+    def local(rank: int) -> bytes:
+        if rank == 2:
+            time.sleep(0.1)
+            group.cut(2)
+        return b""
+
+    begun = time.monotonic()
+    outcomes = run(group, one_round(local))
+    assert time.monotonic() - begun < AT_ONCE
+    for rank in (0, 1, 3):
+        assert type(outcomes[rank]) is RankFailureError
+        assert {failed: str(error) for failed, error in outcomes[rank].failures.items()} == {2: "connection lost"}
+        assert str(outcomes[rank]) == "save failed in round 'write' on rank 2: connection lost"
+    assert isinstance(outcomes[2], CheckpointError)
+
+
+def test_a_lost_coordinator_is_noticed_at_once(group: Group) -> None:
+    def local(rank: int) -> bytes:
+        if rank == 0:
+            time.sleep(0.1)
+            group.cut(0)
+        return b""
+
+    begun = time.monotonic()
+    outcomes = run(group, one_round(local))
+    assert time.monotonic() - begun < AT_ONCE
+    for rank in (1, 2, 3):
+        assert type(outcomes[rank]) is RankFailureError
+        assert str(outcomes[rank].failures[0]) == "connection lost"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_lost_between_sessions_fails_the_next_at_once(group: Group, first: bool) -> None:
+    if first:
+        time.sleep(0.3)  # until the connection stands
+    else:
+        assert_works(group)
+    group.cut(3)
+    begun = time.monotonic()
+    outcomes = run(group, one_round(own_number), [0, 1, 2])
+    assert time.monotonic() - begun < AT_ONCE
+    assert all(list(error.failures) == [3] for error in outcomes.values())
+
+
+def test_a_rank_that_leaves_after_the_last_round_is_no_failure(group: Group) -> None:
+    left = threading.Event()
+
+    def work(hub: Any, rank: int) -> bytes:
+        with hub.session("save", LONG) as session:
+            reply = bytes(session.gather_scatter("write", lambda: own_number(rank), echo))
+            if rank != 1:
+                assert left.wait(10)
+                time.sleep(0.5)
+                session.check()
+                return reply
+        group.cut(1)
+        left.set()
+        return reply
+
+    assert run(group, work) == {rank: own_number(rank) for rank in range(RANKS)}
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_that_leaves_before_the_last_round_is_named(group: Group, leaver: int, waiting: bool) -> None:
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("save", LONG) as session:
+            session.gather_scatter("plan", lambda: b"", echo)
+            if waiting == (rank == leaver):
+                time.sleep(0.2)
+            if rank == leaver:
+                return None
+            return session.gather_scatter("write", lambda: b"", echo)
+
+    begun = time.monotonic()
+    outcomes = run(group, work)
+    assert time.monotonic() - begun < AT_ONCE
+    assert outcomes.pop(leaver) is None
+    for error in outcomes.values():
+        assert list(error.failures) == [leaver]
+        assert "closed the session" in str(error)
+    assert_works(group)
+
+
+def test_a_session_that_the_coordinator_has_closed_is_over(group: Group) -> None:
+    def nothing(hub: Any, rank: int) -> None:
+        with hub.session("save", LONG):
+            return
+
+    run(group, nothing, [0, 1, 2])
+    time.sleep(0.1)
+    begun = time.monotonic()
+    error = run(group, one_round(own_number), [3])[3]
+    assert time.monotonic() - begun < AT_ONCE
+    assert type(error) is CheckpointError
+    assert "closed session 0 (save) already" in str(error)
+    assert_works(group)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_between_rounds_reaches_the_others(group: Group, failing: int) -> None:
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("save", LONG) as session:
+            session.gather_scatter("plan", lambda: b"", echo)
+            if rank == failing:
+                raise OSError("between")
+            return session.gather_scatter("write", lambda: b"", echo)
+
+    outcomes = run(group, work)
+    assert type(outcomes.pop(failing)) is OSError
+    for error in outcomes.values():
+        assert str(error) == f"save failed on rank {failing}: OSError: between"
+    assert_works(group)
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_told_and_raised(group: Group, kind: type[BaseException], stopped: int) -> None:
+    outcomes = run(group, one_round(raising({stopped: kind("stop")})))
+    assert type(outcomes.pop(stopped)) is kind
+    for error in outcomes.values():
+        assert type(error) is RankFailureError
+        assert f"on rank {stopped}: {kind.__name__}: stop" in str(error)
+    assert_works(group)
+
+
+def test_collectives_return_or_raise_what_the_work_does(group: Group) -> None:
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("load", LONG) as session:
+            got = session.run_collectives(lambda alive: rank + 10)
+            assert session.run_collectives(lambda alive: None) is None
+            with pytest.raises(ZeroDivisionError):
+                session.run_collectives(lambda alive: 1 // 0)
+            session.gather_scatter("end", lambda: b"", echo)
+            return got
+
+    assert run(group, work) == {rank: rank + 10 for rank in range(RANKS)}
+    assert group.abandoned == []
+
+
+def test_stuck_collectives_are_given_up_when_another_rank_fails(group: Group) -> None:
+    never = threading.Event()
+
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("load", LONG) as session:
+
+            def local() -> bytes:
+                if rank == 1:
+                    time.sleep(0.1)
+                    raise OSError("no")
+                session.run_collectives(lambda alive: never.wait(60))
+                return b""
+
+            return session.gather_scatter("exchange", local, echo)
+
+    begun = time.monotonic()
+    outcomes = run(group, work)
+    assert time.monotonic() - begun < AT_ONCE
+    never.set()
+    for error in outcomes.values():
+        assert type(error) is RankFailureError
+        assert list(error.failures) == [1]
+    assert sorted(group.abandoned) == [0, 2, 3]
+    assert_works(group)
+
+
+def test_collectives_that_hang_on_every_rank_are_given_up(group: Group) -> None:
+    never = threading.Event()
+
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("load", SHORT) as session:
+            return session.run_collectives(lambda alive: never.wait(60))
+
+    outcomes = run(group, work)
+    never.set()
+    for error in outcomes.values():
+        assert type(error) is RankFailureError
+        assert "no progress" in str(error)
+    assert sorted(group.abandoned) == [0, 1, 2, 3]
+    assert_works(group)
+
+
+def test_collectives_that_get_on_may_take_longer_than_the_timeout(group: Group) -> None:
+    def work(hub: Any, rank: int) -> object:
+        def slow(alive: Callable[[], None]) -> str:
+            for _ in range(8):
+                time.sleep(SHORT / 4)
+                alive()
+            return "done"
+
+        with hub.session("load", SHORT) as session:
+            return session.run_collectives(slow)
+
+    assert run(group, work) == dict.fromkeys(range(RANKS), "done")
+
+
+def test_long_work_can_look_whether_the_session_has_failed(group: Group) -> None:
+    def work(hub: Any, rank: int) -> object:
+        session: Session
+        with hub.session("save", LONG) as session:
+
+            def local() -> bytes:
+                if rank == 1:
+                    raise OSError("no")
+                while True:
+                    session.check()
+                    time.sleep(0.01)
+
+            return session.gather_scatter("write", local, echo)
+
+    for error in run(group, work).values():
+        assert list(error.failures) == [1]
+
+
+def test_a_failed_session_stays_failed(group: Group) -> None:
+    def work(hub: Any, rank: int) -> object:
+        with hub.session("save", LONG) as session:
+            with pytest.raises(RankFailureError):
+                session.gather_scatter("a", lambda: raising({1: OSError("no")})(rank), echo)
+            with pytest.raises(RankFailureError, match="OSError: no"):
+                session.gather_scatter("b", lambda: b"", echo)
+            with pytest.raises(RankFailureError):
+                session.run_collectives(lambda alive: None)
+            return "seen"
+
+    assert run(group, work) == dict.fromkeys(range(RANKS), "seen")
+    assert_works(group)
+
+
+def test_a_closed_hub_says_so(group: Group) -> None:
+    group.hub(1).close()
+    with pytest.raises(CheckpointError, match="hub was closed"), group.hub(1).session("save", LONG) as session:
+        session.check()

@@ -1,0 +1,223 @@
+"""The parts of the hubs on their own: messages, errors on their way, the hub of one rank, the in-process transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.control import InProcessWorld, SoloHub, failures, wire
+from paddle_dist_ckpt.control.member import MemberSession
+from paddle_dist_ckpt.core.ports import ControlHub, Transport
+from paddle_dist_ckpt.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointTimeoutError,
+    RankFailureError,
+    StateDictMismatchError,
+    UnsupportedValueError,
+)
+
+RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRecord("A", "b")),))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Hello(),
+        wire.Leave(),
+        wire.Open(3, "save", 0.5),
+        wire.Answer(3, 1, "plan"),
+        wire.Fail(3, 1, "", RECORD),
+        wire.Beat(3),
+        wire.Bye(3),
+        wire.Reply(3, 1),
+        wire.Verdict(3, RECORD, late=True),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages_come_back_equal(message: wire.Message) -> None:
+    assert wire.decode(wire.encode(5, message)) == (5, message)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([0]),
+        msgspec.msgpack.encode([-1, ["Hello"]]),
+        msgspec.msgpack.encode(["0", ["Hello"]]),
+        msgspec.msgpack.encode([0, ["Unknown"]]),
+        msgspec.msgpack.encode([0, ["Beat", -1]]),
+        msgspec.msgpack.encode([0, ["Beat", "1"]]),
+        msgspec.msgpack.encode([0, ["Answer", 0, 0, "x" * (wire.MAX_TEXT + 1)]]),
+        # A list that claims four billion problems and has none.
+        msgspec.msgpack.encode([0, ["Fail", 0, 0, "", ["A", "b", False]]])[:-5] + b"\xa1A\xa1b\xc2\xdd\xff\xff\xff\xff",
+        b"\x92\x00" + b"\x91" * 100_000,
+    ],
+)
+def test_hostile_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises((msgspec.DecodeError, RecursionError)):
+        wire.decode(frame)
+
+
+def there_and_back(error: BaseException) -> CheckpointError:
+    sent = wire.Fail(0, 0, "r", failures.local_error(error))
+    received = wire.decode(wire.encode(1, sent))[1]
+    assert isinstance(received, wire.Fail)
+    return failures.copy_of(received.error)
+
+
+def test_our_errors_are_rebuilt_with_their_attributes() -> None:
+    mismatch = there_and_back(StateDictMismatchError("m", ["a", "b"]))
+    assert isinstance(mismatch, StateDictMismatchError)
+    assert (str(mismatch), mismatch.problems) == ("m", ("a", "b"))
+    timeout = there_and_back(CheckpointTimeoutError("t", [3, 1]))
+    assert isinstance(timeout, CheckpointTimeoutError)
+    assert (str(timeout), timeout.missing_ranks) == ("t", (1, 3))
+    inner = RankFailureError("i", {0: OSError("deep")})
+    failure = there_and_back(RankFailureError("f", {2: OSError("no"), 3: inner}))
+    assert isinstance(failure, RankFailureError)
+    assert {rank: (type(e), str(e)) for rank, e in failure.failures.items()} == {
+        2: (CheckpointError, "OSError: no"),
+        3: (RankFailureError, "i"),
+    }
+    assert type(there_and_back(CheckpointCorruptedError("c"))) is CheckpointCorruptedError
+
+
+class OurOwn(UnsupportedValueError):
+    """Unknown to other ranks."""
+
+
+def test_other_errors_are_named_in_a_checkpoint_error() -> None:
+    found = there_and_back(OSError(28, "No space left on device"))
+    assert (type(found), str(found)) == (CheckpointError, "OSError: [Errno 28] No space left on device")
+    # A name that looks like ours but is not in the registry must not be looked up anywhere else.
+    assert type(failures.copy_of(wire.ErrorRecord("annotations", "x"))) is CheckpointError
+    derived = there_and_back(OurOwn("x"))
+    assert (type(derived), str(derived)) == (UnsupportedValueError, "OurOwn: x")
+
+
+def test_endless_errors_are_cut_to_what_can_be_sent() -> None:
+    long = there_and_back(OSError("x" * (2 * wire.MAX_TEXT)))
+    assert str(long).endswith("more characters)")
+    many = there_and_back(StateDictMismatchError("m", map(str, range(wire.MAX_PROBLEMS + 5))))
+    assert isinstance(many, StateDictMismatchError)
+    assert many.problems[-2:] == (str(wire.MAX_PROBLEMS - 2), "... and 6 more")
+
+
+def test_solo_calls_straight_through() -> None:
+    hub: ControlHub = SoloHub(rank=3)
+    with hub.session("save", 1.0) as session:
+        assert (session.rank, session.ranks, session.coordinator) == (3, (3,), 3)
+        seen: list[Mapping[int, bytes]] = []
+
+        def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
+            seen.append(parts)
+            return {3: b"reply"}
+
+        assert session.gather_scatter("r", lambda: b"mine", combine) == b"reply"
+        assert seen == [{3: b"mine"}]
+        assert session.run_collectives(lambda alive: threading.get_ident()) == threading.get_ident()
+    hub.close()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt(), UnsupportedValueError("x")])
+def test_solo_raises_errors_as_they_are(error: BaseException) -> None:
+    def fail() -> bytes:
+        raise error
+
+    for local, combine in ((fail, dict), (lambda: b"", lambda parts: {0: fail()})):
+        with pytest.raises(type(error)) as caught, SoloHub().session("save", 1.0) as session:
+            session.gather_scatter("r", local, combine)
+        assert caught.value is error
+
+
+def test_only_bytes_are_sent() -> None:
+    with SoloHub().session("save", 1.0) as session, pytest.raises(TypeError, match="must be bytes, not bytearray"):
+        session.gather_scatter("r", lambda: bytearray(1), lambda parts: parts)  # type: ignore[arg-type, return-value]
+
+
+def test_transport_keeps_order_and_copies() -> None:
+    world = InProcessWorld(2)
+    first, second = (world.transport(rank) for rank in (0, 1))
+    data = np.arange(4, dtype=np.uint8)
+    first.send(data, 1)
+    data[:] = 9
+    first.broadcast(data, 0)
+    found = [np.zeros(4, np.uint8), np.zeros(4, np.uint8)]
+    receiver: Transport = second
+    receiver.recv(found[0], 0)
+    receiver.broadcast(found[1], 0)
+    assert [list(each) for each in found] == [[0, 1, 2, 3], [9, 9, 9, 9]]
+
+
+def test_transport_checks_sizes() -> None:
+    world = InProcessWorld(2)
+    world.transport(0).send(np.zeros(3, np.uint8), 1)
+    with pytest.raises(CheckpointError, match="rank 1 expected 4 bytes from rank 0, which sent 3"):
+        world.transport(1).recv(np.zeros(4, np.uint8), 0)
+
+
+def test_an_abandoned_transport_raises() -> None:
+    transport = InProcessWorld(2).transport(1)
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(transport.recv, np.zeros(1, np.uint8), 0)
+        transport.abandon()
+        with pytest.raises(CheckpointError, match="abandoned"):
+            blocked.result(5)
+    with pytest.raises(CheckpointError, match="abandoned"):
+        transport.send(np.zeros(1, np.uint8), 0)
+
+
+@pytest.mark.parametrize("muted", [0, 2])
+def test_a_muted_rank_is_missing_in_the_middle_of_a_session(muted: int) -> None:
+    world = InProcessWorld(3)
+
+    def work(rank: int) -> tuple[int, ...]:
+        try:
+            with world.hub(rank).session("save", 0.3) as session:
+                session.gather_scatter("a", lambda: b"", lambda parts: parts)
+                if rank == muted:
+                    world.mute(rank)
+                session.gather_scatter("b", lambda: b"", lambda parts: parts)
+        except CheckpointTimeoutError as error:
+            return error.missing_ranks
+        return ()
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3)))
+    # A coordinator that still hears everyone cannot know that nobody hears it.
+    del found[muted]
+    assert found == [(muted,)] * 2
+
+
+@pytest.mark.parametrize("order", ["round, bye", "bye, round"])
+def test_a_farewell_that_crosses_an_answer_ends_the_round(order: str) -> None:
+    # The coordinator closed the session before this rank's answer reached it, so it will not judge it any more.
+    member = MemberSession(0, "save", rank=1, coordinator=0, timeout=10.0, now=0.0)
+    if order == "bye, round":
+        member.handle(wire.Bye(0), b"", now=1.0)
+        assert member.verdict is None
+    member.begin_round("write")
+    member.handle(wire.Bye(0), b"", now=1.0)
+    error = member.error()
+    assert type(error) is RankFailureError
+    assert "closed the session before the end of round 'write'" in str(error)
+
+
+def test_ranks_need_not_begin_at_0_nor_the_coordinator_be_the_first() -> None:
+    world = InProcessWorld([4, 6, 9], coordinator=6)
+
+    def work(rank: int) -> bytes:
+        with world.hub(rank).session("save", 5) as session:
+            assert (session.ranks, session.coordinator) == ((4, 6, 9), 6)
+            return session.gather_scatter("a", lambda: b"%d" % rank, lambda parts: parts)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, [4, 6, 9])) == [b"4", b"6", b"9"]

@@ -1,0 +1,327 @@
+"""What only the hub over TCP can get wrong: strangers, bootstrap, broken connections, forks, shutdown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from paddle_dist_ckpt.control import ZmqHub, wire
+from paddle_dist_ckpt.control.bootstrap import Rendezvous
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
+
+LONG = 200.0
+
+
+class Store:
+    """A BootstrapStore whose entries are there before they are asked for, or never."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str, timeout: float) -> bytes:
+        if key not in self.values:
+            time.sleep(timeout)
+            raise TimeoutError(key)
+        return self.values[key]
+
+    def rendezvous(self) -> Rendezvous:
+        return msgspec.msgpack.decode(self.values["k"], type=Rendezvous)
+
+
+def make(rank: int, store: Store, ranks: int = 2, **options: Any) -> ZmqHub:
+    return ZmqHub(rank, range(ranks), 0, store, "k", bind_host="127.0.0.1", **options)
+
+
+def one_round(hub: ZmqHub, timeout: float = LONG) -> bytes:
+    with hub.session("save", timeout) as session:
+        return session.gather_scatter("r", lambda: b"%d" % session.rank, lambda parts: parts)
+
+
+def both(hubs: list[ZmqHub]) -> list[Any]:
+    """One round on each hub at the same time; what it returned or raised."""
+
+    def outcome(hub: ZmqHub) -> Any:
+        try:
+            return one_round(hub)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(len(hubs)) as pool:
+        return list(pool.map(outcome, hubs))
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def hubs(store: Store) -> Iterator[list[ZmqHub]]:
+    made = [make(0, store), make(1, store)]
+    yield made
+    for hub in reversed(made):
+        hub.close()
+
+
+def stranger(store: Store, *messages: list[bytes]) -> None:
+    """Connect to the coordinator's socket, send, and leave."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(store.rendezvous().endpoint)
+    for message in messages:
+        dealer.send_multipart(message)
+    time.sleep(0.2)
+    dealer.close(linger=500)
+    context.term()
+
+
+def test_a_stranger_is_dropped_with_a_warning(
+    hubs: list[ZmqHub], store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail = wire.encode(1, wire.Fail(0, 0, "r", wire.ErrorRecord("OSError", "forged")))
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
+        stranger(store, [b"x" * 16, fail, b""], [b""], [b"x" * 16, b"", b"", b""])
+        assert both(hubs) == [b"0", b"1"]
+    assert sum("without the hub's token" in line for line in caplog.messages) == 3
+
+
+def test_nonsense_from_a_member_is_dropped_with_a_warning(
+    hubs: list[ZmqHub], store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = store.rendezvous().token
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
+        stranger(store, [token, b"\xc1", b""], [token, wire.encode(7, wire.Hello()), b""])
+        assert both(hubs) == [b"0", b"1"]
+    assert any("does not understand" in line for line in caplog.messages)
+    assert any("rank 7, which is not in its group" in line for line in caplog.messages)
+
+
+def test_the_coordinator_never_arrives_at_bootstrap(store: Store) -> None:
+    begun = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match="rank 0, the coordinator") as caught:
+        make(1, store, bootstrap_timeout=0.2)
+    assert caught.value.missing_ranks == (0,)
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("value", [b"", b"garbage", msgspec.msgpack.encode([1, "tcp://x:1", b"short"])])
+def test_a_foreign_bootstrap_entry_is_refused(store: Store, value: bytes) -> None:
+    store.set("k", value)
+    with pytest.raises(CheckpointError, match="not a control hub's address"):
+        make(1, store)
+
+
+def test_another_protocol_version_is_refused(store: Store) -> None:
+    store.set("k", msgspec.msgpack.encode([2, "tcp://127.0.0.1:1", b"t" * 16]))
+    with pytest.raises(CheckpointError, match="version 2 of the control messages"):
+        make(1, store)
+
+
+def test_a_rank_outside_the_group_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="rank 5"):
+        ZmqHub(5, [0, 1], 0, store, "k")
+    with pytest.raises(ValueError, match="coordinator 5"):
+        ZmqHub(0, [0, 1], 5, store, "k")
+
+
+@pytest.mark.parametrize("bind_host", [None, "0.0.0.0", "localhost"])
+def test_the_published_address_is_one_to_connect_to(store: Store, bind_host: str | None) -> None:
+    hubs = [ZmqHub(rank, [0, 1], 0, store, "k", bind_host=bind_host) for rank in (0, 1)]
+    assert "0.0.0.0" not in store.rendezvous().endpoint
+    assert both(hubs) == [b"0", b"1"]
+    for hub in hubs:
+        hub.close()
+
+
+class Proxy:
+    """A TCP relay whose connections can be cut, as a network does."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._open += [near, far]
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._relay, args=pair, daemon=True).start()
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        for connection in self._open:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+            finally:
+                connection.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store) -> None:
+    coordinator = make(0, store)
+    found = store.rendezvous()
+    proxy = Proxy(found.endpoint)
+    store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=proxy.endpoint)))
+    hubs = [coordinator, make(1, store)]
+    assert both(hubs) == [b"0", b"1"]
+
+    def cut_in_a_round(hub: ZmqHub) -> Mapping[int, BaseException]:
+        with pytest.raises(RankFailureError) as caught, hub.session("save", LONG) as session:
+
+            def local() -> bytes:
+                if session.rank == 0:
+                    time.sleep(0.1)
+                    proxy.cut()
+                    # Had the round ended by now, only the rank that misses the reply would know.
+                    time.sleep(0.5)
+                return b""
+
+            session.gather_scatter("r", local, lambda parts: parts)
+        return caught.value.failures
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        named = [{rank: str(e) for rank, e in found.items()} for found in pool.map(cut_in_a_round, hubs)]
+    assert named == [{1: "connection lost"}, {0: "connection lost"}]
+    assert time.monotonic() - begun < 5
+    # It connects again by itself; until then sessions fail at once, on both sides.
+    until = time.monotonic() + 10
+    while (outcomes := both(hubs)) != [b"0", b"1"] and time.monotonic() < until:
+        assert all(isinstance(outcome, RankFailureError) for outcome in outcomes)
+        time.sleep(0.1)
+    assert outcomes == [b"0", b"1"]
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
+def test_closing_is_quick_final_and_can_be_repeated(store: Store) -> None:
+    before = threading.active_count()
+    hubs = [make(0, store), make(1, store)]
+    assert both(hubs) == [b"0", b"1"]
+    begun = time.monotonic()
+    for hub in hubs * 2:
+        hub.close()
+    assert time.monotonic() - begun < 3
+    assert threading.active_count() <= before + 1  # pyzmq keeps a thread that frees what was sent without a copy
+
+
+def test_closing_without_the_other_side_is_quick(store: Store) -> None:
+    store.set("k", msgspec.msgpack.encode([1, "tcp://127.0.0.1:9", b"t" * 16]))
+    hub = make(1, store)
+    with pytest.raises(CheckpointTimeoutError) as caught:
+        one_round(hub, timeout=0.2)
+    assert caught.value.missing_ranks == (0,)
+    begun = time.monotonic()
+    hub.close()
+    assert time.monotonic() - begun < 2
+
+
+def test_what_was_sent_last_arrives_although_the_hub_closes(store: Store) -> None:
+    large = b"x" * (16 << 20)
+
+    def work(hub: ZmqHub) -> bytes:
+        with hub.session("save", LONG) as session:
+            reply = session.gather_scatter("r", lambda: b"", lambda parts: dict.fromkeys(parts, large))
+        hub.close()
+        return reply
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, [make(0, store), make(1, store)])) == [large, large]
+
+
+def test_an_error_told_last_arrives_although_the_hub_closes(hubs: list[ZmqHub]) -> None:
+    problems = tuple(str(number) * (1 << 19) for number in range(32))
+
+    def fail() -> None:
+        with pytest.raises(StateDictMismatchError), hubs[1].session("save", LONG):
+            raise StateDictMismatchError("m", problems)
+        hubs[1].close()
+
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(fail)
+        with pytest.raises(StateDictMismatchError) as caught:
+            one_round(hubs[0])
+        failing.result()
+    assert caught.value.problems == problems
+
+
+def test_a_rank_that_connects_after_the_session_failed_is_told_why(store: Store) -> None:
+    coordinator = make(0, store)
+    with pytest.raises(CheckpointTimeoutError):
+        one_round(coordinator, timeout=0.2)
+    late = make(1, store)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match="rank 1 arrived late"):
+        one_round(late)
+    assert time.monotonic() - begun < 5
+    assert both([coordinator, late]) == [b"0", b"1"]
+    late.close()
+    coordinator.close()
+
+
+def test_closing_wakes_a_rank_that_waits(hubs: list[ZmqHub]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one_round, hubs[1])
+        time.sleep(0.1)
+        hubs[1].close()
+        with pytest.raises(CheckpointError, match="hub was closed"):
+            waiting.result(5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_refused_and_harms_nothing(hubs: list[ZmqHub]) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            hubs[0].session("save", LONG)
+        except CheckpointError:
+            hubs[0].close()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert both(hubs) == [b"0", b"1"]
+
+
+def test_a_failure_of_the_thread_is_not_a_hang(hubs: list[ZmqHub], monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*arguments: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(hubs[0]._io._port, "receive", explode)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="RuntimeError: boom"):
+            one_round(hubs[0])
