@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +31,9 @@ class Pipes:
         }
 
     def put(self, source: int, destination: int, data: Bytes1D) -> None:
-        """Append a copy of ``data`` to the queue from ``source`` to ``destination``."""
+        """Append ``data`` to the queue from ``source`` to ``destination``."""
         with self._changed:
-            self._queues[source, destination].append(data.copy())
+            self._queues[source, destination].append(data)
             self._changed.notify_all()
 
     def take(self, source: int, destination: int, broken: threading.Event) -> Bytes1D | None:
@@ -51,7 +52,7 @@ class Pipes:
 class InProcessTransport:
     """Implements :class:`paddle_dist_ckpt.core.ports.Transport` for a simulated rank; made by InProcessWorld.
 
-    Sending does not wait for the receiver.
+    The source does not wait for the others.
     """
 
     def __init__(self, pipes: Pipes, rank: int) -> None:
@@ -59,34 +60,37 @@ class InProcessTransport:
         self._rank = rank
         self._broken = threading.Event()
 
-    def send(self, data: Bytes1D, destination: int) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Transport`."""
-        self._check()
-        self._pipes.put(self._rank, destination, data)
+    def broadcast(self, data: Bytes1D, source: int) -> None:
+        """See :class:`paddle_dist_ckpt.core.ports.Transport`. Raises as :meth:`scatter` does."""
+        parts = dict.fromkeys(self._pipes.ranks, data) if source == self._rank else {}
+        self.scatter(parts, data, data.size, source)
 
-    def recv(self, data: Bytes1D, source: int) -> None:
+    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """See :class:`paddle_dist_ckpt.core.ports.Transport`.
 
         Raises:
-            CheckpointError: the source sent another number of bytes, or the transport was abandoned.
+            CheckpointError: a part is too large, ranks named different sizes, or the transport was abandoned.
         """
+        self._check()
+        if source != self._rank:
+            self._take(into, size, source)
+            return
+        for rank in self._pipes.ranks:
+            padded = np.zeros(size, np.uint8)
+            part = parts.get(rank, padded[:0])
+            if part.size > size:
+                raise CheckpointError(f"rank {source} sends {part.size} bytes to rank {rank} where {size} were agreed")
+            padded[: part.size] = part
+            if rank != source:
+                self._pipes.put(source, rank, padded)
+
+    def _take(self, into: Bytes1D, size: int, source: int) -> None:
         sent = self._pipes.take(source, self._rank, self._broken)
         self._check()
         assert sent is not None
-        if sent.shape != data.shape:
-            raise CheckpointError(
-                f"rank {self._rank} expected {data.size} bytes from rank {source}, which sent {sent.size}"
-            )
-        data[:] = sent
-
-    def broadcast(self, data: Bytes1D, source: int) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Transport`. Raises as :meth:`recv` does."""
-        if source != self._rank:
-            self.recv(data, source)
-            return
-        for rank in self._pipes.ranks:
-            if rank != source:
-                self.send(data, rank)
+        if sent.size != size or into.size > size:
+            raise CheckpointError(f"rank {self._rank} expected {size} bytes from rank {source}, which sent {sent.size}")
+        into[:] = sent[: into.size]
 
     def abandon(self) -> None:
         """Mark it broken: calls that are blocked, and later ones, raise CheckpointError."""

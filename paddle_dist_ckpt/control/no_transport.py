@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..core.ports import Bytes1D
 
 __all__ = ["NoTransport"]
 
 
 class NoTransport:
-    """Implements :class:`..core.ports.Transport` by having nobody to talk to."""
-
-    def send(self, data: Bytes1D, destination: int) -> None:
-        """Never called."""
-        raise AssertionError("there is nobody to send to")
-
-    def recv(self, data: Bytes1D, source: int) -> None:
-        """Never called."""
-        raise AssertionError("there is nobody to receive from")
+    """Implements :class:`..core.ports.Transport` for a group of one, to which nothing needs to be sent."""
 
     def broadcast(self, data: Bytes1D, source: int) -> None:
-        """Never called."""
-        raise AssertionError("there is nobody to broadcast to")
+        """There is nobody else."""
+
+    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+        """There is nobody else."""

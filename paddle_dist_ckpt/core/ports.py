@@ -90,14 +90,23 @@ class ControlHub(Protocol):
 
 
 class Transport(Protocol):
-    """Moves bulk bytes between ranks with blocking, pairwise-ordered operations. Ranks are global ranks."""
+    """Moves bulk bytes between ranks. Every rank of the group takes part in every operation, in the same order.
 
-    def send(self, data: Bytes1D, destination: int) -> None: ...
-
-    def recv(self, data: Bytes1D, source: int) -> None:
-        """Fill ``data``, whose size equals what the source sends."""
-        ...
+    That all take part is what the weakest backend demands: Paddle's gloo group numbers its operations on each rank and
+    matches them by number, so ranks that had done different numbers of them would wait for each other for ever.
+    """
 
     def broadcast(self, data: Bytes1D, source: int) -> None:
         """Send ``data`` from ``source`` to every rank of the group; the others' ``data`` is filled."""
+        ...
+
+    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+        """Send to each rank of the group its own part.
+
+        Args:
+            parts: On the source, what goes to each rank: at most ``size`` bytes; ranks may be left out.
+            into: On the others, filled with as many bytes of this rank's part as it has; may be empty.
+            size: Size of the largest part, the same on every rank.
+            source: The rank that sends.
+        """
         ...

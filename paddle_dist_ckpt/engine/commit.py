@@ -20,6 +20,7 @@ from ..core.metadata import MAX_HEAD_BYTES, Metadata, decode_head, decode_metada
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..formats.names import (
+    ClaimName,
     claim_name,
     metadata_id,
     metadata_name,
@@ -36,7 +37,6 @@ __all__ = [
     "committed_saves",
     "newest_id",
     "next_id",
-    "remove_replaced",
     "remove_saves",
     "save_of",
 ]
@@ -48,8 +48,11 @@ _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 class _ClaimRecord(msgspec.Struct):
+    """What a claim file says: whose it is, which save it replaces, which saves' files it has set out to remove."""
+
     save: str
     replaces: str | None
+    removes: list[str]
 
 
 def save_of(storage: Storage, unique_id: int) -> str | None:
@@ -61,7 +64,7 @@ def save_of(storage: Storage, unique_id: int) -> str | None:
     name = metadata_name(unique_id)
     try:
         data = storage.read(name, MAX_HEAD_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
     head = decode_head(data, name)
     if head is not None:
@@ -133,14 +136,6 @@ def remove_saves(storage: Storage, saves: Iterable[str]) -> int:
     return removed
 
 
-def remove_replaced(storage: Storage, save: str) -> None:
-    """Remove a replaced save's files from a folder that is not the coordinator's. That cannot undo the commit."""
-    try:
-        remove_saves(storage, [save])
-    except OSError as error:
-        _logger.warning("%s: files of the replaced save %s are left: %s", storage.location, save, error)
-
-
 @dataclass(slots=True)
 class Claim:
     """A save's presence in the folder, from before its first file until after its commit or clean-up.
@@ -150,15 +145,14 @@ class Claim:
         unique_id: The id that the save sets out for.
         save_id: Its random id.
         automatic: Whether the id was chosen by the save, so that another one will do as well.
-        expired: Claims of dead saves that were found; their files are to be removed.
-        doomed: Save ids whose files may be removed: those of dead saves, and what they had replaced.
+        doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
+        replaces: The save that has the id now, if it was given and is taken.
     """
 
     storage: Storage
     unique_id: int
     save_id: str
     automatic: bool
-    expired: list[str] = field(default_factory=list)
     doomed: list[str] = field(default_factory=list)
     replaces: str | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -175,7 +169,7 @@ class Claim:
         claim = cls(storage, chosen, secrets.token_hex(8), automatic)
         claim.replaces = None if automatic else _replaced_save(storage, chosen)
         claim._write()
-        claim._find_dead()
+        claim._take_over_dead()
         claim._thread = threading.Thread(target=claim._keep_fresh, name="paddle_dist_ckpt claim", daemon=True)
         claim._thread.start()
         return claim
@@ -186,7 +180,7 @@ class Claim:
         return claim_name(self.unique_id, self.save_id)
 
     def _write(self) -> None:
-        record = msgspec.json.encode(_ClaimRecord(self.save_id, self.replaces))
+        record = msgspec.json.encode(_ClaimRecord(self.save_id, self.replaces, self.doomed))
         self.storage.publish(self.name, record, self.name + ".tmp", replace=True)
 
     def _keep_fresh(self) -> None:
@@ -196,24 +190,32 @@ class Claim:
             except OSError as error:
                 _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
 
-    def _find_dead(self) -> None:
-        now = self.storage.modified(self.name)
-        claims = [
-            (name, parsed) for name in self.storage.names() if (parsed := parse_claim(name)) and name != self.name
-        ]
-        dead = [(name, parsed) for name, parsed in claims if self._is_expired(name, now)]
+    def _take_over_dead(self) -> None:
+        """Make the removal of dead saves' files this save's business.
+
+        IMPORTANT: the dead saves' claims go before any of their files do, and this claim has taken over what they said
+        before they go. A save that was only frozen then finds its claim gone and does not commit.
+        """
+        dead = self._expired_claims()
+        if not dead:
+            return
         try:
-            committed = committed_saves(self.storage) if dead else {}
+            committed = committed_saves(self.storage)
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
             return
         for name, parsed in dead:
-            self.expired.append(name)
-            if parsed.save_id not in committed:
-                self.doomed.append(parsed.save_id)
-                self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
-            else:
-                self.doomed += [save for save in self._replaced_by(name) if save not in committed]
+            self.doomed += [save for save in self._left_by(name, parsed) if save not in committed]
+        self._write()
+        for name, parsed in dead:
+            self.storage.delete(name)
+            self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
+
+    def _expired_claims(self) -> list[tuple[str, ClaimName]]:
+        now = self.storage.modified(self.name)
+        others = [(n, parsed) for n in self.storage.names() if (parsed := parse_claim(n)) and n != self.name]
+        fresh = {parsed.save_id for name, parsed in others if not self._is_expired(name, now)}
+        return [(name, parsed) for name, parsed in others if parsed.save_id not in fresh]
 
     def _is_expired(self, name: str, now: float) -> bool:
         try:
@@ -221,13 +223,14 @@ class Claim:
         except FileNotFoundError:
             return False
 
-    def _replaced_by(self, name: str) -> list[str]:
+    def _left_by(self, name: str, parsed: ClaimName) -> list[str]:
+        """The saves whose files a dead save may have left: its own, what it replaced, what it had to remove."""
         try:
-            replaced = msgspec.json.decode(self.storage.read(name), type=_ClaimRecord).replaces
+            record = msgspec.json.decode(self.storage.read(name), type=_ClaimRecord)
         except (OSError, *DECODE_ERRORS) as error:
             _logger.debug("the claim %s cannot be read: %s", name, error)
-            return []
-        return [replaced] if replaced else []
+            return [parsed.save_id]
+        return [parsed.save_id, *([record.replaces] if record.replaces else []), *record.removes]
 
     def publish(self, metadata: Metadata, user_metadata: object) -> int:
         """Commit. Returns the id under which it was done; an automatic one may be later than the one planned.
@@ -257,21 +260,21 @@ class Claim:
             self.replaces = replaced
             self._write()
 
-    def committed(self) -> str | None:
-        """Remove what the commit has made useless; returns the replaced save, which may have files in other folders.
+    def replaced_save(self) -> str | None:
+        """The save that the commit has replaced, whose files may be removed now."""
+        if self.replaces is None or self.replaces in committed_saves(self.storage):  # it may have another id as well
+            return None
+        return self.replaces
 
-        Nothing that goes wrong here undoes the commit, so it is logged and left to a later save.
-        """
-        replaced = self.replaces
+    def end(self) -> None:
+        """End after the commit. Nothing that goes wrong here undoes it, so it is logged and left to a later save."""
+        self._stop.set()
         try:
-            if replaced is not None and replaced in committed_saves(self.storage):
-                replaced = None  # somebody has given it another id as well
-            remove_saves(self.storage, [replaced] if replaced else [])
-            self._end([*self.expired, self.name])
+            replaced = self.replaced_save()
+            remove_saves(self.storage, [replaced] if replaced is not None else [])
+            self._remove()
         except (OSError, CheckpointError) as error:
-            self._stop.set()
             _logger.warning("%s: files of replaced or dead saves are left: %s", self.storage.location, error)
-        return replaced
 
     def failed(self, settled: bool) -> None:
         """End after a failure.
@@ -285,23 +288,29 @@ class Claim:
             if settled and self.save_id not in committed_saves(self.storage):
                 remove_saves(self.storage, [self.save_id])
                 self.storage.delete(temporary_name(self.unique_id, self.save_id))
-                self._end([self.name])
+                self._remove()
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of a failed save are left: %s", self.storage.location, error)
 
-    def _end(self, names: Iterable[str]) -> None:
+    def leave(self) -> None:
+        """Stop refreshing; a later save does what is left to do when the claim has expired."""
         self._stop.set()
+
+    def _remove(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        for name in names:
-            self.storage.delete(name)
+        self.storage.delete(self.name)
 
 
 def _refuse_foreign(storage: Storage, unique_id: int) -> None:
     name = metadata_name(unique_id)
-    if name in storage.names() and storage.read(name, 2) in _PICKLE:
-        raise CheckpointError(
-            f"{storage.location}/{name} belongs to a checkpoint of another format; save under another unique_id"
+    try:
+        is_foreign = name in storage.names() and storage.read(name, 2) in _PICKLE
+    except IsADirectoryError:
+        is_foreign = True
+    if is_foreign:
+        raise ValueError(
+            f"unique_id {unique_id} is taken: {storage.location}/{name} is of another format; use another id"
         )
 
 

@@ -54,7 +54,7 @@ class Exchange:
         for one in rounds:
             outgoing = self._read(one.reads)
             self._broadcast(one.broadcasts, outgoing)
-            self._send_and_receive(one.receives, outgoing)
+            self._scatter(one, outgoing)
 
     def _read(self, units: Sequence[UnitRead]) -> dict[int, Bytes1D]:
         """Read this round's units; returns for each destination the bytes that go there."""
@@ -74,7 +74,8 @@ class Exchange:
                     consumers.append(self.consumer(piece.row, box))
         try:
             if self.failure is None:
-                read_entries(entries.values(), self.block_bytes, self.threads, self.check, self.progress)
+                # A gap may be what another rank reads.
+                read_entries(entries.values(), self.block_bytes, self.threads, self.check, self.progress, gap=0)
         except Exception as error:
             self.failure = error
         return outgoing
@@ -112,19 +113,16 @@ class Exchange:
             self.transport.broadcast(data, source)
             self._unpack(message, data)
 
-    def _send_and_receive(self, incoming: Sequence[Incoming], outgoing: Mapping[int, Bytes1D]) -> None:
-        """Every rank runs through its pairs in an order that all ranks share, so none waits in a ring."""
-        by_source = {message.source: message for message in incoming}
-        pairs = [(self.place, dest) for dest in outgoing] + [(source, self.place) for source in by_source]
-        count = len(self.ranks)
-        for source, destination in sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % count, pair[0])):
-            if source == self.place:
-                self.transport.send(outgoing[destination], self.ranks[destination])
-                continue
-            message = by_source[source]
-            data = np.empty(sum(message.sizes), np.uint8)
-            self.transport.recv(data, self.ranks[source])
-            self._unpack(message, data)
+    def _scatter(self, one: Round, outgoing: Mapping[int, Bytes1D]) -> None:
+        """Send and receive what is for single ranks. All ranks take part in each operation, in the plan's order."""
+        incoming = {message.source: message for message in one.receives}
+        parts = {self.ranks[destination]: data for destination, data in outgoing.items()}
+        for source, size in one.scatters:
+            message = incoming.get(source)
+            data = np.empty(sum(message.sizes) if message is not None else 0, np.uint8)
+            self.transport.scatter(parts if source == self.place else {}, data, size, self.ranks[source])
+            if message is not None:
+                self._unpack(message, data)
 
     def _unpack(self, message: Incoming, data: Bytes1D) -> None:
         at = 0

@@ -58,16 +58,30 @@ class ExchangePlanner:
             staged: plan_exchange(self._shards, needs, self._reach, len(self._ranks), self._metadata.block_bytes)
             for staged, needs in self._needs.items()
         }
+        rounds = {staged: [(units, self._scatters(units)) for units in plan] for staged, plan in plans.items()}
         orders = {}
         for rank, place in self._place.items():
             units = [unit for rounds in plans.values() for units in rounds for unit in units if unit.reader == place]
             files = sorted({self._metadata.files[self._shards[unit.shard].file].name for unit in units})
-            staged = [self._round(units, place) for units in plans[True]]
-            main = [self._round(units, place) for units in plans[False]]
+            staged = [self._round(units, scatters, place) for units, scatters in rounds[True]]
+            main = [self._round(units, scatters, place) for units, scatters in rounds[False]]
             orders[rank] = ExchangeOrder(False, files, staged, main)
         return orders
 
-    def _round(self, units: Sequence[Unit], place: int) -> Round:
+    def _scatters(self, units: Sequence[Unit]) -> list[tuple[int, int]]:
+        """The readers that send to single ranks in a round, each with the size of its largest message."""
+        sizes: dict[tuple[int, int], int] = {}
+        for unit in units:
+            for parcel in unit.parcels:
+                if parcel.destination not in (ALL, unit.reader):
+                    pair = (unit.reader, parcel.destination)
+                    sizes[pair] = sizes.get(pair, 0) + parcel.box.size * self._shards[unit.shard].itemsize
+        largest: dict[int, int] = {}
+        for (source, _), size in sizes.items():
+            largest[source] = max(largest.get(source, 0), size)
+        return sorted(largest.items())
+
+    def _round(self, units: Sequence[Unit], scatters: list[tuple[int, int]], place: int) -> Round:
         reads = [self._read(unit) for unit in units if unit.reader == place]
         broadcasts: dict[int, list[tuple[int, Parcel]]] = {}
         receives: dict[int, list[tuple[int, Parcel]]] = {}
@@ -82,6 +96,7 @@ class ExchangePlanner:
             reads,
             [_incoming(source, broadcasts[source], place) for source in sorted(broadcasts)],
             [_incoming(source, receives[source], place) for source in sorted(receives)],
+            scatters,
         )
 
     def _read(self, unit: Unit) -> UnitRead:

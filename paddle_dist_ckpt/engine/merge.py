@@ -104,6 +104,11 @@ def _check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> N
                 f"rank {rank} passed unique_id={request.unique_id}, rank {coordinator} unique_id={ours.unique_id}; "
                 "all ranks must pass the same"
             )
+        if request.block_bytes != ours.block_bytes:
+            raise ValueError(
+                f"rank {rank} passed block_bytes={request.block_bytes}, rank {coordinator} {ours.block_bytes}; "
+                "all ranks must pass the same"
+            )
 
 
 def _merge_values(state: GlobalState, requests: Sequence[SaveRequest]) -> None:

@@ -16,13 +16,21 @@ from ..core.paths import Part, flat_keys, format_path, parse_path
 from ..core.shards import Kind
 from ..core.state_dict import Leaf, build_tree
 from ..core.tensors import TensorAdapter
-from ..errors import CheckpointError, CheckpointNotFoundError
+from ..errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StateDictMismatchError,
+)
 from ..options import LoadOptions
 from ..storage.base import Storage
+from .commit import save_of
 from .load import load_leaves
 from .load_coordinator import read_checkpoint
 
 __all__ = ["load_merged"]
+
+_RESTARTS = 3
 
 
 def load_merged(
@@ -36,7 +44,28 @@ def load_merged(
     options: LoadOptions,
 ) -> dict[Any, Any]:
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
-    metadata = read_checkpoint(storage, unique_id)
+    for _ in range(_RESTARTS):
+        metadata = read_checkpoint(storage, unique_id)
+        try:
+            return _load(storage, adapter, metadata, prefix, keys, flat, on_host, options)
+        except StateDictMismatchError:
+            if save_of(storage, metadata.unique_id) == metadata.save_id:
+                raise  # otherwise it does not fit because another save has replaced it meanwhile
+    raise CheckpointCorruptedError(
+        f"{storage.location}: the checkpoint was replaced {_RESTARTS} times during this load"
+    )
+
+
+def _load(
+    storage: Storage,
+    adapter: TensorAdapter,
+    metadata: Metadata,
+    prefix: str | None,
+    keys: Sequence[str] | None,
+    flat: bool,
+    on_host: bool,
+    options: LoadOptions,
+) -> dict[Any, Any]:
     chosen = _select(metadata, prefix, keys)
 
     def allocate() -> list[Leaf]:

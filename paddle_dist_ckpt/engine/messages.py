@@ -76,6 +76,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     destination: int
     destination_row: int
     box: Box2
+    nbytes: int
 
 
 class SaveOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +106,11 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveResult(msgspec.Struct, frozen=True, array_like=True):
-    """What was committed. ``replaced`` is the save whose files ``leaders`` now remove from their folders."""
+    """What was committed.
+
+    ``replaced`` is the save whose files ``leaders`` now remove from their folders; None where there is one folder, in
+    which the coordinator does that by itself.
+    """
 
     unique_id: int
     files: int
@@ -234,11 +239,16 @@ class Incoming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part in one round: what to read, what comes by broadcast, what comes from single ranks."""
+    """One rank's part in one round: what to read, what comes by broadcast, what comes for this rank alone.
+
+    ``scatters`` are the operations by which the latter comes, in which all ranks take part: each source, and the size
+    of its largest message.
+    """
 
     reads: list[UnitRead]
     broadcasts: list[Incoming]
     receives: list[Incoming]
+    scatters: list[tuple[int, int]]
 
 
 class ExchangeOrder(msgspec.Struct, frozen=True, array_like=True):

@@ -29,7 +29,7 @@ from .threads import run_all
 __all__ = ["Consumer", "OpenFile", "StoredEntry", "read_entries", "view_at"]
 
 _CHUNK_BYTES = 8 << 20
-_GAP_BYTES = 4096  # a smaller gap between two wanted ranges is read over: the page is read anyway
+GAP_BYTES = 4096  # a page: what lies between closer ranges is read from the disk anyway
 Array = npt.NDArray[Any]
 
 
@@ -102,6 +102,7 @@ def read_entries(
     threads: int,
     check: Callable[[], None],
     progress: Callable[[int], None],
+    gap: int = GAP_BYTES,
 ) -> None:
     """Read what the consumers want.
 
@@ -111,6 +112,7 @@ def read_entries(
         threads: How many threads read.
         check: Called now and then; may raise to stop.
         progress: Told how many bytes were read, as they are.
+        gap: Ranges that are not further apart are read as one.
 
     Raises:
         CheckpointCorruptedError: a block is not what was written; names the tensor and the file.
@@ -120,7 +122,7 @@ def read_entries(
     for entry, consumers in wanted:
         segments = _segments(entry, consumers, block_bytes)
         by_file.setdefault(id(entry.file), []).extend(segments)
-    reading = _Reading(block_bytes, threads, progress)
+    reading = _Reading(block_bytes, threads, progress, gap)
     tasks = [task for segments in by_file.values() for task in reading.tasks(segments)]
     run_all(tasks, threads, check)
 
@@ -141,8 +143,8 @@ def _segments(entry: StoredEntry, consumers: Sequence[Consumer], block_bytes: in
 class _Reading:
     """The tasks that read segments of files."""
 
-    def __init__(self, block_bytes: int, threads: int, progress: Callable[[int], None]) -> None:
-        self._block_bytes, self._progress = block_bytes, progress
+    def __init__(self, block_bytes: int, threads: int, progress: Callable[[int], None], gap: int) -> None:
+        self._block_bytes, self._progress, self._gap = block_bytes, progress, gap
         self._buffers: queue.SimpleQueue[Bytes1D | None] = queue.SimpleQueue()
         for _ in range(threads):
             self._buffers.put(None)
@@ -154,7 +156,7 @@ class _Reading:
         for segment in segments:
             if run:
                 end = run[-1].place + run[-1].stop - run[-1].start
-                far = segment.place - end > _GAP_BYTES
+                far = segment.place - end > self._gap
                 if far or segment.place + segment.stop - segment.start - run[0].place > _CHUNK_BYTES:
                     yield functools.partial(self._read_run, run)
                     run = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,14 @@ from .verify import check_file, uncovered
 __all__ = ["rebuild"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-Part = tuple[DataFileInfo, FileInfo]
+
+
+class Part(NamedTuple):
+    """A data file: what it says of itself, its record for `.metadata`, its tensors."""
+
+    info: DataFileInfo
+    known: FileInfo
+    table: ShardTable
 
 
 def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metadata:
@@ -37,10 +44,10 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     if len(found) > 1:
         raise CheckpointError(
             f"{storage.location} has several complete saves without a .metadata; say which: "
-            + ", ".join(f"save={n!r} (id {p[0][0].unique_id}, {p[0][0].created})" for n, p in found.items())
+            + ", ".join(f"save={n!r} (id {p[0].info.unique_id}, {p[0].info.created})" for n, p in found.items())
         )
     parts = next(iter(found.values()))
-    metadata, user = _merge(parts, _free_id(storage, parts[0][0]))
+    metadata, user = _merge(parts, _free_id(storage, parts[0].info))
     problems = uncovered(metadata)
     with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
         for file in range(len(metadata.files)):
@@ -77,7 +84,11 @@ def _committed(storage: Storage) -> set[str]:
     saves = set()
     for unique_id in (i for name in storage.names() if (i := metadata_id(name)) is not None):
         name = metadata_name(unique_id)
-        if not _is_damaged(storage, name) and (save := save_of(storage, unique_id)) is not None:
+        try:
+            save = None if _is_damaged(storage, name) else save_of(storage, unique_id)
+        except CheckpointError:  # of a newer version of the format
+            continue
+        if save is not None:
             saves.add(save)
     return saves
 
@@ -93,8 +104,11 @@ def _read_parts(storage: Storage, names: Sequence[str]) -> list[Part]:
         parsed = parse_data_file(name)
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
-        parts.append((info, known))
-    return sorted(parts, key=lambda part: (part[0].rank, part[0].part))
+        try:
+            parts.append(Part(info, known, table_from_record(info.tensors, 1)))
+        except CheckpointCorruptedError as error:
+            raise CheckpointCorruptedError(f"{name}: {error}") from error
+    return sorted(parts, key=lambda part: (part.info.rank, part.info.part))
 
 
 def _complete(parts: list[Part], save_id: str) -> list[Part]:
@@ -103,13 +117,13 @@ def _complete(parts: list[Part], save_id: str) -> list[Part]:
     Raises:
         CheckpointCorruptedError: one is missing.
     """
-    writers = next((info.writers for info, _ in parts if info.writers is not None), None)
+    writers = next((info.writers for info, *_ in parts if info.writers is not None), None)
     if writers is None:
         raise CheckpointCorruptedError("the coordinator's first file is missing")
     there: dict[int, set[int]] = {}
-    for info, _ in parts:
+    for info, *_ in parts:
         there.setdefault(info.rank, set()).add(info.part)
-    counts = {info.rank: info.parts for info, _ in parts}
+    counts = {info.rank: info.parts for info, *_ in parts}
     missing = [
         f"rank {rank} part {part}"
         for rank in writers
@@ -142,12 +156,14 @@ def _is_damaged(storage: Storage, name: str) -> bool:
             decode_metadata(storage.read(name), name, unique_id)
     except CheckpointCorruptedError:
         return True
+    except CheckpointError:  # of a newer version of the format
+        return False
     return False
 
 
 def _merge(parts: Sequence[Part], unique_id: int) -> tuple[Metadata, Any]:
-    first = next(info for info, _ in parts if info.writers is not None)
-    values = sorted(value for info, _ in parts for value in info.values)
+    first = next(info for info, *_ in parts if info.writers is not None)
+    values = sorted(value for info, *_ in parts for value in info.values)
     user = first.user_metadata
     decoded = from_jsonable(user)
     metadata = Metadata(
@@ -158,8 +174,8 @@ def _merge(parts: Sequence[Part], unique_id: int) -> tuple[Metadata, Any]:
         created=first.created,
         library=first.library,
         paddle_version=first.paddle,
-        files=[known for _, known in parts],
-        table=_merge_tables([table_from_record(info.tensors, 1) for info, _ in parts]),
+        files=[part.known for part in parts],
+        table=_merge_tables([part.table for part in parts]),
         value_records=values,
         user_metadata=decoded if isinstance(decoded, dict) else {},
     )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box
-from ..core.dtypes import DType, arithmetic_dtype
-from ..core.ports import Transport
+from ..core.dtypes import arithmetic_dtype
+from ..core.ports import Bytes1D, Transport
 from ..core.tensors import LocalShard, TensorView
 from ..errors import UnsupportedValueError
 from ..formats.datafile import Entry
@@ -20,6 +20,7 @@ from .writer import gather
 __all__ = ["OPERATIONS", "reduce_partials"]
 
 _CHUNK_BYTES = 16 << 20
+_ALIGNMENT = 16
 OPERATIONS = {
     "sum": np.add,
     "avg": np.add,
@@ -40,12 +41,10 @@ def reduce_partials(
     written: Sequence[tuple[int, Box]],
     transport: Transport,
 ) -> dict[tuple[int, Box], Array]:
-    """Exchange addends in chunks and reduce them, one after the other in the plan's order.
-
-    All ranks process the transfers that concern them in one global order, so they cannot wait for each other in a ring.
+    """Exchange addends in chunks and reduce them, source by source in ascending order.
 
     Args:
-        transfers: Those that concern this rank, in the plan's order.
+        transfers: All transfers of the save, in the plan's order; the same on every rank.
         rank: This rank.
         shards: This rank's local shards.
         views: The tensor of each of them.
@@ -55,50 +54,71 @@ def reduce_partials(
     Returns:
         The reduced values, as raw items, for each written box of a partial tensor.
     """
-    results = {
-        (row, box): np.ascontiguousarray(_part(shards[row], box)) for row, box in written if views[row].reduction
-    }
-    for row, box in results:
-        results[row, box] = results[row, box].copy()
+    results = {(row, box): np.array(_part(shards[row], box)) for row, box in written if views[row].reduction}
+    streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:
-        box = Box(*transfer.box)
-        if transfer.source == rank:
-            _send(_part(shards[transfer.source_row], box), views[transfer.source_row].dtype, transfer, transport)
-        else:
-            view = views[transfer.destination_row]
-            _receive(results[transfer.destination_row, box], view, transfer, transport)
+        streams.setdefault(transfer.source, {}).setdefault(transfer.destination, []).append(transfer)
+    for source, by_destination in sorted(streams.items()):
+        sizes = {destination: sum(map(_padded, stream)) for destination, stream in by_destination.items()}
+        for start in range(0, max(sizes.values()), _CHUNK_BYTES):
+            stops = {d: min(start + _CHUNK_BYTES, max(start, size)) for d, size in sizes.items()}
+            largest = max(stops.values()) - start
+            into = np.empty(stops.get(rank, start) - start, np.uint8)
+            parts = {}
+            if rank == source:
+                parts = {d: _packed(by_destination[d], shards, views, start, stop) for d, stop in stops.items()}
+            transport.scatter(parts, into, largest, source)
+            _apply(by_destination.get(rank, []), into, start, results, views)
     for (row, _), array in results.items():
         _finish(array, views[row])
     return results
 
 
 def _part(shard: LocalShard, box: Box) -> Array:
-    part: Array = shard.array[box.relative_to(shard.offset).slices]
-    return np.asarray(part)
+    return np.asarray(shard.array[box.relative_to(shard.offset).slices])
 
 
-def _chunks(nbytes: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _CHUNK_BYTES, nbytes)) for start in range(0, nbytes, _CHUNK_BYTES)]
+def _padded(transfer: Transfer) -> int:
+    """Its bytes in a stream: up to a multiple of the largest item, so that no window cuts an item."""
+    return -(-transfer.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _send(part: Array, dtype: DType, transfer: Transfer, transport: Transport) -> None:
-    entry = Entry("", dtype, part.shape, part)
-    for start, stop in _chunks(entry.nbytes):
-        chunk = np.empty(stop - start, np.uint8)
-        gather(entry, start, stop, chunk)
-        transport.send(chunk, transfer.destination)
+def _in_window(stream: Sequence[Transfer], start: int, stop: int) -> Iterator[tuple[Transfer, int, int, int]]:
+    """The transfers that have bytes in a window of their stream: which of their bytes, and where in the window."""
+    at = 0
+    for transfer in stream:
+        low, high = max(at, start), min(at + transfer.nbytes, stop)
+        if low < high:
+            yield transfer, low - at, high - at, low - start
+        at += _padded(transfer)
 
 
-def _receive(result: Array, view: TensorView, transfer: Transfer, transport: Transport) -> None:
-    assert view.reduction is not None
-    operation: Any = OPERATIONS[view.reduction.operation]
-    numbers = result.reshape(-1).view(np.uint8)
-    dtype = arithmetic_dtype(view.dtype)
-    for start, stop in _chunks(len(numbers)):
-        chunk = np.empty(stop - start, np.uint8)
-        transport.recv(chunk, transfer.source)
-        mine = numbers[start:stop].view(dtype)
-        mine[...] = operation(mine, chunk.view(dtype)).astype(dtype)
+def _packed(
+    stream: Sequence[Transfer], shards: Sequence[LocalShard], views: Sequence[TensorView], start: int, stop: int
+) -> Bytes1D:
+    packed = np.empty(stop - start, np.uint8)
+    for transfer, low, high, place in _in_window(stream, start, stop):
+        part = _part(shards[transfer.source_row], Box(*transfer.box))
+        entry = Entry("", views[transfer.source_row].dtype, part.shape, part)
+        gather(entry, low, high, packed[place : place + high - low])
+    return packed
+
+
+def _apply(
+    stream: Sequence[Transfer],
+    data: Bytes1D,
+    start: int,
+    results: Mapping[tuple[int, Box], Array],
+    views: Sequence[TensorView],
+) -> None:
+    for transfer, low, high, place in _in_window(stream, start, start + len(data)):
+        view = views[transfer.destination_row]
+        assert view.reduction is not None
+        operation: Any = OPERATIONS[view.reduction.operation]
+        dtype = arithmetic_dtype(view.dtype)
+        mine = results[transfer.destination_row, Box(*transfer.box)].reshape(-1).view(np.uint8)[low:high].view(dtype)
+        theirs = data[place : place + high - low].view(dtype)
+        mine[...] = operation(mine, theirs).astype(dtype)
 
 
 def _finish(array: Array, view: TensorView) -> None:

@@ -24,11 +24,12 @@ from ..core.ports import ControlSession, Transport
 from ..core.reports import SaveReport
 from ..core.shards import unpack_column
 from ..core.tensors import TensorAdapter
+from ..errors import CheckpointError
 from ..formats.datafile import Entry, FileLayout, entry_name, split_in_parts
 from ..formats.names import data_file_name
 from ..options import SaveOptions
 from ..storage.base import Storage
-from .commit import remove_replaced, remove_saves
+from .commit import remove_saves
 from .describe import LocalState, describe, save_request
 from .fileinfo import data_file_info
 from .messages import Folder, SaveOrder, SaveResult, WriteAnswer, Written, decode, encode, unpack_signed
@@ -64,6 +65,7 @@ def save(
     with saving.coordinator.ended_by_failure():
         saving.plan(state_dict, unique_id)
         result = saving.write_and_commit()
+        saving.clean_up(result)
     report = saving.report(result)
     level = logging.INFO if session.rank == session.coordinator else logging.DEBUG
     _logger.log(level, "saved id %d to %s: %s", report.unique_id, report.path, report)
@@ -125,15 +127,27 @@ class _Saving:
                 return decision.result
             with self._timed("commit"):
                 sealed = self._session.gather_scatter("commit", lambda: self._seal(decision), self.coordinator.commit)
-            result = decode(sealed, SaveResult)
+            return decode(sealed, SaveResult)
         except BaseException:
             # IMPORTANT: once this rank has reported its files they may be committed at any moment, known to it or not.
             if not self._reported:
                 self._remove_files()
             raise
-        if result.replaced is not None and self._session.rank in result.leaders:
-            remove_replaced(self._storage, result.replaced)
-        return result
+
+    def clean_up(self, result: SaveResult) -> None:
+        """Round ``clean``, after a commit to several folders. It cannot undo the commit, so it does not raise."""
+
+        def remove() -> bytes:
+            if self._session.rank in result.leaders and result.replaced is not None:
+                remove_saves(self._storage, [result.replaced])
+            return b""
+
+        if result.replaced is None:
+            return
+        try:
+            self._session.gather_scatter("clean", remove, self.coordinator.cleaned)
+        except CheckpointError as error:
+            _logger.warning("%s: files of the replaced save are left to a later one: %s", self._storage.location, error)
 
     def _try_to_write(self) -> bytes:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..core.box import Box
 from ..core.metadata import FileInfo, Metadata
 from ..core.ports import ControlSession
 from ..core.shards import IntArray, Layout, ShardTable, pack_column
@@ -116,6 +117,12 @@ class SaveCoordinator:
         """Round ``commit``: all folders are sealed."""
         return dict.fromkeys(messages, encode(self._publish()))
 
+    def cleaned(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``clean``: the replaced save's files are gone from all other folders."""
+        assert self._planned is not None
+        self._planned.claim.end()
+        return dict.fromkeys(messages, b"")
+
     def aborted(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``abort`` never ends well: the rank that failed raises in it."""
         raise CheckpointError("the save was aborted, but no rank says why")
@@ -126,9 +133,24 @@ class SaveCoordinator:
         metadata = _build_metadata(planned, self._written, self._framework_version, self._created)
         user = msgspec.json.decode(planned.user_metadata) if planned.user_metadata is not None else None
         unique_id = planned.claim.publish(metadata, user)
-        replaced = planned.claim.committed()
+        replaced = self._replaced(planned)
         total = sum(written.nbytes for written in self._written.values())
         return SaveResult(unique_id, len(metadata.files), total, self._warnings, replaced, sorted(planned.leaders))
+
+    def _replaced(self, planned: _Planned) -> str | None:
+        """After the commit: the replaced save if it has files in other folders; else the claim is ended.
+
+        What goes wrong here does not undo the commit, so it is left to a later save.
+        """
+        try:
+            replaced = None if planned.one_folder else planned.claim.replaced_save()
+        except (OSError, CheckpointError) as error:
+            _logger.warning("%s: files of the replaced save are left to a later one: %s", self._storage.location, error)
+            planned.claim.leave()
+            return None
+        if replaced is None:
+            planned.claim.end()
+        return replaced
 
     @contextmanager
     def ended_by_failure(self) -> Iterator[None]:
@@ -172,9 +194,7 @@ def _make_orders(
     _check_room(state, plan, nbytes, requests)
     hosts = Counter(request.folder.host for request in requests.values())
     plain_keys = {path: key for path, key in state.keys.items() if key != path[1:].replace("/", ".") or "~" in path}
-    transfers = [
-        Transfer(state.ranks[a], b, state.ranks[c], d, (box.offset, box.shape)) for a, b, c, d, box in plan.transfers
-    ]
+    transfers = [_transfer(state, *transfer) for transfer in plan.transfers]
     values: dict[int, list[str]] = {}
     for path in sorted(state.value_json):
         values.setdefault(state.value_owner[path], []).append(path)
@@ -192,13 +212,21 @@ def _make_orders(
             boxes=pack_signed(np.hstack([plan.offset[mine], plan.shape[mine]])),
             keys=plain_keys,
             values=values.get(i, []),
-            transfers=[t for t in transfers if rank in (t.source, t.destination)],
+            transfers=transfers,
             ranks_on_host=hosts[requests[rank].folder.host],
             clean=claim.doomed if rank in leaders else [],
             total_bytes=int(nbytes.sum()),
             writers=[state.ranks[w] for w in writers] if i == state.coordinator else None,
         )
     return orders
+
+
+def _transfer(state: GlobalState, source: int, source_row: int, writer: int, writer_row: int, box: Box) -> Transfer:
+    assert state.shards is not None
+    held = (state.shards.rank == source) & (state.shards.row == source_row)
+    itemsize = state.dtypes[state.shards.tensor[held][0]].itemsize
+    corners = (box.offset, box.shape)
+    return Transfer(state.ranks[source], source_row, state.ranks[writer], writer_row, corners, box.size * itemsize)
 
 
 def _leaders(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[int]:

@@ -2,11 +2,12 @@
 
 A file's header has the entries (one a shard, named by :func:`entry_name`) and under ``__metadata__``:
 
+    xxh3_64   digest of the header (everything before the first entry) with zeros in its own place
     hashes    base64 of little-endian xxh3_64 digests, one for every block of every entry, entry by entry
     info      JSON (:class:`DataFileInfo`)
 
 Hashes are known only when the data have been written, so :class:`FileLayout` reserves their place: base64 of a known
-length, at a known position.
+length, at a known position. The header's own digest is also in `.metadata`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ FORMAT = "paddle_dist_ckpt.data"
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
+_NO_DIGEST = "0" * 16
+_DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
 _ESCAPED = re.compile(r"[%\[]")
 Hashes = npt.NDArray[np.uint64]
 
@@ -104,6 +107,7 @@ class _EntryRecord(msgspec.Struct, frozen=True):
 
 
 class _HeaderMetadata(msgspec.Struct, frozen=True):
+    xxh3_64: str
     hashes: bytes
     info: str
 
@@ -161,7 +165,8 @@ class FileLayout:
         offsets = [0, *ends][: len(entries)]
         blocks = np.cumsum([block_count(e.nbytes, info.block_bytes) for e in entries], dtype=np.int64).tolist()
         hashes = base64.b64encode(bytes(8 * (blocks[-1] if blocks else 0))).decode("ascii")
-        header: dict[str, Any] = {"__metadata__": {"hashes": hashes, "info": msgspec.json.encode(info).decode()}}
+        metadata = {"xxh3_64": _NO_DIGEST, "hashes": hashes, "info": msgspec.json.encode(info).decode()}
+        header: dict[str, Any] = {"__metadata__": metadata}
         for entry, start, end in zip(entries, offsets, ends, strict=True):
             shape = entry.shape if entry.dtype.view_items == 1 else (*entry.shape, entry.dtype.view_items)
             header[entry.name] = _EntryRecord(entry.dtype.safetensors, shape, (start, end))
@@ -175,19 +180,24 @@ class FileLayout:
             data_start + (ends[-1] if ends else 0),
             info.block_bytes,
             template,
-            8 + len(b'{"__metadata__":{"hashes":"'),
+            _DIGEST_AT + len(_NO_DIGEST) + len('","hashes":"'),
         )
 
     def header(self, hashes: Hashes) -> bytes:
         """The header with the blocks' digests in it; also the part of the file before the first entry."""
         text = base64.b64encode(hashes.astype("<u8").tobytes())
         at = self._hashes_at
-        return self._template[:at] + text + self._template[at + len(text) :]
+        header = self._template[:at] + text + self._template[at + len(text) :]
+        return _with_digest(header, header_digest(header))
 
 
 def header_digest(header: bytes) -> str:
-    """The digest by which `.metadata` knows a data file."""
-    return xxhash.xxh3_64_hexdigest(header)
+    """The digest by which a header knows itself, and `.metadata` the file: with zeros in the digest's own place."""
+    return xxhash.xxh3_64_hexdigest(_with_digest(header, _NO_DIGEST))
+
+
+def _with_digest(header: bytes, digest: str) -> bytes:
+    return header[:_DIGEST_AT] + digest.encode() + header[_DIGEST_AT + len(_NO_DIGEST) :]
 
 
 def split_in_parts(entries: Iterable[Entry], block_bytes: int, limit: int = PART_HEADER_BYTES) -> list[list[Entry]]:
@@ -218,9 +228,10 @@ def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Ha
     if file.size != expected.size:
         raise CheckpointCorruptedError(f"{expected.name} has {file.size} bytes; {expected.size} were written")
     header = _header_bytes(file, expected.name)
-    if header_digest(header) != expected.digest:
-        raise CheckpointCorruptedError(f"{expected.name}: its header was damaged, or belongs to another save")
-    hashes = _parse(header, expected.name).metadata.hashes
+    record = _parse(header, expected.name)
+    if record.xxh3_64 != expected.digest:
+        raise CheckpointCorruptedError(f"{expected.name}: its header is that of another save")
+    hashes = record.hashes
     if len(hashes) != 8 * blocks:
         raise CheckpointCorruptedError(f"{expected.name} has {len(hashes) // 8} checksums where {blocks} are due")
     return np.frombuffer(hashes, "<u8"), len(header)
@@ -236,7 +247,7 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
         CheckpointCorruptedError: its header is not that of a data file of this format. (Its data are not looked at.)
     """
     header = _header_bytes(file, name)
-    record = _parse(header, name).metadata
+    record = _parse(header, name)
     try:
         info = msgspec.json.decode(record.info, type=DataFileInfo)
     except DECODE_ERRORS as error:
@@ -244,7 +255,7 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
     if info.format != FORMAT or info.version[0] != 1 or len(record.hashes) % 8:
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")
     check_block_bytes(info.block_bytes)
-    known = FileInfo(name, file.size, header_digest(header))
+    known = FileInfo(name, file.size, record.xxh3_64)
     return info, np.frombuffer(record.hashes, "<u8"), known, len(header)
 
 
@@ -262,8 +273,11 @@ def _header_bytes(file: ReadableFile, name: str) -> bytes:
     return length.tobytes() + text.tobytes()
 
 
-def _parse(header: bytes, name: str) -> _Header:
+def _parse(header: bytes, name: str) -> _HeaderMetadata:
     try:
-        return msgspec.json.decode(header[8:], type=_Header)
+        record = msgspec.json.decode(header[8:], type=_Header).metadata
     except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(f"{name}: its header is not one of this format: {error}") from error
+        raise CheckpointCorruptedError(f"{name}: its header is damaged, or of another format: {error}") from error
+    if header_digest(header) != record.xxh3_64:
+        raise CheckpointCorruptedError(f"{name}: its header was damaged after it was written")
+    return record

@@ -22,7 +22,7 @@ _ID = r"(0|[1-9]\d{0,17})"
 _SAVE = r"([0-9a-f]{16})"
 _METADATA = re.compile(rf"{_ID}\.metadata")
 _DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.safetensors")
-_CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim")
+_CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim(?:\.tmp)?")
 _FOREIGN = re.compile(rf"{_ID}_{_ID}\.(?:distcp|safetensors)")
 
 
@@ -70,7 +70,7 @@ def claim_name(unique_id: int, save_id: str) -> str:
 
 
 def parse_claim(name: str) -> ClaimName | None:
-    """The parts of a claim file's name, None for any other name."""
+    """The parts of the name of a claim file, or of one that was being written; None for any other name."""
     match = _CLAIM.fullmatch(name)
     return ClaimName(int(match[1]), match[2]) if match else None
 

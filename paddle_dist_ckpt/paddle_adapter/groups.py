@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,26 +137,42 @@ class PaddleTransport:
         """A collective was given up while it hung: the communicator cannot be used any more."""
         self._broken = True
 
-    def _tensor(self, data: Bytes1D) -> Any:
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
         if self._broken:
             raise CheckpointError(
-                "an earlier collective of this process group hung and was given up, so its communicator is broken; "
-                "restart the job"
+                "an earlier collective of this process group failed or hung, so its ranks are out of step and its "
+                "communicator cannot be used any more; restart the job"
             )
-        return paddle.utils.dlpack.from_dlpack(data.__dlpack__())
-
-    def send(self, data: Bytes1D, destination: int) -> None:
-        """See :class:`..core.ports.Transport`."""
-        dist.send(self._tensor(_writable(data)), destination, self._group)
-
-    def recv(self, data: Bytes1D, source: int) -> None:
-        """See :class:`..core.ports.Transport`."""
-        dist.recv(self._tensor(data), source, self._group)
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
 
     def broadcast(self, data: Bytes1D, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
-        dist.broadcast(self._tensor(_writable(data)), source, self._group)
+        with self._operation():
+            dist.broadcast(_tensor(data if data.flags.writeable else data.copy()), source, self._group)
+
+    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+        """See :class:`..core.ports.Transport`."""
+        with self._operation():
+            received = into if into.size == size else np.empty(size, np.uint8)
+            dist.scatter(_tensor(received), self._outgoing(parts, size, source), source, self._group)
+            if received is not into:
+                into[:] = received[: into.size]
+
+    def _outgoing(self, parts: Mapping[int, Bytes1D], size: int, source: int) -> Any:
+        """On the source, all parts behind each other in the group's order, each in ``size`` bytes."""
+        if self._group.rank != self._group.get_group_rank(source):
+            return None
+        data = np.empty(size * self._group.nranks, np.uint8)
+        for destination, part in parts.items():
+            start = self._group.get_group_rank(destination) * size
+            data[start : start + part.size] = part
+        return _tensor(data)
 
 
-def _writable(data: Bytes1D) -> Bytes1D:
-    return data if data.flags.writeable else np.array(data)
+def _tensor(data: Bytes1D) -> Any:
+    return paddle.utils.dlpack.from_dlpack(data.__dlpack__())
