@@ -58,27 +58,28 @@ class Board:
         self._carrier = carrier
         self._table = CoordinatorTable(ranks, coordinator, self._emit) if rank == coordinator else None
         self._sessions: dict[int, MemberSession] = {}
-        self._early: dict[int, ErrorRecord] = {}
+        self._over: set[int] = set()
         self._opened = 0
         self._coordinator_lost = False
         self._broken: ErrorRecord | None = None
 
     def open(self, kind: str, timeout: float) -> MemberSession:
-        """Open the next session and announce it. One that has failed already is opened as failed."""
+        """Open the next session and announce it. One that is over already is returned as failed."""
         with self.changed:
             now = time.monotonic()
             session = MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, now)
             self._opened += 1
             self._sessions[session.number] = session
-            early = self._early.pop(session.number, None)
-            if early is not None:
-                session.fail(early, late=True)
-            elif self._broken is not None:
+            if self._broken is not None:
                 session.fail(self._broken)
             else:
                 self.post(wire.Open(session.number, kind, timeout))
                 if self._coordinator_lost:
                     session.lose_coordinator()
+            if session.number in self._over:
+                self._over.discard(session.number)
+                while session.verdict is None:  # the coordinator may first wait for the others
+                    self.changed.wait()
             return session
 
     def close(self, session: MemberSession) -> None:
@@ -175,13 +176,19 @@ class Board:
         """Take in a message from the coordinator."""
         if isinstance(message, (wire.Hello, wire.Leave)):
             return
+        if isinstance(message, wire.Verdict) and message.notice:
+            if message.session >= self._opened:
+                self._over.add(message.session)
+            return
         session = self._sessions.get(message.session)
-        if session is not None:
-            session.handle(message, payload, time.monotonic())
-            if not isinstance(message, wire.Beat):
-                self.changed.notify_all()
-        elif isinstance(message, wire.Verdict) and message.session >= self._opened:
-            self._early[message.session] = message.error
+        if session is None:
+            return
+        if isinstance(message, wire.Verdict):
+            self._over = {number for number in self._over if number >= message.resume}
+            self._opened = max(self._opened, message.resume)
+        session.handle(message, payload, time.monotonic())
+        if not isinstance(message, wire.Beat):
+            self.changed.notify_all()
 
     def lose(self, rank: int) -> None:
         """The connection to ``rank`` is lost."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from paddle_dist_ckpt.control import failures, wire
 from paddle_dist_ckpt.control.wire import ErrorRecord, Message
@@ -19,6 +20,8 @@ GRACE = 0.25
 """Seconds that the first failure waits for those of other ranks, so that the error can name them all."""
 BEATS_PER_TIMEOUT = 10
 _REMEMBERED = 16
+_LATE_GRACE = 1.0
+"""Longest wait, in seconds, of a rank that opens a session which is over, for the others to open a newer one."""
 
 Emit = Callable[[int, Message, bytes], None]
 """Sends a message and its payload to a rank."""
@@ -52,6 +55,10 @@ class CoordinatorSession:
         self._outside_rounds = False
         self._judged_at = math.inf
         self.verdict: ErrorRecord | None = None
+
+    def has_opened(self, rank: int) -> bool:
+        """Whether ``rank`` has opened it."""
+        return rank in self._kinds
 
     @property
     def abandoned(self) -> bool:
@@ -181,7 +188,7 @@ class CoordinatorSession:
         self.verdict = verdict
         for rank in self._ranks:
             if rank not in self._left:
-                self._emit(rank, wire.Verdict(self._number, verdict, late=rank not in self._kinds), b"")
+                self._emit(rank, wire.Verdict(self._number, verdict, notice=rank not in self._kinds), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
         for said, what in ((self._kinds, f"session {self._number}"), (self._names, f"round {self._round}")):
@@ -223,6 +230,15 @@ class CoordinatorSession:
         self._push(error if error.shared else failures.failure_of_ranks(doing, {self._coordinator: error}, self._ranks))
 
 
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A rank that has opened a session which is over: which, why it is, and until when the answer can wait."""
+
+    number: int
+    error: ErrorRecord
+    until: float
+
+
 class CoordinatorTable:
     """All sessions of a hub, on its coordinator.
 
@@ -239,6 +255,7 @@ class CoordinatorTable:
         self._sessions: dict[int, CoordinatorSession] = {}
         self._verdicts: dict[int, ErrorRecord] = {}
         self._lost: set[int] = set()
+        self._late: dict[int, _Late] = {}
         self._opened = 0
 
     def handle(
@@ -258,6 +275,7 @@ class CoordinatorTable:
         if session is None:
             return False
         session.handle(rank, message, payload, now)
+        self._catch_up(now)
         self._retire(number, session)
         return isinstance(message, wire.Answer) and session.parts() is not None
 
@@ -271,13 +289,36 @@ class CoordinatorTable:
         if over is None and number < self._opened and rank != self._coordinator:
             over = failures.record(f"the coordinator has closed session {number} ({message.kind}) already")
         if over is not None:
-            self._emit(rank, wire.Verdict(number, over, late=True), b"")
+            self._late[rank] = _Late(number, over, now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT))
+            self._catch_up(now)
             return None
         session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now)
         self._sessions[number] = session
         for lost in self._lost:
             session.lose(lost, now)
         return session
+
+    def _catch_up(self, now: float) -> None:
+        """Put ranks in step again that opened a session which was over.
+
+        If the others wait in a newer session, the rank has left out a call, or it makes one that they have given up. To
+        let it join would mix what belongs to different calls. So that session fails, and the next is the same for all.
+        Otherwise the rank just comes late.
+        """
+        for rank, late in list(self._late.items()):
+            newer = max((number for number in self._sessions if number > late.number), default=None)
+            if newer is not None and not self._sessions[newer].has_opened(rank):
+                text = (
+                    f"is {newer - late.number} call(s) behind the other ranks; from the next call on, all are in step"
+                )
+                self._sessions[newer].fail_rank(rank, failures.record(text), now)
+                self._answer_late(rank, late, resume=newer + 1)
+            elif now >= late.until:
+                self._answer_late(rank, late, resume=0)
+
+    def _answer_late(self, rank: int, late: _Late, resume: int) -> None:
+        del self._late[rank]
+        self._emit(rank, wire.Verdict(late.number, late.error, late=True, resume=resume), b"")
 
     def _retire(self, number: int, session: CoordinatorSession) -> None:
         if session.verdict is not None:
@@ -316,7 +357,8 @@ class CoordinatorTable:
 
     def tick(self, now: float) -> float:
         """Let time pass in every session; returns when to call again."""
-        due = math.inf
+        self._catch_up(now)
+        due = min((late.until for late in self._late.values()), default=math.inf)
         for number, session in list(self._sessions.items()):
             due = min(due, session.tick(now))
             self._retire(number, session)

@@ -117,11 +117,17 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The session has failed, on every rank, with this error. ``late``: it had before you opened it."""
+    """The session has failed, on every rank, with this error.
+
+    ``late``: it had before you opened it. ``resume``: the number of the session that you open next, if it is not the
+    one after this. ``notice``: you have not opened it; when you do, you will be answered.
+    """
 
     session: Number
     error: ErrorRecord
     late: bool = False
+    resume: Number = 0
+    notice: bool = False
 
 
 Message = Hello | Leave | Open | Answer | Fail | Beat | Bye | Reply | Verdict

@@ -375,6 +375,31 @@ def test_missing_ranks_time_out_and_may_come_back(group: Group, missing: list[in
     assert_works(group)
 
 
+@pytest.mark.parametrize("skipping", [0, 3])
+@pytest.mark.parametrize("first", [True, False], ids=["comes first", "comes last"])
+def test_a_rank_that_leaves_out_a_call_is_in_step_again_after_the_next(
+    group: Group, skipping: int, first: bool
+) -> None:
+    others = [rank for rank in range(RANKS) if rank != skipping]
+    for error in run(group, one_round(own_number, SHORT), others).values():
+        assert type(error) is CheckpointTimeoutError
+
+    def next_call(hub: Any, rank: int) -> bytes:
+        time.sleep(0.0 if (rank == skipping) == first else 0.3)
+        with hub.session("save", LONG) as session:
+            return bytes(session.gather_scatter("plan", lambda: own_number(rank), echo))
+
+    begun = time.monotonic()
+    outcomes = run(group, next_call)
+    assert time.monotonic() - begun < AT_ONCE
+    assert "arrived late" in str(outcomes[skipping])
+    for rank in others:
+        assert type(outcomes[rank]) is RankFailureError
+        assert list(outcomes[rank].failures) == [skipping]
+        assert "behind" in str(outcomes[rank])
+    assert_works(group)
+
+
 def test_work_may_last_longer_than_the_timeout(group: Group) -> None:
     def local(rank: int) -> bytes:
         if rank in (0, 2):

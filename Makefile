@@ -1,0 +1,52 @@
+# Needs nothing but make and Python 3.10 to 3.13: everything else is installed into .venv on first use, and again when
+# setup.py changes.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+BENCH_VENV := benchmark/.venv
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(INSTALLED) ## train on 4 ranks, come back on 2 in another layout, compare
+	@$(PYTHON) examples/demo.py
+
+test: $(INSTALLED) ## run the tests
+	$(PYTHON) -m pytest -q
+
+lint: $(INSTALLED_DEV) ## check style and types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 3 minutes)
+	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
+
+$(BENCH_VENV)/.installed: benchmark/requirements.txt | $(INSTALLED)
+	$(PYTHON) -m venv --clear $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmark/requirements.txt
+	@touch $@
+
+clean: ## remove what tools and builds left behind (not .venv)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): setup.py
+	@if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+		python=$$(.ci/find-python) || exit 1; \
+		echo "Making $(VENV) with $$($$python --version)"; \
+		$$python -m venv --clear $(VENV); \
+	fi
+	@echo "Installing PaddlePaddle and the test requirements into $(VENV) (once, about a minute)"
+	@$(PIP_INSTALL) --editable '.[cpu,test]'
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	@$(PIP_INSTALL) --editable '.[cpu,test,dev]'
+	@touch $@

@@ -1,0 +1,186 @@
+"""Measures saves and loads of several libraries on two ranks.
+
+    python -m benchmark.run [--quick]
+
+Prints a table, and writes it and all samples to benchmark/results/. Takes about 12 minutes, with --quick about 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmark import machine
+from benchmark.processes import BenchmarkError, Ranks, started
+from benchmark.report import Results, as_json, as_markdown
+from benchmark.schedule import JOBS, PEERS, Job, Peer, Plan
+from benchmark.states import LAYOUTS
+
+HERE = Path(__file__).resolve().parent
+_READ_BYTES = 8 << 20
+_MEMORY_ROUNDS = 3
+
+
+class Run:
+    """One run of the benchmark.
+
+    Args:
+        plan: What is measured.
+        peers: The peers' processes, by name.
+        scratch: Folder for checkpoints.
+        results: Where the samples go.
+    """
+
+    def __init__(self, plan: Plan, peers: dict[str, Ranks], scratch: Path, results: Results) -> None:
+        self._plan, self._peers, self._scratch, self._results = plan, peers, scratch, results
+        self._unchecked: set[tuple[str, str]] = set()
+        self._saves = 0
+
+    def measure(self, state: str) -> None:
+        """Everything about one state."""
+        for peer in self._plan.peers:
+            _say(f"state {state}: {peer.title} gets ready")
+            self._peers[peer.name].do("build", state=state, layouts=LAYOUTS[state])
+            self._peers[peer.name].do("save", path=str(self._checkpoint(peer)), memory=False)
+        self._unchecked = {(peer.name, layout) for peer in self._plan.peers for layout in LAYOUTS[state]}
+        for peer, job in self._plan.warm_up(state):
+            _say(f"state {state}: warm-up: {peer.title}: {job.works[0]}")
+            self._do(peer, job)
+        for i, jobs in enumerate(self._plan.in_rounds(state)):
+            for peer, job in jobs:
+                _say(f"state {state}: round {i + 1} of {self._plan.rounds}: {peer.title}: {job.works[0]}")
+                for work, seconds in self._do(peer, job):
+                    self._results.seconds.setdefault((state, work, peer.name), []).append(seconds)
+        if state == "A":
+            self._measure_memory()
+        for peer in self._plan.peers:
+            self._peers[peer.name].do("drop")
+            shutil.rmtree(self._checkpoint(peer))
+
+    def _do(self, peer: Peer, job: Job) -> list[tuple[str, float]]:
+        """Have a peer do a job; what it took, by work."""
+        if job.renew:
+            self._peers[peer.name].do("build", state=job.state, layouts=[job.layout or "same"])
+        return [(work, max(answer["seconds"] for answer in self._call(peer, job))) for work in job.works]
+
+    def _call(self, peer: Peer, job: Job, memory: bool = False) -> list[dict[str, Any]]:
+        """Save to a new folder, or load from the page cache; each rank's measurement."""
+        ranks = self._peers[peer.name]
+        if job.layout is None:
+            self._saves += 1
+            path = self._scratch / f"save-{self._saves}"
+            answers = ranks.do("save", path=str(path), memory=memory)
+            shutil.rmtree(path)
+            os.sync()  # nobody pays for what another one left in the page cache
+            return answers
+        unchecked = (peer.name, job.layout) in self._unchecked
+        if unchecked:
+            ranks.do("zero", layout=job.layout)
+        _read_all(self._checkpoint(peer))
+        answers = ranks.do("load", path=str(self._checkpoint(peer)), layout=job.layout, memory=memory)
+        if unchecked:
+            ranks.do("check", layout=job.layout)
+            self._unchecked.remove((peer.name, job.layout))
+        return answers
+
+    def _measure_memory(self) -> None:
+        for peer in self._plan.peers:
+            if peer.name == "probe":
+                continue
+            for job in (job for job in JOBS if job.state == "A"):
+                _say(f"memory: {peer.title}: {job.works[0]}")
+                for _ in range(_MEMORY_ROUNDS):
+                    answers = self._call(peer, job, memory=True)
+                    worse = max(answers, key=lambda answer: answer["peak"])
+                    self._results.memory.setdefault((job.works[0], peer.name), []).append(worse)
+
+    def _checkpoint(self, peer: Peer) -> Path:
+        """The checkpoint that a peer loads from."""
+        return self._scratch / f"{peer.name}-checkpoint"
+
+
+def _read_all(folder: Path) -> None:
+    """Bring a checkpoint into the page cache."""
+    buffer = memoryview(bytearray(_READ_BYTES))
+    for path in _files(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> Results:
+    """Run the benchmark.
+
+    Raises:
+        BenchmarkError: a peer failed.
+    """
+    peers = [peer for peer in PEERS if peer.name in args.peers]
+    plan = Plan.of(peers, args.quick, args.seed, args.rounds)
+    environments = {"paddle": Path(sys.executable), "torch": args.torch_python}
+    pythons = {peer.name: environments[peer.environment] for peer in peers}
+    for peer in peers:
+        if not pythons[peer.name].exists():
+            raise BenchmarkError(f"{peer.title}: there is no {pythons[peer.name]}; make bench makes it")
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = {"quick": args.quick, "rounds": plan.rounds, "seed": args.seed, "states": args.states}
+    with tempfile.TemporaryDirectory(prefix="scratch-", dir=args.scratch or args.out) as folder:
+        scratch = Path(folder)
+        results = Results(machine.describe(scratch), {}, settings, peers)
+        _say("starting the ranks")
+        with started(pythons, scratch) as all_ranks:
+            results.versions = {k: v for ranks in all_ranks for k, v in ranks.do("versions")[0].items()}
+            this_run = Run(plan, {ranks.peer: ranks for ranks in all_ranks}, scratch, results)
+            for state in args.states:
+                this_run.measure(state)
+    _say("")
+    return results
+
+
+def main() -> int:
+    """Run the benchmark and write its results; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Measure this library against others, two ranks each.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and without the slowest works")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
+    parser.add_argument("--scratch", type=Path, help="existing folder for checkpoints, 4 GB; default: that of --out")
+    parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
+    parser.add_argument("--rounds", type=int, help="how often what is not slow is measured; default: 15, or 5")
+    parser.add_argument("--states", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--peers", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--torch-python",
+        type=Path,
+        default=HERE / ".venv" / "bin" / "python",
+        help="Python of an environment with torch and numpy",
+    )
+    args = parser.parse_args()
+    try:
+        results = run(args)
+    except BenchmarkError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    report = as_markdown(results)
+    (args.out / "benchmark.json").write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")
+    (args.out / "benchmark.md").write_text(report, encoding="utf-8")
+    print(report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

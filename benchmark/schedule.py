@@ -1,0 +1,123 @@
+"""What is measured, how often, and in which order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["JOBS", "PEERS", "Job", "Peer", "Plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A library under measurement.
+
+    Attributes:
+        name: Its module in :mod:`benchmark.peers`.
+        title: What the table calls it.
+        environment: ``"paddle"`` or ``"torch"``: the virtual environment that has it.
+    """
+
+    name: str
+    title: str
+    environment: str
+
+
+PEERS = (
+    Peer("ours", "paddle_dist_ckpt", "paddle"),
+    Peer("paddle_builtin", "Paddle's own", "paddle"),
+    Peer("torch_dcp", "torch DCP", "torch"),
+    Peer("probe", "plain probe", "paddle"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something that a peer is told to do, and that is measured.
+
+    Attributes:
+        state: ``"A"`` or ``"B"``.
+        works: What the table calls it; two names if it is done twice in a row and both count.
+        layout: The layout to load into; None for a save.
+        renew: Whether to take tensors that were not saved or loaded before.
+    """
+
+    state: str
+    works: tuple[str, ...]
+    layout: str | None = None
+    renew: bool = False
+
+
+JOBS = (
+    Job("A", ("save",)),
+    Job("A", ("load, same layout",), "same"),
+    Job("A", ("load, Shard(0) and Shard(1) swapped",), "swapped"),
+    Job("A", ("load 1 of 6 layers",), "layer"),
+    Job("B", ("save, new tensors", "save again"), renew=True),
+    Job("B", ("load, same layout, new tensors",), "same", renew=True),
+    Job("B", ("load, Shard(1) instead of Shard(0), new tensors",), "swapped", renew=True),
+)
+
+# Rounds of the peers that take seconds, or minutes, for what others do in a fraction of one: (full, quick).
+_SLOW = {
+    ("paddle_builtin", "B", "swapped"): (1, 0),
+    ("paddle_builtin", "B", "same"): (4, 1),
+    ("paddle_builtin", "B", None): (4, 1),
+    ("torch_dcp", "B", "swapped"): (2, 0),
+    ("torch_dcp", "B", "same"): (2, 1),
+    ("torch_dcp", "B", None): (2, 1),
+}
+_IMPOSSIBLE = {("probe", "swapped")}
+_FULL, _QUICK = 15, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How often, and in which order.
+
+    Attributes:
+        peers: Which peers take part.
+        rounds: How often most jobs are measured.
+        quick: Whether slow ones are left out, or measured once.
+        seed: Of the order.
+    """
+
+    peers: Sequence[Peer]
+    rounds: int
+    quick: bool
+    seed: int
+
+    @staticmethod
+    def of(peers: Sequence[Peer], quick: bool, seed: int, rounds: int | None) -> Plan:
+        """A plan with the usual number of rounds, unless ``rounds`` says another."""
+        usual = _QUICK if quick else _FULL
+        return Plan(peers, usual if rounds is None else rounds, quick, seed)
+
+    def rounds_of(self, peer: Peer, job: Job) -> int:
+        """How often a peer's job is measured."""
+        if (peer.name, job.layout) in _IMPOSSIBLE:
+            return 0
+        slow = _SLOW.get((peer.name, job.state, job.layout))
+        return self.rounds if slow is None else min(self.rounds, slow[self.quick])
+
+    def warm_up(self, state: str) -> list[tuple[Peer, Job]]:
+        """What is done once before anything is measured; not the slow jobs."""
+        return [
+            (peer, job)
+            for peer in self.peers
+            for job in JOBS
+            if job.state == state and self.rounds_of(peer, job) and (peer.name, state, job.layout) not in _SLOW
+        ]
+
+    def in_rounds(self, state: str) -> Iterator[list[tuple[Peer, Job]]]:
+        """For each round what is measured, shuffled. Jobs with fewer rounds are spread over all of them."""
+        order = random.Random(f"{self.seed} {state}")
+        jobs = [(peer, job) for peer in self.peers for job in JOBS if job.state == state]
+        for i in range(self.rounds):
+            now = [pair for pair in jobs if self._is_due(i, self.rounds_of(*pair))]
+            order.shuffle(now)
+            yield now
+
+    def _is_due(self, i: int, times: int) -> bool:
+        return (i + 1) * times // self.rounds != i * times // self.rounds

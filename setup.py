@@ -1,0 +1,61 @@
+"""Packaging of paddle_dist_ckpt. Tool settings are in pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+# Paddle's CPU and GPU builds are different distributions, and 3.x builds for GPUs come from Paddle's own index. So
+# neither is a plain requirement: whoever installs the library has one, or asks for it with an extra.
+EXTRAS = {
+    "cpu": ["paddlepaddle>=3.0", "numpy<2.4"],  # Paddle's shard_dataloader fails with numpy 2.4
+    "gpu": ["paddlepaddle-gpu"],
+    "test": ["hypothesis", "numpy<2.4", "pytest>=8", "safetensors"],
+    "dev": ["mypy", "ruff"],
+}
+
+
+def version() -> str:
+    """Return the version without importing the package, whose requirements may not be installed yet."""
+    text = (ROOT / "paddle_dist_ckpt" / "version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('paddle_dist_ckpt/version.py has no line of the form: __version__ = "1.2.3"')
+    return found[1]
+
+
+def long_description() -> str:
+    """Return the README, if there is one."""
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+
+
+setup(
+    name="paddle_dist_ckpt",
+    version=version(),
+    description="Distributed checkpoints for PaddlePaddle: save on one layout of ranks, load on any other",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["paddle_dist_ckpt", "paddle_dist_ckpt.*"]),
+    package_data={"paddle_dist_ckpt": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["ml_dtypes", "msgspec", "numpy", "pyzmq", "tqdm", "xxhash"],
+    extras_require=EXTRAS,
+    classifiers=[
+        "Intended Audience :: Developers",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    zip_safe=False,
+)

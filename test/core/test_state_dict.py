@@ -1,0 +1,158 @@
+"""The tree of a state_dict, taken apart and put together."""
+
+from __future__ import annotations
+
+import collections
+import enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_dist_ckpt.core.state_dict import Leaf, assign, build_tree, flatten
+from paddle_dist_ckpt.errors import UnsupportedValueError
+from paddle_dist_ckpt.testing import run_ranks
+from test.strategies import equal, examples
+
+
+class Tensor:
+    """Stands for a tensor; equal only to itself."""
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def paths(state_dict: dict[Any, Any]) -> list[str]:
+    return [leaf.path for leaf in flatten(state_dict, is_tensor)]
+
+
+def test_containers_of_tensors_are_taken_apart_and_others_are_leaves() -> None:
+    t = Tensor()
+    state = {"a": {"b.c": t, 5: {}}, "l": [1, t, (t, [])], "v": [1, {"x": (2,)}], "odd": {1.5: 1}, "e": {}}
+    assert flatten(state, is_tensor) == [
+        Leaf("/a/b.c", t, True),
+        Leaf("/a/~i5", {}, False),
+        Leaf("/l/~l0", 1, False),
+        Leaf("/l/~l1", t, True),
+        Leaf("/l/~l2/~t0", t, True),
+        Leaf("/l/~l2/~t1", [], False),
+        Leaf("/v", [1, {"x": (2,)}], False),
+        Leaf("/odd", {1.5: 1}, False),
+        Leaf("/e", {}, False),
+    ]
+
+
+state_keys = st.one_of(st.text(max_size=3), st.text(st.sampled_from("~/.0i"), max_size=3), st.integers(-3, 3))
+leaves = st.one_of(
+    st.builds(Tensor), st.none(), st.integers(), st.just([]), st.just({}), st.just(()), st.text(max_size=2)
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(state_keys, inner, max_size=3),
+    ),
+    max_leaves=10,
+)
+
+
+@examples(300)
+@given(st.dictionaries(state_keys, trees, max_size=4))
+def test_a_state_dict_comes_back_from_its_leaves(state: dict[Any, Any]) -> None:
+    found = flatten(state, is_tensor)
+    assert len({leaf.path for leaf in found}) == len(found)
+    assert all(leaf.is_tensor == is_tensor(leaf.value) for leaf in found)
+    assert equal(build_tree((leaf.path, leaf.value) for leaf in found), state)
+
+
+@examples(300)
+@given(st.dictionaries(state_keys, trees, max_size=4))
+def test_assign_sets_every_leaf_where_it_was(state: dict[Any, Any]) -> None:
+    found = flatten(state, is_tensor)
+    values = {leaf.path: ("new", i) for i, leaf in enumerate(found)}
+    expected = build_tree(values.items())
+    assign(state, values)
+    assert equal(state, expected)
+
+
+def test_assign_keeps_dicts_and_lists_and_replaces_tuples() -> None:
+    inner, items = {"x": 1}, [1, 2]
+    state = {"d": inner, "l": items, "t": ({"y": 1}, 2)}
+    kept = state["t"][0]
+    assign(state, {"/d/x": 5, "/l/~l1": 6, "/t/~t1": 7})
+    assert state == {"d": {"x": 5}, "l": [1, 6], "t": ({"y": 1}, 7)}
+    assert state["d"] is inner
+    assert state["l"] is items
+    assert state["t"][0] is kept
+
+
+def test_subclasses_of_dict_are_taken_apart_too() -> None:
+    assert paths(collections.OrderedDict(b=Tensor(), a=collections.defaultdict(int, x=1))) == ["/b", "/a/x"]
+
+
+def test_build_tree_fills_places_that_no_path_names() -> None:
+    assert build_tree([("/a/~l2", 1), ("/b/~t1", 2)]) == {"a": [None, None, 1], "b": (None, 2)}
+    assert build_tree([("", 5)]) == 5
+    assert build_tree([]) == {}
+
+
+@pytest.mark.parametrize("order", [("/a", "/a/b"), ("/a/b", "/a")])
+def test_build_tree_refuses_a_leaf_that_is_a_container(order: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="/a"):
+        build_tree((path, 1) for path in order)
+
+
+@pytest.mark.parametrize("state", [None, [], "x", [("a", 1)]])
+def test_what_is_no_dict_is_refused(state: Any) -> None:
+    with pytest.raises(TypeError, match="state_dict"):
+        flatten(state, is_tensor)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize("key", [1.5, None, True, (1,), b"x", Colour.RED, np.int64(3)])
+def test_keys_above_a_tensor_are_str_or_int(key: Any) -> None:
+    for state in ({key: Tensor()}, {"model": {key: Tensor()}}, {"model": {key: [{"x": Tensor()}]}}):
+        with pytest.raises(UnsupportedValueError) as caught:
+            flatten(state, is_tensor)
+        assert repr(key) in str(caught.value)
+
+
+def test_a_namedtuple_of_tensors_is_refused_by_name() -> None:
+    pair = collections.namedtuple("pair", "x y")
+    with pytest.raises(UnsupportedValueError, match=r"^/model/p"):
+        flatten({"model": {"p": pair(Tensor(), 1)}}, is_tensor)
+
+
+def test_a_tree_without_an_end_is_refused() -> None:
+    endless: dict[str, Any] = {"t": Tensor()}
+    endless["self"] = endless
+    with pytest.raises(UnsupportedValueError, match="contain itself"):
+        flatten(endless, is_tensor)
+    items: list[Any] = [Tensor()]
+    items.append(items)
+    with pytest.raises(UnsupportedValueError, match="contain itself"):
+        flatten({"items": items}, is_tensor)
+
+
+AWKWARD = ["\ud800", 10**5_000, -(2**70), "", "~", "/", "a\\b", "\0", "__metadata__", "%", "[0:1]"]
+
+
+@pytest.mark.parametrize("key", AWKWARD, ids=map(str, range(len(AWKWARD))))
+def test_an_awkward_key_comes_back_or_is_refused_by_the_right_error(key: Any, tmp_path: Path) -> None:
+    def save_and_load(rank: Any) -> None:
+        rank.save({key: np.arange(3), "other": {key: 7}}, tmp_path)
+        loaded = {key: np.zeros(3, np.int64), "other": {key: None}}
+        rank.load(loaded, tmp_path)
+        assert loaded[key].tolist() == [0, 1, 2]
+        assert loaded["other"][key] == 7
+
+    (result,) = run_ranks(1, save_and_load)
+    assert result is None or isinstance(result, UnsupportedValueError), repr(result)[:300]

@@ -1,0 +1,340 @@
+"""Values come back equal and of the same type; what cannot is refused by name; what is hostile is refused."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import decimal
+import enum
+import math
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_dist_ckpt.core.values import decode_value, encode_value, from_jsonable
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
+from test.strategies import equal, examples
+
+LISTED = {
+    "none": None,
+    "bools": [True, False],
+    "ints": [0, 1, -1, 2**31, 2**53 + 1, 2**63 - 1, -(2**63)],
+    "beyond 64 bits": [2**63, -(2**63) - 1, 2**64, -(2**200)],
+    "ten thousand digits": [10**10_000 + 7, -(10**10_000)],
+    "floats": [0.0, -0.0, 1.0, 0.1, 1e22, 5e-324, 1.7976931348623157e308],
+    "no numbers": [math.nan, math.inf, -math.inf],
+    "complex": [1 + 2j, complex(-0.0, -0.0), complex(math.nan, math.inf), complex(1, math.nan)],
+    "strings": ["", "a", "\0", "\u00e9\U0001f600", '"\\\n', "\u2028"],
+    "lone surrogates": ["\ud800", "a\udfff", "\udc80\ud800"],
+    "bytes": [b"", b"\0", bytes(range(256))],
+    "tuples": [(), (1,), ((), (1, (2.0,)))],
+    "empty containers": [[], {}, (), [[]], {"a": {}}, [()]],
+    "int keys": {0: "a", -5: "b", 2**70: "c"},
+    "keys that are alike": {"1": "str", 1: "int", (1,): "tuple", b"1": "bytes", None: "none"},
+    "more keys": {1.5: "float", math.inf: "inf", 2j: "complex", True: "bool", ("a", (1, b"x")): "nested"},
+    "our own words": {"int": "0x1", "tuple": [1], "dict": [["a", 1]], "array": 1, "numpy": 2, "float": "nan"},
+    "one tag": {"float": "nan"},
+    "numpy scalars": [
+        *(np.dtype(code).type(1) for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")),
+        np.float32(-0.0),
+        np.float64("nan"),
+        np.complex64(1 - 2j),
+        np.complex128(complex(math.nan, 1)),
+        np.str_("\u00e9"),
+        np.str_(""),
+        np.bytes_(b"abc"),
+        np.datetime64("2024-05-06T07:08:09", "s"),
+        np.datetime64("NaT"),
+        np.timedelta64(5, "D"),
+    ],
+    "numpy scalars as keys": {np.int64(3): 1, np.str_("k"): 2},
+    "odd arrays": [
+        np.array(["a", "b\u00e9c"]),
+        np.array([b"x", b"yz"]),
+        np.array(["2020-01-01", "NaT"], "M8[ns]"),
+        np.array([[1, 2]], "m8[s]"),
+        np.arange(3, dtype=">f4"),
+        np.array(5, ">i2"),
+        np.zeros((0, 3), ">f8"),
+        np.array([], "U3"),
+        np.arange(6, dtype=">i4").reshape(2, 3).T,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_values_come_back(name: str) -> None:
+    value = LISTED[name]
+    assert equal(decode_value(encode_value(value, name)), value)
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=5),
+    st.text(st.characters(categories=["Cs", "L"]), max_size=3),
+    st.binary(max_size=5),
+    st.sampled_from([np.float32(1.5), np.int8(-1), np.bool_(True), np.str_("x"), np.datetime64(5, "s")]),
+)
+keys = st.one_of(
+    st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text(max_size=2))
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@examples(300)
+@given(values)
+def test_drawn_values_come_back(value: Any) -> None:
+    assert equal(decode_value(encode_value(value, "key")), value)
+
+
+@pytest.mark.parametrize("value", [np.str_("a\0"), np.bytes_(b"a\0\0")])
+def test_zeros_at_the_end_of_a_numpy_string_stay(value: np.generic) -> None:
+    assert equal(decode_value(encode_value(value, "key")), value)
+
+
+def test_an_int_key_may_have_any_size() -> None:
+    value = {10**10_000: {-(10**5_000): 1}}
+    assert decode_value(encode_value(value, "key")) == value
+
+
+def test_a_decoded_array_can_be_written_to() -> None:
+    array = decode_value(encode_value(np.array(["ab", "c"]), "key"))
+    array[0] = "x"
+    assert array.tolist() == ["x", "c"]
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Point(NamedTuple):
+    x: int
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        frozenset(),
+        object(),
+        Colour.RED,
+        Point(1),
+        Text("x"),
+        int,
+        len,
+        (1).__add__,
+        bytearray(b"x"),
+        memoryview(b"x"),
+        range(3),
+        decimal.Decimal(1),
+        collections.deque([1]),
+        np.array([object()]),
+        np.array([(1, 2.0)], "i4,f8"),
+        np.void(b"abc"),
+        np.longdouble(1),
+        np.clongdouble(1),
+        np.ma.masked_array([1], [True]),
+        {Colour.RED: 1},
+        {frozenset(): 1},
+        {(1, Colour.RED): 1},
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_other_types_are_refused_by_name(value: object) -> None:
+    for nested, place in ((value, "state"), ([0, value], r"state\[1\]"), ({"a": (value,)}, r"state\['a'\]\[0\]")):
+        with pytest.raises(UnsupportedValueError, match=f"^{place}"):
+            encode_value(nested, "state")
+
+
+def test_a_value_without_an_end_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(UnsupportedValueError, match=r"^state.*deeper"):
+        encode_value(endless, "state")
+
+
+def test_the_deepest_value_that_is_stored_can_be_read() -> None:
+    value: Any = 1
+    for i in range(199):
+        value = ({"k": value}, [value], (value,))[i % 3]
+    assert equal(decode_value(encode_value(value, "key")), value)
+
+
+def numpy_tag(name: object, data: bytes = b"") -> dict[str, Any]:
+    return {"numpy": [name, base64.b64encode(data).decode()]}
+
+
+def array_tag(name: object, shape: object, data: bytes = b"") -> dict[str, Any]:
+    return {"array": [name, shape, base64.b64encode(data).decode()]}
+
+
+HOSTILE = [
+    {},
+    {"int": 5},
+    {"int": "x"},
+    {"int": None},
+    {"int": ["0x1"]},
+    {"nope": 1},
+    {"int": "0x1", "float": "nan"},
+    {"float": "1.5"},
+    {"float": 1},
+    {"float": []},
+    {"complex": [1.0]},
+    {"complex": [1.0, 2.0, 3.0]},
+    {"complex": ["1", "2"]},
+    {"complex": [{"int": "0x1" + "0" * 400}, 1.0]},
+    {"complex": 7},
+    {"bytes": "!"},
+    {"bytes": "AAA"},
+    {"bytes": "\u00e9"},
+    {"bytes": 5},
+    {"str": "/w=="},
+    {"tuple": 5},
+    {"tuple": None},
+    {"dict": 5},
+    {"dict": [1]},
+    {"dict": [["a"]]},
+    {"dict": [["a", 1, 2]]},
+    {"dict": [[[], 1]]},
+    {"dict": [[{"dict": []}, 1]]},
+    numpy_tag("O", bytes(8)),
+    numpy_tag("|O", bytes(8)),
+    numpy_tag("V4", bytes(4)),
+    numpy_tag("i4,f8", bytes(12)),
+    numpy_tag("(,2)f4"),
+    numpy_tag("(,2)f4,f4"),
+    numpy_tag("{'a': 1}"),
+    numpy_tag("f4", bytes(4)),
+    numpy_tag("<f4", bytes(5)),
+    numpy_tag("<f4"),
+    numpy_tag("<U1", b"\xff\xff\xff\xff"),
+    numpy_tag("<U99999999999"),
+    numpy_tag("<M8[7/0s]"),
+    numpy_tag(None),
+    numpy_tag(["<f4"]),
+    numpy_tag(""),
+    {"numpy": ["<f4"]},
+    {"numpy": "<f"},
+    array_tag("<f4", [10**9] * 3),
+    array_tag("<f4", [0, 10**30]),
+    array_tag("<f4", [0, 2**62, 2**62]),
+    array_tag("<f4", [-1], bytes(4)),
+    array_tag("<f4", [-1, -1], bytes(4)),
+    array_tag("<f4", [0, -1]),
+    array_tag("<f4", [1.0], bytes(4)),
+    array_tag("<f4", ["1"], bytes(4)),
+    array_tag("<f4", None),
+    array_tag("<f4", [1] * 70, bytes(4)),
+    array_tag("<O", [0]),
+    {"array": []},
+    {"array": "abc"},
+]
+
+
+@pytest.mark.parametrize("tree", HOSTILE, ids=lambda tree: str(tree)[:40])
+def test_hostile_trees_are_refused(tree: Any) -> None:
+    for whole in (tree, [tree], {"tuple": [1, tree]}, {"dict": [["k", tree]]}):
+        with pytest.raises(CheckpointCorruptedError):
+            decode_value(msgspec.json.encode(whole))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"nan",
+        b"[1,]",
+        b"[" * 100_000,
+        b'{"tuple":[' * 5_000 + b"]}" * 5_000,
+        b"1" * 10_000,
+        b"1e999",
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_what_is_no_json_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointCorruptedError):
+        decode_value(data)
+
+
+def test_deep_trees_are_refused_without_an_end_of_the_stack() -> None:
+    tree: Any = 1
+    for _ in range(600):
+        tree = {"tuple": [tree]}
+    with pytest.raises(CheckpointCorruptedError):
+        from_jsonable(tree)
+
+
+json_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=4),
+    st.sampled_from(
+        ["nan", "0x1f", "-0x1", "AAAA", "AAAAAA==", "<f4", "<i8", "|b1", "<U1", "|S2", "<M8[s]", "(1,)f4", "O"]
+    ),
+)
+tags = st.one_of(
+    st.sampled_from(["int", "float", "complex", "bytes", "str", "tuple", "dict", "numpy", "array"]), st.text(max_size=3)
+)
+json_trees = st.recursive(
+    json_leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(tags, inner, min_size=1, max_size=1),
+        st.dictionaries(tags, inner, max_size=2),
+        st.tuples(
+            st.sampled_from(["<f4", "|b1", "<U1", "<M8[s]"]), st.lists(st.integers(-2, 3), max_size=3), inner
+        ).map(lambda content: {"array": list(content)}),
+    ),
+    max_leaves=10,
+)
+
+
+@examples(600)
+@given(json_trees)
+def test_any_json_is_decoded_or_refused(tree: Any) -> None:
+    try:
+        value = decode_value(msgspec.json.encode(tree))
+    except CheckpointCorruptedError:
+        return
+    assert equal(decode_value(encode_value(value, "key")), value)
+
+
+@examples(300)
+@given(st.text(st.sampled_from("<>|=biufcSUMmOV(),0123456789[]snD'/-{}: "), max_size=8), st.binary(max_size=8))
+def test_any_dtype_string_is_decoded_or_refused(name: str, data: bytes) -> None:
+    for tree in (numpy_tag(name, data), array_tag(name, [1], data), array_tag(name, [0])):
+        try:
+            from_jsonable(tree)
+        except CheckpointCorruptedError:
+            continue
+
+
+@pytest.mark.parametrize(
+    "tree", [{"tuple": "abc"}, {"dict": ["ab"]}, {"dict": {"ab": 1}}, {"int": "1_0"}, {"int": " 0x1"}]
+)
+def test_what_no_writer_writes_is_refused(tree: Any) -> None:
+    with pytest.raises(CheckpointCorruptedError):
+        from_jsonable(tree)

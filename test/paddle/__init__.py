@@ -1,0 +1,1 @@
+"""The public functions on Paddle's own tensors and on real ranks."""

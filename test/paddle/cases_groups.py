@@ -1,0 +1,118 @@
+"""Functions that test_groups.py sends to ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
+from test.paddle.layouts import Spread, part_of
+from test.paddle.outcomes import Outcome, outcome_of
+from test.paddle.tensors import dist_tensor, local_array
+from test.ranks.groups import group_of
+
+# State of the worker process: groups are made once.
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+def array() -> Any:
+    """The tensor that these tests save."""
+    return np.arange(26, dtype=np.float32).reshape(13, 2)
+
+
+def make_group(ranks: list[int]) -> None:
+    """Make a group; all ranks call it."""
+    if tuple(ranks) not in _groups:
+        _groups[tuple(ranks)] = dist.new_group(ranks, backend="gloo")
+
+
+def save_and_load(
+    path: str, ranks: list[int] | None, coordinator: int, by_rank: bool = False
+) -> tuple[bool, int, list[str]]:
+    """Save and load in a group (None is the default one).
+
+    Returns:
+        Whether this rank's part is right, its value, and the files in its folder.
+    """
+    group = None if ranks is None else _groups[tuple(ranks)]
+    members = list(range(dist.get_world_size())) if ranks is None else ranks
+    spread = Spread(members, (0,))
+    folder = Path(path, f"rank{dist.get_rank()}") if by_rank else Path(path)
+    state: dict[str, Any] = {"x": dist_tensor(array(), spread), "rank": dist.get_rank()}
+    options = SaveOptions(check_replicas="off")
+    save_state_dict(state, folder, group, coordinator, options=options)
+    target = {"x": dist_tensor(np.zeros_like(array()), spread), "rank": -1}
+    load_state_dict(target, folder, group, coordinator)
+    expected = part_of(array(), spread, dist.get_rank())
+    files = [file.name for file in folder.iterdir()]
+    return np.array_equal(local_array(target["x"]), expected), target["rank"], files
+
+
+def call_wrongly(path: str, ranks: list[int], coordinator: int) -> tuple[Outcome, Outcome]:
+    """Save and load with a group or coordinator that must be refused."""
+    group = _groups[tuple(ranks)]
+    save = outcome_of(lambda: save_state_dict({"x": paddle.ones([2])}, path, group, coordinator))
+    load = outcome_of(lambda: load_state_dict({"x": paddle.ones([2])}, path, group, coordinator))
+    return save, load
+
+
+def save_and_load_alone(path: str) -> tuple[float, int]:
+    """Save and load without the others, each rank in its own folder if it is called on several."""
+    folder, rank = Path(path, str(dist.get_rank())), dist.get_rank()
+    save_state_dict({"x": paddle.full([3], float(rank)), "rank": rank}, folder, options=SaveOptions(no_dist=True))
+    target = {"x": paddle.zeros([3]), "rank": -1}
+    load_state_dict(target, folder, options=LoadOptions(no_dist=True))
+    return float(target["x"].sum()), target["rank"]
+
+
+def save_different_keys(path: str, ranks: int) -> None:
+    """Save a state of which each rank has another part."""
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"all": paddle.ones([2]), f"only{rank}": paddle.full([2], float(rank))}
+    if rank == 0:
+        state = {}  # not even what all others have
+    elif rank == 2:
+        state["nested"] = {"value": 5, "big": "y" * 9000}
+    save_state_dict(state, path, group_of(ranks))
+
+
+def load_different_keys(path: str, ranks: int) -> tuple[Any, ...]:
+    """Load another part on each rank: nothing, one tensor, and all values."""
+    rank = dist.get_rank()
+    targets: list[dict[str, Any]] = [{}, {"only3": paddle.zeros([2])}, {"nested": None}, {"all": paddle.zeros([2])}]
+    report = load_state_dict(targets[rank], path, group_of(ranks))
+    tensors = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in targets[rank].items()}
+    return tensors, report.unused_keys
+
+
+def save_differing_replicas(path: str, check: Any) -> Outcome:
+    """Save plain tensors and values of which two differ between ranks."""
+    rank = dist.get_rank()
+    state = {"same": paddle.ones([4]), "other": paddle.full([4], float(rank)), "seed": rank, "step": 7}
+    options = SaveOptions(check_replicas=check)
+    return outcome_of(lambda: save_state_dict(state, path, group_of(3), 1, options=options).warnings)
+
+
+def save_again_and_again(path: str, ranks: list[int], saves: int) -> list[int]:
+    """Save several times with a group, as fast as it goes; returns the ids."""
+    spread, ids = Spread(ranks, (0,)), []
+    for i in range(saves):
+        state = {"x": dist_tensor(np.full((13, 2), 100 * ranks[0] + i, np.float32), spread), "i": 100 * ranks[0] + i}
+        ids.append(save_state_dict(state, path, _groups[tuple(ranks)]).unique_id)
+    return ids
+
+
+def save_together_with(path: str, by_rank: dict[int, list[int]], saves: int) -> list[int]:
+    """Save with the group that this rank belongs to, while another group saves into the same folder."""
+    return save_again_and_again(path, by_rank[dist.get_rank()], saves)
+
+
+def save_before_others(path: str, ranks: list[int], coordinator: int, timeout: float) -> Outcome:
+    """Save in a group that may never have met."""
+    options = SaveOptions(timeout=timeout)
+    group = _groups[tuple(ranks)]
+    return outcome_of(lambda: save_state_dict({"step": 1}, path, group, coordinator, options=options).unique_id)

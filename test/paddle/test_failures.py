@@ -1,0 +1,220 @@
+"""When something goes wrong on one rank, all ranks hear of it, and the checkpoint before is as it was."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import list_checkpoints, load_merged_state_dict, verify
+from test.paddle import cases_failures as cases
+from test.paddle.outcomes import Outcome
+from test.ranks.fresh import FreshRanks
+from test.ranks.pool import RankPool
+
+RANKS = 4
+
+
+@pytest.fixture
+def folder(pool: RankPool, tmp_path: Path) -> Path:
+    """A folder with one checkpoint, which says 1 everywhere."""
+    assert {outcome.result for outcome in pool.run(cases.save_number, str(tmp_path), RANKS, 1, ranks=RANKS)} == {0}
+    return tmp_path
+
+
+def assert_holds(folder: Path, number: int, ids: list[int]) -> None:
+    assert list_checkpoints(folder) == ids
+    merged = load_merged_state_dict(folder)
+    assert {merged["number"], *merged["y"].tolist(), *np.unique(merged["x"].numpy())} == {number}
+    assert verify(folder).ok
+
+
+def assert_saves_and_loads(pool: RankPool, folder: Path, number: int, ids: list[int]) -> None:
+    outcomes = pool.run(cases.save_number, str(folder), RANKS, number, ranks=RANKS)
+    assert [outcome.message for outcome in outcomes] == [""] * RANKS
+    assert_holds(folder, number, ids)
+    outcomes = pool.run(cases.load_number, str(folder), RANKS, ranks=RANKS)
+    assert [outcome.result for outcome in outcomes] == [[number]] * RANKS
+
+
+def no_files_but(folder: Path, unique_id: int) -> bool:
+    return all(
+        path.name == f"{unique_id}.metadata" or path.name.split(".")[0].endswith(f"_{unique_id}")
+        for path in folder.iterdir()
+    )
+
+
+# -- a rank that passes something else ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("unsupported", "UnsupportedValueError", "callback"),
+        ("shape", "UnsupportedValueError", "y"),
+        ("dtype", "UnsupportedValueError", "int32"),
+        ("kind", "UnsupportedValueError", "y"),
+        ("container", "UnsupportedValueError", "y"),
+        ("unique_id", "ValueError", "unique_id"),
+        ("path", "TypeError", "path"),
+    ],
+)
+def test_save_of_what_does_not_fit(pool: RankPool, folder: Path, wrong: int, how: str, error: str, words: str) -> None:
+    outcomes = pool.run(cases.save_wrongly, str(folder), RANKS, wrong, how, ranks=RANKS)
+    assert [outcome.error for outcome in outcomes] == [error] * RANKS
+    assert all(words in outcome.message for outcome in outcomes)
+    assert no_files_but(folder, 0)
+    assert_saves_and_loads(pool, folder, 2, [0, 1])
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize(("how", "words"), [("shape", "y"), ("missing", "z"), ("value", "y")])
+def test_load_into_what_does_not_fit(pool: RankPool, folder: Path, wrong: int, how: str, words: str) -> None:
+    results = pool.run(cases.load_wrongly, str(folder), RANKS, wrong, how, ranks=RANKS)
+    assert [outcome.error for outcome, _ in results] == ["StateDictMismatchError"] * RANKS
+    assert all(words in outcome.message and f"rank {wrong}" in outcome.message for outcome, _ in results)
+    assert all(untouched for _, untouched in results)
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [0, 3])
+def test_full_disk(pool: RankPool, folder: Path, full: int) -> None:
+    outcomes = pool.run(cases.save_on_full_disk, str(folder), RANKS, full, ranks=RANKS)
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (full,))] * RANKS
+    assert all("No space left" in outcome.message for outcome in outcomes)
+    assert outcomes[full].causes == ("OSError",)
+    assert_holds(folder, 1, [0])
+    assert no_files_but(folder, 0)
+    assert_saves_and_loads(pool, folder, 3, [0, 1])
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always"])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_disk_that_cannot_be_read(pool: RankPool, folder: Path, bad: int, exchange: str) -> None:
+    outcomes = pool.run(cases.load_from_bad_disk, str(folder), RANKS, bad, exchange, ranks=RANKS)
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (bad,))] * RANKS
+    assert all("partly written" in outcome.message for outcome in outcomes)
+    outcomes = pool.run(cases.load_number, str(folder), RANKS, exchange, ranks=RANKS)
+    assert [outcome.result for outcome in outcomes] == [[1]] * RANKS
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always"])
+def test_flipped_byte(pool: RankPool, folder: Path, exchange: str) -> None:
+    file = next(path for path in folder.glob("2_0.*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 16
+    file.write_bytes(data)
+    outcomes = pool.run(cases.load_number, str(folder), RANKS, exchange, ranks=RANKS)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error in ("CheckpointCorruptedError", "RankFailureError")
+    assert all(file.name in outcome.message and "x" in outcome.message for outcome in outcomes)
+    report = verify(folder)
+    assert not report.ok
+    assert file.name in report.problems[0]
+    assert_saves_and_loads(pool, folder, 2, [0, 1])
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "header"])
+def test_damaged_file(pool: RankPool, folder: Path, damage: str) -> None:
+    file = next(path for path in folder.glob("1_0.*.safetensors"))
+    data = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    else:
+        data[300] ^= 1
+        file.write_bytes(data)
+    outcomes = pool.run(cases.load_number, str(folder), RANKS, ranks=RANKS)
+    assert [outcome.error for outcome in outcomes] == ["CheckpointCorruptedError"] * RANKS
+    assert all(file.name in outcome.message for outcome in outcomes)
+    assert not verify(folder).ok
+
+
+# -- ranks that do not come --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absent", [0, 3])
+def test_rank_that_never_calls(pool: RankPool, folder: Path, absent: int) -> None:
+    others = [rank for rank in range(RANKS) if rank != absent]
+    outcomes = pool.run(cases.save_number, str(folder), RANKS, 2, None, 2.0, ranks=others)
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("CheckpointTimeoutError", (absent,))] * 3
+    assert all(1.5 < outcome.seconds < 4 for outcome in outcomes)
+    assert_holds(folder, 1, [0])
+    outcomes = pool.run(cases.load_number, str(folder), RANKS, "auto", 2.0, ranks=others)
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("CheckpointTimeoutError", (absent,))] * 3
+    # The late rank's calls meet sessions that are over; then all are in step again.
+    late = pool.run(cases.save_number, str(folder), RANKS, 2, None, 2.0, ranks=[absent])
+    assert late[0].error == "CheckpointTimeoutError"
+    late = pool.run(cases.load_number, str(folder), RANKS, "auto", 2.0, ranks=[absent])
+    assert late[0].error == "CheckpointTimeoutError"
+    assert_saves_and_loads(pool, folder, 3, [0, 1])
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_rank_that_skipped_a_save_is_in_step_again_after_one_more(tmp_path: Path, absent: int) -> None:
+    """Its next call may be the one that was missed, so that one must not be mixed with the others' next one."""
+    with FreshRanks(3, cases.skip_one_save, str(tmp_path), 3, absent) as ranks:
+        ends = ranks.wait(90)
+    assert [end.exit_code for end in ends] == [0] * 3, ends
+    skipped = [end.result[0] for rank, end in enumerate(ends) if rank != absent]
+    assert [(outcome.error, outcome.ranks) for outcome in skipped] == [("CheckpointTimeoutError", (absent,))] * 2
+    behind, in_step = ([end.result[1][i] for end in ends] for i in range(2))
+    assert all(outcome.error in ("CheckpointTimeoutError", "RankFailureError") for outcome in behind)
+    assert all(outcome.ranks == (absent,) for outcome in behind)
+    assert max(outcome.seconds for outcome in behind) < 5
+    assert [outcome.message for outcome in in_step] == [""] * 3
+    assert_holds(tmp_path, 4, [0, 1])
+
+
+# -- ranks that die ----------------------------------------------------------------------------------------------------
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("doing", "victim", "exchange"), [("save", 1, ""), ("save", 0, ""), ("load", 2, "auto"), ("load", 1, "always")]
+)
+def test_killed_rank(pool: RankPool, tmp_path: Path, doing: str, victim: int, exchange: str) -> None:
+    with FreshRanks(3, cases.die_in, doing, str(tmp_path), 3, victim, exchange) as ranks:
+        wait_for(tmp_path / "stopped")
+        time.sleep(0.2)
+        killed = time.monotonic()
+        ranks.kill(victim)
+        ends = ranks.wait(30)
+        seconds = time.monotonic() - killed
+    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], ends
+    outcomes: list[Outcome] = [end.result for rank, end in enumerate(ends) if rank != victim]
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (victim,))] * 2
+    assert seconds < 10
+    assert_holds(tmp_path, 1, [0])
+    assert_saves_and_loads(pool, tmp_path, 3, [0, 1])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_save_killed_at_any_moment(pool: RankPool, tmp_path: Path, seed: int) -> None:
+    unique_id = 0 if seed % 2 else None
+    with FreshRanks(2, cases.save_for_ever, str(tmp_path), 2, unique_id) as ranks:
+        wait_for(tmp_path / "done")
+        time.sleep(random.Random(seed).uniform(0, 0.3))
+        ranks.kill(seed % 2)
+        ranks.kill(1 - seed % 2)
+        assert [end.exit_code for end in ranks.wait(30)] == [-9, -9]
+    done = int((tmp_path / "done").read_text())
+    number = load_merged_state_dict(tmp_path)["number"]
+    assert number in (done, done + 1)
+    ids = list_checkpoints(tmp_path)
+    assert ids == ([0] if seed % 2 else list(range(number)))
+    assert_holds(tmp_path, number, ids)
+    assert_saves_and_loads(pool, tmp_path, 0, [*ids, ids[-1] + 1])

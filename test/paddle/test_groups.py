@@ -1,0 +1,131 @@
+"""Process groups, coordinators, and what differs between their ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paddle_dist_ckpt import list_checkpoints, load_merged_state_dict
+from test.paddle import cases_groups as cases
+from test.ranks.pool import RankPool
+
+SOME = [2, 3, 5]
+
+
+@pytest.fixture
+def some(pool: RankPool) -> RankPool:
+    """The pool, with a group of the ranks in SOME."""
+    pool.run(cases.make_group, SOME)
+    return pool
+
+
+def test_default_group(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(cases.save_and_load, str(tmp_path), None, 0)
+    assert [(right, value) for right, value, _ in results] == [(True, 0)] * 8
+
+
+def test_group_without_rank_0(some: RankPool, tmp_path: Path) -> None:
+    results = some.run(cases.save_and_load, str(tmp_path), SOME, 0, ranks=SOME)
+    assert [(right, value) for right, value, _ in results] == [(True, 2)] * 3
+    ranks = sorted(int(path.name.partition("_")[0]) for path in tmp_path.glob("*.safetensors"))
+    assert ranks == SOME
+    assert load_merged_state_dict(tmp_path)["x"].tolist() == cases.array().tolist()
+
+
+@pytest.mark.parametrize("coordinator", [3, 5])
+def test_coordinator_is_who_was_named(some: RankPool, tmp_path: Path, coordinator: int) -> None:
+    results = some.run(cases.save_and_load, str(tmp_path), SOME, coordinator, True, ranks=SOME)
+    assert [(right, value) for right, value, _ in results] == [(True, coordinator)] * 3
+    committed = {rank: "0.metadata" in files for rank, (_, _, files) in zip(SOME, results, strict=True)}
+    assert committed == {rank: rank == coordinator for rank in SOME}
+
+
+def test_coordinator_outside_the_group(some: RankPool, tmp_path: Path) -> None:
+    for outcomes in some.run(cases.call_wrongly, str(tmp_path), SOME, 4, ranks=SOME):
+        for outcome in outcomes:
+            assert outcome.error == "ValueError"
+            assert "coordinator_rank 4" in outcome.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_rank_outside_the_group(some: RankPool, tmp_path: Path) -> None:
+    for outcomes in some.run(cases.call_wrongly, str(tmp_path), SOME, 2, ranks=[0, 7]):
+        for outcome in outcomes:
+            assert outcome.error == "ValueError"
+            assert "[2, 3, 5]" in outcome.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_dist_needs_no_other_rank(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(cases.save_and_load_alone, str(tmp_path), ranks=[3]) == [(9.0, 3)]
+    assert pool.run(cases.save_and_load_alone, str(tmp_path), ranks=[0, 1, 3]) == [(0.0, 0), (3.0, 1), (9.0, 3)]
+    assert list_checkpoints(tmp_path / "3") == [0, 1]
+
+
+def test_ranks_with_different_keys(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(cases.save_different_keys, str(tmp_path), 4, ranks=4)
+    merged = load_merged_state_dict(tmp_path, flat=True)
+    assert sorted(merged) == ["all", "nested.big", "nested.value", "only1", "only2", "only3"]
+    assert merged["only2"].tolist() == [2.0, 2.0]
+    assert merged["nested.big"] == "y" * 9000
+    results = pool.run(cases.load_different_keys, str(tmp_path), 4, ranks=4)
+    assert [state for state, _ in results] == [
+        {},
+        {"only3": [3.0, 3.0]},
+        {"nested": {"value": 5, "big": "y" * 9000}},
+        {"all": [1.0, 1.0]},
+    ]
+    assert {tuple(sorted(unused)) for _, unused in results} == {("only1", "only2")}
+
+
+def test_everything_empty(pool: RankPool, tmp_path: Path) -> None:
+    pool.run("test.paddle.cases_failures:save", str(tmp_path), 3, None, {}, ranks=3)
+    assert load_merged_state_dict(tmp_path) == {}
+
+
+def test_replicas_that_differ_are_named(pool: RankPool, tmp_path: Path) -> None:
+    outcomes = pool.run(cases.save_differing_replicas, str(tmp_path), "warn", ranks=3)
+    for outcome in outcomes:
+        assert outcome.error is None
+        assert len(outcome.result) == 2
+        assert "other" in outcome.result[0]
+        assert "seed" in outcome.result[1]
+    merged = load_merged_state_dict(tmp_path)
+    assert merged["other"].tolist() == [1.0] * 4  # rank 1 was the coordinator
+    assert merged["seed"] == 1
+
+
+def test_replicas_that_differ_can_be_refused(pool: RankPool, tmp_path: Path) -> None:
+    for outcome in pool.run(cases.save_differing_replicas, str(tmp_path), "error", ranks=3):
+        assert outcome.error == "UnsupportedValueError"
+        assert "other" in outcome.message
+    assert list_checkpoints(tmp_path) == []
+    for outcome in pool.run(cases.save_differing_replicas, str(tmp_path), "off", ranks=3):
+        assert outcome.result == ()
+
+
+def test_two_groups_save_into_one_folder(some: RankPool, tmp_path: Path) -> None:
+    others = [0, 1, 6]
+    some.run(cases.make_group, others)
+    by_rank = {**dict.fromkeys(SOME, SOME), **dict.fromkeys(others, others)}
+    results = some.run(cases.save_together_with, str(tmp_path), by_rank, 6, ranks=[0, 2, 1, 3, 6, 5])
+    first, second = results[0], results[1]
+    assert results == [first, second] * 3
+    assert sorted([*first, *second]) == list_checkpoints(tmp_path) == list(range(12))
+    for ids, lead in ((first, others[0]), (second, SOME[0])):
+        for i, unique_id in enumerate(ids):
+            merged = load_merged_state_dict(tmp_path, unique_id=unique_id)
+            assert merged["i"] == 100 * lead + i
+            assert (merged["x"].numpy() == 100 * lead + i).all()
+
+
+def test_coordinator_that_was_never_there(some: RankPool, tmp_path: Path) -> None:
+    group = [1, 4, 7]
+    some.run(cases.make_group, group)
+    outcomes = some.run(cases.save_before_others, str(tmp_path), group, 4, 2.0, ranks=[1, 7])
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("CheckpointTimeoutError", (4,))] * 2
+    assert all(1.5 < outcome.seconds < 4 for outcome in outcomes)
+    outcomes = some.run(cases.save_before_others, str(tmp_path), group, 4, 20.0, ranks=group)
+    assert [outcome.message for outcome in outcomes] == [""] * 3
+    assert list_checkpoints(tmp_path) == [0]

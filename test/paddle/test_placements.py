@@ -1,0 +1,115 @@
+"""Placements of DistTensors, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import load_merged_state_dict, verify
+from test.paddle import cases_placements as cases
+from test.paddle.layouts import Spread
+from test.paddle.tensors import to_array
+from test.ranks.pool import RankPool
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("reduction", list(cases.REDUCTIONS))
+def test_partial_is_reduced_when_saved(pool: RankPool, tmp_path: Path, reduction: str, ranks: int, dtype: str) -> None:
+    pool.run(cases.save_partial, str(tmp_path), ranks, reduction, dtype, ranks=ranks, timeout=45)
+    _, reduce = cases.REDUCTIONS[reduction]
+    merged = load_merged_state_dict(tmp_path)
+    for name, count in (("whole", ranks), ("cut", 2)):
+        if name in merged:
+            found = to_array(merged[name]).astype(np.float64)
+            assert found.tolist() == reduce(cases.addends(count, (5, 6))).tolist()
+    assert ("cut" in merged) == (ranks == 4)
+
+
+def test_loading_into_a_partial_sum_gives_one_rank_the_value(pool: RankPool, tmp_path: Path) -> None:
+    value = np.arange(1.0, 13).reshape(3, 4).tolist()
+    zero = np.zeros((3, 4)).tolist()
+    assert pool.run(cases.load_partial, str(tmp_path), 4, "sum", ranks=4) == [value, zero, zero, zero]
+
+
+@pytest.mark.parametrize("reduction", ["avg", "max", "min"])
+def test_loading_into_another_partial_gives_all_ranks_the_value(pool: RankPool, tmp_path: Path, reduction: str) -> None:
+    value = np.arange(1.0, 13).reshape(3, 4).tolist()
+    assert pool.run(cases.load_partial, str(tmp_path), 2, reduction, ranks=2) == [value, value]
+
+
+MOVES = {
+    "to_a_mesh_without_some_ranks": (Spread([0, 1, 2, 3], (0,)), Spread([1, 3], (0,))),
+    "from_a_mesh_without_some_ranks": (Spread([2], (None,)), Spread([0, 1, 2, 3], (1,))),
+    "between_meshes_that_share_no_rank": (Spread([3, 1], (1,)), Spread([0, 2], (0,))),
+    "reversed": (Spread([0, 1, 2, 3], (0,)), Spread([3, 2, 1, 0], (0,))),
+    "to_shards_without_elements": (Spread([0, 1], (0,)), Spread([0, 1, 2, 3], (1,))),
+    "from_shards_without_elements": (Spread([0, 1, 2, 3], (1,)), Spread([[0, 2], [1, 3]], (0, None))),
+    "two_mesh_dims_on_one_tensor_dim": (Spread([[0, 1], [2, 3]], (0, 0)), Spread([[3, 1], [2, 0]], (1, 0))),
+    "three_mesh_dims": (Spread([[[0, 1], [2, 3]]], (None, 0, 1)), Spread([[[0], [1]], [[2], [3]]], (1, 0, None))),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("shape", [(13, 3), (7, 2), (8, 5, 2)], ids=str)
+def test_move(pool: RankPool, tmp_path: Path, move: str, shape: tuple[int, ...]) -> None:
+    source, destination = MOVES[move]
+    assert pool.run(cases.save_and_load, str(tmp_path), 4, source, destination, shape, ranks=4) == [True] * 4
+
+
+def test_ranks_outside_the_mesh_write_nothing(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(cases.save_where_it_is, str(tmp_path), 4, Spread([1, 2], (0,)), ranks=4)
+    writers = {int(path.name.partition("_")[0]) for path in tmp_path.glob("*.safetensors") if path.stat().st_size}
+    assert writers <= {0, 1, 2}  # 0 is the coordinator, which always has a file
+    assert load_merged_state_dict(tmp_path)["x"].numpy().tolist() == np.arange(24).reshape(8, 3).tolist()
+
+
+@pytest.mark.parametrize("orders", [(0, 1), (1, 0)], ids=str)
+def test_shard_order(pool: RankPool, tmp_path: Path, orders: tuple[int, int]) -> None:
+    assert pool.run(cases.save_in_shard_order, str(tmp_path), orders, ranks=4) == [True] * 4
+    assert load_merged_state_dict(tmp_path)["x"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spread"),
+    [
+        ((13, 2), Spread([0, 1, 2, 3], (0,))),
+        ((8, 4), Spread([[0, 1], [2, 3]], (0, 1))),
+        ((8, 4), Spread([[0, 1], [2, 3]], (0, 0))),
+        ((8, 4), Spread([[3, 1], [2, 0]], (1, None))),
+    ],
+    ids=str,
+)
+def test_paddle_cuts_tensors_as_these_tests_say(pool: RankPool, shape: tuple[int, ...], spread: Spread) -> None:
+    for found, expected in pool.run(cases.paddle_cuts, shape, spread, ranks=4):
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("tensors", [1, 8])
+def test_replicas_share_the_writing(pool: RankPool, tmp_path: Path, tensors: int) -> None:
+    size = 32 << 20
+    reports = pool.run(cases.save_large, str(tmp_path), 4, tensors, size // tensors, ranks=4)
+    written = [mine for mine, _ in reports]
+    assert {total for _, total in reports} == {size}
+    assert sum(written) == size
+    assert max(written) <= 1.05 * size / 4
+    assert verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("tensors", [1, 8])
+def test_replicas_share_the_reading(pool: RankPool, tmp_path: Path, tensors: int) -> None:
+    size = 48 << 20
+    pool.run(cases.save_large, str(tmp_path), 3, tensors, size // tensors, ranks=3)
+    results = pool.run(cases.load_large, str(tmp_path), 4, tensors, size // tensors, "always", ranks=4)
+    assert all(right for _, _, right in results)
+    assert sum(read for read, _, _ in results) == size
+    assert max(read for read, _, _ in results) <= 1.1 * size / 4
+    assert [read + received for read, received, _ in results] == [size] * 4
+
+
+def test_large_partial(pool: RankPool, tmp_path: Path) -> None:
+    elements = 5 << 20  # 40 MiB, several of the chunks in which addends travel
+    pool.run(cases.save_large_partial, str(tmp_path), 4, elements, ranks=4)
+    assert np.array_equal(load_merged_state_dict(tmp_path)["x"].numpy(), np.arange(elements))

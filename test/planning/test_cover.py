@@ -1,0 +1,87 @@
+"""Exact cover against painted arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_dist_ckpt.core.box import Box, intersect, whole
+from paddle_dist_ckpt.planning.cover import covers_exactly, first_gap
+from test.strategies import boxes_in, columns, examples, paint, shapes, tilings
+
+
+def check(shapes_and_boxes: list[tuple[tuple[int, ...], list[Box]]], dimensions: int = 4) -> list[bool]:
+    """``covers_exactly`` for tensors and their boxes, the way the plans call it."""
+    groups = [g for g, (_, boxes) in enumerate(shapes_and_boxes) for _ in boxes]
+    offsets, extents = columns([box for _, boxes in shapes_and_boxes for box in boxes], dimensions)
+    low, extent = columns([whole(shape) for shape, _ in shapes_and_boxes], dimensions)
+    found = covers_exactly(np.array(groups, np.int64), offsets, offsets + extents, low, low + extent)
+    return [bool(exact) for exact in found]
+
+
+@examples(200)
+@given(st.data())
+def test_tilings_cover_and_anything_else_does_not(data: st.DataObject) -> None:
+    """Tilings with a box added, left out, moved or doubled, several tensors at a time."""
+    cases, expected = [], []
+    for _ in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(shapes())
+        boxes = list(data.draw(tilings(shape)))
+        change = data.draw(st.sampled_from(["none", "leave out", "double", "replace", "add"]))
+        if boxes and change in ("leave out", "replace"):
+            boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        if boxes and change == "double":
+            boxes.append(data.draw(st.sampled_from(boxes)))
+        if min(shape, default=1) and change in ("replace", "add"):
+            boxes.append(data.draw(boxes_in(shape, least=1)))
+        cases.append((shape, data.draw(st.permutations(boxes))))
+        expected.append(bool((paint(shape, boxes) == 1).all()))
+    assert check(cases) == expected
+
+
+@examples(200)
+@given(st.data())
+def test_random_heaps_of_boxes(data: st.DataObject) -> None:
+    shape = data.draw(shapes(least=1, most=3, dimensions=3))
+    boxes = data.draw(st.lists(boxes_in(shape, least=1), max_size=6))
+    assert check([(shape, boxes)]) == [bool((paint(shape, boxes) == 1).all())]
+
+
+def test_overlaps_that_make_up_for_gaps_are_found() -> None:
+    # The numbers of elements add up; the regions do not.
+    assert check([((4,), [Box((0,), (2,)), Box((1,), (2,))])]) == [False]
+    assert check([((2, 2), [Box((0, 0), (1, 2)), Box((0, 0), (1, 2))])]) == [False]
+
+
+@pytest.mark.parametrize("box", [Box((-1,), (5,)), Box((0,), (5,)), Box((2,), (3,)), Box((-4,), (4,))])
+def test_boxes_outside_do_not_cover(box: Box) -> None:
+    assert check([((4,), [box]), ((4,), [whole((4,))])]) == [False, True]
+
+
+def test_regions_of_no_elements_need_no_boxes() -> None:
+    assert check([((0,), []), ((3, 0, 2), []), ((), []), ((), [Box((), ())])]) == [True, True, False, True]
+    assert check([((), []), ((), [Box((), ())]), ((), [Box((), ())] * 2)], dimensions=0) == [False, True, False]
+    assert check([]) == []
+
+
+def test_regions_need_not_start_at_zero() -> None:
+    low, high = np.array([[2**40, 7]]), np.array([[2**40 + 4, 9]])
+    half = low + [[2, 0]]
+    boxes_low, boxes_high = np.vstack([low, half]), np.vstack([half + [[0, 2]], high])
+    assert covers_exactly(np.zeros(2, np.int64), boxes_low, boxes_high, low, high).tolist() == [True]
+    assert covers_exactly(np.zeros(1, np.int64), boxes_low[:1], boxes_high[:1], low, high).tolist() == [False]
+
+
+@examples(200)
+@given(st.data())
+def test_first_gap_is_a_region_that_no_box_has(data: st.DataObject) -> None:
+    shape = data.draw(shapes(most=4, dimensions=3))
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=5))
+    gap = first_gap(whole(shape), boxes)
+    assert (gap is None) == bool((paint(shape, boxes) > 0).all())
+    if gap is not None:
+        assert gap.size
+        assert paint(shape, [gap]).sum() == gap.size
+        assert all(intersect(gap, box) is None for box in boxes)

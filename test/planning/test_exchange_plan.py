@@ -1,0 +1,193 @@
+"""Exchange plans, painted: every needed element reaches everyone who needs it, once, from one reader."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_dist_ckpt.core.box import Box, cut_flat_range, intersect, whole
+from paddle_dist_ckpt.planning import exchange_plan
+from paddle_dist_ckpt.planning.blocks import touched_blocks
+from paddle_dist_ckpt.planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
+from test.strategies import boxes_in, examples, paint, shapes
+
+BLOCK = 64
+UNIT_BYTES, ROUND_BYTES = 256, 1024
+
+
+class Job(NamedTuple):
+    """What an exchange is planned from."""
+
+    shards: dict[int, ExchangeShard]
+    needs: dict[int, list[Need]]
+    reach: dict[int, list[int]]
+    ranks: int
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Shards in up to three files, needs of up to five ranks, and which ranks reach which file."""
+    ranks = draw(st.integers(1, 5))
+    reach = {file: sorted(draw(st.sets(st.integers(0, ranks - 1), min_size=1))) for file in range(3)}
+    shards, needs = {}, {}
+    rows = [0] * ranks
+    for number in draw(st.sets(st.integers(0, 20), max_size=4)):
+        shape = draw(shapes(least=1))
+        shards[number] = ExchangeShard(draw(st.integers(0, 2)), shape, draw(st.sampled_from([1, 2, 4, 8, 16])))
+        wanted = []
+        same_for_all = draw(st.booleans())
+        boxes = draw(st.lists(boxes_in(shape, least=1), max_size=2))
+        for rank in draw(st.permutations(range(ranks))):
+            for box in boxes if same_for_all else draw(st.lists(boxes_in(shape, least=1), max_size=2)):
+                wanted.append(Need(rank, rows[rank], box))
+                rows[rank] += 1
+        if wanted:
+            needs[number] = wanted
+    return Job(shards, needs, reach, ranks)
+
+
+def small_plan(job: Job) -> list[list[Unit]]:
+    """The plan with small units and rounds, so that small tensors have many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "_UNIT_BYTES", UNIT_BYTES)
+        patch.setattr(exchange_plan, "_ROUND_BYTES", ROUND_BYTES)
+        return plan_exchange(*job, BLOCK)
+
+
+def deliveries(units: list[Unit]) -> list[tuple[int, int, int, int, Box]]:
+    """Everything that arrives: shard, reader, rank, its row, box."""
+    found = []
+    for unit in units:
+        for parcel in unit.parcels:
+            rows = parcel.rows if parcel.destination == ALL else {parcel.destination: parcel.row}
+            found += [(unit.shard, unit.reader, rank, row, parcel.box) for rank, row in rows.items()]
+    return found
+
+
+@examples(250)
+@given(jobs())
+def test_each_need_is_met_once(job: Job) -> None:
+    units = [unit for turn in small_plan(job) for unit in turn]
+    arrived = deliveries(units)
+    for number, wanted in job.needs.items():
+        for need in wanted:
+            mine = [box for s, _, rank, row, box in arrived if (s, rank, row) == (number, need.rank, need.row)]
+            expected = paint(job.shards[number].shape, [need.box])
+            assert np.array_equal(paint(job.shards[number].shape, mine), expected)
+    known = {(number, need.rank, need.row) for number, wanted in job.needs.items() for need in wanted}
+    assert {(s, rank, row) for s, _, rank, row, _ in arrived} == known
+
+
+@examples(250)
+@given(jobs())
+def test_each_block_is_read_by_one_rank_that_reaches_it(job: Job) -> None:
+    readers: dict[tuple[int, int], int] = {}
+    for unit in (unit for turn in small_plan(job) for unit in turn):
+        shard = job.shards[unit.shard]
+        assert unit.reader in job.reach[shard.file]
+        boxes = [parcel.box for parcel in unit.parcels]
+        for start, stop in touched_blocks(shard.shape, shard.itemsize, boxes, BLOCK):
+            for block in range(start, stop):
+                assert readers.setdefault((unit.shard, block), unit.reader) == unit.reader
+                inside = cut_flat_range(
+                    shard.shape,
+                    block * BLOCK // shard.itemsize,
+                    min((block + 1) * BLOCK // shard.itemsize, math.prod(shard.shape)),
+                )
+                takers = {n.rank for n in job.needs[unit.shard] if any(intersect(n.box, part) for part in inside)}
+                assert takers
+    wanted_blocks = {
+        (number, block)
+        for number, wanted in job.needs.items()
+        for start, stop in touched_blocks(
+            job.shards[number].shape, job.shards[number].itemsize, [n.box for n in wanted], BLOCK
+        )
+        for block in range(start, stop)
+    }
+    assert set(readers) == wanted_blocks
+
+
+@examples(200)
+@given(jobs())
+def test_readers_read_for_themselves_where_they_can(job: Job) -> None:
+    for unit in (unit for turn in small_plan(job) for unit in turn):
+        takers = {rank for _, _, rank, _, _ in deliveries([unit])}
+        assert unit.reader in takers or not takers & set(job.reach[job.shards[unit.shard].file])
+
+
+@examples(250)
+@given(jobs())
+def test_broadcasts_are_for_what_all_others_need(job: Job) -> None:
+    for unit in (unit for turn in small_plan(job) for unit in turn):
+        for parcel in unit.parcels:
+            if parcel.destination != ALL:
+                continue
+            assert job.ranks >= 3
+            assert {*parcel.rows, unit.reader} == set(range(job.ranks))
+            for rank, row in parcel.rows.items():
+                (need,) = [n for n in job.needs[unit.shard] if (n.rank, n.row) == (rank, row)]
+                assert intersect(need.box, parcel.box) == parcel.box
+
+
+@examples(200)
+@given(jobs())
+def test_rounds_bound_what_a_rank_sends_and_receives(job: Job) -> None:
+    rounds = small_plan(job)
+    assert all(rounds)
+    for units in rounds:
+        moved = [0] * job.ranks
+        for unit in units:
+            for parcel in unit.parcels:
+                nbytes = parcel.box.size * job.shards[unit.shard].itemsize
+                if parcel.destination == ALL:
+                    moved = [n + nbytes for n in moved]
+                elif parcel.destination != unit.reader:
+                    moved[unit.reader] += nbytes
+                    moved[parcel.destination] += nbytes
+        assert max(moved) <= ROUND_BYTES or len(units) == 1
+
+
+@examples(100)
+@given(jobs())
+def test_the_same_needs_make_the_same_plan(job: Job) -> None:
+    again = small_plan(job._replace(needs=dict(reversed(job.needs.items()))))
+    assert again == small_plan(job)
+
+
+def test_what_all_ranks_need_is_broadcast() -> None:
+    shard = ExchangeShard(0, (1 << 20, 16), 4)
+    needs = {0: [Need(rank, 7, whole(shard.shape)) for rank in range(4)]}
+    rounds = plan_exchange({0: shard}, needs, {0: [0, 1, 2, 3]}, 4, 1 << 20)
+    units = [unit for turn in rounds for unit in turn]
+    assert all(
+        parcel.destination == ALL and parcel.rows == dict.fromkeys(range(4), 7) for u in units for parcel in u.parcels
+    )
+    assert sum(parcel.box.size for unit in units for parcel in unit.parcels) == 16 << 20
+    assert len(rounds) == 2
+
+
+def test_reading_is_spread_over_the_ranks_that_can() -> None:
+    shard = ExchangeShard(0, (64 << 20,), 4)
+    needs = {0: [Need(rank, 0, whole(shard.shape)) for rank in range(4)]}
+    for reach, shares in (([0, 1, 2, 3], 1 / 4), ([1, 3], 1 / 2), ([2], 1)):
+        loads: dict[int, int] = {}
+        for unit in (unit for turn in plan_exchange({0: shard}, needs, {0: reach}, 4, 1 << 20) for unit in turn):
+            loads[unit.reader] = loads.get(unit.reader, 0) + sum(p.box.size for p in unit.parcels) * 4
+        assert loads == dict.fromkeys(reach, int(shares * (256 << 20)))
+
+
+def test_two_ranks_send_to_each_other_rather_than_broadcast() -> None:
+    shard = ExchangeShard(0, (100,), 4)
+    needs = {0: [Need(rank, rank, whole((100,))) for rank in range(2)]}
+    ((unit,),) = plan_exchange({0: shard}, needs, {0: [1]}, 2, 4096)
+    assert unit.reader == 1
+    assert {(parcel.destination, parcel.row) for parcel in unit.parcels} == {(0, 0), (1, 1)}
+
+
+def test_no_needs_make_no_rounds() -> None:
+    assert plan_exchange({0: ExchangeShard(0, (4,), 4)}, {}, {0: [0]}, 2, 4096) == []

@@ -1,0 +1,103 @@
+"""Process groups for functions that run inside a rank.
+
+Paddle's gloo groups meet twice in the job's store: once under a key of their own and once under ``/<rank>``, which is
+the same key for every group. From the second group on a rank can therefore read where its peers *were* listening and
+fail, or wait for ever. `install` gives each group a store of its own, which makes ``dist.new_group`` dependable in
+ranks of tests.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle.base import core
+from paddle.distributed import collective
+
+from test.ranks.world import free_ports
+
+__all__ = ["check_groups", "group_of", "install", "make_groups"]
+
+_STORE_TIMEOUT_SECONDS = 60
+_FIRST_GROUP_ID = 1000  # far above the ids that Paddle counts up from 10
+
+# State of the worker process: the groups of the first n ranks, and what has to live as long as they do.
+_groups: dict[int, Any] = {}
+_prepared: dict[int, Any] = {}
+_stores: list[Any] = []
+
+_new_process_group = collective._new_process_group_impl
+
+
+def group_of(size: int) -> Any:
+    """Return the group of ranks 0 to ``size`` - 1, the default group if these are all.
+
+    On a rank outside the group it is a group that the rank is no member of, as ``dist.new_group`` gives.
+    """
+    if size == dist.get_world_size():
+        return collective._get_default_group()
+    if size not in _groups:
+        raise ValueError(f"no group of {size} ranks was made in this world; call dist.new_group on all of its ranks")
+    return _groups[size]
+
+
+def install() -> None:
+    """Let ``dist.new_group`` meet in a store of the new group's own."""
+    collective._new_process_group_impl = _process_group
+
+
+def make_groups() -> None:
+    """Make the groups that `group_of` returns. All ranks call it, once."""
+    sizes = range(1, dist.get_world_size())
+    mine = [size for size in sizes if size > max(1, dist.get_rank())]
+    stores = [_own_store(_FIRST_GROUP_ID + size, dist.get_rank()) for size in mine]
+    # To meet takes seconds of waiting for the store, so all groups do it at the same time.
+    with ThreadPoolExecutor(max_workers=len(sizes) + 1) as threads:
+        for size, made in zip(mine, threads.map(_meet, mine, stores), strict=True):
+            _prepared[_FIRST_GROUP_ID + size] = made
+    for size in sizes:
+        collective._set_custom_gid(_FIRST_GROUP_ID + size)
+        _groups[size] = dist.new_group(list(range(size)), backend="gloo")
+    collective._set_custom_gid(None)
+
+
+def check_groups() -> None:
+    """Send one number through every group. All ranks call it; it hangs or raises when they are out of step."""
+    for size in range(2, dist.get_world_size() + 1):
+        if dist.get_rank() < size:
+            ones = paddle.ones([1])
+            dist.all_reduce(ones, group=group_of(size))
+            if float(ones) != size:
+                raise RuntimeError(f"the group of {size} ranks added {size} ones up to {float(ones)}")
+
+
+def _meet(size: int, store: Any) -> Any:
+    group_id = _FIRST_GROUP_ID + size
+    return _new_process_group("gloo", store, dist.get_rank(), size, f"first_{size}", None, group_id=group_id)
+
+
+def _process_group(backend: str, store: Any, rank: int, size: int, *rest: Any, **named: Any) -> Any:
+    """Stand in for Paddle's function of the same arguments."""
+    group_id = named.get("group_id", 0)
+    if group_id in _prepared:
+        return _prepared.pop(group_id)
+    if backend == "gloo":
+        store = _own_store(group_id, rank)
+    return _new_process_group(backend, store, rank, size, *rest, **named)
+
+
+def _own_store(group_id: int, rank_in_group: int) -> Any:
+    """Return a store for one group, served by the group's first rank and announced in the job's store."""
+    job = core.create_or_get_global_tcp_store()
+    key = f"test/group/{group_id}"
+    if rank_in_group == 0:
+        (port,) = free_ports(1)
+        # A world size of 1 keeps the constructor from waiting for the others, who only then learn the port.
+        own = core.TCPStore("127.0.0.1", port, True, 1, _STORE_TIMEOUT_SECONDS)
+        job.set(key, str(port))
+    else:
+        own = core.TCPStore("127.0.0.1", int(job.get(key)), False, 1, _STORE_TIMEOUT_SECONDS)
+    _stores.append(own)
+    return own

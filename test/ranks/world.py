@@ -1,0 +1,138 @@
+"""Starts and ends the processes of one world of ranks on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+__all__ = ["REPOSITORY", "RankProcess", "World", "free_ports"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_LOG_TAIL_BYTES = 6000
+_STACK_DUMP_SECONDS = 0.5
+_END_SECONDS = 1.0
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One rank: its process, this side of its pipe and the file that takes what it prints."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    log: Path
+
+    def log_tail(self) -> str:
+        """Return the end of what the rank has printed."""
+        data = self.log.read_bytes()
+        text = data[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return f"[...]{text}" if len(data) > _LOG_TAIL_BYTES else text
+
+
+class World:
+    """Ranks 0 to ``size`` - 1, each a process that runs ``test.ranks.worker``.
+
+    Args:
+        size: Number of ranks.
+        groups: Let the workers make the groups of the first 2, 3, ... ranks, for `test.ranks.groups.group_of`.
+        env: Environment variables to set on top of this process's own.
+    """
+
+    def __init__(self, size: int, *, groups: bool = False, env: Mapping[str, str] | None = None) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.ranks: list[RankProcess] = []
+        arguments = ["groups"] if groups else []
+        ports = free_ports(size + 1)
+        try:
+            for rank in range(size):
+                self.ranks.append(self._start(rank, arguments, {**_environment(rank, ports), **(env or {})}))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, arguments: list[str], env: Mapping[str, str]) -> RankProcess:
+        ours, theirs = Pipe()
+        log = Path(self._directory.name, f"rank-{rank}.log")
+        command = [sys.executable, "-m", "test.ranks.worker", str(theirs.fileno()), *arguments]
+        with theirs, log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=dict(env),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        return RankProcess(rank, process, ours, log)
+
+    def dump_stacks(self, ranks: Iterable[int]) -> None:
+        """Let ``ranks`` write the stack of each of their threads into their logs."""
+        for rank in ranks:
+            self.ranks[rank].process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_DUMP_SECONDS)
+
+    def await_end(self, rank: int) -> None:
+        """Give ``rank`` a moment to end: its pipe is closed shortly before the process is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.ranks[rank].process.wait(_END_SECONDS)
+
+    def logs(self, ranks: Iterable[int]) -> str:
+        """Return the ends of the logs of ``ranks``, each under a line that says how its rank is doing."""
+        return "\n".join(f"--- rank {r} ({self._state(r)}), its log:\n{self.ranks[r].log_tail()}" for r in ranks)
+
+    def _state(self, rank: int) -> str:
+        code = self.ranks[rank].process.poll()
+        if code is None:
+            return "running"
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self) -> None:
+        """Kill every rank that still runs and forget the logs."""
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.process.wait()
+            rank.connection.close()
+        self._directory.cleanup()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ``count`` TCP ports of the loopback device that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _environment(rank: int, ports: list[int]) -> dict[str, str]:
+    """Return the environment in which Paddle joins a gloo world. The last port is the master's, the others a rank's."""
+    *ours, master = (f"127.0.0.1:{port}" for port in ports)
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {
+        **env,
+        **_ONE_THREAD,
+        "FLAGS_selected_cpus": "0",
+        "GLOG_minloglevel": "2",
+        "PADDLE_CURRENT_ENDPOINT": ours[rank],
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_LOCAL_RANK": str(rank),
+        "PADDLE_MASTER": master,
+        "PADDLE_RANK_IN_NODE": str(rank),
+        "PADDLE_TRAINERS_NUM": str(len(ours)),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(ours),
+        "PADDLE_TRAINER_ID": str(rank),
+    }

@@ -1,0 +1,175 @@
+"""The layers of the package: which part may import which, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "paddle_dist_ckpt"
+NAME = PACKAGE.name
+
+_CORE = {"errors", "options"}
+_PLANNING = _CORE | {"core"}
+_FORMATS = _PLANNING | {"storage"}
+_ENGINE = _FORMATS | {"planning", "control", "formats", "version"}
+_API = _ENGINE | {"engine", "paddle_adapter"}
+_ABOVE = _API | {"api", "manager"}
+# What each part may import beside itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "options": {"errors"},
+    "version": set(),
+    "core": _CORE,
+    "planning": _PLANNING,
+    "storage": _PLANNING,
+    "control": _PLANNING,
+    "paddle_adapter": _PLANNING | {"control"},
+    "formats": _FORMATS,
+    "engine": _ENGINE,
+    "api": _API,
+    "manager": _API | {"api"},
+    "testing": _ABOVE,
+    "cli": _ABOVE | {"testing"},
+    "__main__": _ABOVE | {"testing", "cli"},
+    "__init__": _ABOVE,
+}
+# Packages from outside that only these parts may import; the standard library and numpy are for all.
+OUTSIDE = {
+    "msgspec": set(MAY_IMPORT),
+    "xxhash": {"core", "formats", "engine"},
+    "ml_dtypes": {"core", "engine", "testing"},
+    "zmq": {"control"},
+    "tqdm": {"engine", "cli"},
+    "safetensors": {"formats", "testing"},
+    "paddle": {"paddle_adapter"},
+}
+
+
+def part_of(path: Path, package: Path) -> str:
+    """The part that a module belongs to: the folder or module right below the package."""
+    first = path.relative_to(package).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that a module imports, inside functions too."""
+    here = (package.name, *path.relative_to(package).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*here[: len(here) - node.level]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            # "from . import x" may name a module; a name that is no module does no harm behind its module's name.
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            (name, *_) = [*node.args, None]
+            yield node.lineno, name.value if isinstance(name, ast.Constant) else "something.computed"
+
+
+def breaches(package: Path = PACKAGE) -> list[str]:
+    """Every import that the layers forbid."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        part = part_of(path, package)
+        for line, name in imported(path, package):
+            top, *rest = name.split(".")
+            if top == package.name:
+                target = rest[0] if rest else "__init__"
+                if target == "__version__":
+                    target = "version"
+                allowed = target == part or target in MAY_IMPORT.get(part, set())
+            else:
+                allowed = top in sys.stdlib_module_names or top == "numpy" or part in OUTSIDE.get(top, set())
+            if not allowed:
+                found.append(f"{path.relative_to(package.parent)}:{line}: {part} may not import {name}")
+    return found
+
+
+def test_no_part_imports_what_is_above_it() -> None:
+    assert breaches() == []
+
+
+def test_every_part_is_known() -> None:
+    assert {part_of(path, PACKAGE) for path in PACKAGE.rglob("*.py")} <= set(MAY_IMPORT)
+
+
+def test_the_layers_have_no_circle() -> None:
+    done: set[str] = set()
+    while left := set(MAY_IMPORT) - done:
+        ready = {part for part in left if MAY_IMPORT[part] <= done}
+        assert ready, f"a circle among {left}"
+        done |= ready
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("core/box.py", "from ..planning import cover"),
+        ("core/box.py", "from ..planning.cover import first_gap"),
+        ("core/box.py", "from .. import engine"),
+        ("core/box.py", "import paddle_dist_ckpt.engine.save"),
+        ("core/box.py", "import paddle_dist_ckpt"),
+        ("core/box.py", "from paddle_dist_ckpt import storage"),
+        ("core/deep/box.py", "from ...storage.base import Storage"),
+        ("core/box.py", "def late():\n    import paddle"),
+        ("core/box.py", "from paddle.distributed import get_rank"),
+        ("core/box.py", "import zmq"),
+        ("core/box.py", "import requests"),
+        ("core/__init__.py", "from ..formats import names"),
+        ("planning/a.py", "from ..storage import base"),
+        ("planning/a.py", "from ..control import hub"),
+        ("storage/a.py", "from ..formats import names"),
+        ("control/a.py", "from ..engine import save"),
+        ("control/a.py", "import importlib\nimportlib.import_module('paddle')"),
+        ("formats/a.py", "from ..planning import blocks"),
+        ("engine/a.py", "from ..paddle_adapter import tensors"),
+        ("engine/a.py", "if True:\n    import paddle.nn as nn"),
+        ("engine/a.py", "from ..api import save_state_dict"),
+        ("paddle_adapter/a.py", "from ..engine import save"),
+        ("paddle_adapter/a.py", "from ..storage import base"),
+        ("testing/a.py", "import paddle"),
+        ("api.py", "from paddle import Tensor"),
+        ("api.py", "from .testing import faults"),
+        ("errors.py", "from .core import box"),
+        ("unknown.py", "from .core import box"),
+    ],
+)
+def test_the_check_finds_a_breach(module: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / NAME / module
+    path.parent.mkdir(parents=True)
+    path.write_text(f'"""A module."""\n\n{line}\n', encoding="utf-8")
+    (found,) = breaches(tmp_path / NAME)
+    assert module in found
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        (
+            "core/a.py",
+            "from .box import Box\nfrom . import box\nfrom ..errors import Error\nimport numpy as np, os.path",
+        ),
+        ("planning/a.py", "from ..core.box import Box\nfrom ..core import box"),
+        ("formats/a.py", "from ..storage.base import Storage\nimport msgspec"),
+        (
+            "engine/a.py",
+            "from ..formats import names\nfrom ..planning.cover import first_gap\nfrom ..control import hub",
+        ),
+        ("paddle_adapter/a.py", "import paddle\nfrom ..control import hub"),
+        ("api.py", "def f():\n    from .paddle_adapter import tensors"),
+        ("__init__.py", "from .version import __version__\nfrom .api import save_state_dict"),
+    ],
+)
+def test_the_check_lets_pass_what_is_allowed(module: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / NAME / module
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{line}\n", encoding="utf-8")
+    assert breaches(tmp_path / NAME) == []

@@ -1,0 +1,79 @@
+"""Options: what they take, and that they refuse the rest by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, SaveOptions
+
+BOTH = pytest.mark.parametrize("options", [SaveOptions, LoadOptions])
+
+
+def test_the_defaults_are_those_that_are_documented() -> None:
+    assert SaveOptions().check_replicas == "warn"
+    assert SaveOptions().block_bytes == 1 << 20
+    assert SaveOptions().timeout == LoadOptions().timeout == 300
+    assert LoadOptions().strict
+    assert not LoadOptions().cast
+    assert LoadOptions().exchange == "auto"
+    assert not SaveOptions().no_dist
+    assert not LoadOptions().no_dist
+
+
+@BOTH
+def test_options_are_frozen_and_by_keyword_alone(options: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options().timeout = 5
+    with pytest.raises(TypeError):
+        options(5)
+    with pytest.raises(TypeError):
+        options(unknown=1)
+    assert options(timeout=5) == options(timeout=5) != options(timeout=6)
+
+
+@BOTH
+@pytest.mark.parametrize("timeout", [0, -1, 0.0, math.nan, -math.inf, "5", None, [1]])
+def test_a_timeout_is_a_positive_number(options: Any, timeout: Any) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        options(timeout=timeout)
+    assert options(timeout=0.5).timeout == 0.5
+
+
+@pytest.mark.parametrize("size", [0, 1, 2048, 5000, 4097, 128 << 20, -4096, 4096.0, "4096", None, True])
+def test_a_block_is_a_power_of_two_in_bounds(size: Any) -> None:
+    with pytest.raises(ValueError, match="block_bytes"):
+        SaveOptions(block_bytes=size)
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 16, 64 << 20])
+def test_blocks_from_the_smallest_to_the_largest(size: int) -> None:
+    assert SaveOptions(block_bytes=size).block_bytes == size
+
+
+@pytest.mark.parametrize("choice", ["", "Warn", None, True, "raise"])
+def test_choices_are_named(choice: Any) -> None:
+    with pytest.raises(ValueError, match=r"check_replicas.*'warn', 'error', 'off'"):
+        SaveOptions(check_replicas=choice)
+    with pytest.raises(ValueError, match=r"exchange.*'auto', 'always', 'never'"):
+        LoadOptions(exchange=choice)
+
+
+@pytest.mark.parametrize("choice", ["warn", "error", "off"])
+def test_every_choice_for_replicas(choice: Any) -> None:
+    assert SaveOptions(check_replicas=choice).check_replicas == choice
+
+
+@pytest.mark.parametrize("choice", ["auto", "always", "never"])
+def test_every_choice_for_exchange(choice: Any) -> None:
+    assert LoadOptions(exchange=choice).exchange == choice
+
+
+@pytest.mark.parametrize("metadata", [[], "x", 5, [("a", 1)]])
+def test_user_metadata_are_a_mapping(metadata: Any) -> None:
+    with pytest.raises(TypeError, match="user_metadata"):
+        SaveOptions(user_metadata=metadata)
+    assert SaveOptions(user_metadata={"a": 1}).user_metadata == {"a": 1}
