@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection
+from typing import Any, TypeVar
 
 from .core.metadata import Metadata
 from .core.reports import LoadReport, SaveReport, VerifyReport
@@ -16,6 +16,8 @@ from .engine.save import save
 from .engine.verify import verify_checkpoint
 from .options import LoadOptions, SaveOptions
 from .storage import as_storage
+
+T = TypeVar("T")
 
 __all__ = [
     "list_checkpoints",
@@ -63,9 +65,7 @@ def save_state_dict(
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
-    options = options if options is not None else SaveOptions()
-    if not isinstance(options, SaveOptions):
-        raise TypeError(f"options must be SaveOptions, not {type(options).__name__}")
+    options = _checked("options", options, SaveOptions) or SaveOptions()
     if async_save:
         raise NotImplementedError("async_save=True is not available in this version; save with async_save=False")
     from .paddle_adapter import PaddleAdapter, connect  # paddle is imported only when it is used
@@ -114,9 +114,7 @@ def load_state_dict(
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
-    options = options if options is not None else LoadOptions()
-    if not isinstance(options, LoadOptions):
-        raise TypeError(f"options must be LoadOptions, not {type(options).__name__}")
+    options = _checked("options", options, LoadOptions) or LoadOptions()
     from .paddle_adapter import PaddleAdapter, connect  # paddle is imported only when it is used
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
@@ -132,7 +130,7 @@ def load_merged_state_dict(
     unique_id: int | None = None,
     offload: bool = False,
     *,
-    keys: str | Sequence[str] | None = None,
+    keys: str | Collection[str] | None = None,
     flat: bool = False,
     options: LoadOptions | None = None,
 ) -> dict[Any, Any]:
@@ -154,9 +152,12 @@ def load_merged_state_dict(
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
     """
-    options = options if options is not None else LoadOptions()
+    options = _checked("options", options, LoadOptions) or LoadOptions()
     _check_unique_id(unique_id)
-    wanted = [keys] if isinstance(keys, str) else list(keys) if keys is not None else None
+    _checked("prefix", prefix, str)
+    wanted = [keys] if isinstance(keys, str) else keys
+    if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
+        raise TypeError(f"keys must be a str or several, not {keys!r}")
     from .paddle_adapter import PaddleAdapter  # paddle is imported only when it is used
 
     return load_merged(as_storage(path), PaddleAdapter(0), unique_id, prefix, wanted, flat, offload, options)
@@ -189,10 +190,10 @@ def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
 
     Raises:
         CheckpointNotFoundError: no save without a `.metadata` has all its files; says what is missing.
-        CheckpointCorruptedError: a file is damaged.
+        CheckpointCorruptedError: a block of data is damaged. (A file with a damaged header counts as missing.)
         CheckpointError: several saves qualify, and ``save`` does not name one.
     """
-    return rebuild(as_storage(path), save, progress=False)
+    return rebuild(as_storage(path), _checked("save", save, str), progress=False)
 
 
 def list_checkpoints(path: Any) -> list[int]:
@@ -220,7 +221,14 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
         CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
     """
     _check_unique_id(unique_id)
-    return verify_checkpoint(as_storage(path), unique_id, (options or LoadOptions()).progress)
+    options = _checked("options", options, LoadOptions) or LoadOptions()
+    return verify_checkpoint(as_storage(path), unique_id, options.progress)
+
+
+def _checked(name: str, value: T | None, kind: type[T]) -> T | None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
+    return value
 
 
 def _check_unique_id(unique_id: int | None) -> None:

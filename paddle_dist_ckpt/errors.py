@@ -61,7 +61,8 @@ class RankFailureError(CheckpointError):
 
     Attributes:
         failures: Maps each failed rank to its exception. On the rank that failed it is the original exception;
-            on the others it is a copy made from its type and message.
+            on the others a copy: of the same type if that is one of this library's, else a CheckpointError whose
+            message begins with the type's name.
     """
 
     def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:

@@ -16,7 +16,17 @@ from typing import NamedTuple
 
 _MAX_INDEX = 100_000_000  # more than any list of tensors has
 
-__all__ = ["ListIndex", "Part", "TupleIndex", "containers_of", "flat_keys", "format_path", "join", "parse_path"]
+__all__ = [
+    "ListIndex",
+    "Part",
+    "TupleIndex",
+    "containers_of",
+    "flat_keys",
+    "format_path",
+    "join",
+    "parse_path",
+    "plain_key",
+]
 
 
 class ListIndex(NamedTuple):
@@ -99,12 +109,15 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
     backslash, gets its parts escaped first: ``\\`` before each dot and backslash, and ``\\i``, ``\\l``, ``\\t`` before
     the number of an int key, a list's index, a tuple's.
     """
-    plain = [path[1:].replace("/", ".") if "~" not in path else _joined(path) for path in paths]
+    plain = [plain_key(path) for path in paths]
     shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
     return [_escaped(path) if key in shared or "\\" in key else key for path, key in zip(paths, plain, strict=True)]
 
 
-def _joined(path: str) -> str:
+def plain_key(path: str) -> str:
+    """A path's parts joined by dots: its flat key unless another path has the same, and what messages call it."""
+    if "~" not in path:
+        return path[1:].replace("/", ".")
     return ".".join(str(part if type(part) in (str, int) else part[0]) for part in parse_path(path))  # type: ignore[index]
 
 

@@ -17,7 +17,8 @@ class SaveReport:
         total_bytes: Bytes of tensor data that all ranks wrote together.
         bytes_written: Bytes of tensor data that this rank wrote.
         files: How many data files the checkpoint has.
-        seconds: Seconds per phase on this rank: ``plan``, ``write``, ``commit``.
+        seconds: Seconds per phase on this rank: ``plan``, ``write``, and ``commit`` where ranks see several folders
+            (otherwise it is a part of ``write``).
         warnings: Keys of replicas that differ between ranks, each in a sentence.
     """
 
@@ -42,7 +43,7 @@ class LoadReport:
         files_opened: How many data files this rank opened.
         skipped: With ``strict=False``, a line for every target that was not loaded, and why.
         unused_keys: Flat keys that the checkpoint has and no rank asked for.
-        seconds: Seconds per phase on this rank: ``plan``, ``open``, ``read``.
+        seconds: Seconds per phase on this rank: ``plan``, ``read``, and ``open`` where ranks read for each other.
     """
 
     path: str

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedValueError
-from .paths import ListIndex, Part, TupleIndex, join, parse_path
+from .paths import ListIndex, Part, TupleIndex, join, parse_path, plain_key
 
 __all__ = ["Leaf", "assign", "build_tree", "flatten"]
 
@@ -58,16 +58,20 @@ def _flatten_into(leaves: list[Leaf], path: str, value: Any, is_tensor: Callable
 def _children(path: str, value: Any, is_tensor: Callable[[Any], bool], depth: int) -> Iterable[tuple[Part, Any]] | None:
     """The parts of a container that is taken apart, or None for a leaf."""
     if depth > _MAX_DEPTH:
-        raise UnsupportedValueError(f"{path[:80]}...: nested deeper than {_MAX_DEPTH} levels; does it contain itself?")
+        raise UnsupportedValueError(
+            f"{plain_key(path)[:80]}: nested deeper than {_MAX_DEPTH} levels, or contains itself"
+        )
     if isinstance(value, dict) and value:
         odd = [key for key in value if not _is_plain_key(key)]
         if not odd:
             return value.items()
         if _holds_tensor(value.values(), is_tensor, set()):
-            raise UnsupportedValueError(f"{path}: holds tensors, and has the key {_shown(odd[0])}; {_KEYS}")
+            raise UnsupportedValueError(f"{plain_key(path)}: holds tensors, and has the key {_shown(odd[0])}; {_KEYS}")
     elif isinstance(value, (list, tuple)) and _holds_tensor(value, is_tensor, set()):
         if type(value) not in (list, tuple):
-            raise UnsupportedValueError(f"{path}: a {type(value).__name__} of tensors cannot be stored; use a tuple")
+            raise UnsupportedValueError(
+                f"{plain_key(path)}: a {type(value).__name__} of tensors cannot be stored; use a tuple"
+            )
         place = ListIndex if type(value) is list else TupleIndex
         return [(place(i), child) for i, child in enumerate(value)]
     return None

@@ -204,10 +204,15 @@ class Claim:
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
             return
+        known = []
         for name, parsed in dead:
-            self.doomed += [save for save in self._left_by(name, parsed) if save not in committed]
+            try:
+                self.doomed += [save for save in self._left_by(name, parsed) if save not in committed]
+                known.append((name, parsed))
+            except OSError as error:
+                _logger.warning("the claim %s is left, for it cannot be read: %s", name, error)
         self._write()
-        for name, parsed in dead:
+        for name, parsed in known:
             self.storage.delete(name)
             self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
 
@@ -227,8 +232,8 @@ class Claim:
         """The saves whose files a dead save may have left: its own, what it replaced, what it had to remove."""
         try:
             record = msgspec.json.decode(self.storage.read(name), type=_ClaimRecord)
-        except (OSError, *DECODE_ERRORS) as error:
-            _logger.debug("the claim %s cannot be read: %s", name, error)
+        except DECODE_ERRORS as error:
+            _logger.debug("the claim %s is torn: %s", name, error)
             return [parsed.save_id]
         return [parsed.save_id, *([record.replaces] if record.replaces else []), *record.removes]
 
@@ -288,7 +293,8 @@ class Claim:
             if settled and self.save_id not in committed_saves(self.storage):
                 remove_saves(self.storage, [self.save_id])
                 self.storage.delete(temporary_name(self.unique_id, self.save_id))
-                self._remove()
+                if not self.doomed:  # otherwise the claim says what else is to be removed
+                    self._remove()
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of a failed save are left: %s", self.storage.location, error)
 

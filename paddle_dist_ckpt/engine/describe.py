@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from ..core.dtypes import DTYPES
+from ..core.paths import plain_key
 from ..core.shards import Kind, pack_column
 from ..core.state_dict import flatten
 from ..core.tensors import LocalShard, TensorAdapter, TensorView
@@ -65,17 +66,18 @@ def describe(state_dict: dict[Any, Any], adapter: TensorAdapter) -> LocalState:
         try:
             leaf.path.encode()
             if leaf.is_tensor:
-                state.add(leaf.path, adapter.view(leaf.value, leaf.path))
+                state.add(leaf.path, adapter.view(leaf.value, plain_key(leaf.path)))
                 continue
-            json = encode_value(leaf.value, leaf.path)
+            json = encode_value(leaf.value, plain_key(leaf.path))
         except UnicodeEncodeError:
-            problems.append(f"{leaf.path!r}: a key with a lone surrogate cannot be stored")
+            problems.append(f"{plain_key(leaf.path)!r}: a key with a lone surrogate cannot be stored")
             continue
         except UnsupportedValueError as error:
             problems.append(str(error))
             continue
-        inline += len(json)
-        _add_value(state, leaf.path, leaf.value, json, len(json) <= _INLINE_BYTES and inline <= _INLINE_TOTAL_BYTES)
+        is_inline = len(json) <= _INLINE_BYTES and inline + len(json) <= _INLINE_TOTAL_BYTES
+        inline += len(json) if is_inline else 0
+        _add_value(state, leaf.path, leaf.value, json, is_inline)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
     return state

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.metadata import FileInfo, table_from_record
+from ..core.paths import plain_key
 from ..core.ports import ControlSession, Transport
 from ..core.reports import LoadReport
 from ..core.shards import IntArray, Kind, ShardTable, unpack_column
@@ -209,9 +210,13 @@ class _Loading:
 
     def _find_odd(self) -> None:
         assert self._views is not None
+        words = {"none": "None", "dict": "a dict", "other": "a value"}
+        wanted = {path: words[present] for path, present in self._wanted_values}
         for path, found in self._answer.odd.items():
-            what = "a tensor" if path in self._views else "a value"
-            self._targets.problems.append(f"{path}: the state_dict wants {what}; in the checkpoint it is {found}")
+            what = "a tensor" if path in self._views else wanted[path]
+            self._targets.problems.append(
+                f"{plain_key(path)}: the state_dict has {what}; in the checkpoint it is {found}"
+            )
 
     def _add_targets(self) -> None:
         assert self._views is not None
@@ -233,7 +238,9 @@ class _Loading:
         items = plan_load(self._table, WantedBoxes(np.array([t.tensor for t in rows], np.int64), offset, shape))
         for i in items.uncovered.tolist():
             box = Box(rows[i].offset, rows[i].shape)
-            self._targets.problems.append(f"{rows[i].path}: the checkpoint does not hold the region {box} exactly once")
+            self._targets.problems.append(
+                f"{plain_key(rows[i].path)}: the checkpoint does not hold the region {box} exactly once"
+            )
         if not len(items.uncovered):
             return items
         keep = ~np.isin(items.wanted, items.uncovered)
@@ -345,7 +352,7 @@ class _Loading:
             first_block=int(self._blocks[shard]),
             shape=shape,
             dtype=table.dtypes[tensor],
-            key=table.paths[tensor],
+            key=self._answer.keys.get(table.paths[tensor]) or plain_key(table.paths[tensor]),
         )
 
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ..core.metadata import FileInfo, Metadata, decode_metadata, table_to_record
+from ..core.paths import plain_key
 from ..core.ports import ControlSession
 from ..core.shards import Kind, pack_column
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
@@ -250,7 +251,7 @@ class _Answering:
         place = self._metadata.table.index.get(path)
         if path in self._values:
             if (present == "dict") != _is_dict(self._values[path]) and present != "none":
-                odd[path] = "a dict here and no dict there"
+                odd[path] = "a dict" if _is_dict(self._values[path]) else "a value that is no dict"
             else:
                 values[path] = self._values[path]
         elif place is not None and self._metadata.table.kinds[place] == Kind.VALUE:
@@ -265,7 +266,9 @@ class _Answering:
         index, kinds = self._metadata.table.index, self._metadata.table.kinds
         held = [p for p in below if p in index and kinds[index[p]] != Kind.VALUE]
         if not below or held:
-            odd[path] = self._what_is(path) if not held else f"a container of tensors, such as {held[0]}"
+            odd[path] = (
+                self._what_is(path) if not held else f"a container of tensors, such as {self._metadata.key(held[0])}"
+            )
             return
         for found in below:
             if found in self._values:
@@ -305,7 +308,7 @@ class _Answering:
             tensors=msgspec.structs.replace(record, shard_file=pack_column(renumbered.reshape(-1))),
             starts=pack_column(metadata.table.data_offsets[shards]),
             blocks=pack_column(self._first_block[shards]),
-            keys={path: key for path, key in keys.items() if key != path[1:].replace("/", ".")},
+            keys={path: key for path, key in keys.items() if key != plain_key(path)},
             values=sorted(values.items()),
             odd=odd,
             ranks_on_host=self._ranks_on_host,

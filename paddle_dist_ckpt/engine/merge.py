@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.dtypes import DTYPES, DType
-from ..core.paths import containers_of, flat_keys
+from ..core.paths import containers_of, flat_keys, plain_key
 from ..core.shards import Kind, unpack_column
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import LocalShards
@@ -150,9 +150,16 @@ def _merge_tensors(state: GlobalState, requests: Sequence[SaveRequest], problems
                 (reduction[0], reduction[2]) if reduction else None,
             )
             first = seen.setdefault(path, this)
-            if first is not this:
+            if first is this:
+                _check_reduction(path, this, problems)
+            else:
                 _compare(state, path, first, this, problems)
     return seen
+
+
+def _check_reduction(path: str, this: _Seen, problems: list[str]) -> None:
+    if this.reduction is not None and this.reduction[0] == "avg" and DTYPES[this.dtype].category in ("int", "bool"):
+        problems.append(f"{plain_key(path)}: the average of {this.dtype} addends is not defined")
 
 
 def _compare(state: GlobalState, path: str, first: _Seen, this: _Seen, problems: list[str]) -> None:
@@ -161,7 +168,7 @@ def _compare(state: GlobalState, path: str, first: _Seen, this: _Seen, problems:
         if mine != other:
             if what == "plain":
                 mine, other = ("a plain tensor" if p else "a distributed tensor" for p in (mine, other))
-            problems.append(f"{path}: {what} is {mine} on rank {first.rank}, {other} on rank {this.rank}")
+            problems.append(f"{plain_key(path)}: {what} is {mine} on rank {first.rank}, {other} on rank {this.rank}")
             return
     if first.digest != this.digest:
         state.differing.append(path)
@@ -170,7 +177,7 @@ def _compare(state: GlobalState, path: str, first: _Seen, this: _Seen, problems:
 def _check_paths(state: GlobalState, seen: Mapping[str, _Seen], problems: list[str]) -> None:
     """No path may be a tensor here and a value there, or a leaf here and a container there."""
     problems += [
-        f"{path}: a tensor on rank {seen[path].rank}, a value on rank {state.ranks[owner]}"
+        f"{plain_key(path)}: a tensor on rank {seen[path].rank}, a value on rank {state.ranks[owner]}"
         for path, owner in state.value_owner.items()
         if path in seen and seen[path].kind != Kind.VALUE
     ]
@@ -179,7 +186,7 @@ def _check_paths(state: GlobalState, seen: Mapping[str, _Seen], problems: list[s
         if state.value_json.get(container) in _EMPTY_JSON:  # an empty container on one rank, a filled one on another
             del state.value_json[container]
         else:
-            problems.append(f"{container}: a value or tensor on one rank, a container on another")
+            problems.append(f"{plain_key(container)}: a value or tensor on one rank, a container on another")
 
 
 def _all_shards(state: GlobalState, requests: Sequence[SaveRequest]) -> LocalShards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def load_merged(
     adapter: TensorAdapter,
     unique_id: int | None,
     prefix: str | None,
-    keys: Sequence[str] | None,
+    keys: Collection[str] | None,
     flat: bool,
     on_host: bool,
     options: LoadOptions,
@@ -61,7 +61,7 @@ def _load(
     adapter: TensorAdapter,
     metadata: Metadata,
     prefix: str | None,
-    keys: Sequence[str] | None,
+    keys: Collection[str] | None,
     flat: bool,
     on_host: bool,
     options: LoadOptions,
@@ -97,7 +97,7 @@ def _leaf(metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) 
     return Leaf(path, adapter.empty(shape, dtype, on_host), True)
 
 
-def _select(metadata: Metadata, prefix: str | None, keys: Sequence[str] | None) -> dict[str, str]:
+def _select(metadata: Metadata, prefix: str | None, keys: Collection[str] | None) -> dict[str, str]:
     """The paths that are wanted, each with what is left of it without the prefix.
 
     Raises:
@@ -126,7 +126,7 @@ def _examples(metadata: Metadata, paths: Sequence[str]) -> str:
     return "there are, for example: " + (", ".join(metadata.key(path) for path in paths[:5]) or "none")
 
 
-def _matching(paths: dict[str, str], keys: Sequence[str]) -> dict[str, set[str]]:
+def _matching(paths: dict[str, str], keys: Collection[str]) -> dict[str, set[str]]:
     """The paths whose flat key is each of the keys, or matches it as a pattern."""
     found: dict[str, set[str]] = {}
     for pattern in keys:

@@ -12,7 +12,6 @@ from ..core.box import Box
 from ..core.dtypes import arithmetic_dtype
 from ..core.ports import Bytes1D, Transport
 from ..core.tensors import LocalShard, TensorView
-from ..errors import UnsupportedValueError
 from ..formats.datafile import Entry
 from .messages import Transfer
 from .writer import gather
@@ -124,7 +123,5 @@ def _apply(
 def _finish(array: Array, view: TensorView) -> None:
     assert view.reduction is not None
     if view.reduction.operation == "avg":
-        if view.dtype.category not in ("float", "complex"):
-            raise UnsupportedValueError(f"the average of {view.dtype.name} addends is not defined")
         numbers = array.reshape(-1).view(np.uint8).view(arithmetic_dtype(view.dtype))
         numbers[...] = (numbers / numbers.dtype.type(view.reduction.count)).astype(numbers.dtype)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..core.box import Box
+from ..core.paths import plain_key
 from ..core.ports import ControlSession, Transport
 from ..core.reports import SaveReport
 from ..core.shards import unpack_column
@@ -231,7 +232,7 @@ class _Saving:
             array = reduced.get((row, box)) if reduced else None
             if array is None:
                 array = np.asarray(shard.array[box.relative_to(shard.offset).slices])
-            key = order.keys.get(path) or path[1:].replace("/", ".")
+            key = order.keys.get(path) or plain_key(path)
             entries.append(Entry(entry_name(key, box, view.shape), view.dtype, box.shape, array))
         return entries
 

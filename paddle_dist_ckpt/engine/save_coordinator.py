@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.metadata import FileInfo, Metadata
+from ..core.paths import plain_key
 from ..core.ports import ControlSession
 from ..core.shards import IntArray, Layout, ShardTable, pack_column
 from ..core.values import decode_value
@@ -84,7 +85,8 @@ class SaveCoordinator:
         if self._options.check_replicas == "off":
             return
         self._warnings = [
-            f"{path}: plain tensors or values differ between ranks; the coordinator's (or the lowest rank's) is saved"
+            f"{plain_key(path)}: plain tensors or values differ between ranks; "
+            "the coordinator's is saved, or else the lowest rank's"
             for path in sorted(set(state.differing))
         ]
         if self._warnings and self._options.check_replicas == "error":
@@ -193,7 +195,7 @@ def _make_orders(
     nbytes = _plan_bytes(state, plan)
     _check_room(state, plan, nbytes, requests)
     hosts = Counter(request.folder.host for request in requests.values())
-    plain_keys = {path: key for path, key in state.keys.items() if key != path[1:].replace("/", ".") or "~" in path}
+    plain_keys = {path: key for path, key in state.keys.items() if key != plain_key(path)}
     transfers = [_transfer(state, *transfer) for transfer in plan.transfers]
     values: dict[int, list[str]] = {}
     for path in sorted(state.value_json):

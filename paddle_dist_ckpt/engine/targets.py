@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.dtypes import DTYPES, DType, can_cast, cast_array
+from ..core.paths import plain_key
 from ..core.shards import Kind, ShardTable
 from ..core.state_dict import Leaf
 from ..core.tensors import LocalShard, TensorAdapter, TensorView
@@ -63,7 +64,7 @@ class Target:
         def convert(source: Array, place: tuple[slice, ...]) -> None:
             if not cast_array(np.asarray(source), self.stored, view_at(part, place), self.wanted):
                 raise CheckpointError(
-                    f"{self.path}: a finite {self.stored.name} value is too large for {self.wanted.name}"
+                    f"{plain_key(self.path)}: a finite {self.stored.name} value is too large for {self.wanted.name}"
                 )
 
         return Consumer(entry_box, part, convert)
@@ -90,14 +91,16 @@ class Targets:
         tensor = table.index[path]
         stored, layout = table.dtypes[tensor], table.layouts[table.layout_of[tensor]]
         if not view.writable:
-            self.problems.append(f"{path}: the target array is read-only")
+            self.problems.append(f"{plain_key(path)}: the target array is read-only")
         elif layout.shape != view.shape:
             self.problems.append(
-                f"{path}: the target has shape {list(view.shape)}, the checkpoint {list(layout.shape)}"
+                f"{plain_key(path)}: the target has shape {list(view.shape)}, the checkpoint {list(layout.shape)}"
             )
         elif stored is not view.dtype and not (cast and can_cast(stored, view.dtype)):
             more = ", a cast that is not done" if cast else ""
-            self.problems.append(f"{path}: the target has dtype {view.dtype.name}, the checkpoint {stored.name}{more}")
+            self.problems.append(
+                f"{plain_key(path)}: the target has dtype {view.dtype.name}, the checkpoint {stored.name}{more}"
+            )
         elif view.reduction is not None:
             self._add_partial(path, view, tensor, stored)
         else:
@@ -113,7 +116,7 @@ class Targets:
         themselves, as for max or avg, each gets the value."""
         assert view.reduction is not None
         if view.reduction.operation == "prod":
-            self.problems.append(f"{path}: loading into a partial tensor of products is not supported")
+            self.problems.append(f"{plain_key(path)}: loading into a partial tensor of products is not supported")
         elif view.reduction.operation == "sum" and view.reduction.position > 0:
             self.zeros += [shard.array for shard in view.shards]
         else:
@@ -145,7 +148,7 @@ class Targets:
             first = group[0]
             differing = [other for other in group[1:] if other.array.tobytes() != first.array.tobytes()]
             problems += [
-                f"{other.path}: shares its memory with {first.path}, but the checkpoint has different data"
+                f"{plain_key(other.path)}: shares its memory with {plain_key(first.path)}, but the stored data differ"
                 for other in differing
             ]
             if differing:
@@ -182,7 +185,7 @@ def collect(
     for leaf in leaves:
         if leaf.is_tensor:
             try:
-                views[leaf.path] = adapter.view(leaf.value, leaf.path)
+                views[leaf.path] = adapter.view(leaf.value, plain_key(leaf.path))
             except UnsupportedValueError as error:
                 problems.append(str(error))
         else:
@@ -195,4 +198,4 @@ def check_value_rows(table: ShardTable) -> None:
     """Refuse values that a hostile file claims to be of another shape than bytes in a row."""
     for t in np.flatnonzero(table.kinds == Kind.VALUE).tolist():
         if table.dtypes[t].name != "uint8" or len(table.layouts[table.layout_of[t]].shape) != 1:
-            raise CheckpointCorruptedError(f"{table.paths[t]}: a stored value that is not a row of bytes")
+            raise CheckpointCorruptedError(f"{plain_key(table.paths[t])}: a stored value that is not a row of bytes")

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.base import core
+from paddle.distributed.communication.group import Group
 
 from ..control import SoloHub, ZmqHub
 from ..control.no_transport import NoTransport
@@ -54,6 +55,8 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
     """
     if type(coordinator_rank) is not int or coordinator_rank < 0:
         raise ValueError(f"coordinator_rank must be a rank, not {coordinator_rank!r}")
+    if process_group is not None and not isinstance(process_group, Group):
+        raise TypeError(f"process_group must be a paddle.distributed group, not {type(process_group).__name__}")
     rank = dist.get_rank()
     if no_dist:
         return Ranks(rank, SoloHub(rank), NoTransport())

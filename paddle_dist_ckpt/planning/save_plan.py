@@ -159,6 +159,10 @@ class _Boxes:
         same = s.tensor[1:] == s.tensor[:-1]
         for column in (s.offset, s.shape):
             same &= (column[1:] == column[:-1]).all(axis=1)
+        twice = same & (s.rank[1:] == s.rank[:-1])
+        if twice.any():
+            kept = np.flatnonzero(~np.concatenate([[False], twice]))
+            s, same = s.take(kept), same[~twice]
         starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(s.tensor) else np.zeros(0, np.int64)
         return cls(
             s.tensor[starts],

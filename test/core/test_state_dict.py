@@ -127,18 +127,18 @@ def test_keys_above_a_tensor_are_str_or_int(key: Any) -> None:
 
 def test_a_namedtuple_of_tensors_is_refused_by_name() -> None:
     pair = collections.namedtuple("pair", "x y")
-    with pytest.raises(UnsupportedValueError, match=r"^/model/p"):
+    with pytest.raises(UnsupportedValueError, match=r"^model\.p"):
         flatten({"model": {"p": pair(Tensor(), 1)}}, is_tensor)
 
 
 def test_a_tree_without_an_end_is_refused() -> None:
     endless: dict[str, Any] = {"t": Tensor()}
     endless["self"] = endless
-    with pytest.raises(UnsupportedValueError, match="contain itself"):
+    with pytest.raises(UnsupportedValueError, match="contains itself"):
         flatten(endless, is_tensor)
     items: list[Any] = [Tensor()]
     items.append(items)
-    with pytest.raises(UnsupportedValueError, match="contain itself"):
+    with pytest.raises(UnsupportedValueError, match="contains itself"):
         flatten({"items": items}, is_tensor)
 
 

@@ -65,7 +65,7 @@ def test_everything_that_it_held_is_recovered(tmp_path: Path, monkeypatch: pytes
     def named(self: NumpyAdapter, value: Any, key: str) -> TensorView:
         import dataclasses
 
-        return dataclasses.replace(view(self, value, key), name=f"var_{key[1:]}" if "w" in key else None)
+        return dataclasses.replace(view(self, value, key), name=f"var_{key}" if "w" in key else None)
 
     monkeypatch.setattr(NumpyAdapter, "view", named)
     monkeypatch.setattr(NumpyAdapter, "version", "3.1.4")
