@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from .core.metadata import Metadata
 from .core.reports import LoadReport, SaveReport, VerifyReport
 from .engine.commit import committed_ids
+from .engine.context import Context
 from .engine.load import load
 from .engine.load_coordinator import read_checkpoint
-from .engine.merged import load_merged
+from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
 from .engine.save import save
 from .engine.verify import verify_checkpoint
@@ -74,7 +75,7 @@ def save_state_dict(
     with ranks.hub.session("save_state_dict", options.timeout) as session:
         _check_unique_id(unique_id)
         storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
-        return save(state_dict, storage, session, ranks.transport, adapter, unique_id, options)
+        return save(state_dict, Context(storage, session, ranks.transport, adapter), unique_id, options)
 
 
 def load_state_dict(
@@ -121,7 +122,7 @@ def load_state_dict(
     with ranks.hub.session("load_state_dict", options.timeout) as session:
         _check_unique_id(unique_id)
         storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
-        return load(state_dict, storage, session, ranks.transport, adapter, unique_id, options)
+        return load(state_dict, Context(storage, session, ranks.transport, adapter), unique_id, options)
 
 
 def load_merged_state_dict(
@@ -160,7 +161,8 @@ def load_merged_state_dict(
         raise TypeError(f"keys must be a str or several, not {keys!r}")
     from .paddle_adapter import PaddleAdapter  # paddle is imported only when it is used
 
-    return load_merged(as_storage(path), PaddleAdapter(0), unique_id, prefix, wanted, flat, offload, options)
+    selection = Selection(prefix, wanted)
+    return load_merged(as_storage(path), PaddleAdapter(0), unique_id, selection, flat, offload, options)
 
 
 def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:

@@ -22,7 +22,7 @@ import xxhash
 import paddle_dist_ckpt
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.engine.merged import load_merged
+from paddle_dist_ckpt.engine.merged import Selection, load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter, SimulatedRank, run_ranks, shard_array
 
@@ -262,7 +262,7 @@ def test_a_checkpoint_written_by_the_book_is_read(tmp_path: Path) -> None:
 
     assert paddle_dist_ckpt.verify(tmp_path).problems == ()
     options = paddle_dist_ckpt.LoadOptions()
-    found = load_merged(LocalStorage(tmp_path), NumpyAdapter(), None, None, None, False, True, options)
+    found = load_merged(LocalStorage(tmp_path), NumpyAdapter(), None, Selection(), False, True, options)
     assert np.array_equal(found["first"], first)
     assert np.array_equal(found["second"], second)
     assert found["step"] == 7

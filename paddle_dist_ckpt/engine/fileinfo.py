@@ -9,12 +9,12 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.metadata import table_to_record
-from ..core.ports import ControlSession
 from ..core.shards import Layout, ShardTable
 from ..core.values import to_jsonable
 from ..formats.datafile import FORMAT, DataFileInfo
 from ..options import SaveOptions
 from ..version import __version__
+from .context import Context
 from .describe import LocalState
 from .messages import SaveOrder
 
@@ -27,11 +27,10 @@ def data_file_info(
     state: LocalState,
     items: Sequence[tuple[int, Box]],
     order: SaveOrder,
-    session: ControlSession,
+    context: Context,
     part: int,
     parts: int,
     options: SaveOptions,
-    framework_version: str | None,
 ) -> DataFileInfo:
     """The information of one file.
 
@@ -39,13 +38,12 @@ def data_file_info(
         state: What this rank has.
         items: What the file holds: the number of the local shard, and the box in global coordinates.
         order: What this rank writes.
-        session: The save's session.
+        context: Who saves.
         part: The file's number among this rank's.
         parts: How many files this rank writes.
         options: How to save.
-        framework_version: Version of the framework.
     """
-    is_first_of_all = part == 0 and session.rank == session.coordinator
+    is_first_of_all = part == 0 and context.is_coordinator
     user = options.user_metadata if is_first_of_all else None
     values = order.values if part == 0 else []
     return DataFileInfo(
@@ -53,14 +51,14 @@ def data_file_info(
         version=(1, 0),
         save=order.save_id,
         unique_id=order.unique_id,
-        world_size=len(session.ranks),
-        rank=session.rank,
+        world_size=len(context.session.ranks),
+        rank=context.session.rank,
         part=part,
         parts=parts,
         block_bytes=options.block_bytes,
         created=order.created,
         library=LIBRARY,
-        paddle=framework_version,
+        paddle=context.adapter.version,
         tensors=table_to_record(_table(state, items)),
         values=[(path, msgspec.Raw(state.json[path])) for path in values],
         writers=order.writers if is_first_of_all else None,

@@ -18,23 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
-
-from ..core.box import Box
-from ..core.metadata import FileInfo, table_from_record
-from ..core.paths import plain_key
-from ..core.ports import ControlSession, Transport
+from ..core.metadata import FileInfo
 from ..core.reports import LoadReport
-from ..core.shards import IntArray, Kind, ShardTable, unpack_column
 from ..core.state_dict import Leaf, assign, build_tree, flatten
-from ..core.tensors import TensorAdapter, TensorView
 from ..core.values import decode_value, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..formats.datafile import read_header
 from ..options import LoadOptions
-from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
-from ..storage.base import Storage
+from .context import Context
 from .exchange import Exchange
+from .fit import Fit
 from .load_coordinator import LoadCoordinator
 from .messages import (
     Decision,
@@ -47,64 +40,44 @@ from .messages import (
     Problems,
     Reach,
     Round,
-    ShardNeed,
     Wanted,
     decode,
     encode,
 )
 from .progress import Progress
-from .reader import Consumer, OpenFile, StoredEntry, read_entries
-from .save import folder_of
-from .targets import Target, Targets, check_value_rows, collect
+from .reader import OpenFile, read_entries
+from .targets import Wishes, collect
 from .threads import io_threads
 from .watched import WatchedTransport
 
 __all__ = ["load", "load_leaves"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_MANY = 2**62
 
 
-def load(
-    state_dict: dict[Any, Any],
-    storage: Storage,
-    session: ControlSession,
-    transport: Transport,
-    adapter: TensorAdapter,
-    unique_id: int | None,
-    options: LoadOptions,
-) -> LoadReport:
+def load(state_dict: dict[Any, Any], context: Context, unique_id: int | None, options: LoadOptions) -> LoadReport:
     """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
-    leaves: list[Leaf] = []
 
     def scan() -> list[Leaf]:
-        leaves.extend(flatten(state_dict, adapter.is_tensor))
-        return leaves
+        return flatten(state_dict, context.adapter.is_tensor)
 
-    values, report = load_leaves(scan, storage, session, transport, adapter, unique_id, options)
+    values, report = load_leaves(scan, context, unique_id, options)
     assign(state_dict, values)
     return report
 
 
 def load_leaves(
-    scan: Callable[[], list[Leaf]],
-    storage: Storage,
-    session: ControlSession,
-    transport: Transport,
-    adapter: TensorAdapter,
-    unique_id: int | None,
-    options: LoadOptions,
+    scan: Callable[[], list[Leaf]], context: Context, unique_id: int | None, options: LoadOptions
 ) -> tuple[dict[str, Any], LoadReport]:
     """Fill the tensors among the leaves that ``scan`` finds; returns the values for the others, by path."""
-    loading = _Loading(storage, session, transport, adapter, unique_id, options)
-    coordinator = LoadCoordinator(storage, session, options)
-    loading.scan = scan
+    loading = _Loading(scan, context, unique_id, options)
+    coordinator = LoadCoordinator(context.storage, context.session, options)
     while True:
         with ExitStack() as files:
             result = loading.attempt(coordinator, files)
         if result is not None:
             report = loading.report(result)
-            level = logging.INFO if session.rank == session.coordinator else logging.DEBUG
+            level = logging.INFO if context.is_coordinator else logging.DEBUG
             _logger.log(level, "loaded id %d from %s: %s", report.unique_id, report.path, report)
             return loading.values, report
 
@@ -112,25 +85,15 @@ def load_leaves(
 class _Loading:
     """One rank's part in one load."""
 
-    scan: Callable[[], list[Leaf]]
-
     def __init__(
-        self,
-        storage: Storage,
-        session: ControlSession,
-        transport: Transport,
-        adapter: TensorAdapter,
-        unique_id: int | None,
-        options: LoadOptions,
+        self, scan: Callable[[], list[Leaf]], context: Context, unique_id: int | None, options: LoadOptions
     ) -> None:
-        self._storage, self._session, self._transport = storage, session, transport
-        self._adapter, self._unique_id, self._options = adapter, unique_id, options
-        self._views: dict[str, TensorView] | None = None
-        self._wanted_values: list[tuple[str, str]] = []
-        self._scan_problems: list[str] = []
+        self._scan, self._context, self._session = scan, context, context.session
+        self._unique_id, self._options = unique_id, options
+        self._wishes: Wishes | None = None
+        self._opened: dict[str, OpenFile] = {}
         self._seconds: dict[str, float] = {}
         self._bytes_read = self._received = self._opened_count = 0
-        self._opened: dict[str, OpenFile] = {}
         self._skipped: list[str] = []
         self.values: dict[str, Any] = {}
 
@@ -142,109 +105,48 @@ class _Loading:
 
     def attempt(self, coordinator: LoadCoordinator, files: ExitStack) -> LoadResult | None:
         """One try; None if the checkpoint was replaced meanwhile."""
+        session, order = self._session, None
+        self._opened = {}
         with self._timed("plan"):
-            self._answer = decode(
-                self._session.gather_scatter("request", self._request, coordinator.request), LoadAnswer
-            )
-            decision = decode(
-                self._session.gather_scatter("decide", lambda: self._plan(files), coordinator.decide), Decision
-            )
+            self._answer = decode(session.gather_scatter("request", self._request, coordinator.request), LoadAnswer)
+            decided = session.gather_scatter("decide", lambda: self._plan(files), coordinator.decide)
+            decision = decode(decided, Decision)
         if decision.restart:
             return None
-        order: ExchangeOrder | None = None
         if decision.exchange:
             with self._timed("open"):
                 order = self._agree_on_exchange(decision, coordinator, files)
             if order is None:
                 return None
         if decision.staged:
-            self._session.gather_scatter("staged", lambda: self._read_staged(order), coordinator.staged)
+            session.gather_scatter("staged", lambda: self._read_staged(order), coordinator.staged)
         try:
             with self._timed("read"):
-                done = self._session.gather_scatter("read", lambda: self._read(order), coordinator.done)
+                done = session.gather_scatter("read", lambda: self._read(order), coordinator.done)
         except CheckpointError as error:
             error.args = (f"{error.args[0]}\nTargets are partly written: load again, or do not use them.",)
             raise
         return decode(done, LoadResult)
 
-    # -- request ------------------------------------------------------------------------------------------------
-
     def _request(self) -> bytes:
-        if self._views is None:
-            self._views, self._wanted_values, self._scan_problems = collect(self.scan(), self._adapter)
+        if self._wishes is None:
+            self._wishes = collect(self._scan(), self._context.adapter)
         try:
-            folder = folder_of(self._storage)
+            folder = self._context.folder()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
-        wanted = Wanted(list(self._views), self._wanted_values)
+        wanted = Wanted(list(self._wishes.views), list(self._wishes.values.items()))
         return encode(LoadRequest(self._unique_id, folder, encode(wanted)))
 
-    # -- decide -------------------------------------------------------------------------------------------------
-
     def _plan(self, files: ExitStack) -> bytes:
-        self._read_answer()
-        targets = self._targets = Targets(problems=list(self._scan_problems))
-        self._find_odd()
-        self._add_targets()
-        targets.stage_tied()
-        self._items = self._plan_items()
-        self._opened = {}
-        needed = sorted({self._files[i].name for i in self._table.shard_file[self._items.shard].tolist()})
+        assert self._wishes is not None
+        self._fit = fit = Fit(self._answer, self._wishes, self._options.cast)
+        needed = fit.needed_files()
         unreachable: dict[str, str] = {}
         if self._options.exchange != "always" or len(self._session.ranks) == 1:
-            unreachable = self._open(files, {name: self._expected[name] for name in needed})
-        staged = any(target.staged for target in targets.rows)
-        self._skipped = list(targets.problems)
-        return encode(Needs(targets.problems, needed, unreachable, staged))
-
-    def _read_answer(self) -> None:
-        answer = self._answer
-        self._table: ShardTable = table_from_record(answer.tensors, len(answer.files))
-        check_value_rows(self._table)
-        self._files = answer.files
-        shards = len(self._table.shard_file)
-        self._starts: IntArray = unpack_column(answer.starts, shards, _MANY, "starts")
-        self._blocks: IntArray = unpack_column(answer.blocks, shards, _MANY, "blocks")
-        counts = unpack_column(answer.block_counts, len(answer.files), _MANY, "block_counts").tolist()
-        self._expected = {info.name: (info, count) for info, count in zip(answer.files, counts, strict=True)}
-
-    def _find_odd(self) -> None:
-        assert self._views is not None
-        words = {"none": "None", "dict": "a dict", "other": "a value"}
-        wanted = {path: words[present] for path, present in self._wanted_values}
-        for path, found in self._answer.odd.items():
-            what = "a tensor" if path in self._views else wanted[path]
-            self._targets.problems.append(
-                f"{plain_key(path)}: the state_dict has {what}; in the checkpoint it is {found}"
-            )
-
-    def _add_targets(self) -> None:
-        assert self._views is not None
-        for path, view in self._views.items():
-            if path in self._table.index:
-                self._targets.add_tensor(path, view, self._table, self._options.cast)
-        for path, kind in zip(self._table.paths, self._table.kinds.tolist(), strict=True):
-            if kind == Kind.VALUE:
-                self._targets.add_value(path, self._table)
-
-    def _plan_items(self) -> ReadItems:
-        rows = self._targets.rows
-        dimensions = max([1, *(len(target.offset) for target in rows), *(len(x.shape) for x in self._table.layouts)])
-        offset = np.zeros((len(rows), dimensions), np.int64)
-        shape = np.ones((len(rows), dimensions), np.int64)
-        for i, target in enumerate(rows):
-            offset[i, : len(target.offset)] = target.offset
-            shape[i, : len(target.offset)] = target.array.shape
-        items = plan_load(self._table, WantedBoxes(np.array([t.tensor for t in rows], np.int64), offset, shape))
-        for i in items.uncovered.tolist():
-            box = Box(rows[i].offset, rows[i].shape)
-            self._targets.problems.append(
-                f"{plain_key(rows[i].path)}: the checkpoint does not hold the region {box} exactly once"
-            )
-        if not len(items.uncovered):
-            return items
-        keep = ~np.isin(items.wanted, items.uncovered)
-        return ReadItems(items.wanted[keep], items.shard[keep], items.offset[keep], items.shape[keep], items.uncovered)
+            unreachable = self._open(files, {name: fit.files[name] for name in needed})
+        self._skipped = list(fit.targets.problems)
+        return encode(Needs(fit.targets.problems, needed, unreachable, any(t.staged for t in fit.targets.rows)))
 
     def _open(self, files: ExitStack, expected: dict[str, tuple[FileInfo, int]]) -> dict[str, str]:
         """Open and check files; returns the ones that cannot be read, and why."""
@@ -253,7 +155,7 @@ class _Loading:
             if name in self._opened:
                 continue
             try:
-                file = self._storage.open(name)
+                file = self._context.storage.open(name)
                 files.callback(file.close)
                 hashes, data_start = read_header(file, info, blocks)
             except (OSError, CheckpointCorruptedError) as error:
@@ -263,17 +165,16 @@ class _Loading:
             self._opened_count += 1
         return failed
 
-    # -- exchange -----------------------------------------------------------------------------------------------
-
     def _agree_on_exchange(
         self, decision: Decision, coordinator: LoadCoordinator, files: ExitStack
     ) -> ExchangeOrder | None:
+        """Rounds ``exchange`` and ``open``; None if the load is to start again."""
         expected = {info.name: (info, count) for info, count in zip(decision.files, decision.block_counts, strict=True)}
 
         def reach() -> bytes:
             if decision.probe:
                 self._open(files, expected)
-            return encode(Reach(sorted(self._opened.keys() & expected.keys()), self._shard_needs()))
+            return encode(Reach(sorted(self._opened.keys() & expected.keys()), self._fit.shard_needs()))
 
         order = decode(self._session.gather_scatter("exchange", reach, coordinator.exchange), ExchangeOrder)
         if order.restart:
@@ -284,43 +185,24 @@ class _Loading:
 
         return None if self._session.gather_scatter("open", open_mine, coordinator.opened) else order
 
-    def _shard_needs(self) -> list[ShardNeed]:
-        needs = []
-        for row in range(len(self._items.wanted)):
-            target, shard, _, entry_box = self._item(row)
-            within = shard - int(self._table.first_shard[target.tensor])
-            needs.append(ShardNeed(target.path, within, row, (entry_box.offset, entry_box.shape), target.staged))
-        return needs
-
-    def _item(self, row: int) -> tuple[Target, int, Box, Box]:
-        """An item: its target, its shard, and its box as counted from the target's corner and from the shard's."""
-        items = self._items
-        target, shard = self._targets.rows[items.wanted[row]], int(items.shard[row])
-        ndim = len(target.offset)
-        box = Box(tuple(items.offset[row, :ndim].tolist()), tuple(items.shape[row, :ndim].tolist()))
-        _, shard_offset, _ = self._table.shard_place(shard)
-        return target, shard, box.relative_to(target.offset), box.relative_to(shard_offset)
-
-    # -- read ---------------------------------------------------------------------------------------------------
-
     def _read_staged(self, order: ExchangeOrder | None) -> bytes:
         self._run_pass(True, order.staged if order is not None else None)
-        problems = self._targets.compare_tied()
+        problems = self._fit.targets.compare_tied()
         self._skipped += problems
         return encode(Problems(problems))
 
     def _read(self, order: ExchangeOrder | None) -> bytes:
         self._run_pass(False, order.main if order is not None else None)
-        self._targets.finish()
+        self._fit.targets.finish()
         self._collect_values()
         return b""
 
     def _run_pass(self, staged: bool, rounds: Sequence[Round] | None) -> None:
-        rows = [i for i, w in enumerate(self._items.wanted.tolist()) if self._targets.rows[w].staged == staged]
-        is_coordinator = self._session.rank == self._session.coordinator
-        with Progress("load", self._nbytes(rows), self._options.progress, is_coordinator) as progress:
+        items = self._fit.items(staged)
+        shown = self._options.progress
+        with Progress("load", self._fit.nbytes(items), shown, self._context.is_coordinator) as progress:
             if rounds is None:
-                wanted = self._wanted_entries(rows)
+                wanted = self._fit.entries(items, self._opened)
                 read_entries(wanted, self._answer.block_bytes, self._threads, self._session.check, progress)
             else:
                 self._exchange(rounds, progress)
@@ -330,34 +212,8 @@ class _Loading:
     def _threads(self) -> int:
         return io_threads(self._answer.ranks_on_host.get(self._session.rank, 1))
 
-    def _nbytes(self, rows: Sequence[int]) -> int:
-        itemsizes = self._table.itemsizes[self._table.shard_tensor[self._items.shard[rows]]]
-        return int((np.prod(self._items.shape[rows], axis=1) * itemsizes).sum())
-
-    def _wanted_entries(self, rows: Sequence[int]) -> list[tuple[StoredEntry, list[Consumer]]]:
-        entries: dict[int, tuple[StoredEntry, list[Consumer]]] = {}
-        for row in rows:
-            target, shard, box, entry_box = self._item(row)
-            if shard not in entries:
-                entries[shard] = (self._entry(shard), [])
-            entries[shard][1].append(target.consumer(box, entry_box))
-        return list(entries.values())
-
-    def _entry(self, shard: int) -> StoredEntry:
-        table = self._table
-        tensor, _, shape = table.shard_place(shard)
-        return StoredEntry(
-            file=self._opened[self._files[table.shard_file[shard]].name],
-            start=int(self._starts[shard]),
-            first_block=int(self._blocks[shard]),
-            shape=shape,
-            dtype=table.dtypes[tensor],
-            key=self._answer.keys.get(table.paths[tensor]) or plain_key(table.paths[tensor]),
-        )
-
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
-        ranks = self._session.ranks
 
         def run(alive: Callable[[], None]) -> Exchange:
             def moved(nbytes: int) -> None:
@@ -365,11 +221,11 @@ class _Loading:
                 progress(nbytes)
 
             exchange = Exchange(
-                ranks=ranks,
-                place=ranks.index(self._session.rank),
+                ranks=self._session.ranks,
+                place=self._session.ranks.index(self._session.rank),
                 files=self._opened,
-                consumer=self._consumer_of_need,
-                transport=WatchedTransport(self._transport, alive),
+                consumer=self._fit.consumer,
+                transport=WatchedTransport(self._context.transport, alive),
                 block_bytes=self._answer.block_bytes,
                 threads=self._threads,
                 check=self._session.check,
@@ -383,30 +239,22 @@ class _Loading:
         if exchange.failure is not None:
             raise exchange.failure
 
-    def _consumer_of_need(self, row: int, entry_part: Box) -> Consumer:
-        """The consumer of a part of one of this rank's items; the part is counted from the shard's corner."""
-        target, _, box, entry_box = self._item(row)
-        shift = entry_part.relative_to(entry_box.offset)
-        part = Box(tuple(a + b for a, b in zip(shift.offset, box.offset, strict=True)), entry_part.shape)
-        return target.consumer(part, entry_part)
-
     def _collect_values(self) -> None:
-        for path, tree in self._answer.values:
-            self.values[path] = from_jsonable(tree)
-        for target in self._targets.rows:
-            if target.staged and target.path not in (self._views or ()):
-                self.values[target.path] = decode_value(target.array.tobytes())
-        for path, present in self._wanted_values:
-            if present == "none" and path not in self.values:
-                below = [(p[len(path) :], v) for p, v in self.values.items() if p.startswith(path + "/")]
-                if below:
-                    self.values = {p: v for p, v in self.values.items() if not p.startswith(path + "/")}
-                    self.values[path] = build_tree(below)
+        assert self._wishes is not None
+        values = {path: from_jsonable(tree) for path, tree in self._answer.values}
+        for target in self._fit.targets.rows:
+            if target.staged and target.path not in self._wishes.views:
+                values[target.path] = decode_value(target.array.tobytes())
+        for path, present in self._wishes.values.items():
+            below = [p for p in values if p.startswith(path + "/")] if present == "none" else []
+            if below:
+                values[path] = build_tree((p[len(path) :], values.pop(p)) for p in below)
+        self.values = values
 
     def report(self, result: LoadResult) -> LoadReport:
         """What this rank tells its caller."""
         return LoadReport(
-            path=self._storage.location,
+            path=self._context.storage.location,
             unique_id=self._answer.unique_id,
             bytes_read=self._bytes_read,
             bytes_received=self._received,

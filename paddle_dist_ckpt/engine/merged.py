@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,20 +26,28 @@ from ..errors import (
 from ..options import LoadOptions
 from ..storage.base import Storage
 from .commit import save_of
+from .context import Context
 from .load import load_leaves
 from .load_coordinator import read_checkpoint
 
-__all__ = ["load_merged"]
+__all__ = ["Selection", "load_merged"]
 
 _RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which part of a checkpoint: see :func:`paddle_dist_ckpt.load_merged_state_dict`."""
+
+    prefix: str | None = None
+    keys: Collection[str] | None = None
 
 
 def load_merged(
     storage: Storage,
     adapter: TensorAdapter,
     unique_id: int | None,
-    prefix: str | None,
-    keys: Collection[str] | None,
+    selection: Selection,
     flat: bool,
     on_host: bool,
     options: LoadOptions,
@@ -46,44 +55,39 @@ def load_merged(
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
     for _ in range(_RESTARTS):
         metadata = read_checkpoint(storage, unique_id)
+        chosen = _select(metadata, selection)
         try:
-            return _load(storage, adapter, metadata, prefix, keys, flat, on_host, options)
+            filled = _load(storage, adapter, metadata, list(chosen), on_host, options)
         except StateDictMismatchError:
             if save_of(storage, metadata.unique_id) == metadata.save_id:
                 raise  # otherwise it does not fit because another save has replaced it meanwhile
-    raise CheckpointCorruptedError(
-        f"{storage.location}: the checkpoint was replaced {_RESTARTS} times during this load"
-    )
+            continue
+        if flat:
+            return dict(zip(flat_keys(list(chosen.values())), filled.values(), strict=True))
+        tree: dict[Any, Any] = build_tree((chosen[path], value) for path, value in filled.items())
+        return tree
+    raise CheckpointCorruptedError(f"{storage.location}: the checkpoint was replaced {_RESTARTS} times during a load")
 
 
 def _load(
     storage: Storage,
     adapter: TensorAdapter,
     metadata: Metadata,
-    prefix: str | None,
-    keys: Collection[str] | None,
-    flat: bool,
+    paths: Sequence[str],
     on_host: bool,
     options: LoadOptions,
-) -> dict[Any, Any]:
-    chosen = _select(metadata, prefix, keys)
-
-    def allocate() -> list[Leaf]:
-        return [_leaf(metadata, path, adapter, on_host) for path in chosen]
-
+) -> dict[str, Any]:
+    """The values and whole tensors at these paths."""
     leaves: list[Leaf] = []
 
     def scan() -> list[Leaf]:
-        leaves[:] = leaves or allocate()
+        leaves.extend(_leaf(metadata, path, adapter, on_host) for path in paths)
         return leaves
 
     with SoloHub().session("load", options.timeout) as session:
-        values, _ = load_leaves(scan, storage, session, NoTransport(), adapter, metadata.unique_id, options)
-    filled = {leaf.path: leaf.value if leaf.is_tensor else values[leaf.path] for leaf in leaves}
-    if flat:
-        return dict(zip(flat_keys(list(chosen.values())), filled.values(), strict=True))
-    tree: dict[Any, Any] = build_tree((chosen[path], value) for path, value in filled.items())
-    return tree
+        context = Context(storage, session, NoTransport(), adapter)
+        values, _ = load_leaves(scan, context, metadata.unique_id, options)
+    return {leaf.path: leaf.value if leaf.is_tensor else values[leaf.path] for leaf in leaves}
 
 
 def _leaf(metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) -> Leaf:
@@ -97,13 +101,14 @@ def _leaf(metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) 
     return Leaf(path, adapter.empty(shape, dtype, on_host), True)
 
 
-def _select(metadata: Metadata, prefix: str | None, keys: Collection[str] | None) -> dict[str, str]:
+def _select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     """The paths that are wanted, each with what is left of it without the prefix.
 
     Raises:
         CheckpointNotFoundError: nothing matches, or one of the keys matches nothing.
         CheckpointError: without the prefix, two paths would be the same.
     """
+    prefix, keys = selection.prefix, selection.keys
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):

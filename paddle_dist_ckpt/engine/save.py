@@ -21,19 +21,17 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.paths import plain_key
-from ..core.ports import ControlSession, Transport
 from ..core.reports import SaveReport
 from ..core.shards import unpack_column
-from ..core.tensors import TensorAdapter
 from ..errors import CheckpointError
 from ..formats.datafile import Entry, FileLayout, entry_name, split_in_parts
 from ..formats.names import data_file_name
 from ..options import SaveOptions
-from ..storage.base import Storage
 from .commit import remove_saves
+from .context import Context
 from .describe import LocalState, describe, save_request
 from .fileinfo import data_file_info
-from .messages import Folder, SaveOrder, SaveResult, WriteAnswer, Written, decode, encode, unpack_signed
+from .messages import SaveOrder, SaveResult, WriteAnswer, Written, decode, encode, unpack_signed
 from .progress import Progress
 from .reduce import reduce_partials
 from .save_coordinator import SaveCoordinator, seal
@@ -41,34 +39,20 @@ from .threads import io_threads
 from .watched import WatchedTransport
 from .writer import write_file
 
-__all__ = ["folder_of", "save"]
+__all__ = ["save"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-def folder_of(storage: Storage) -> Folder:
-    """Which folder this rank sees."""
-    host, device, inode = storage.identity()
-    return Folder(host, device, inode, storage.free_bytes())
-
-
-def save(
-    state_dict: dict[Any, Any],
-    storage: Storage,
-    session: ControlSession,
-    transport: Transport,
-    adapter: TensorAdapter,
-    unique_id: int | None,
-    options: SaveOptions,
-) -> SaveReport:
+def save(state_dict: dict[Any, Any], context: Context, unique_id: int | None, options: SaveOptions) -> SaveReport:
     """Save a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.save_state_dict`."""
-    saving = _Saving(storage, session, transport, adapter, options)
+    saving = _Saving(context, options)
     with saving.coordinator.ended_by_failure():
         saving.plan(state_dict, unique_id)
         result = saving.write_and_commit()
         saving.clean_up(result)
     report = saving.report(result)
-    level = logging.INFO if session.rank == session.coordinator else logging.DEBUG
+    level = logging.INFO if context.is_coordinator else logging.DEBUG
     _logger.log(level, "saved id %d to %s: %s", report.unique_id, report.path, report)
     return report
 
@@ -76,17 +60,10 @@ def save(
 class _Saving:
     """One rank's part in one save."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        session: ControlSession,
-        transport: Transport,
-        adapter: TensorAdapter,
-        options: SaveOptions,
-    ) -> None:
-        self._storage, self._session, self._transport = storage, session, transport
-        self._adapter, self._options = adapter, options
-        self.coordinator = SaveCoordinator(storage, session, adapter.version, options)
+    def __init__(self, context: Context, options: SaveOptions) -> None:
+        self._context, self._options = context, options
+        self._storage, self._session = context.storage, context.session
+        self.coordinator = SaveCoordinator(context.storage, context.session, context.adapter.version, options)
         self._state = LocalState()
         self._order: SaveOrder | None = None
         self._written = Written([], [], 0)
@@ -104,11 +81,10 @@ class _Saving:
         """Round ``plan``."""
 
         def request() -> bytes:
-            self._state = describe(state_dict, self._adapter)
+            self._state = describe(state_dict, self._context.adapter)
             self._storage.prepare()
             compare = self._options.check_replicas != "off" and len(self._session.ranks) > 1
-            is_coordinator = self._session.rank == self._session.coordinator
-            folder = folder_of(self._storage)
+            folder, is_coordinator = self._context.folder(), self._context.is_coordinator
             return encode(save_request(self._state, unique_id, folder, self._options, compare, is_coordinator))
 
         with self._timed("plan"):
@@ -182,7 +158,7 @@ class _Saving:
         remove_saves(self._storage, order.clean)
         items = self._items(order)
         entries = self._entries(order, items)
-        is_coordinator = self._session.rank == self._session.coordinator
+        is_coordinator = self._context.is_coordinator
         parts = split_in_parts(entries, self._options.block_bytes)
         if parts == [[]] and not is_coordinator and not order.values:
             return self._written
@@ -192,9 +168,7 @@ class _Saving:
             for part, part_entries in enumerate(parts):
                 rows = items[first : first + len(part_entries)]
                 first += len(part_entries)
-                info = data_file_info(
-                    self._state, rows, order, self._session, part, len(parts), self._options, self._adapter.version
-                )
+                info = data_file_info(self._state, rows, order, self._context, part, len(parts), self._options)
                 name = data_file_name(self._session.rank, order.unique_id, order.save_id, part)
                 layout = FileLayout.of(part_entries, info)
                 check = self._session.check
@@ -222,7 +196,7 @@ class _Saving:
         if order.transfers or any(views[row].reduction is not None for row, _ in items):
 
             def reduce(alive: Callable[[], None]) -> dict[tuple[int, Box], Any]:
-                transport = WatchedTransport(self._transport, alive)
+                transport = WatchedTransport(self._context.transport, alive)
                 return reduce_partials(order.transfers, self._session.rank, state.shards, views, items, transport)
 
             reduced = self._session.run_collectives(reduce)

@@ -18,7 +18,7 @@ from ..core.tensors import LocalShard, TensorAdapter, TensorView
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from .reader import Consumer, view_at
 
-__all__ = ["Target", "Targets", "check_value_rows", "collect"]
+__all__ = ["Target", "Targets", "Wishes", "check_value_rows", "collect"]
 
 Array = npt.NDArray[Any]
 
@@ -171,27 +171,31 @@ def _memory_of(array: Array) -> tuple[Any, ...]:
     return (array.__array_interface__["data"][0], array.itemsize, steps)
 
 
-def collect(
-    leaves: Sequence[Leaf], adapter: TensorAdapter
-) -> tuple[dict[str, TensorView], list[tuple[str, str]], list[str]]:
-    """Look at a load's targets.
+@dataclass(slots=True)
+class Wishes:
+    """What a load's caller has: tensors by path, values' paths with what is there now, and what cannot be loaded.
 
-    Returns:
-        The tensors by path, the values' paths with what is there now (see :class:`.messages.Wanted`), and problems.
+    A value is there as ``"none"``, ``"dict"`` or ``"other"``.
     """
-    views: dict[str, TensorView] = {}
-    values: list[tuple[str, str]] = []
-    problems: list[str] = []
+
+    views: dict[str, TensorView] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def collect(leaves: Sequence[Leaf], adapter: TensorAdapter) -> Wishes:
+    """Look at a load's targets."""
+    wishes = Wishes()
     for leaf in leaves:
         if leaf.is_tensor:
             try:
-                views[leaf.path] = adapter.view(leaf.value, plain_key(leaf.path))
+                wishes.views[leaf.path] = adapter.view(leaf.value, plain_key(leaf.path))
             except UnsupportedValueError as error:
-                problems.append(str(error))
+                wishes.problems.append(str(error))
         else:
             present = "none" if leaf.value is None else "dict" if isinstance(leaf.value, dict) else "other"
-            values.append((leaf.path, present))
-    return views, values, problems
+            wishes.values[leaf.path] = present
+    return wishes
 
 
 def check_value_rows(table: ShardTable) -> None:

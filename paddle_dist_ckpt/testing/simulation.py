@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ..control import InProcessWorld
 from ..core.ports import ControlHub, Transport
 from ..core.reports import LoadReport, SaveReport
+from ..engine.context import Context
 from ..engine.load import load
 from ..engine.save import save
 from ..options import LoadOptions, SaveOptions
@@ -36,7 +37,8 @@ class SimulatedRank:
         """Save together with the other ranks."""
         options = options or SaveOptions(timeout=60)
         with self.hub.session("save", options.timeout) as session:
-            return save(state_dict, as_storage(path), session, self.transport, NumpyAdapter(), unique_id, options)
+            context = Context(as_storage(path), session, self.transport, NumpyAdapter())
+            return save(state_dict, context, unique_id, options)
 
     def load(
         self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: LoadOptions | None = None
@@ -44,7 +46,8 @@ class SimulatedRank:
         """Load together with the other ranks."""
         options = options or LoadOptions(timeout=60)
         with self.hub.session("load", options.timeout) as session:
-            return load(state_dict, as_storage(path), session, self.transport, NumpyAdapter(), unique_id, options)
+            context = Context(as_storage(path), session, self.transport, NumpyAdapter())
+            return load(state_dict, context, unique_id, options)
 
 
 def run_ranks(

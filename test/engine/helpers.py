@@ -19,8 +19,9 @@ from paddle_dist_ckpt.control.no_transport import NoTransport
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.core.reports import LoadReport, SaveReport
+from paddle_dist_ckpt.engine.context import Context
 from paddle_dist_ckpt.engine.load import load
-from paddle_dist_ckpt.engine.merged import load_merged
+from paddle_dist_ckpt.engine.merged import Selection, load_merged
 from paddle_dist_ckpt.engine.save import save
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage, as_storage
@@ -111,7 +112,8 @@ def save_alone(
 ) -> SaveReport:
     """Save as a process without others does."""
     with SoloHub().session("save", options.timeout) as session:
-        return save(state, as_storage(path), session, NoTransport(), NumpyAdapter(), unique_id, options)
+        context = Context(as_storage(path), session, NoTransport(), NumpyAdapter())
+        return save(state, context, unique_id, options)
 
 
 def load_alone(
@@ -120,13 +122,16 @@ def load_alone(
     """Load as a process without others does."""
     options = options or LoadOptions()
     with SoloHub().session("load", options.timeout) as session:
-        return load(state, as_storage(path), session, NoTransport(), NumpyAdapter(), unique_id, options)
+        context = Context(as_storage(path), session, NoTransport(), NumpyAdapter())
+        return load(state, context, unique_id, options)
 
 
-def load_whole(path: Any, unique_id: int | None = None, **kwargs: Any) -> dict[Any, Any]:
-    """Everything in a checkpoint, tensors as whole numpy arrays."""
-    arguments = {"prefix": None, "keys": None, "flat": False} | kwargs
-    return load_merged(as_storage(path), NumpyAdapter(), unique_id, on_host=True, options=LoadOptions(), **arguments)
+def load_whole(
+    path: Any, unique_id: int | None = None, prefix: str | None = None, keys: Any = None, flat: bool = False
+) -> dict[Any, Any]:
+    """Everything in a checkpoint, or what is selected, tensors as whole numpy arrays."""
+    selection = Selection(prefix, keys)
+    return load_merged(as_storage(path), NumpyAdapter(), unique_id, selection, flat, True, LoadOptions())
 
 
 # -- arrays

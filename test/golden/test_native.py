@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, read_metadata, rebuild_metadata, verify
-from paddle_dist_ckpt.engine.merged import load_merged
+from paddle_dist_ckpt.engine.merged import Selection, load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
 
@@ -20,7 +20,7 @@ FOLDERS = sorted(Path(__file__).parent.glob("native-*"))
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_it_is_read_as_it_was_written(folder: Path) -> None:
-    loaded = load_merged(LocalStorage(folder), NumpyAdapter(), None, None, None, False, False, LoadOptions())
+    loaded = load_merged(LocalStorage(folder), NumpyAdapter(), None, Selection(), False, False, LoadOptions())
     for key, expected in global_arrays().items():
         found = loaded["model"][key.removeprefix("model.")]
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)

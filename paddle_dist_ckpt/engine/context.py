@@ -1,0 +1,39 @@
+"""What a save or a load works with on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.ports import ControlSession, Transport
+from ..core.tensors import TensorAdapter
+from ..storage.base import Storage
+from .messages import Folder
+
+__all__ = ["Context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One rank's surroundings.
+
+    Attributes:
+        storage: The folder.
+        session: For control messages among the ranks.
+        transport: For bulk data among them.
+        adapter: Makes the framework's tensors accessible.
+    """
+
+    storage: Storage
+    session: ControlSession
+    transport: Transport
+    adapter: TensorAdapter
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank is the coordinator."""
+        return self.session.rank == self.session.coordinator
+
+    def folder(self) -> Folder:
+        """Which folder this rank sees."""
+        host, device, inode = self.storage.identity()
+        return Folder(host, device, inode, self.storage.free_bytes())
