@@ -220,6 +220,7 @@ class _Answering:
         self._paths = sorted([*metadata.table.paths, *self._values])
         self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
         self._check_sizes(metadata.files)
+        self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self.asked: set[str] = set()
 
     def _check_sizes(self, files: Sequence[FileInfo]) -> None:
@@ -229,13 +230,13 @@ class _Answering:
 
     def answer(self, wanted: Wanted) -> LoadAnswer:
         """What the checkpoint has of a wish."""
-        index, kinds = self._metadata.table.index, self._metadata.table.kinds
+        index = self._metadata.table.index
         tensors: set[int] = set()
         values: dict[str, Any] = {}
         odd: dict[str, str] = {}
         for path in wanted.tensors:
             place = index.get(path)
-            if place is not None and kinds[place] != Kind.VALUE:
+            if place is not None and place not in self._blobs:
                 tensors.add(place)
             else:
                 odd[path] = self._what_is(path)
@@ -254,7 +255,7 @@ class _Answering:
                 odd[path] = "a dict" if _is_dict(self._values[path]) else "a value that is no dict"
             else:
                 values[path] = self._values[path]
-        elif place is not None and self._metadata.table.kinds[place] == Kind.VALUE:
+        elif place is not None and place in self._blobs:
             tensors.add(place)
         elif present == "none":
             self._answer_subtree(path, tensors, values, odd)
@@ -263,8 +264,8 @@ class _Answering:
 
     def _answer_subtree(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
         below = self._below(path)
-        index, kinds = self._metadata.table.index, self._metadata.table.kinds
-        held = [p for p in below if p in index and kinds[index[p]] != Kind.VALUE]
+        index = self._metadata.table.index
+        held = [p for p in below if p in index and index[p] not in self._blobs]
         if not below or held:
             odd[path] = (
                 self._what_is(path) if not held else f"a container of tensors, such as {self._metadata.key(held[0])}"
@@ -283,7 +284,7 @@ class _Answering:
 
     def _what_is(self, path: str) -> str:
         place = self._metadata.table.index.get(path)
-        if path in self._values or (place is not None and self._metadata.table.kinds[place] == Kind.VALUE):
+        if path in self._values or place in self._blobs:
             return "a value"
         if place is not None:
             return "a tensor"

@@ -28,7 +28,7 @@ from .threads import run_all
 
 __all__ = ["Consumer", "OpenFile", "StoredEntry", "read_entries", "view_at"]
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
 GAP_BYTES = 4096  # a page: what lies between closer ranges is read from the disk anyway
 Array = npt.NDArray[Any]
 

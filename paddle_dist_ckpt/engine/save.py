@@ -24,7 +24,7 @@ from ..core.paths import plain_key
 from ..core.reports import SaveReport
 from ..core.shards import unpack_column
 from ..errors import CheckpointError
-from ..formats.datafile import Entry, FileLayout, entry_name, split_in_parts
+from ..formats.datafile import Entry, FileLayout, escaped_key, slice_suffix, split_in_parts
 from ..formats.names import data_file_name
 from ..options import SaveOptions
 from .commit import remove_saves
@@ -183,10 +183,13 @@ class _Saving:
         """What to write: the number of the local shard, and the box in global coordinates."""
         boxes = unpack_signed(order.boxes, 2 * order.dimensions).tolist()
         rows = unpack_column(order.row, len(boxes), max(1, len(self._state.shards)), "row").tolist()
+        known: dict[tuple[int, tuple[int, ...]], Box] = {}  # tensors that are cut alike share their boxes
         items = []
-        for row, box in zip(rows, boxes, strict=True):
+        for row, corners in zip(rows, map(tuple, boxes), strict=True):
             ndim = len(self._state.shards[row].offset)
-            items.append((row, Box(tuple(box[:ndim]), tuple(box[order.dimensions : order.dimensions + ndim]))))
+            if (ndim, corners) not in known:
+                known[ndim, corners] = Box(corners[:ndim], corners[order.dimensions : order.dimensions + ndim])
+            items.append((row, known[ndim, corners]))
         return items
 
     def _entries(self, order: SaveOrder, items: Sequence[tuple[int, Box]]) -> list[Entry]:
@@ -201,13 +204,18 @@ class _Saving:
 
             reduced = self._session.run_collectives(reduce)
         entries = []
+        suffixes: dict[tuple[Box, tuple[int, ...]], str] = {}
         for row, box in items:
             shard, view, path = state.shards[row], views[row], state.paths[state.owners[row]]
             array = reduced.get((row, box)) if reduced else None
             if array is None:
-                array = np.asarray(shard.array[box.relative_to(shard.offset).slices])
-            key = order.keys.get(path) or plain_key(path)
-            entries.append(Entry(entry_name(key, box, view.shape), view.dtype, box.shape, array))
+                whole = box.shape == shard.array.shape
+                array = shard.array if whole else np.asarray(shard.array[box.relative_to(shard.offset).slices])
+            suffix = suffixes.get((box, view.shape))
+            if suffix is None:
+                suffix = suffixes[box, view.shape] = slice_suffix(box, view.shape)
+            name = escaped_key(order.keys.get(path) or plain_key(path)) + suffix
+            entries.append(Entry(name, view.dtype, box.shape, array))
         return entries
 
     def report(self, result: SaveResult) -> SaveReport:

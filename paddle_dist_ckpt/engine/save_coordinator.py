@@ -169,7 +169,8 @@ def _plan(state: GlobalState) -> SavePlan:
     """Who writes what of a merged state."""
     assert state.shards is not None
     dimensions = state.shards.offset.shape[1]
-    shapes = np.array([[*s, *(1,) * (dimensions - len(s))] for s in state.shapes], np.int64).reshape(-1, dimensions)
+    padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(state.shapes)}
+    shapes = np.array([padded[shape] for shape in state.shapes], np.int64).reshape(-1, dimensions)
     tensors = Tensors(
         [state.keys[path] for path in state.paths],
         np.array([dtype.itemsize for dtype in state.dtypes], np.int64),

@@ -13,8 +13,6 @@ length, at a known position. The header's own digest is also in `.metadata`.
 from __future__ import annotations
 
 import base64
-import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,6 @@ PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
 _NO_DIGEST = "0" * 16
 _DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
-_ESCAPED = re.compile(r"[%\[]")
 Hashes = npt.NDArray[np.uint64]
 
 
@@ -72,7 +69,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.array.nbytes
 
 
 class DataFileInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -122,10 +119,19 @@ def entry_name(key: str, box: Box, global_shape: Sequence[int]) -> str:
     ``%`` and ``[`` in the key become ``%25`` and ``%5B``; an empty key becomes ``%``, and the one name that safetensors
     keeps for itself ``%__metadata__``. So different shards have different names.
     """
-    text = _ESCAPED.sub(lambda match: f"%{ord(match[0]):02X}", key)
-    if text in ("", "__metadata__"):
-        text = "%" + text
-    return text if box.shape == tuple(global_shape) else f"{text}{box}"
+    return escaped_key(key) + slice_suffix(box, global_shape)
+
+
+def escaped_key(key: str) -> str:
+    """The first part of an entry's name."""
+    if "%" in key or "[" in key:
+        key = key.replace("%", "%25").replace("[", "%5B")
+    return "%" + key if key in ("", "__metadata__") else key
+
+
+def slice_suffix(box: Box, global_shape: Sequence[int]) -> str:
+    """The second part of an entry's name, empty for a whole tensor."""
+    return "" if box.shape == tuple(global_shape) else str(box)
 
 
 def block_count(nbytes: int, block_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +10,18 @@ import paddle
 
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.shards import Kind
-from ..core.tensors import LocalShard, TensorView, is_native_array, view_of_array
+from ..core.tensors import LocalShard, Reduction, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from .placement import local_offset, mesh_coordinate, reduction_of
 
 __all__ = ["PaddleAdapter"]
+
+
+class _Place(NamedTuple):
+    """Where a local value is in its global tensor, and which addend of it."""
+
+    offset: tuple[int, ...]
+    reduction: Reduction | None
 
 
 class PaddleAdapter:
@@ -27,6 +34,7 @@ class PaddleAdapter:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._dtypes: dict[Any, DType] = {}
+        self._last: tuple[tuple[int, ...], Any, Any, _Place | None] | None = None
 
     @property
     def version(self) -> str | None:
@@ -53,14 +61,24 @@ class PaddleAdapter:
         return TensorView(Kind.TENSOR, dtype, shape, True, (shard,), value.name)
 
     def _view_dist(self, value: Any, key: str, dtype: DType, shape: tuple[int, ...]) -> TensorView:
-        mesh, placements = value.process_mesh, value.placements
-        coordinate = mesh_coordinate(mesh, self._rank)
-        if coordinate is None:
+        place = self._place(value.process_mesh, value.placements, shape, key)
+        if place is None:
             return TensorView(Kind.TENSOR, dtype, shape, False, (), value.name)
-        offset = local_offset(shape, mesh.shape, coordinate, placements, key)
-        reduction = reduction_of(mesh.shape, coordinate, placements, key)
-        shard = LocalShard(offset, _memory(value._local_value(), dtype, key))
-        return TensorView(Kind.TENSOR, dtype, shape, False, (shard,), value.name, reduction)
+        shard = LocalShard(place.offset, _memory(value._local_value(), dtype, key))
+        return TensorView(Kind.TENSOR, dtype, shape, False, (shard,), value.name, place.reduction)
+
+    def _place(self, mesh: Any, placements: Any, shape: tuple[int, ...], key: str) -> _Place | None:
+        """Where the local value is, if the mesh holds this rank. Often the same as for the tensor before."""
+        known = self._last
+        if known is not None and known[0] == shape and known[1] == placements and known[2] == mesh:
+            return known[3]
+        mesh_shape, coordinate = mesh.shape, mesh_coordinate(mesh, self._rank)
+        place = None
+        if coordinate is not None:
+            offset = local_offset(shape, mesh_shape, coordinate, placements, key)
+            place = _Place(offset, reduction_of(mesh_shape, coordinate, placements, key))
+        self._last = (shape, placements, mesh, place)
+        return place
 
     def _dtype(self, dtype: Any, key: str) -> DType:
         known = self._dtypes.get(dtype)
