@@ -8,7 +8,6 @@ entry and in its target is read straight into the target; everything else goes t
 from __future__ import annotations
 
 import functools
-import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from ..errors import CheckpointCorruptedError
 from ..formats.datafile import Hashes
 from ..planning.blocks import touched_blocks
 from ..storage.base import ReadableFile
+from .buffers import Buffers
 from .threads import run_all
 
 __all__ = ["Consumer", "OpenFile", "StoredEntry", "read_entries", "view_at"]
@@ -145,9 +145,7 @@ class _Reading:
 
     def __init__(self, block_bytes: int, threads: int, progress: Callable[[int], None], gap: int) -> None:
         self._block_bytes, self._progress, self._gap = block_bytes, progress, gap
-        self._buffers: queue.SimpleQueue[Bytes1D | None] = queue.SimpleQueue()
-        for _ in range(threads):
-            self._buffers.put(None)
+        self._buffers = Buffers(threads)
 
     def tasks(self, segments: list[_Segment]) -> Iterator[Callable[[], None]]:
         """Segments of one file, neighbours together up to the size of a chunk."""
@@ -168,21 +166,12 @@ class _Reading:
         first, last = run[0], run[-1]
         size = last.place + last.stop - last.start - first.place
         direct = _direct_target(first, self._block_bytes) if len(run) == 1 else None
-        buffer = self._borrow(size)
-        try:
+        with self._buffers.borrow(size) as buffer:
             if direct is not None:
                 self._read_direct(first, direct, buffer)
             else:
-                self._read_buffered(run, buffer[:size])
-        finally:
-            self._buffers.put(buffer)
+                self._read_buffered(run, buffer)
         self._progress(size)
-
-    def _borrow(self, size: int) -> Bytes1D:
-        buffer = self._buffers.get()
-        if buffer is None or len(buffer) < size:
-            buffer = np.empty(max(size, 1 << 20), np.uint8)
-        return buffer
 
     def _read_buffered(self, run: Sequence[_Segment], data: Bytes1D) -> None:
         base = run[0].place

@@ -1,10 +1,14 @@
-"""Writes data files: every entry hashed block by block in the pass that writes it, then the header, then fsync."""
+"""Writes data files: windows of the file are filled from the entries, hashed and written; then the header, then fsync.
+
+Windows start at multiples of a page, which lets a storage bypass the page cache. A checkpoint is written once and read
+much later, if ever, so the cache is of no use to it; and filling fresh pages of it is slower than most disks.
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
-import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +20,12 @@ from ..core.metadata import FileInfo
 from ..core.ports import Bytes1D
 from ..formats.datafile import Entry, FileLayout, header_digest
 from ..storage.base import Storage, WritableFile
+from .buffers import Buffers
 from .threads import run_all
 
-__all__ = ["write_file"]
+__all__ = ["gather", "write_file"]
 
-_CHUNK_BYTES = 8 << 20
-_SMALL_BYTES = 256 << 10
+_WINDOW_BYTES = 2 << 20
 Array = npt.NDArray[Any]
 
 
@@ -41,7 +45,7 @@ def write_file(
         layout: What it holds.
         threads: How many threads write.
         check: Called now and then; may raise to stop.
-        progress: Told how many bytes were written, as they are.
+        progress: Told how many bytes of data were written, as they are.
 
     Returns:
         The file's record for `.metadata`.
@@ -51,14 +55,15 @@ def write_file(
     """
     file = storage.create(name)
     try:
+        buffers = Buffers(threads)
         hashes = np.zeros(layout.first_block[-1], np.uint64)
-        writing = _Writing(file, layout, hashes, threads, progress)
-        run_all(writing.tasks(), threads, check)
+        run_all(_Writing(file, layout, hashes, buffers, progress).tasks(), threads, check)
         header = layout.header(hashes)
-        file.write(np.frombuffer(header, np.uint8), 0)
+        with buffers.borrow(len(header)) as buffer:
+            buffer[:] = np.frombuffer(header, np.uint8)
+            file.write(buffer, 0)
         # IMPORTANT: the file is durable before this rank reports it, and so before it can be committed.
         file.sync()
-        progress(len(header))
     finally:
         file.close()
     return FileInfo(name, layout.size, header_digest(header))
@@ -68,76 +73,58 @@ class _Writing:
     """The tasks that write one file's entries. Each fills its own part of ``hashes``."""
 
     def __init__(
-        self, file: WritableFile, layout: FileLayout, hashes: Array, threads: int, progress: Callable[[int], None]
+        self,
+        file: WritableFile,
+        layout: FileLayout,
+        hashes: Array,
+        buffers: Buffers,
+        progress: Callable[[int], None],
     ) -> None:
-        self._file, self._layout, self._hashes, self._progress = file, layout, hashes, progress
-        self._buffers: queue.SimpleQueue[Bytes1D | None] = queue.SimpleQueue()
-        for _ in range(threads):
-            self._buffers.put(None)  # a buffer is made when it is first needed
-        self._chunk = max(_CHUNK_BYTES, layout.block_bytes)
+        self._file, self._layout, self._hashes = file, layout, hashes
+        self._buffers, self._progress = buffers, progress
 
     def tasks(self) -> Iterator[Callable[[], None]]:
-        """Large entries chunk by chunk, small neighbours together."""
-        run: list[int] = []
-        run_bytes = 0
-        for i, entry in enumerate(self._layout.entries):
-            small = entry.nbytes <= _SMALL_BYTES
-            if run and (not small or run_bytes + entry.nbytes > self._chunk):
-                yield functools.partial(self._write_small, run)
-                run, run_bytes = [], 0
-            if small:
-                run.append(i)
-                run_bytes += entry.nbytes
-                continue
-            write = self._write_contiguous if entry.array.flags.c_contiguous else self._write_strided
-            for start in range(0, entry.nbytes, self._chunk):
-                yield functools.partial(write, i, start, min(start + self._chunk, entry.nbytes))
-        if run:
-            yield functools.partial(self._write_small, run)
+        """A task for each window."""
+        layout = self._layout
+        for start in range(layout.data_start, layout.size, _WINDOW_BYTES):
+            yield functools.partial(self._write_window, start, min(start + _WINDOW_BYTES, layout.size))
 
-    def _borrow(self) -> Bytes1D:
-        buffer = self._buffers.get()
-        return np.empty(self._chunk, np.uint8) if buffer is None else buffer
+    def _write_window(self, start: int, stop: int) -> None:
+        starts, entries = self._layout.starts, self._layout.entries
+        with self._buffers.borrow(stop - start) as window:
+            i = bisect.bisect_right(starts, start) - 1
+            while i < len(entries) and starts[i] < stop:
+                low, high = max(start, starts[i]), min(stop, starts[i] + entries[i].nbytes)
+                if low < high:
+                    self._fill(i, low - starts[i], high - starts[i], window[low - start : high - start])
+                i += 1
+            self._file.write(window, start)
+        self._progress(stop - start)
 
-    def _write_small(self, run: Sequence[int]) -> None:
-        entries, starts, first_block = self._layout.entries, self._layout.starts, self._layout.first_block
-        base = starts[run[0]]
-        buffer = self._borrow()
-        try:
-            for i in run:
-                entry = entries[i]
-                place = buffer[starts[i] - base : starts[i] - base + entry.nbytes]
-                place.view(entry.dtype.raw).reshape(entry.shape)[...] = entry.array
-                self._hash(place, first_block[i])
-            used = starts[run[-1]] + entries[run[-1]].nbytes - base
-            self._file.write(buffer[:used], base)
-        finally:
-            self._buffers.put(buffer)
-        self._progress(used)
+    def _fill(self, i: int, low: int, high: int, part: Bytes1D) -> None:
+        """Copy bytes ``low:high`` of an entry, and hash the blocks that start in them, while they are in the cache."""
+        entry, size = self._layout.entries[i], self._layout.block_bytes
+        _copy(entry, low, high, part)
+        for start in range(-(-low // size) * size, high, size):
+            stop = min(start + size, entry.nbytes)
+            data = part[start - low : stop - low] if stop <= high else _bytes_of(entry, start, stop)
+            self._hashes[self._layout.first_block[i] + start // size] = xxhash.xxh3_64_intdigest(data.data)
 
-    def _write_contiguous(self, i: int, start: int, stop: int) -> None:
-        data = _as_bytes(self._layout.entries[i].array)[start:stop]
-        self._finish_chunk(i, start, data)
 
-    def _write_strided(self, i: int, start: int, stop: int) -> None:
-        entry = self._layout.entries[i]
-        buffer = self._borrow()
-        try:
-            gather(entry, start, stop, buffer)
-            self._finish_chunk(i, start, buffer[: stop - start])
-        finally:
-            self._buffers.put(buffer)
+def _copy(entry: Entry, start: int, stop: int, part: Bytes1D) -> None:
+    if entry.array.flags.c_contiguous:
+        part[:] = entry.array.reshape(-1).view(np.uint8)[start:stop]
+    else:
+        gather(entry, start, stop, part)
 
-    def _finish_chunk(self, i: int, start: int, data: Bytes1D) -> None:
-        self._hash(data, self._layout.first_block[i] + start // self._layout.block_bytes)
-        self._file.write(data, self._layout.starts[i] + start)
-        self._progress(len(data))
 
-    def _hash(self, data: Bytes1D, block: int) -> None:
-        size = self._layout.block_bytes
-        for start in range(0, len(data), size):
-            self._hashes[block] = xxhash.xxh3_64_intdigest(data[start : start + size].data)
-            block += 1
+def _bytes_of(entry: Entry, start: int, stop: int) -> Bytes1D:
+    """Bytes ``start:stop`` of an entry: its own memory if that is contiguous."""
+    if entry.array.flags.c_contiguous:
+        return entry.array.reshape(-1).view(np.uint8)[start:stop]
+    data: Bytes1D = np.empty(stop - start, np.uint8)
+    gather(entry, start, stop, data)
+    return data
 
 
 def gather(entry: Entry, start: int, stop: int, buffer: Bytes1D) -> None:
@@ -147,7 +134,3 @@ def gather(entry: Entry, start: int, stop: int, buffer: Bytes1D) -> None:
         nbytes = box.size * size
         buffer[at : at + nbytes].view(entry.dtype.raw).reshape(box.shape)[...] = entry.array[box.slices]
         at += nbytes
-
-
-def _as_bytes(array: Array) -> Bytes1D:
-    return array.reshape(-1).view(np.uint8)

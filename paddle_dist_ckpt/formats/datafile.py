@@ -147,6 +147,7 @@ class FileLayout:
         entries: What it holds, in order.
         starts: Where each entry starts in the file.
         first_block: The number of each entry's first block among all of the file, and behind the last the total.
+        data_start: Where the first entry starts, a multiple of a page.
         size: The file's size.
         block_bytes: Bytes of a block.
     """
@@ -154,6 +155,7 @@ class FileLayout:
     entries: Sequence[Entry]
     starts: list[int]
     first_block: list[int]
+    data_start: int
     size: int
     block_bytes: int
     _template: bytes
@@ -183,6 +185,7 @@ class FileLayout:
             entries,
             [data_start + offset for offset in offsets],
             [0, *blocks],
+            data_start,
             data_start + (ends[-1] if ends else 0),
             info.block_bytes,
             template,

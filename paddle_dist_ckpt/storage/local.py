@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.ports import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
+from .direct import ALIGNMENT, open_direct
 
 __all__ = ["LocalStorage", "as_storage"]
 
@@ -170,23 +171,51 @@ def _host() -> str:
 
 
 class _LocalWritable:
+    """A file with two descriptors: one that bypasses the page cache where that is possible, one for everything else."""
+
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._path = path
+        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            self._direct = open_direct(path)
+        except BaseException:
+            os.close(self._cached)
+            raise
 
     def write(self, data: Bytes1D, offset: int) -> None:
         view = data.data
+        if self._direct is not None and offset % ALIGNMENT == 0 and data.ctypes.data % ALIGNMENT == 0:
+            done = self._write_direct(self._direct, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
+            view, offset = view[done:], offset + done
         while len(view):
-            written = os.pwrite(self._descriptor, view, offset)
+            written = os.pwrite(self._cached, view, offset)
             if written <= 0:
                 raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
             view, offset = view[written:], offset + written
 
+    @staticmethod
+    def _write_direct(descriptor: int, view: memoryview, offset: int) -> int:
+        """Write as much as can be written past the cache; returns how much. What is wrong will show with the rest."""
+        done = 0
+        while done < len(view):
+            try:
+                written = os.pwrite(descriptor, view[done:], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                return done  # this device wants another alignment
+            done += written
+            if written <= 0 or done % ALIGNMENT:
+                return done
+        return done
+
     def sync(self) -> None:
-        os.fsync(self._descriptor)
+        os.fsync(self._cached)  # of the file, whichever descriptor it was written by
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        if self._direct is not None:
+            os.close(self._direct)
+        os.close(self._cached)
 
 
 class _LocalReadable:

@@ -1,0 +1,123 @@
+"""Writing past the page cache: what arrives is the same, whatever can be written that way and whatever cannot."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.storage import LocalStorage, direct, local
+
+PAGE = direct.ALIGNMENT
+
+
+@pytest.fixture
+def pages() -> np.ndarray:
+    """Five pages of data that start at a page."""
+    buffer = np.frombuffer(mmap.mmap(-1, 5 * PAGE), np.uint8)
+    buffer[:] = np.random.default_rng(0).integers(0, 256, 5 * PAGE)
+    return buffer
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Every write: its descriptor, offset and size."""
+    seen: list[tuple[int, int, int]] = []
+    real = os.pwrite
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        seen.append((descriptor, offset, len(data)))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(local.os, "pwrite", pwrite)
+    return seen
+
+
+def write(folder: Path, pieces: list[tuple[np.ndarray, int]]) -> bytes:
+    file = LocalStorage(folder).create("file")
+    for data, offset in pieces:
+        file.write(data, offset)
+    file.sync()
+    file.close()
+    return (folder / "file").read_bytes()
+
+
+def test_whole_pages_go_past_the_cache_and_the_rest_does_not(
+    tmp_path: Path, pages: np.ndarray, writes: list[tuple[int, int, int]]
+) -> None:
+    assert write(tmp_path, [(pages[: 3 * PAGE + 100], 0)]) == pages[: 3 * PAGE + 100].tobytes()
+    if direct._filesystem(tmp_path.stat().st_dev) not in direct._LOCAL_DISKS:
+        pytest.skip("the temporary folder is not on a local disk")
+    assert [(offset, size) for _, offset, size in writes] == [(0, 3 * PAGE), (3 * PAGE, 100)]
+    assert writes[0][0] != writes[1][0]
+
+
+@pytest.mark.parametrize("shift", [(1, 0), (0, 1), (7, 512), (512, 512)])
+def test_what_is_not_aligned_arrives_all_the_same(tmp_path: Path, pages: np.ndarray, shift: tuple[int, int]) -> None:
+    data = pages[shift[0] :]
+    assert write(tmp_path, [(data, shift[1])]) == bytes(shift[1]) + data.tobytes()
+
+
+def test_pieces_in_any_order_make_up_the_file(tmp_path: Path, pages: np.ndarray) -> None:
+    cuts = [(pages[4 * PAGE :], 4 * PAGE), (pages[: 2 * PAGE], 0), (pages[2 * PAGE : 4 * PAGE], 2 * PAGE)]
+    assert write(tmp_path, cuts) == pages.tobytes()
+
+
+@pytest.mark.parametrize("after", [0, PAGE, PAGE + 512])
+def test_a_disk_that_stops_taking_direct_writes(
+    tmp_path: Path, pages: np.ndarray, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """A short write, or EINVAL for another alignment than ours, is made good through the cache."""
+    real = os.pwrite
+    first: list[int] = []
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        first.append(descriptor)
+        if descriptor != first[0] or len(data) < 5 * PAGE:
+            return real(descriptor, data, offset)
+        if not after:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os.write(os.open(tmp_path / "file", os.O_WRONLY), bytes(data[:after]))
+
+    monkeypatch.setattr(direct, "_filesystem", lambda device: "ext4")
+    if not _has_direct(tmp_path):
+        pytest.skip("the temporary folder's filesystem has no direct writes")
+    monkeypatch.setattr(local.os, "pwrite", pwrite)
+    assert write(tmp_path, [(pages, 0)]) == pages.tobytes()
+
+
+def _has_direct(folder: Path) -> bool:
+    probe = folder / "probe"
+    probe.touch()
+    descriptor = direct.open_direct(probe)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
+
+
+def test_a_full_disk_is_not_hidden(tmp_path: Path, pages: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local.os, "pwrite", pwrite)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, [(pages, 0)])
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "nfs4", "overlay", ""])
+def test_other_filesystems_are_written_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(direct, "_filesystem", lambda device: kind)
+    assert direct.open_direct(tmp_path / "file") is None
+
+
+def test_the_type_of_a_filesystem_is_found() -> None:
+    assert direct._filesystem(os.stat("/proc").st_dev) == "proc"
+    assert direct._filesystem(os.makedev(4095, 1)) == ""
