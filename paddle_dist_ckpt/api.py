@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
 from .engine.save import save
 from .engine.verify import verify_checkpoint
+from .formats.names import MOST_IDS
 from .options import LoadOptions, SaveOptions
 from .storage import as_storage
 
@@ -51,7 +53,7 @@ def save_state_dict(
             None, bool, int, float, complex, str, bytes, numpy scalars, and lists, tuples and dicts of these.
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         process_group: The Paddle group whose ranks save together; None for the default group.
-        coordinator_rank: Global rank of the one that plans and commits.
+        coordinator_rank: Global rank of the one that plans and commits; the same on every rank.
         unique_id: The checkpoint's number in the folder. None takes the newest one + 1. One that exists is replaced.
         async_save: Not available yet; must be False.
         options: See :class:`SaveOptions`.
@@ -62,7 +64,8 @@ def save_state_dict(
     Raises:
         UnsupportedValueError: the state_dict holds something that cannot be stored, or the ranks' parts do not make up
             whole tensors. Nothing was written.
-        RankFailureError: a rank failed. The folder's checkpoints are as before.
+        RankFailureError: a rank failed. The folder's checkpoints are as before; or, if the connection was lost at the
+            very end, the new one is committed: :func:`list_checkpoints` tells.
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
@@ -73,7 +76,7 @@ def save_state_dict(
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
     with ranks.hub.session("save_state_dict", options.timeout) as session:
-        _check_unique_id(unique_id)
+        unique_id = _checked_id(unique_id)
         storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
         return save(state_dict, Context(storage, session, ranks.transport, adapter), unique_id, options)
 
@@ -98,7 +101,7 @@ def load_state_dict(
         state_dict: What to fill; may ask for a part of the checkpoint.
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         process_group: The Paddle group whose ranks load together; None for the default group.
-        coordinator_rank: Global rank of the one that reads `.metadata`.
+        coordinator_rank: Global rank of the one that reads `.metadata`; the same on every rank.
         unique_id: Which checkpoint; None for the newest.
         offload: Stage and exchange data on the host. (Tensors in host memory, the only ones supported so far, always
             are.)
@@ -120,7 +123,7 @@ def load_state_dict(
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
     with ranks.hub.session("load_state_dict", options.timeout) as session:
-        _check_unique_id(unique_id)
+        unique_id = _checked_id(unique_id)
         storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
         return load(state_dict, Context(storage, session, ranks.transport, adapter), unique_id, options)
 
@@ -154,7 +157,7 @@ def load_merged_state_dict(
         CheckpointCorruptedError: stored bytes are not what was written.
     """
     options = _checked("options", options, LoadOptions) or LoadOptions()
-    _check_unique_id(unique_id)
+    unique_id = _checked_id(unique_id)
     _checked("prefix", prefix, str)
     wanted = [keys] if isinstance(keys, str) else keys
     if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
@@ -176,7 +179,7 @@ def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: the file is damaged.
     """
-    _check_unique_id(unique_id)
+    unique_id = _checked_id(unique_id)
     return read_checkpoint(as_storage(path), unique_id)
 
 
@@ -222,7 +225,7 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
     """
-    _check_unique_id(unique_id)
+    unique_id = _checked_id(unique_id)
     options = _checked("options", options, LoadOptions) or LoadOptions()
     return verify_checkpoint(as_storage(path), unique_id, options.progress)
 
@@ -233,6 +236,13 @@ def _checked(name: str, value: T | None, kind: type[T]) -> T | None:
     return value
 
 
-def _check_unique_id(unique_id: int | None) -> None:
-    if unique_id is not None and (type(unique_id) is not int or not 0 <= unique_id < 10**18):
-        raise ValueError(f"unique_id must be None or an integer from 0, not {unique_id!r}")
+def _checked_id(unique_id: int | None) -> int | None:
+    if unique_id is None:
+        return None
+    try:
+        number = None if isinstance(unique_id, bool) else operator.index(unique_id)
+    except TypeError:
+        number = None
+    if number is None or not 0 <= number < MOST_IDS:
+        raise ValueError(f"unique_id must be None or an integer from 0 to below 10**18, not {unique_id!r}")
+    return number

@@ -9,6 +9,7 @@ from typing import Any, Literal
 __all__ = ["LoadOptions", "SaveOptions"]
 
 _MAX_BLOCK_BYTES = 64 << 20
+_LONGEST_TIMEOUT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class SaveOptions:
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_choice("check_replicas", self.check_replicas, ("warn", "error", "off"))
+        _check_bools(no_dist=self.no_dist, progress=False if self.progress is None else self.progress)
         size = self.block_bytes
         if type(size) is not int or size < 4096 or size > _MAX_BLOCK_BYTES or size & (size - 1):
             raise ValueError(f"block_bytes must be a power of two from 4096 to {_MAX_BLOCK_BYTES}, not {size!r}")
@@ -70,11 +72,19 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
+        _check_bools(no_dist=self.no_dist, strict=self.strict, cast=self.cast)
+        _check_bools(progress=False if self.progress is None else self.progress)
 
 
 def _check_timeout(timeout: float) -> None:
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST_TIMEOUT:
+        raise ValueError(f"timeout must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT:,}, not {timeout!r}")
+
+
+def _check_bools(**options: bool) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

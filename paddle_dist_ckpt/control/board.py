@@ -46,10 +46,17 @@ class Board:
         coordinator: One of them.
         carrier: Moves messages.
         lock: Guards the board; simulated ranks of one process share one.
+        opened: How many sessions this rank has opened, or has tried to.
     """
 
     def __init__(
-        self, rank: int, ranks: tuple[int, ...], coordinator: int, carrier: Carrier, lock: threading.RLock | None = None
+        self,
+        rank: int,
+        ranks: tuple[int, ...],
+        coordinator: int,
+        carrier: Carrier,
+        lock: threading.RLock | None = None,
+        opened: int = 0,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
@@ -59,7 +66,7 @@ class Board:
         self._table = CoordinatorTable(ranks, coordinator, self._emit) if rank == coordinator else None
         self._sessions: dict[int, MemberSession] = {}
         self._over: set[int] = set()
-        self._opened = 0
+        self._opened = opened
         self._coordinator_lost = False
         self._broken: ErrorRecord | None = None
 
@@ -82,9 +89,16 @@ class Board:
                     self.changed.wait()
             return session
 
+    @property
+    def doubtful(self) -> bool:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        return self._table is not None and self._table.doubtful
+
     def close(self, session: MemberSession) -> None:
         """Close a session: the others no longer count on this rank in it."""
         with self.changed:
+            if self._table is not None and session.verdict is None:
+                self._table.doubtful = False
             del self._sessions[session.number]
             if not session.late:
                 self.post(wire.Bye(session.number))

@@ -53,8 +53,15 @@ class CoordinatorSession:
         self._answers: dict[int, bytes] = {}
         self._failures: dict[int, ErrorRecord] = {}
         self._outside_rounds = False
+        self._moved = False
+        self.resume = 0
         self._judged_at = math.inf
         self.verdict: ErrorRecord | None = None
+
+    @property
+    def left_out(self) -> bool:
+        """Whether some rank never opened it."""
+        return any(rank not in self._kinds for rank in self._ranks)
 
     def has_opened(self, rank: int) -> bool:
         """Whether ``rank`` has opened it."""
@@ -73,6 +80,7 @@ class CoordinatorSession:
     def handle(self, rank: int, message: Message, payload: bytes, now: float) -> None:
         """Take in a message of this session."""
         self._heard[rank] = now
+        self._moved = self._moved or (isinstance(message, wire.Beat) and message.moved)
         if isinstance(message, wire.Open):
             self._on_open(rank, message, now)
         elif isinstance(message, wire.Answer):
@@ -155,8 +163,9 @@ class CoordinatorSession:
         if now >= self._next_beat:
             self._next_beat = now + self._timeout / BEATS_PER_TIMEOUT
             for rank in self._ranks:
-                if rank != self._coordinator and rank not in self._left:
-                    self._emit(rank, wire.Beat(self._number), b"")
+                if rank not in self._left:
+                    self._emit(rank, wire.Beat(self._number, self._moved), b"")
+            self._moved = False
         silent_at = min((heard for rank, heard in self._heard.items() if rank not in self._left), default=math.inf)
         return min(self._next_beat, self._judged_at, silent_at + self._timeout)
 
@@ -188,7 +197,8 @@ class CoordinatorSession:
         self.verdict = verdict
         for rank in self._ranks:
             if rank not in self._left:
-                self._emit(rank, wire.Verdict(self._number, verdict, notice=rank not in self._kinds), b"")
+                notice = rank not in self._kinds
+                self._emit(rank, wire.Verdict(self._number, verdict, resume=self.resume, notice=notice), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
         for said, what in ((self._kinds, f"session {self._number}"), (self._names, f"round {self._round}")):
@@ -257,6 +267,7 @@ class CoordinatorTable:
         self._lost: set[int] = set()
         self._late: dict[int, _Late] = {}
         self._opened = 0
+        self.doubtful = False
 
     def handle(
         self, rank: int, message: wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye, payload: bytes, now: float
@@ -315,6 +326,26 @@ class CoordinatorTable:
                 self._answer_late(rank, late, resume=newer + 1)
             elif now >= late.until:
                 self._answer_late(rank, late, resume=0)
+        for number in sorted(self._sessions):
+            self._fail_overtaken(number, now)
+
+    def _fail_overtaken(self, number: int, now: float) -> None:
+        """Fail a session that a rank has left out, as its opening a newer one shows, and that newer one with it."""
+        session = self._sessions[number]
+        newer = [other for other in self._sessions if other > number]
+        ahead = {rank: n for n in newer for rank in self._ranks if self._sessions[n].has_opened(rank)}
+        left_out = {rank: n for rank, n in ahead.items() if not session.has_opened(rank)}
+        if session.failing or not left_out:
+            return
+        newest = max(left_out.values())
+        session.resume = newest + 1
+        for rank, n in left_out.items():
+            text = f"is {n - number} call(s) ahead of other ranks; from the next call on, all are in step"
+            session.fail_rank(rank, failures.record(text), now)
+        for rank in self._ranks:
+            if session.has_opened(rank) and not self._sessions[newest].has_opened(rank):
+                text = f"is {newest - number} call(s) behind other ranks; from the next call on, all are in step"
+                self._sessions[newest].fail_rank(rank, failures.record(text), now)
 
     def _answer_late(self, rank: int, late: _Late, resume: int) -> None:
         del self._late[rank]
@@ -322,6 +353,7 @@ class CoordinatorTable:
 
     def _retire(self, number: int, session: CoordinatorSession) -> None:
         if session.verdict is not None:
+            self.doubtful = self.doubtful or session.left_out
             self._verdicts[number] = session.verdict
             if len(self._verdicts) > _REMEMBERED:
                 del self._verdicts[min(self._verdicts)]

@@ -25,6 +25,7 @@ from paddle_dist_ckpt.errors import CheckpointError
 __all__ = ["ZmqHub"]
 
 _LOG = logging.getLogger(__name__)
+_LONGEST_SLEEP = 3600.0  # seconds; what epoll takes as a timeout is bounded
 
 
 class ZmqHub:
@@ -42,6 +43,7 @@ class ZmqHub:
         bind_host: On the coordinator, address or name of the interface to listen on; by default the one behind the
             default route.
         bootstrap_timeout: Seconds to wait for the coordinator's address.
+        opened: How many sessions this rank has opened before, or has tried to, without a hub.
         on_abandon: Called when ``run_collectives`` gives up on work that goes on running; see :class:`Session`.
 
     Raises:
@@ -59,6 +61,7 @@ class ZmqHub:
         *,
         bind_host: str | None = None,
         bootstrap_timeout: float = 300.0,
+        opened: int = 0,
         on_abandon: Callable[[], None] | None = None,
     ) -> None:
         for member, name in ((rank, "rank"), (coordinator, "coordinator")):
@@ -74,7 +77,7 @@ class ZmqHub:
         self._pid = os.getpid()
         self._on_abandon = on_abandon
         self._io = _IoThread(port)
-        self._board = Board(rank, tuple(ranks), coordinator, self._io)
+        self._board = Board(rank, tuple(ranks), coordinator, self._io, opened=opened)
         self._io.start(self._board)
         atexit.register(self.close)
 
@@ -168,7 +171,7 @@ class _IoThread:
             self._wake.close()
 
     def _sleep(self, due: float) -> None:
-        sleep = None if math.isinf(due) else max(0.0, due - time.monotonic())
+        sleep = None if math.isinf(due) else min(max(0.0, due - time.monotonic()), _LONGEST_SLEEP)
         for key, _ in self._selector.select(sleep):
             if key.fd == self._woken.fileno():
                 self._woken.recv(4096)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from paddle_dist_ckpt.control import failures, wire
 from paddle_dist_ckpt.control.coordinator import BEATS_PER_TIMEOUT, GRACE
 from paddle_dist_ckpt.control.wire import ErrorRecord, Message
 
 __all__ = ["MemberSession"]
+
+
+def _never(_: float) -> bool:
+    return False
+
 
 _COORDINATOR_MARGIN = GRACE + 0.1
 """Extra silence, in seconds, that the coordinator may keep: if it lives, its own verdict names who is missing."""
@@ -29,6 +35,8 @@ class MemberSession:
         verdict: Why the session has failed, once it has.
         late: It had failed before this rank opened it.
         own_error: What this rank itself raised, if it did.
+        moved_since: Tells whether this rank gets on with work that may block in collectives.
+        group_moved: When some rank last said that it does, as monotonic time.
     """
 
     def __init__(self, number: int, kind: str, rank: int, coordinator: int, timeout: float, now: float) -> None:
@@ -42,6 +50,8 @@ class MemberSession:
         self._timeout = timeout
         self._heard = now
         self._next_beat = now + timeout / BEATS_PER_TIMEOUT
+        self.moved_since: Callable[[float], bool] = _never
+        self.group_moved = now
         self._coordinator_left = False
         self._round = -1
         self._awaiting = ""
@@ -50,6 +60,8 @@ class MemberSession:
     def handle(self, message: Message, payload: bytes, now: float) -> None:
         """Take in a message from the coordinator."""
         self._heard = now
+        if isinstance(message, wire.Beat) and message.moved:
+            self.group_moved = now
         if isinstance(message, wire.Reply):
             self._replies[message.round] = payload
         elif isinstance(message, wire.Verdict):
@@ -109,8 +121,10 @@ class MemberSession:
             # IMPORTANT: should the coordinator wake up, this is what keeps it from going on without this rank.
             return wire.Fail(self.number, 0, "", error), math.inf
         if now >= self._next_beat:
-            self._next_beat = now + self._timeout / BEATS_PER_TIMEOUT
-            return wire.Beat(self.number), min(self._next_beat, silence_ends)
+            interval = self._timeout / BEATS_PER_TIMEOUT
+            self._next_beat = now + interval
+            moved = self.moved_since(now - 1.5 * interval)
+            return wire.Beat(self.number, moved), min(self._next_beat, silence_ends)
         return None, min(self._next_beat, silence_ends)
 
     def _silence_ends(self) -> float:

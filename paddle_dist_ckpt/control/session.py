@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Generic, TypeVar
 
 from paddle_dist_ckpt.control import failures, wire
 from paddle_dist_ckpt.control.board import Board
 from paddle_dist_ckpt.control.member import MemberSession
+from paddle_dist_ckpt.core.ports import CollectiveWatch
 from paddle_dist_ckpt.errors import CheckpointError
 
 __all__ = ["Session", "check_payload", "check_replies"]
 
 T = TypeVar("T")
+_LONGEST_WAIT = 3600.0  # seconds; what the operating system takes as a timeout is bounded
 
 
 def check_payload(data: object, what: str) -> bytes:
@@ -76,6 +79,10 @@ class Session:
     @property
     def coordinator(self) -> int:
         return self._board.coordinator
+
+    @property
+    def doubtful(self) -> bool:
+        return self._board.doubtful
 
     def __enter__(self) -> Session:
         self._member: MemberSession = self._board.open(self._kind, self._timeout)
@@ -149,43 +156,46 @@ class Session:
         self._board.wait(self._member, self._nothing)
         raise AssertionError("the board ends a session whose combine failed")
 
-    def run_collectives(self, work: Callable[[Callable[[], None]], T]) -> T:
+    def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
         """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
         self.check()
         task = _Task(work, self._board.changed)
+        self._member.moved_since = task.moved_since
         task.start()
         try:
             self._board.wait(self._member, task.ended, lambda: self._watch(task))
+            return task.result()
         except BaseException:
-            if task.ended() is None and self._on_abandon is not None:
+            # Work that hangs, or that raised half-way, has left out operations that the other ranks count on.
+            if self._on_abandon is not None:
                 self._on_abandon()
             raise
-        return task.result()
 
     def _watch(self, task: _Task[T]) -> float:
-        """Fail if the task hangs; returns in how many seconds to look again."""
-        still = time.monotonic() - task.moved
+        """Fail if the task's collective hangs, on every rank; returns in how many seconds to look again."""
+        now = time.monotonic()
+        still = now - max(now if task.since is None else task.since, self._member.group_moved)
         if still > self._timeout and self._member.own_error is None:
             text = f"a collective made no progress for {still:.1f} s"
             self._report(CheckpointError(text), self._member.round_name)
-        return max(self._timeout - still, self._timeout / 10)
+        return min(max(self._timeout - still, self._timeout / 10), _LONGEST_WAIT)
 
 
 class _Task(Generic[T]):
     """Work on a thread of its own, which may never come back.
 
     Args:
-        work: What to run; it is given :meth:`alive`.
+        work: What to run; it is given this task as its watch.
         changed: Notified when it has ended.
 
     Attributes:
-        moved: When it last said that it gets on, as monotonic time.
+        since: Since when it has been in a collective, as monotonic time; None while it is not in one.
     """
 
-    def __init__(self, work: Callable[[Callable[[], None]], T], changed: threading.Condition) -> None:
+    def __init__(self, work: Callable[[CollectiveWatch], T], changed: threading.Condition) -> None:
         self._work = work
         self._changed = changed
-        self.moved = time.monotonic()
+        self.since: float | None = None
         self._values: list[T] = []
         self._error: BaseException | None = None
 
@@ -194,15 +204,25 @@ class _Task(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self._values.append(self._work(self.alive))
+            self._values.append(self._work(self))
         except BaseException as error:
             self._error = error  # raised by result() on the thread that waits
         with self._changed:
             self._changed.notify_all()
 
-    def alive(self) -> None:
-        """Note that the work gets on."""
-        self.moved = time.monotonic()
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """See :class:`paddle_dist_ckpt.core.ports.CollectiveWatch`."""
+        self.since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.since = None
+
+    def moved_since(self, then: float) -> bool:
+        """Whether it works outside of collectives, or has begun one since ``then``. One that has ended does neither."""
+        since = self.since
+        return self.ended() is None and (since is None or since > then)
 
     def ended(self) -> bool | None:
         """True once it has ended; None before."""

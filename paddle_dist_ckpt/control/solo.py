@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from paddle_dist_ckpt.control.session import check_payload, check_replies
+from paddle_dist_ckpt.core.ports import CollectiveWatch
 
 __all__ = ["SoloHub", "SoloSession"]
 
@@ -31,6 +32,10 @@ class SoloSession:
     def coordinator(self) -> int:
         return self._rank
 
+    @property
+    def doubtful(self) -> bool:
+        return False
+
     def check(self) -> None:
         """Does nothing: there is no other rank that could have failed."""
 
@@ -44,9 +49,16 @@ class SoloSession:
         data = check_payload(local(), "what local returns")
         return check_replies(combine({self._rank: data}), self.ranks)[self._rank]
 
-    def run_collectives(self, work: Callable[[Callable[[], None]], T]) -> T:
+    def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
         """Run ``work`` here and now."""
-        return work(self.check)
+        return work(_NoWatch())
+
+
+class _NoWatch:
+    """Implements :class:`paddle_dist_ckpt.core.ports.CollectiveWatch` where there is nobody to wait for."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class SoloHub:

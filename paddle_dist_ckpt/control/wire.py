@@ -98,9 +98,13 @@ class Fail(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """I am alive and the session is still open here."""
+    """I am alive and the session is still open here.
+
+    ``moved``: work that may block in collectives gets on here, or if the coordinator says it, on some rank.
+    """
 
     session: Number
+    moved: bool = False
 
 
 class Bye(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -20,7 +20,7 @@ import xxhash
 
 from ..errors import CheckpointCorruptedError, CheckpointError
 from .dtypes import DTYPES
-from .paths import ListIndex, Part, TupleIndex, containers_of, flat_keys, parse_path
+from .paths import ListIndex, Part, TupleIndex, containers_of, flat_keys, mixed_containers, parse_path
 from .shards import Column, IntArray, Kind, Layout, LayoutRecord, ShardTable, column_size, pack_column, unpack_column
 from .values import DECODE_ERRORS, from_jsonable
 
@@ -42,6 +42,8 @@ FORMAT = "paddle_dist_ckpt.metadata"
 VERSION = (1, 0)
 MAX_HEAD_BYTES = 4096
 _NO_DIGEST = "0" * 16
+_MAX_PARTS = 256  # more than a state_dict that can be saved has levels
+_MAX_TOTAL_BYTES = 2**60
 FEATURES: frozenset[str] = frozenset()
 
 
@@ -245,7 +247,10 @@ def table_from_record(record: TableRecord, files: int) -> ShardTable:
     shard_file = unpack_column(record.shard_file, shards, files, "column shard_file")
     known = [DTYPES[name] for name in record.dtypes]
     names: list[str | None] = list(record.names) or [None] * tensors
-    return ShardTable(record.paths, [known[i] for i in dtype.tolist()], kinds, layouts, layout_of, shard_file, names)
+    table = ShardTable(record.paths, [known[i] for i in dtype.tolist()], kinds, layouts, layout_of, shard_file, names)
+    if float(table.shard_bytes.sum(dtype=np.float64)) > _MAX_TOTAL_BYTES:
+        raise CheckpointCorruptedError("the tensor table claims more bytes than any storage has")
+    return table
 
 
 def check_block_bytes(size: int) -> None:
@@ -263,6 +268,8 @@ def _check_leaves(paths: Sequence[str]) -> None:
     _check_paths(sorted(paths))
     if containers_of(paths) & set(paths):
         raise CheckpointCorruptedError("a path is a leaf and a container")
+    if mixed_containers(paths):
+        raise CheckpointCorruptedError("a path is a dict and a list")
     for path in (p for p in paths if "~l" in p or "~t" in p):
         if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):
             raise CheckpointCorruptedError(f"{path[:100]}: an index in a list that is larger than all that is stored")
@@ -271,6 +278,8 @@ def _check_leaves(paths: Sequence[str]) -> None:
 def _check_paths(paths: Sequence[str]) -> None:
     try:
         for path in paths:
+            if path.count("/") > _MAX_PARTS:
+                raise ValueError(f"a path of more than {_MAX_PARTS} parts: {path[:80]}")
             if "~" in path or not path.startswith("/"):
                 parse_path(path)
     except ValueError as error:
@@ -383,6 +392,10 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
         raise CheckpointCorruptedError("world size or file list out of bounds")
     user = from_jsonable(body.user_metadata)
     _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
+    table = table_from_record(body.tensors, len(body.files))
+    for info, data_bytes in zip(body.files, table.file_bytes(len(body.files)).tolist(), strict=True):
+        if info.size < data_bytes + 8:
+            raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
     return Metadata(
         unique_id=unique_id,
         save_id=body.save,
@@ -392,7 +405,7 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
         library=body.library,
         paddle_version=body.paddle,
         files=body.files,
-        table=table_from_record(body.tensors, len(body.files)),
+        table=table,
         value_records=body.values,
         user_metadata=user if isinstance(user, dict) else {},
     )

@@ -24,6 +24,7 @@ __all__ = [
     "flat_keys",
     "format_path",
     "join",
+    "mixed_containers",
     "parse_path",
     "plain_key",
 ]
@@ -112,6 +113,19 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
     plain = [plain_key(path) for path in paths]
     shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
     return [_escaped(path) if key in shared or "\\" in key else key for path, key in zip(paths, plain, strict=True)]
+
+
+def mixed_containers(paths: Iterable[str]) -> set[str]:
+    """The containers that these paths take for a dict here and for a list or tuple there."""
+    leaves = set(paths)
+    kinds: dict[str, str] = {}
+    mixed: set[str] = set()
+    for path in leaves | containers_of(leaves):
+        container, _, part = path.rpartition("/")
+        kind = part[:2] if part.startswith(("~l", "~t")) else "dict"
+        if kinds.setdefault(container, kind) != kind:
+            mixed.add(container)
+    return mixed
 
 
 def plain_key(path: str) -> str:

@@ -12,10 +12,18 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ControlHub", "ControlSession", "Transport"]
+__all__ = ["CollectiveWatch", "ControlHub", "ControlSession", "Transport"]
 
 T = TypeVar("T")
 Bytes1D = npt.NDArray[np.uint8]
+
+
+class CollectiveWatch(Protocol):
+    """Knows whether a rank is in a collective, where it may wait for others, or works for itself."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around each collective."""
+        ...
 
 
 class ControlSession(Protocol):
@@ -32,6 +40,15 @@ class ControlSession(Protocol):
 
     @property
     def coordinator(self) -> int: ...
+
+    @property
+    def doubtful(self) -> bool:
+        """On the coordinator: whether an earlier session was given up for lack of ranks, and none has succeeded since.
+
+        Sessions are matched by counting. A rank that was late for that one, and one that left it out, look alike; if
+        ranks do not meet between their calls, they may by now be at different ones.
+        """
+        ...
 
     def gather_scatter(
         self,
@@ -60,16 +77,16 @@ class ControlSession(Protocol):
         """Raise if the session has failed elsewhere, so that long work can stop early."""
         ...
 
-    def run_collectives(self, work: Callable[[Callable[[], None]], T]) -> T:
+    def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
         """Run ``work``, which may block in collectives, on a helper thread, watching the other ranks meanwhile.
 
         Args:
-            work: Is given a function to call whenever it gets on: before each transfer, after each read. If it does not
-                for longer than the session's timeout, it is taken to hang.
+            work: Must say when it is in a collective. If it is in one for longer than the session's timeout, while no
+                rank of the session begins another or works outside of one, the collective is taken to hang.
 
         Raises:
             What ``work`` raised; or what made the session fail on another rank while ``work`` was still blocked.
-            RankFailureError: on every rank, if ``work`` hangs on one.
+            RankFailureError: on every rank, if a collective hangs.
         """
         ...
 

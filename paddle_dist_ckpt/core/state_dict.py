@@ -39,7 +39,10 @@ def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> lis
     for key, value in state_dict.items():
         if not _is_plain_key(key):
             raise UnsupportedValueError(f"state_dict has the key {_shown(key)}; {_KEYS}")
-        _flatten_into(leaves, join("", key), value, is_tensor, 0)
+        try:
+            _flatten_into(leaves, join("", key), value, is_tensor, 0)
+        except RecursionError:
+            raise UnsupportedValueError(f"{key}: nested too deeply, or contains itself") from None
     return leaves
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,6 +20,7 @@ from ..core.metadata import MAX_HEAD_BYTES, Metadata, decode_head, decode_metada
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..formats.names import (
+    MOST_IDS,
     ClaimName,
     claim_name,
     metadata_id,
@@ -33,10 +34,12 @@ from ..storage.base import Storage
 
 __all__ = [
     "Claim",
+    "claimed_saves",
     "committed_ids",
     "committed_saves",
     "newest_id",
     "next_id",
+    "nothing_text",
     "remove_saves",
     "save_of",
 ]
@@ -77,11 +80,35 @@ def save_of(storage: Storage, unique_id: int) -> str | None:
     )
 
 
+def _metadata_ids(storage: Storage) -> list[int]:
+    """The ids of all `.metadata` files, ascending.
+
+    Raises:
+        CheckpointNotFoundError: the storage is no folder.
+    """
+    try:
+        names = storage.names()
+    except NotADirectoryError:
+        raise CheckpointNotFoundError(f"{storage.location} is a file; pass the folder that it is in") from None
+    return sorted(i for name in names if (i := metadata_id(name)) is not None)
+
+
+def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
+    """Why there is nothing to load, in words."""
+    try:
+        storage.identity()
+    except FileNotFoundError:
+        return f"there is no folder {storage.location}"
+    which = "" if unique_id is None else f" with unique_id {unique_id}"
+    others = committed_ids(storage)
+    more = f"; there are {', '.join(map(str, others[-10:]))}" if others else ""
+    return f"{storage.location} holds no committed checkpoint{which}{more}"
+
+
 def committed_ids(storage: Storage) -> list[int]:
     """The ids of this format's committed checkpoints, ascending."""
-    ids = sorted(i for name in storage.names() if (i := metadata_id(name)) is not None)
     found = []
-    for unique_id in ids:
+    for unique_id in _metadata_ids(storage):
         try:
             if save_of(storage, unique_id) is not None:
                 found.append(unique_id)
@@ -97,17 +124,20 @@ def newest_id(storage: Storage) -> int:
         CheckpointNotFoundError: there is none.
         CheckpointCorruptedError: the newest `.metadata` is damaged. (An older one is not taken in its place silently.)
     """
-    for unique_id in sorted((i for n in storage.names() if (i := metadata_id(n)) is not None), reverse=True):
+    for unique_id in reversed(_metadata_ids(storage)):
         if save_of(storage, unique_id) is not None:
             return unique_id
         _logger.warning("%s/%s is of another format; skipped", storage.location, metadata_name(unique_id))
-    raise CheckpointNotFoundError(f"{storage.location} holds no committed checkpoint")
+    raise CheckpointNotFoundError(nothing_text(storage))
 
 
 def next_id(names: Iterable[str]) -> int:
     """The id that a save takes by itself: one more than any committed one, of whatever format."""
     used = [i for name in names for i in (metadata_id(name), parse_foreign_id(name)) if i is not None]
-    return max(used, default=-1) + 1
+    following = max(used, default=-1) + 1
+    if following >= MOST_IDS:
+        raise ValueError(f"the folder has the largest possible unique_id, {following - 1}; pass a free one")
+    return following
 
 
 def committed_saves(storage: Storage) -> dict[str, int]:
@@ -117,11 +147,42 @@ def committed_saves(storage: Storage) -> dict[str, int]:
         CheckpointError: one cannot be read, so that it is not known which save's files it needs.
     """
     saves = {}
-    for unique_id in (i for name in storage.names() if (i := metadata_id(name)) is not None):
+    for unique_id in _metadata_ids(storage):
         if save_of(storage, unique_id) is not None:
             name = metadata_name(unique_id)
             saves[decode_metadata(storage.read(name), name, unique_id).save_id] = unique_id
     return saves
+
+
+def claimed_saves(storage: Storage) -> dict[str, str]:
+    """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
+    claimed: dict[str, str] = {}
+    for name in storage.names():
+        parsed = parse_claim(name)
+        if parsed is not None:
+            saves = _saves_of_claim(storage, name, parsed, _committed_now(storage, parsed))
+            claimed.update(dict.fromkeys(saves, name))
+    return claimed
+
+
+def _committed_now(storage: Storage, parsed: ClaimName) -> set[str]:
+    """The save that has the id of a claim, as a set."""
+    save = _replaced_save(storage, parsed.unique_id)
+    return set() if save is None else {save}
+
+
+def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: Container[str]) -> list[str]:
+    """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
+
+    A save that is not committed has replaced nothing, whatever it set out for.
+    """
+    try:
+        record = msgspec.json.decode(storage.read(name), type=_ClaimRecord)
+    except DECODE_ERRORS as error:
+        _logger.debug("the claim %s is torn: %s", name, error)
+        return [parsed.save_id]
+    has_replaced = record.replaces is not None and parsed.save_id in committed
+    return [parsed.save_id, *([record.replaces] if has_replaced and record.replaces else []), *record.removes]
 
 
 def remove_saves(storage: Storage, saves: Iterable[str]) -> int:
@@ -207,7 +268,7 @@ class Claim:
         known = []
         for name, parsed in dead:
             try:
-                self.doomed += [save for save in self._left_by(name, parsed) if save not in committed]
+                self.doomed += _saves_of_claim(self.storage, name, parsed, committed)
                 known.append((name, parsed))
             except OSError as error:
                 _logger.warning("the claim %s is left, for it cannot be read: %s", name, error)
@@ -215,6 +276,13 @@ class Claim:
         for name, parsed in known:
             self.storage.delete(name)
             self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
+        # A save that was frozen just before its last step may have been committed until now, but not later.
+        try:
+            committed = committed_saves(self.storage)
+        except CheckpointError as error:
+            _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
+            committed = dict.fromkeys(self.doomed, 0)
+        self.doomed = [save for save in self.doomed if save not in committed]
 
     def _expired_claims(self) -> list[tuple[str, ClaimName]]:
         now = self.storage.modified(self.name)
@@ -228,39 +296,31 @@ class Claim:
         except FileNotFoundError:
             return False
 
-    def _left_by(self, name: str, parsed: ClaimName) -> list[str]:
-        """The saves whose files a dead save may have left: its own, what it replaced, what it had to remove."""
-        try:
-            record = msgspec.json.decode(self.storage.read(name), type=_ClaimRecord)
-        except DECODE_ERRORS as error:
-            _logger.debug("the claim %s is torn: %s", name, error)
-            return [parsed.save_id]
-        return [parsed.save_id, *([record.replaces] if record.replaces else []), *record.removes]
-
     def publish(self, metadata: Metadata, user_metadata: object) -> int:
         """Commit. Returns the id under which it was done; an automatic one may be later than the one planned.
 
         Raises:
             CheckpointError: the claim is gone: another save took this one for dead.
         """
-        if self.name not in self.storage.names():
-            raise CheckpointError(
-                f"the claim {self.name} is gone: this save was silent so long that another removed it"
-            )
         unique_id = self.unique_id
         while True:
             committed = dataclasses.replace(metadata, unique_id=unique_id)
             data = encode_metadata(committed, user_metadata)
             temporary = temporary_name(self.unique_id, self.save_id)
-            if not self.automatic:
-                self._note_replaced()
-            if self.storage.publish(metadata_name(unique_id), data, temporary, replace=not self.automatic):
+            # IMPORTANT: the claim is looked at when the content has its temporary name, and not before. Who takes this
+            # save for dead removes first the claim and then that name, so one of the two stops the commit.
+            if self.storage.publish(metadata_name(unique_id), data, temporary, not self.automatic, self._confirm):
                 return unique_id
             unique_id = max(unique_id + 1, next_id(self.storage.names()))
 
-    def _note_replaced(self) -> None:
-        """Look again which save the id has now: another may have been committed since the claim was made."""
-        replaced = _replaced_save(self.storage, self.unique_id)
+    def _confirm(self) -> None:
+        """Just before the commit: see that the claim is there, and which save the id has now."""
+        if self.name not in self.storage.names():
+            raise CheckpointError(
+                f"the claim {self.name} is gone: another save took this one, which was silent, for dead"
+            )
+
+        replaced = None if self.automatic else _replaced_save(self.storage, self.unique_id)
         if replaced != self.replaces:
             self.replaces = replaced
             self._write()

@@ -26,6 +26,7 @@ __all__ = ["LocalState", "describe", "save_request"]
 
 _INLINE_BYTES = 4096  # a larger value becomes an entry of a data file
 _INLINE_TOTAL_BYTES = 8 << 20  # so do all further ones when those of one rank are this large together
+_USER_METADATA_BYTES = 1 << 20
 _HASH_CHUNK = 4 << 20
 
 
@@ -77,15 +78,14 @@ def describe(state_dict: dict[Any, Any], adapter: TensorAdapter) -> LocalState:
             continue
         is_inline = len(json) <= _INLINE_BYTES and inline + len(json) <= _INLINE_TOTAL_BYTES
         inline += len(json) if is_inline else 0
-        _add_value(state, leaf.path, leaf.value, json, is_inline)
+        _add_value(state, leaf.path, json, is_inline)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
     return state
 
 
-def _add_value(state: LocalState, path: str, value: Any, json: bytes, inline: bool) -> None:
-    is_empty = isinstance(value, (dict, list, tuple)) and not value
-    state.values.append(ValueRecord(path, xxhash.xxh3_64_intdigest(json), is_empty, json if inline else None))
+def _add_value(state: LocalState, path: str, json: bytes, inline: bool) -> None:
+    state.values.append(ValueRecord(path, xxhash.xxh3_64_intdigest(json), json if inline else None))
     if inline:
         state.json[path] = json
         return
@@ -116,7 +116,7 @@ def save_request(
     dtypes = list(dict.fromkeys(view.dtype.name for view in state.views))
     dimensions = max([1, *(len(shape) for shape in shapes)])
     names = [view.name for view in state.views]
-    user = options.user_metadata
+    user = _user_metadata(options) if is_coordinator else None
     return SaveRequest(
         unique_id=unique_id,
         folder=folder,
@@ -138,9 +138,18 @@ def save_request(
         dimensions=dimensions,
         shard_boxes=pack_signed(_boxes(state.shards, dimensions)),
         values=state.values,
-        user_metadata=encode_value(dict(user), "user_metadata") if user is not None and is_coordinator else None,
+        user_metadata=user,
         block_bytes=options.block_bytes,
     )
+
+
+def _user_metadata(options: SaveOptions) -> bytes | None:
+    if options.user_metadata is None:
+        return None
+    user = encode_value(dict(options.user_metadata), "user_metadata")
+    if len(user) > _USER_METADATA_BYTES:
+        raise UnsupportedValueError(f"user_metadata takes {len(user)} bytes; {_USER_METADATA_BYTES} are allowed")
+    return user
 
 
 def _boxes(shards: Iterable[LocalShard], dimensions: int) -> Any:

@@ -51,7 +51,7 @@ class Fit:
         }
         self.targets = Targets(problems=list(wishes.problems))
         self._add_targets(wishes, cast)
-        self.targets.stage_tied()
+        self.targets.stage_shared()
         self._plan()
 
     def _add_targets(self, wishes: Wishes, cast: bool) -> None:
@@ -94,6 +94,8 @@ class Fit:
             )
         if not len(items.uncovered):
             return items
+        unread = [self.targets.rows[i] for i in items.uncovered.tolist()]
+        self.targets.shared = [shared.without(unread) for shared in self.targets.shared]
         keep = ~np.isin(items.wanted, items.uncovered)
         return ReadItems(items.wanted[keep], items.shard[keep], items.offset[keep], items.shape[keep], items.uncovered)
 

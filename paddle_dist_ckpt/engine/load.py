@@ -12,6 +12,8 @@ If files are gone because a save has replaced the checkpoint meanwhile, the load
 
 from __future__ import annotations
 
+import bisect
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..core.metadata import FileInfo
+from ..core.ports import CollectiveWatch
 from ..core.reports import LoadReport
 from ..core.state_dict import Leaf, assign, build_tree, flatten
 from ..core.values import decode_value, from_jsonable
@@ -53,6 +56,7 @@ from .watched import WatchedTransport
 __all__ = ["load", "load_leaves"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_PARTLY = "\nTargets are partly written: load again, or do not use them."
 
 
 def load(state_dict: dict[Any, Any], context: Context, unique_id: int | None, options: LoadOptions) -> LoadReport:
@@ -61,16 +65,20 @@ def load(state_dict: dict[Any, Any], context: Context, unique_id: int | None, op
     def scan() -> list[Leaf]:
         return flatten(state_dict, context.adapter.is_tensor)
 
-    values, report = load_leaves(scan, context, unique_id, options)
+    values, report = load_leaves(scan, context, unique_id, options, _PARTLY)
     assign(state_dict, values)
     return report
 
 
 def load_leaves(
-    scan: Callable[[], list[Leaf]], context: Context, unique_id: int | None, options: LoadOptions
+    scan: Callable[[], list[Leaf]], context: Context, unique_id: int | None, options: LoadOptions, warning: str = ""
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Fill the tensors among the leaves that ``scan`` finds; returns the values for the others, by path."""
+    """Fill the tensors among the leaves that ``scan`` finds; returns the values for the others, by path.
+
+    ``warning`` is added to the message of an error that came after a tensor may have been touched.
+    """
     loading = _Loading(scan, context, unique_id, options)
+    loading.warning = warning
     coordinator = LoadCoordinator(context.storage, context.session, options)
     while True:
         with ExitStack() as files:
@@ -84,6 +92,8 @@ def load_leaves(
 
 class _Loading:
     """One rank's part in one load."""
+
+    warning = ""
 
     def __init__(
         self, scan: Callable[[], list[Leaf]], context: Context, unique_id: int | None, options: LoadOptions
@@ -124,8 +134,10 @@ class _Loading:
             with self._timed("read"):
                 done = session.gather_scatter("read", lambda: self._read(order), coordinator.done)
         except CheckpointError as error:
-            error.args = (f"{error.args[0]}\nTargets are partly written: load again, or do not use them.",)
+            error.args = (f"{error.args[0]}{self.warning}",)
             raise
+        except OSError as error:  # of a process that works alone; from several it comes as RankFailureError
+            raise CheckpointError(f"reading failed: {error}{self.warning}") from error
         return decode(done, LoadResult)
 
     def _request(self) -> bytes:
@@ -136,7 +148,8 @@ class _Loading:
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
         wanted = Wanted(list(self._wishes.views), list(self._wishes.values.items()))
-        return encode(LoadRequest(self._unique_id, folder, encode(wanted)))
+        choices = {name: str(getattr(self._options, name)) for name in ("exchange", "strict", "cast")}
+        return encode(LoadRequest(self._unique_id, choices, folder, encode(wanted)))
 
     def _plan(self, files: ExitStack) -> bytes:
         assert self._wishes is not None
@@ -159,9 +172,13 @@ class _Loading:
                 files.callback(file.close)
                 hashes, data_start = read_header(file, info, blocks)
             except (OSError, CheckpointCorruptedError) as error:
+                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise OSError(
+                        error.errno, f"too many files are open; {len(expected)} are needed (see ulimit -n)"
+                    ) from error
                 failed[name] = f"rank {self._session.rank}: {error}"
                 continue
-            self._opened[name] = OpenFile(name, file, data_start, hashes)
+            self._opened[name] = OpenFile(f"{self._context.storage.location}/{name}", file, data_start, hashes)
             self._opened_count += 1
         return failed
 
@@ -187,7 +204,7 @@ class _Loading:
 
     def _read_staged(self, order: ExchangeOrder | None) -> bytes:
         self._run_pass(True, order.staged if order is not None else None)
-        problems = self._fit.targets.compare_tied()
+        problems = self._fit.targets.compare_shared()
         self._skipped += problems
         return encode(Problems(problems))
 
@@ -215,21 +232,17 @@ class _Loading:
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
 
-        def run(alive: Callable[[], None]) -> Exchange:
-            def moved(nbytes: int) -> None:
-                alive()
-                progress(nbytes)
-
+        def run(watch: CollectiveWatch) -> Exchange:
             exchange = Exchange(
                 ranks=self._session.ranks,
                 place=self._session.ranks.index(self._session.rank),
                 files=self._opened,
                 consumer=self._fit.consumer,
-                transport=WatchedTransport(self._context.transport, alive),
+                transport=WatchedTransport(self._context.transport, watch),
                 block_bytes=self._answer.block_bytes,
                 threads=self._threads,
                 check=self._session.check,
-                progress=moved,
+                progress=progress,
             )
             exchange.run(rounds)
             return exchange
@@ -245,10 +258,12 @@ class _Loading:
         for target in self._fit.targets.rows:
             if target.staged and target.path not in self._wishes.views:
                 values[target.path] = decode_value(target.array.tobytes())
+        paths = sorted(values)
         for path, present in self._wishes.values.items():
-            below = [p for p in values if p.startswith(path + "/")] if present == "none" else []
-            if below:
-                values[path] = build_tree((p[len(path) :], values.pop(p)) for p in below)
+            if present == "none" and path not in values:
+                first, last = bisect.bisect_left(paths, path + "/"), bisect.bisect_left(paths, path + "0")
+                if first < last:
+                    values[path] = build_tree((p[len(path) :], values.pop(p)) for p in paths[first:last])
         self.values = values
 
     def report(self, result: LoadResult) -> LoadReport:

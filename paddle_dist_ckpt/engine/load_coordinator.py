@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..core.metadata import FileInfo, Metadata, decode_metadata, table_to_record
+from ..core.metadata import Metadata, decode_metadata, table_to_record
 from ..core.paths import plain_key
 from ..core.ports import ControlSession
 from ..core.shards import Kind, pack_column
@@ -19,7 +19,7 @@ from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDic
 from ..formats.names import metadata_name
 from ..options import LoadOptions
 from ..storage.base import Storage
-from .commit import newest_id, save_of
+from .commit import newest_id, nothing_text, save_of
 from .exchange_orders import ExchangePlanner
 from .messages import (
     Decision,
@@ -35,9 +35,11 @@ from .messages import (
     encode,
 )
 
-__all__ = ["LoadCoordinator", "read_checkpoint"]
+__all__ = ["LoadCoordinator", "check_sizes", "read_checkpoint"]
 
 _RESTARTS = 3
+_MOST_HINTS = 20  # each costs a comparison with every key
+_ADVICE = "rebuild_metadata can make a damaged .metadata again; to load another checkpoint, give its unique_id"
 
 
 def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
@@ -52,11 +54,34 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
     try:
         data = storage.read(name)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(
-            f"{storage.location} holds no committed checkpoint with unique_id {chosen}; list_checkpoints tells which "
-            "there are"
-        ) from None
-    return decode_metadata(data, f"{storage.location}/{name}", chosen)
+        raise CheckpointNotFoundError(nothing_text(storage, chosen)) from None
+    try:
+        return decode_metadata(data, f"{storage.location}/{name}", chosen)
+    except CheckpointCorruptedError as error:
+        raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from error
+
+
+def check_sizes(storage: Storage, metadata: Metadata, files: Iterable[int], all_here: bool = True) -> None:
+    """Refuse a `.metadata` whose files are not as large as it says, before anything of that size is allocated.
+
+    Args:
+        storage: The folder.
+        metadata: What it says.
+        files: Numbers of the files to look at.
+        all_here: Whether a file that is not there is an error, or may be in another rank's folder.
+
+    Raises:
+        CheckpointCorruptedError: a file is missing or has another size.
+    """
+    for info in (metadata.files[i] for i in files):
+        try:
+            size = storage.size(info.name)
+        except FileNotFoundError:
+            if all_here:
+                raise CheckpointCorruptedError(f"{storage.location}/{info.name} is missing") from None
+            continue
+        if size != info.size:
+            raise CheckpointCorruptedError(f"{storage.location}/{info.name} has {size} bytes; {info.size} were written")
 
 
 class LoadCoordinator:
@@ -76,11 +101,22 @@ class LoadCoordinator:
         ours = self._requests[self._session.coordinator]
         for rank, request in self._requests.items():
             if request.unique_id != ours.unique_id:
-                raise ValueError(f"rank {rank} passed unique_id={request.unique_id}, others {ours.unique_id}")
-        self._metadata = read_checkpoint(self._storage, ours.unique_id)
+                raise ValueError(
+                    f"rank {rank} passed unique_id={request.unique_id}, rank {self._session.coordinator} "
+                    f"unique_id={ours.unique_id}; all ranks must pass the same"
+                )
+            for name, choice in request.options.items():
+                if choice != ours.options[name]:
+                    raise ValueError(
+                        f"rank {rank} passed LoadOptions({name}={choice}), rank {self._session.coordinator} "
+                        f"{ours.options[name]}; all ranks must pass the same"
+                    )
+        metadata = self._metadata = read_checkpoint(self._storage, ours.unique_id)
+        values = metadata.table.kinds[metadata.table.shard_tensor] == Kind.VALUE
+        check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         hosts = {rank: request.folder.host for rank, request in self._requests.items() if request.folder is not None}
         sharing = Counter(hosts.values())
-        answering = _Answering(self._metadata, {rank: sharing[host] for rank, host in hosts.items()})
+        answering = _Answering(metadata, {rank: sharing[host] for rank, host in hosts.items()})
         by_wish: dict[bytes, bytes] = {}
         for request in self._requests.values():
             if request.wanted not in by_wish:
@@ -198,16 +234,15 @@ def _raise_problems(by_rank: Mapping[int, Sequence[str]], where: str) -> None:
         problem if len(having) == everyone else f"{problem} (rank {', '.join(map(str, having))})"
         for problem, having in ranks.items()
     ]
-    raise StateDictMismatchError(
-        f"{where} does not fit the state_dict, which was left as it was; {len(lines)} problem(s):\n"
-        + "\n".join(lines)
-        + "\nLoadOptions(strict=False) loads what fits; LoadOptions(cast=True) converts dtypes.",
-        lines,
-    )
+    advice = "LoadOptions(strict=False) loads what fits"
+    if any("the target has dtype" in line for line in lines):
+        advice += "; LoadOptions(cast=True) converts dtypes"
+    text = f"{where} does not fit the state_dict, which was left as it was; {len(lines)} problem(s):"
+    raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
 
 
 def _missing_text(reasons: Mapping[str, str], more: str) -> str:
-    lines = [f"  {name}: {reason}" for name, reason in sorted(reasons.items())[:20]]
+    lines = [f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]]
     return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
 
 
@@ -219,14 +254,9 @@ class _Answering:
         self._values: dict[str, Any] = dict(metadata.value_records)
         self._paths = sorted([*metadata.table.paths, *self._values])
         self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
-        self._check_sizes(metadata.files)
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
+        self._missing = 0
         self.asked: set[str] = set()
-
-    def _check_sizes(self, files: Sequence[FileInfo]) -> None:
-        for info, data_bytes in zip(files, self._metadata.table.file_bytes(len(files)).tolist(), strict=True):
-            if info.size < data_bytes + 8:
-                raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
 
     def answer(self, wanted: Wanted) -> LoadAnswer:
         """What the checkpoint has of a wish."""
@@ -287,11 +317,24 @@ class _Answering:
         if path in self._values or place in self._blobs:
             return "a value"
         if place is not None:
-            return "a tensor"
+            table = self._metadata.table
+            shape = list(table.layouts[table.layout_of[place]].shape)
+            return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
         if self._below(path):
             return "a container"
-        close = difflib.get_close_matches(path, self._paths, 1) if len(self._paths) <= 5000 else []
-        return f"missing; is {self._metadata.key(close[0])!r} meant?" if close else "missing"
+        self._missing += 1
+        return f"missing{self._hint(path) if self._missing <= _MOST_HINTS else ''}"
+
+    def _hint(self, path: str) -> str:
+        """Where what is wanted may be instead."""
+        key = plain_key(path)
+        nested = self._metadata.flat_mapping.get(key)
+        if nested is not None:
+            place = "".join(f"[{part!r}]" if isinstance(part, (str, int)) else f"[{part.at}]" for part in nested)
+            return f"; the checkpoint has it nested otherwise, as state_dict{place}"
+        keys = list(self._metadata.flat_mapping)
+        close = difflib.get_close_matches(key, keys, 1, cutoff=0.8) if len(keys) <= 5000 and len(key) > 3 else []
+        return f"; is {close[0]!r} meant?" if close else ""
 
     def _assemble(self, tensors: list[int], values: dict[str, Any], odd: dict[str, str]) -> LoadAnswer:
         metadata = self._metadata

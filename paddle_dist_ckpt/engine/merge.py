@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..core.dtypes import DTYPES, DType
-from ..core.paths import containers_of, flat_keys, plain_key
+from ..core.paths import containers_of, flat_keys, mixed_containers, plain_key
 from ..core.shards import Kind, unpack_column
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import LocalShards
@@ -16,6 +16,13 @@ from .messages import SaveRequest, ValueRecord, unpack_signed
 
 __all__ = ["GlobalState", "merge_requests"]
 
+_COMPARED: dict[str, tuple[str, ...] | None] = {
+    "shape": None,
+    "dtype": None,
+    "plain": ("distributed", "plain"),
+    "kind": ("a tensor", "a numpy array", "a value"),
+    "reduction": None,
+}
 _EMPTY_JSON = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
 
@@ -29,7 +36,7 @@ class GlobalState:
         value_owner: Which rank's value is kept, by path.
         value_json: The kept small values.
         shards: All ranks' shards.
-        differing: Keys of replicas that are not equal.
+        differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
         keys: Flat key of each path.
     """
 
@@ -44,7 +51,7 @@ class GlobalState:
     value_owner: dict[str, int] = field(default_factory=dict)
     value_json: dict[str, bytes] = field(default_factory=dict)
     shards: LocalShards | None = None
-    differing: list[str] = field(default_factory=list)
+    differing: dict[str, list[int]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
 
 
@@ -123,12 +130,14 @@ def _merge_values(state: GlobalState, requests: Sequence[SaveRequest]) -> None:
                 if value.json is not None:
                     state.value_json[value.path] = value.json
             elif value.digest != first.digest:
-                state.differing.append(value.path)
+                state.differing.setdefault(value.path, []).append(state.ranks[i])
 
 
 def _merge_tensors(state: GlobalState, requests: Sequence[SaveRequest], problems: list[str]) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
-    for i, request in enumerate(requests):
+    # The coordinator first: its plain tensors are the ones that are saved.
+    for i in (state.coordinator, *(i for i in range(len(requests)) if i != state.coordinator)):
+        request = requests[i]
         count = len(request.paths)
         dtype = unpack_column(request.dtype, count, len(request.dtypes), "dtype").tolist()
         kind = unpack_column(request.kind, count, len(Kind), "kind").tolist()
@@ -163,15 +172,15 @@ def _check_reduction(path: str, this: _Seen, problems: list[str]) -> None:
 
 
 def _compare(state: GlobalState, path: str, first: _Seen, this: _Seen, problems: list[str]) -> None:
-    for what in ("shape", "dtype", "plain", "reduction"):
+    for what, words in _COMPARED.items():
         mine, other = getattr(first, what), getattr(this, what)
         if mine != other:
-            if what == "plain":
-                mine, other = ("a plain tensor" if p else "a distributed tensor" for p in (mine, other))
+            if words is not None:
+                mine, other = words[mine], words[other]
             problems.append(f"{plain_key(path)}: {what} is {mine} on rank {first.rank}, {other} on rank {this.rank}")
             return
-    if first.digest != this.digest:
-        state.differing.append(path)
+    if first.digest != this.digest and first.digest and this.digest:  # 0: that rank was not to compare
+        state.differing.setdefault(path, []).append(this.rank)
 
 
 def _check_paths(state: GlobalState, seen: Mapping[str, _Seen], problems: list[str]) -> None:
@@ -182,11 +191,19 @@ def _check_paths(state: GlobalState, seen: Mapping[str, _Seen], problems: list[s
         if path in seen and seen[path].kind != Kind.VALUE
     ]
     leaves = set(seen) | set(state.value_owner)
+    _check_containers(leaves, problems)
     for container in sorted(containers_of(leaves) & leaves):
         if state.value_json.get(container) in _EMPTY_JSON:  # an empty container on one rank, a filled one on another
             del state.value_json[container]
         else:
             problems.append(f"{plain_key(container)}: a value or tensor on one rank, a container on another")
+
+
+def _check_containers(paths: Collection[str], problems: list[str]) -> None:
+    problems += [
+        f"{plain_key(path)}: a dict on one rank, a list or tuple on another, or a list here and a tuple there"
+        for path in sorted(mixed_containers(paths))
+    ]
 
 
 def _all_shards(state: GlobalState, requests: Sequence[SaveRequest]) -> LocalShards:

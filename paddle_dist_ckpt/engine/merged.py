@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..storage.base import Storage
 from .commit import save_of
 from .context import Context
 from .load import load_leaves
-from .load_coordinator import read_checkpoint
+from .load_coordinator import check_sizes, read_checkpoint
 
 __all__ = ["Selection", "load_merged"]
 
@@ -57,10 +57,11 @@ def load_merged(
         metadata = read_checkpoint(storage, unique_id)
         chosen = _select(metadata, selection)
         try:
+            check_sizes(storage, metadata, _files_of(metadata, chosen))
             filled = _load(storage, adapter, metadata, list(chosen), on_host, options)
-        except StateDictMismatchError:
+        except (StateDictMismatchError, CheckpointCorruptedError):
             if save_of(storage, metadata.unique_id) == metadata.save_id:
-                raise  # otherwise it does not fit because another save has replaced it meanwhile
+                raise  # otherwise another save has replaced it meanwhile
             continue
         if flat:
             return dict(zip(flat_keys(list(chosen.values())), filled.values(), strict=True))
@@ -88,6 +89,13 @@ def _load(
         context = Context(storage, session, NoTransport(), adapter)
         values, _ = load_leaves(scan, context, metadata.unique_id, options)
     return {leaf.path: leaf.value if leaf.is_tensor else values[leaf.path] for leaf in leaves}
+
+
+def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
+    """The files that hold tensors, or stored values, of these paths."""
+    table = metadata.table
+    tensors = sorted(table.index[path] for path in paths if path in table.index)
+    return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
 def _leaf(metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) -> Leaf:

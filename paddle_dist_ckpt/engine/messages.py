@@ -37,7 +37,6 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
 
     path: str
     digest: int
-    is_empty_container: bool
     json: bytes | None
 
 
@@ -139,6 +138,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     """One rank's wish. ``wanted`` is an encoded :class:`Wanted`, which many ranks have in common."""
 
     unique_id: int | None
+    options: dict[str, str]
     folder: Folder | None
     wanted: bytes
 

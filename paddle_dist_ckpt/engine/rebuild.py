@@ -16,7 +16,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFou
 from ..formats.datafile import DataFileInfo, read_info
 from ..formats.names import metadata_id, metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
-from .commit import next_id, save_of
+from .commit import claimed_saves, committed_ids, next_id, save_of
 from .progress import Progress
 from .verify import check_file, uncovered
 
@@ -35,6 +35,7 @@ class Part(NamedTuple):
 
 def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metadata:
     """See :func:`paddle_dist_ckpt.rebuild_metadata`."""
+    committed_ids(storage)  # raises if the storage is no folder
     found, refused = _complete_saves(storage, save)
     if not found:
         reasons = "\n".join(f"  save {name}: {reason}" for name, reason in refused.items())
@@ -56,7 +57,9 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
     name = metadata_name(metadata.unique_id)
     temporary = temporary_name(metadata.unique_id, metadata.save_id)
-    if not storage.publish(name, encode_metadata(metadata, user), temporary, replace=_is_damaged(storage, name)):
+    data = encode_metadata(metadata, user)
+    decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
+    if not storage.publish(name, data, temporary, replace=_is_damaged(storage, name)):
         raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     return metadata
 
@@ -71,7 +74,11 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
             names.setdefault(parsed.save_id, []).append(name)
     complete: dict[str, list[Part]] = {}
     refused: dict[str, str] = {}
+    claimed = claimed_saves(storage)
     for save_id, files in sorted(names.items()):
+        if save_id in claimed:
+            refused[save_id] = f"the claim {claimed[save_id]} says that it is being written, or to be removed"
+            continue
         try:
             complete[save_id] = _complete(_read_parts(storage, files), save_id)
         except (OSError, CheckpointCorruptedError) as error:
@@ -123,7 +130,7 @@ def _complete(parts: list[Part], save_id: str) -> list[Part]:
     there: dict[int, set[int]] = {}
     for info, *_ in parts:
         there.setdefault(info.rank, set()).add(info.part)
-    counts = {info.rank: info.parts for info, *_ in parts}
+    counts = {info.rank: min(info.parts, len(parts) + 1) for info, *_ in parts}
     missing = [
         f"rank {rank} part {part}"
         for rank in writers

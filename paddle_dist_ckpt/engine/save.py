@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.paths import plain_key
+from ..core.ports import CollectiveWatch
 from ..core.reports import SaveReport
 from ..core.shards import unpack_column
 from ..errors import CheckpointError
@@ -125,6 +126,7 @@ class _Saving:
             self._session.gather_scatter("clean", remove, self.coordinator.cleaned)
         except CheckpointError as error:
             _logger.warning("%s: files of the replaced save are left to a later one: %s", self._storage.location, error)
+            self.coordinator.leave()
 
     def _try_to_write(self) -> bytes:
         try:
@@ -155,9 +157,9 @@ class _Saving:
     def _write(self) -> Written:
         order = self._order
         assert order is not None
-        remove_saves(self._storage, order.clean)
         items = self._items(order)
         entries = self._entries(order, items)
+        remove_saves(self._storage, order.clean)  # after what other ranks may wait for
         is_coordinator = self._context.is_coordinator
         parts = split_in_parts(entries, self._options.block_bytes)
         if parts == [[]] and not is_coordinator and not order.values:
@@ -198,8 +200,8 @@ class _Saving:
         reduced: dict[tuple[int, Box], Any] = {}
         if order.transfers or any(views[row].reduction is not None for row, _ in items):
 
-            def reduce(alive: Callable[[], None]) -> dict[tuple[int, Box], Any]:
-                transport = WatchedTransport(self._context.transport, alive)
+            def reduce(watch: CollectiveWatch) -> dict[tuple[int, Box], Any]:
+                transport = WatchedTransport(self._context.transport, watch)
                 return reduce_partials(order.transfers, self._session.rank, state.shards, views, items, transport)
 
             reduced = self._session.run_collectives(reduce)

@@ -76,23 +76,41 @@ class SaveCoordinator:
         ours = requests[self._session.coordinator]
         claim = self._claim = Claim.make(self._storage, ours.unique_id)
         folders = {rank: request.folder.key for rank, request in requests.items()}
+        self._warn_of_folders(folders)
         self._planned = _Planned(state, plan, claim, ours.user_metadata, folders, _leaders(state, folders))
         orders = _make_orders(state, plan, requests, claim, self._created, self._planned.leaders)
         self._settled = False
         return {rank: encode(order) for rank, order in orders.items()}
 
     def _check_replicas(self, state: GlobalState) -> None:
-        if self._options.check_replicas == "off":
+        if self._options.check_replicas == "off" and not self._session.doubtful:
             return
         self._warnings = [
-            f"{plain_key(path)}: plain tensors or values differ between ranks; "
-            "the coordinator's is saved, or else the lowest rank's"
-            for path in sorted(set(state.differing))
+            f"{plain_key(path)}: the plain tensors or values of ranks {', '.join(map(str, sorted(ranks)))} differ from "
+            "the others'; the coordinator's is saved, or else that of the lowest rank that has one"
+            for path, ranks in sorted(state.differing.items())
         ]
+        if self._warnings and self._session.doubtful:
+            raise UnsupportedValueError(
+                "an earlier call was given up because ranks did not take part, and now their states differ: they may "
+                "be at different calls. Let all ranks meet (a barrier will do) and save again, or pass the step as "
+                "unique_id, so that it can be told what belongs together:\n" + "\n".join(self._warnings)
+            )
         if self._warnings and self._options.check_replicas == "error":
             raise UnsupportedValueError("replicas differ:\n" + "\n".join(self._warnings))
         for warning in self._warnings:
             _logger.warning("%s", warning)
+
+    def _warn_of_folders(self, folders: Mapping[int, FolderKey]) -> None:
+        """Two folders on one host are a mistake more often than not: a path with the time in it, say."""
+        ours = folders[self._session.coordinator]
+        others = sorted(rank for rank, folder in folders.items() if folder != ours and folder[0] == ours[0])
+        if others:
+            self._warnings.append(
+                f"ranks {', '.join(map(str, others))} are on the coordinator's host but save to other folders; the "
+                "checkpoint is spread over them, and a load needs them all. Did all ranks pass the same path?"
+            )
+            _logger.warning("%s", self._warnings[-1])
 
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
@@ -153,6 +171,11 @@ class SaveCoordinator:
         if replaced is None:
             planned.claim.end()
         return replaced
+
+    def leave(self) -> None:
+        """After the commit, leave what is left to do to a later save."""
+        if self._claim is not None:
+            self._claim.leave()
 
     @contextmanager
     def ended_by_failure(self) -> Iterator[None]:
@@ -258,7 +281,8 @@ def _check_room(state: GlobalState, plan: SavePlan, nbytes: IntArray, requests: 
         if folder.free_bytes is not None and wanted > folder.free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"rank {rank}'s folder has {folder.free_bytes:,} bytes free, and {wanted:,} are to be written to it",
+                f"the filesystem of rank {rank}'s folder has {folder.free_bytes:,} bytes free, and {wanted:,} are to "
+                "be written to it",
             )
 
 

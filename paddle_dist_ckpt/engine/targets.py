@@ -17,6 +17,7 @@ from ..core.state_dict import Leaf
 from ..core.tensors import LocalShard, TensorAdapter, TensorView
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from .reader import Consumer, view_at
+from .shared_memory import SharedMemory, find_shared_memory
 
 __all__ = ["Target", "Targets", "Wishes", "check_value_rows", "collect"]
 
@@ -77,13 +78,13 @@ class Targets:
     Attributes:
         rows: The boxes to be filled.
         zeros: Memory of addends that are to become zero (see :meth:`_add_partial`).
-        tied: For each memory that has several keys: the targets whose buffers must agree, and the memory.
+        shared: Memory that several keys have.
         problems: What does not fit, a line each.
     """
 
     rows: list[Target] = field(default_factory=list)
     zeros: list[Array] = field(default_factory=list)
-    tied: list[tuple[list[Target], Array]] = field(default_factory=list)
+    shared: list[SharedMemory] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def add_tensor(self, path: str, view: TensorView, table: ShardTable, cast: bool) -> None:
@@ -129,46 +130,32 @@ class Targets:
         buffer = np.empty(size, np.uint8)
         self.rows.append(Target(path, tensor, (0,), buffer, DTYPES["uint8"], DTYPES["uint8"], True))
 
-    def stage_tied(self) -> None:
-        """Give targets that share their memory buffers of their own, to be compared before the memory is filled."""
-        by_memory: dict[tuple[Any, ...], list[Target]] = {}
-        for target in self.rows:
-            if not target.staged:
-                by_memory.setdefault(_memory_of(target.array), []).append(target)
-        for group in by_memory.values():
-            if len({target.path for target in group}) > 1:
-                self.tied.append((group, group[0].array))
-                for target in group:
-                    target.array, target.staged = np.empty(target.shape, target.wanted.raw), True
+    def stage_shared(self) -> None:
+        """Give targets that share memory buffers of their own, to be compared before the memory is filled."""
+        self.shared = find_shared_memory(self.rows)
 
-    def compare_tied(self) -> list[str]:
-        """The problems with tied targets: stored data that differ. Such memory is not filled."""
+    def compare_shared(self) -> list[str]:
+        """The problems with targets that share memory: stored data that differ. Such memory is not filled."""
         problems: list[str] = []
-        for group, memory in list(self.tied):
-            first = group[0]
-            differing = [other for other in group[1:] if other.array.tobytes() != first.array.tobytes()]
+        agreeing = []
+        for shared in self.shared:
+            differing = shared.differing()
+            if not differing:
+                agreeing.append(shared)
+            others = ", ".join(sorted({plain_key(target.path) for target in shared.targets}))
             problems += [
-                f"{plain_key(other.path)}: shares its memory with {plain_key(first.path)}, but the stored data differ"
-                for other in differing
+                f"{plain_key(target.path)}: shares memory with others of {others}, but the stored data differ"
+                for target in differing
             ]
-            if differing:
-                self.tied = [pair for pair in self.tied if pair[1] is not memory]
+        self.shared = agreeing
         return problems
 
     def finish(self) -> None:
-        """Fill what is not filled from files: tied memory from its buffer, zeros."""
-        for group, memory in self.tied:
-            memory[...] = group[0].array
+        """Fill what is not filled from files: shared memory from buffers, addends of zero."""
+        for shared in self.shared:
+            shared.fill()
         for array in self.zeros:
             array[...] = 0
-
-
-def _memory_of(array: Array) -> tuple[Any, ...]:
-    """Equal for arrays that have the same elements in the same order."""
-    steps = tuple(pair for pair in zip(array.shape, array.strides, strict=True) if pair[0] != 1)
-    if array.flags.c_contiguous:
-        steps = ((array.size, array.itemsize),)
-    return (array.__array_interface__["data"][0], array.itemsize, steps)
 
 
 @dataclass(slots=True)

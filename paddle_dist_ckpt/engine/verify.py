@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..core.box import whole
@@ -61,27 +63,32 @@ def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progre
     try:
         hashes, data_start = read_header(opened, info, int(counts[file]))
         known = OpenFile(info.name, opened, data_start, hashes)
-        problems = []
+        entries = []
         for shard in np.flatnonzero(table.shard_file == file).tolist():
             tensor, _, shape = table.shard_place(shard)
             key = metadata.key(table.paths[tensor])
             start, block = int(table.data_offsets[shard]), int(first_block[shard])
-            problems += _check_entry(
-                StoredEntry(known, start, block, shape, table.dtypes[tensor], key), metadata.block_bytes, progress
-            )
-        return problems
+            entries.append(StoredEntry(known, start, block, shape, table.dtypes[tensor], key))
+        if not _check_entries(entries, metadata.block_bytes, progress):
+            return []
+        # Something is wrong: look at each entry by itself, to name every one that is damaged.
+        silent = Progress("verify", 0, False, False)
+        return [problem for entry in entries for problem in _check_entries([entry], metadata.block_bytes, silent)]
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     finally:
         opened.close()
 
 
-def _check_entry(entry: StoredEntry, block_bytes: int, progress: Progress) -> list[str]:
-    if not entry.nbytes:
-        return []
-    nowhere = Consumer(whole(entry.shape), np.empty(0, entry.dtype.raw), lambda items, place: None)
+def _check_entries(entries: Sequence[StoredEntry], block_bytes: int, progress: Progress) -> list[str]:
+    """What is wrong with these entries; the first problem if there are several."""
+    wanted = [
+        (entry, [Consumer(whole(entry.shape), np.empty(0, entry.dtype.raw), lambda items, place: None)])
+        for entry in entries
+        if entry.nbytes
+    ]
     try:
-        read_entries([(entry, [nowhere])], block_bytes, io_threads(1), _go_on, progress)
+        read_entries(wanted, block_bytes, io_threads(1), _go_on, progress)
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     return []

@@ -1,26 +1,26 @@
-"""A transport that tells whoever watches over it that it gets on."""
+"""A transport that says when it is in a collective, so that one that hangs can be told from a rank that works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from ..core.ports import Bytes1D, Transport
+from ..core.ports import Bytes1D, CollectiveWatch, Transport
 
 __all__ = ["WatchedTransport"]
 
 
 class WatchedTransport:
-    """Implements :class:`..core.ports.Transport` by another one, calling ``alive`` before each operation."""
+    """Implements :class:`..core.ports.Transport` by another one."""
 
-    def __init__(self, inner: Transport, alive: Callable[[], None]) -> None:
-        self._inner, self._alive = inner, alive
+    def __init__(self, inner: Transport, watch: CollectiveWatch) -> None:
+        self._inner, self._watch = inner, watch
 
     def broadcast(self, data: Bytes1D, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
-        self._alive()
-        self._inner.broadcast(data, source)
+        with self._watch.waiting():
+            self._inner.broadcast(data, source)
 
     def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
-        self._alive()
-        self._inner.scatter(parts, into, size, source)
+        with self._watch.waiting():
+            self._inner.scatter(parts, into, size, source)

@@ -27,7 +27,7 @@ from ..core.dtypes import DType
 from ..core.metadata import FileInfo, TableRecord, check_block_bytes
 from ..core.ports import Bytes1D
 from ..core.values import DECODE_ERRORS
-from ..errors import CheckpointCorruptedError
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 
 __all__ = [
@@ -180,6 +180,11 @@ class FileLayout:
             header[entry.name] = _EntryRecord(entry.dtype.safetensors, shape, (start, end))
         text = msgspec.json.encode(header)
         data_start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
+        if data_start > MAX_HEADER_BYTES:
+            raise UnsupportedValueError(
+                f"{entries[0].name if entries else 'the values'} and what else goes in one file need a header of "
+                f"{data_start} bytes, of which {MAX_HEADER_BYTES} are possible; larger block_bytes make it smaller"
+            )
         template = (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)
         return cls(
             entries,

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 __all__ = [
+    "MOST_IDS",
     "ClaimName",
     "DataFileName",
     "claim_name",
@@ -18,6 +19,7 @@ __all__ = [
     "temporary_name",
 ]
 
+MOST_IDS = 10**18
 _ID = r"(0|[1-9]\d{0,17})"
 _SAVE = r"([0-9a-f]{16})"
 _METADATA = re.compile(rf"{_ID}\.metadata")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from ..errors import CheckpointError
 __all__ = ["PaddleTransport", "Ranks", "connect"]
 
 _ATTRIBUTE = "_paddle_dist_ckpt"
-_BOOTSTRAP_SECONDS = 300.0
+_SCATTER_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
+_LEAST_SCATTER = 256 << 10  # of one rank's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +76,25 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
     return _connection(group, members, rank, coordinator_rank, timeout)
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What is kept with a group: its transport, and for each coordinator the connection and the attempts at it."""
+
+    transport: PaddleTransport
+    connections: dict[int, Ranks] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+
 def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
     """The group's connection, made when it is first used and kept with the group."""
-    known: dict[int, Ranks] = group.__dict__.setdefault(_ATTRIBUTE, {})
-    if coordinator not in known:
-        if len(members) == 1:
-            known[coordinator] = Ranks(rank, SoloHub(rank), NoTransport())
-            return known[coordinator]
-        transport = PaddleTransport(group)
+    if len(members) == 1:
+        return Ranks(rank, SoloHub(rank), NoTransport())
+    kept: _Kept | None = group.__dict__.get(_ATTRIBUTE)
+    if kept is None:
+        kept = group.__dict__[_ATTRIBUTE] = _Kept(PaddleTransport(group))
+    if coordinator not in kept.connections:
+        attempts = kept.attempts.get(coordinator, 0)
+        kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
         hub = ZmqHub(
             rank,
             members,
@@ -91,10 +103,11 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
             f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}",
             bind_host=_own_host(),
             bootstrap_timeout=timeout,
-            on_abandon=transport.abandon,
+            opened=attempts,
+            on_abandon=kept.transport.abandon,
         )
-        known[coordinator] = Ranks(rank, hub, transport)
-    return known[coordinator]
+        kept.connections[coordinator] = Ranks(rank, hub, kept.transport)
+    return kept.connections[coordinator]
 
 
 def _own_host() -> str | None:
@@ -160,11 +173,18 @@ class PaddleTransport:
 
     def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
+        step = max(_LEAST_SCATTER, _SCATTER_BYTES // self._group.nranks)
         with self._operation():
-            received = into if into.size == size else np.empty(size, np.uint8)
-            dist.scatter(_tensor(received), self._outgoing(parts, size, source), source, self._group)
-            if received is not into:
-                into[:] = received[: into.size]
+            for start in range(0, size, step):
+                stop = min(start + step, size)
+                window = {rank: part[start:stop] for rank, part in parts.items()}
+                self._scatter(window, into[start:stop], stop - start, source)
+
+    def _scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+        received = into if into.size == size else np.empty(size, np.uint8)
+        dist.scatter(_tensor(received), self._outgoing(parts, size, source), source, self._group)
+        if received is not into:
+            into[:] = received[: into.size]
 
     def _outgoing(self, parts: Mapping[int, Bytes1D], size: int, source: int) -> Any:
         """On the source, all parts behind each other in the group's order, each in ``size`` bytes."""

@@ -55,7 +55,7 @@ class PaddleAdapter:
         if getattr(value, "is_distributed", False):
             raise UnsupportedValueError(
                 f"{key}: a plain tensor that is marked is_distributed is one rank's part of a larger one, and says not "
-                "which. Use the layer's sharded_state_dict()"
+                "which. The layer's sharded_state_dict() says it (but is not supported yet); or use a DistTensor"
             )
         shard = LocalShard((0,) * len(shape), _memory(value, dtype, key))
         return TensorView(Kind.TENSOR, dtype, shape, True, (shard,), value.name)

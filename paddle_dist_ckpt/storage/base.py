@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..core.ports import Bytes1D
@@ -65,7 +65,7 @@ class Storage(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """All names in the folder; an empty list if there is no folder."""
+        """All names in the folder; an empty list if there is no folder. NotADirectoryError if it is something else."""
         ...
 
     def create(self, name: str) -> WritableFile:
@@ -80,7 +80,9 @@ class Storage(Protocol):
         """A file's content, or its first ``limit`` bytes."""
         ...
 
-    def publish(self, name: str, data: bytes, temporary: str, replace: bool) -> bool:
+    def publish(
+        self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None
+    ) -> bool:
         """Make ``name`` hold ``data``, durably and at once: a reader sees the old content or the new one, whole.
 
         Args:
@@ -88,6 +90,7 @@ class Storage(Protocol):
             data: The content.
             temporary: A name to use on the way, where one is needed.
             replace: Whether to replace a file of that name; if not and there is one, nothing changes.
+            confirm: Called when the content is complete and has only its temporary name; may raise to stop.
 
         Returns:
             Whether it was published.

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +29,13 @@ def as_storage(path: object) -> Storage:
 
     Raises:
         TypeError: it is none of these.
+        ValueError: it is empty, or an address rather than a path.
     """
     if isinstance(path, (str, os.PathLike)):
-        return LocalStorage(os.fspath(path))
+        text = os.fspath(path)
+        if not text or "://" in text or "\0" in text:
+            raise ValueError(f"path must name a local folder, not {text!r}; for other places pass a Storage")
+        return LocalStorage(text)
     if isinstance(path, Storage):
         return path
     raise TypeError(f"path must be a str, a PathLike or a Storage, not {type(path).__name__}")
@@ -68,7 +72,7 @@ class LocalStorage:
     def names(self) -> list[str]:
         try:
             return sorted(os.listdir(self._root))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return []
 
     def create(self, name: str) -> WritableFile:
@@ -84,13 +88,17 @@ class LocalStorage:
         with (self._root / name).open("rb") as file:
             return file.read(-1 if limit is None else limit)
 
-    def publish(self, name: str, data: bytes, temporary: str, replace: bool) -> bool:
+    def publish(
+        self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None
+    ) -> bool:
         source, target = self._root / temporary, self._root / name
         file = _LocalWritable(source)
         try:
             file.write(np.frombuffer(data, np.uint8), 0)
             # IMPORTANT: the content is durable before the name is. Otherwise a crash could leave an empty file.
             file.sync()
+            if confirm is not None:
+                confirm()
         except BaseException:
             source.unlink(missing_ok=True)
             raise
@@ -132,8 +140,9 @@ def _link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except FileExistsError:
+        done = source.samefile(target)  # a network filesystem may have done it and lost the answer
         source.unlink()
-        return False
+        return done
     except OSError as error:
         if error.errno not in _NO_LINKS:
             source.unlink(missing_ok=True)
@@ -149,7 +158,11 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError as error:
+        _logger.debug("%s: may not be read, so it is not synced (%s)", folder, error)
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -73,9 +73,11 @@ class FaultyStorage:
         self._hook("read", name)
         return self._inner.read(name, limit)
 
-    def publish(self, name: str, data: bytes, temporary: str, replace: bool) -> bool:
+    def publish(
+        self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None
+    ) -> bool:
         self._hook("publish", name)
-        return self._inner.publish(name, data, temporary, replace)
+        return self._inner.publish(name, data, temporary, replace, confirm)
 
     def delete(self, name: str) -> None:
         self._hook("delete", name)

@@ -123,7 +123,7 @@ def test_solo_calls_straight_through() -> None:
 
         assert session.gather_scatter("r", lambda: b"mine", combine) == b"reply"
         assert seen == [{3: b"mine"}]
-        assert session.run_collectives(lambda alive: threading.get_ident()) == threading.get_ident()
+        assert session.run_collectives(lambda watch: threading.get_ident()) == threading.get_ident()
     hub.close()
 
 

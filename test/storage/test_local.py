@@ -66,7 +66,9 @@ def test_a_path_or_a_storage_is_meant(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_missing_folder_has_no_names(tmp_path: Path) -> None:
     assert LocalStorage(tmp_path / "none").names() == []
     (tmp_path / "file").touch()
-    assert LocalStorage(tmp_path / "file" / "below").names() == []
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError):
+            LocalStorage(path).names()
 
 
 def test_prepare_makes_all_folders_and_may_be_repeated(tmp_path: Path) -> None:
