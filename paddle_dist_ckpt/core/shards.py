@@ -159,7 +159,7 @@ class Layout:
             CheckpointCorruptedError: too many boxes, or boxes that are not inside the tensor.
         """
         shape = tuple(record.shape)
-        if any(not 0 <= n < 2**58 for n in shape) or len(shape) > 32 or math.prod(shape) >= 2**56:
+        if any(not 0 <= n < 2**58 for n in shape) or len(shape) > 32 or math.prod(shape) >= 2**58:
             raise CheckpointCorruptedError(f"a layout has the shape {str(shape)[:200]}")
         if record.cuts is not None:
             return _checked_grid(shape, record.cuts, most)

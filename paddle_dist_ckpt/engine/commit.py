@@ -270,8 +270,8 @@ class Claim:
             try:
                 self.doomed += _saves_of_claim(self.storage, name, parsed, committed)
                 known.append((name, parsed))
-            except OSError as error:
-                _logger.warning("the claim %s is left, for it cannot be read: %s", name, error)
+            except FileNotFoundError:
+                _logger.debug("the claim %s is another save's to take over", name)
         self._write()
         for name, parsed in known:
             self.storage.delete(name)

@@ -46,7 +46,10 @@ def make(table: ShardTable, files: int = 4, values: dict[str, Any] | None = None
         created="2024-01-02T03:04:05+00:00",
         library="paddle_dist_ckpt 1.0",
         paddle_version="3.3.1",
-        files=[FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i, f"{i:016x}") for i in range(files)],
+        files=[
+            FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i + size, f"{i:016x}")
+            for i, size in enumerate(table.file_bytes(files).tolist())
+        ],
         table=table,
         value_records=[(path, to_jsonable(value, path)) for path, value in sorted((values or {}).items())],
         user_metadata=user or {},
@@ -500,3 +503,22 @@ def test_any_change_of_the_body_is_refused_or_harmless(body: Body) -> None:
     except CheckpointCorruptedError:
         return
     assert metadata.unique_id == 3
+
+
+def test_files_too_small_for_what_they_are_said_to_hold_are_refused() -> None:
+    body = small_body()
+    for record in body["files"]:
+        record[1] = 8
+    refused(sealed(body))
+
+
+def test_a_path_that_is_a_dict_and_a_list_is_refused() -> None:
+    body = small_body()
+    body["values"] = [["/x/~l0", 1], ["/x/a", 2]]
+    refused(sealed(body))
+
+
+def test_paths_of_very_many_parts_are_refused() -> None:
+    body = small_body()
+    body["values"] = [["/a" * 300, 1]]
+    refused(sealed(body))
