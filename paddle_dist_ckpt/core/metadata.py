@@ -25,6 +25,7 @@ from .shards import Column, IntArray, Kind, Layout, LayoutRecord, ShardTable, co
 from .values import DECODE_ERRORS, from_jsonable
 
 __all__ = [
+    "VERSION",
     "FileInfo",
     "LocalTensorIndex",
     "LocalTensorMetadata",

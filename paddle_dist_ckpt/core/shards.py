@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointCorruptedError
+from .box import Box
 from .dtypes import DType
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "IntArray",
     "Kind",
     "Layout",
+    "LayoutCollection",
     "LayoutRecord",
     "ShardTable",
     "column_size",
@@ -170,6 +172,35 @@ class Layout:
         if (offsets + extents > np.array(shape, np.int64)).any() or _not_ascending(offsets):
             raise CheckpointCorruptedError(f"a layout of shape {shape} has boxes outside of it or out of order")
         return cls(shape, offsets, extents)
+
+
+class LayoutCollection:
+    """Layouts that are put together for a table, equal ones once.
+
+    Attributes:
+        layouts: The different ones so far.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: list[Layout] = []
+        self._places: dict[tuple[object, ...], int] = {}
+
+    def add_arrays(self, shape: tuple[int, ...], offsets: IntArray, extents: IntArray) -> int:
+        """Add a layout by its boxes' offsets and extents, ``[n, ndim]``; returns its number."""
+        key = (shape, offsets.tobytes(), extents.tobytes())
+        if key not in self._places:
+            self._places[key] = len(self.layouts)
+            self.layouts.append(Layout(shape, offsets, extents))
+        return self._places[key]
+
+    def add_boxes(self, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int:
+        """Add a layout by its boxes, in ascending order; returns its number."""
+        key = (shape, boxes)
+        if key not in self._places:
+            offsets = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), len(shape))
+            extents = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), len(shape))
+            self._places[key] = self.add_arrays(shape, offsets, extents)
+        return self._places[key]
 
 
 def _row_major(columns: Sequence[IntArray]) -> IntArray:

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from ..core.box import Box
-from ..core.metadata import table_to_record
-from ..core.shards import Layout, ShardTable
+from ..core.metadata import VERSION, table_to_record
+from ..core.shards import LayoutCollection, ShardTable
 from ..core.values import to_jsonable
 from ..formats.datafile import FORMAT, DataFileInfo
 from ..options import SaveOptions
@@ -48,7 +48,7 @@ def data_file_info(
     values = order.values if part == 0 else []
     return DataFileInfo(
         format=FORMAT,
-        version=(1, 0),
+        version=VERSION,
         save=order.save_id,
         unique_id=order.unique_id,
         world_size=len(context.session.ranks),
@@ -72,23 +72,13 @@ def _table(state: LocalState, items: Sequence[tuple[int, Box]]) -> ShardTable:
     for row, box in items:
         boxes.setdefault(state.owners[row], []).append(box)
     owners = sorted(boxes, key=lambda owner: state.paths[owner])
-    layouts: list[Layout] = []
-    place: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
-    layout_of = []
-    for owner in owners:
-        shape, mine = state.views[owner].shape, tuple(sorted(boxes[owner]))
-        known = place.get((shape, mine))
-        if known is None:
-            known = place[shape, mine] = len(layouts)
-            offsets = np.array([box.offset for box in mine], np.int64).reshape(len(mine), len(shape))
-            extents = np.array([box.shape for box in mine], np.int64).reshape(len(mine), len(shape))
-            layouts.append(Layout(shape, offsets, extents))
-        layout_of.append(known)
+    collection = LayoutCollection()
+    layout_of = [collection.add_boxes(state.views[owner].shape, tuple(sorted(boxes[owner]))) for owner in owners]
     return ShardTable(
         [state.paths[owner] for owner in owners],
         [state.views[owner].dtype for owner in owners],
         np.array([state.views[owner].kind for owner in owners], np.int64),
-        layouts,
+        collection.layouts,
         np.array(layout_of, np.int64),
         np.zeros(len(items), np.int64),
         [state.views[owner].name for owner in owners],

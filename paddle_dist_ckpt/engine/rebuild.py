@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.box import Box
 from ..core.dtypes import DType
 from ..core.metadata import FileInfo, Metadata, decode_metadata, encode_metadata, table_from_record
-from ..core.shards import Layout, ShardTable
+from ..core.shards import LayoutCollection, ShardTable
 from ..core.values import from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..formats.datafile import DataFileInfo, read_info
@@ -191,44 +192,38 @@ def _merge(parts: Sequence[Part], unique_id: int) -> tuple[Metadata, Any]:
 
 def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
     """One table of all files' shards."""
-    facts: dict[str, tuple[DType, int, tuple[int, ...], str | None]] = {}
-    shards: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
+    facts: dict[str, _Fact] = {}
+    shards: dict[str, list[tuple[Box, int]]] = {}
     for file, table in enumerate(tables):
         for t, path in enumerate(table.paths):
             layout = table.layouts[table.layout_of[t]]
-            fact = (table.dtypes[t], int(table.kinds[t]), layout.shape, table.names[t])
+            fact = _Fact(table.dtypes[t], int(table.kinds[t]), layout.shape, table.names[t])
             if facts.setdefault(path, fact)[:3] != fact[:3]:
                 raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
             boxes = zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True)
-            shards.setdefault(path, []).extend((tuple(o), tuple(e), file) for o, e in boxes)
-    return _table_of(facts, shards)
-
-
-def _table_of(
-    facts: Mapping[str, tuple[DType, int, tuple[int, ...], str | None]],
-    shards: Mapping[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]],
-) -> ShardTable:
+            shards.setdefault(path, []).extend((Box(tuple(o), tuple(e)), file) for o, e in boxes)
     paths = sorted(facts)
-    layouts: list[Layout] = []
-    place: dict[Any, int] = {}
+    collection = LayoutCollection()
     layout_of, files = [], []
     for path in paths:
         mine = sorted(shards[path])
-        shape = facts[path][2]
-        key = (shape, tuple((o, e) for o, e, _ in mine))
-        if key not in place:
-            place[key] = len(layouts)
-            offsets = np.array([o for o, _, _ in mine], np.int64).reshape(len(mine), len(shape))
-            extents = np.array([e for _, e, _ in mine], np.int64).reshape(len(mine), len(shape))
-            layouts.append(Layout(shape, offsets, extents))
-        layout_of.append(place[key])
-        files += [file for _, _, file in mine]
+        layout_of.append(collection.add_boxes(facts[path].shape, tuple(box for box, _ in mine)))
+        files += [file for _, file in mine]
     return ShardTable(
         paths,
-        [facts[path][0] for path in paths],
-        np.array([facts[path][1] for path in paths], np.int64),
-        layouts,
+        [facts[path].dtype for path in paths],
+        np.array([facts[path].kind for path in paths], np.int64),
+        collection.layouts,
         np.array(layout_of, np.int64),
         np.array(files, np.int64),
-        [facts[path][3] for path in paths],
+        [facts[path].name for path in paths],
     )
+
+
+class _Fact(NamedTuple):
+    """What the data files say of one tensor."""
+
+    dtype: DType
+    kind: int
+    shape: tuple[int, ...]
+    name: str | None

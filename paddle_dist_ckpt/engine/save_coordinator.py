@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ from ..core.box import Box
 from ..core.metadata import FileInfo, Metadata
 from ..core.paths import plain_key
 from ..core.ports import ControlSession
-from ..core.shards import IntArray, Layout, ShardTable, pack_column
+from ..core.shards import IntArray, LayoutCollection, ShardTable, pack_column
 from ..core.values import decode_value
 from ..errors import CheckpointError, UnsupportedValueError
 from ..options import SaveOptions
@@ -26,7 +25,7 @@ from ..planning.save_plan import SavePlan, Tensors, plan_save
 from ..storage.base import Storage
 from .commit import Claim
 from .fileinfo import LIBRARY
-from .merge import GlobalState, merge_requests
+from .global_state import GlobalState, merge_requests
 from .messages import SaveOrder, SaveRequest, SaveResult, Transfer, WriteAnswer, Written, decode, encode, pack_signed
 
 __all__ = ["SaveCoordinator", "seal"]
@@ -336,20 +335,13 @@ def _build_table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTab
     order = np.lexsort([*keys, plan.tensor])
     tensor, offset, shape = plan.tensor[order], plan.offset[order], plan.shape[order]
     bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1)).tolist()
-    layouts: list[Layout] = []
-    place: dict[Any, int] = {}
+    collection = LayoutCollection()
     layout_of = np.zeros(len(state.paths), np.int64)
     for t, global_shape in enumerate(state.shapes):
         rows, ndim = slice(bounds[t], bounds[t + 1]), len(global_shape)
-        offsets, extents = offset[rows, :ndim], shape[rows, :ndim]
-        key = (global_shape, offsets.tobytes(), extents.tobytes())
-        known = place.get(key)
-        if known is None:
-            known = place[key] = len(layouts)
-            layouts.append(Layout(global_shape, offsets, extents))
-        layout_of[t] = known
+        layout_of[t] = collection.add_arrays(global_shape, offset[rows, :ndim], shape[rows, :ndim])
     kinds = np.array(state.kinds, np.int64)
-    return ShardTable(state.paths, state.dtypes, kinds, layouts, layout_of, file[order], state.names)
+    return ShardTable(state.paths, state.dtypes, kinds, collection.layouts, layout_of, file[order], state.names)
 
 
 def seal(storage: Storage, files: Sequence[FileInfo]) -> None:

@@ -24,7 +24,7 @@ import xxhash
 
 from ..core.box import Box
 from ..core.dtypes import DType
-from ..core.metadata import FileInfo, TableRecord, check_block_bytes
+from ..core.metadata import VERSION, FileInfo, TableRecord, check_block_bytes
 from ..core.ports import Bytes1D
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
@@ -266,7 +266,7 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
         info = msgspec.json.decode(record.info, type=DataFileInfo)
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its header cannot be understood: {error}") from error
-    if info.format != FORMAT or info.version[0] != 1 or len(record.hashes) % 8:
+    if info.format != FORMAT or info.version[0] != VERSION[0] or len(record.hashes) % 8:
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")
     check_block_bytes(info.block_bytes)
     known = FileInfo(name, file.size, record.xxh3_64)

@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.box import Box
 from ..core.tensors import Reduction
 from ..errors import UnsupportedValueError
 
-__all__ = ["local_offset", "mesh_coordinate", "reduction_of"]
+__all__ = ["local_box", "mesh_coordinate", "reduction_of"]
 
 
 def mesh_coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:
@@ -26,10 +27,10 @@ def mesh_coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:
     return tuple(reversed(coordinate))
 
 
-def local_offset(
+def local_box(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any], key: str
-) -> tuple[int, ...]:
-    """The global offset of the local value at a mesh coordinate.
+) -> Box:
+    """Where the local value at a mesh coordinate lies in the global tensor.
 
     A tensor dimension of n elements over p ranks is cut into pieces of ceil(n/p), the last ones smaller or empty. Where
     several mesh dimensions cut one tensor dimension, each cuts what the one before it left, in the order that
@@ -51,7 +52,7 @@ def local_offset(
         start = min(coordinate[mesh_dim] * piece, length[dim])
         length[dim] = min(piece, length[dim] - start)
         offset[dim] += start
-    return tuple(offset)
+    return Box(tuple(offset), tuple(length))
 
 
 def _cuts(placements: Sequence[Any], ndim: int, key: str) -> list[tuple[int, int]]:

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import paddle
 
+from ..core.box import Box
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.shards import Kind
 from ..core.tensors import LocalShard, Reduction, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
-from .placement import local_offset, mesh_coordinate, reduction_of
+from .placement import local_box, mesh_coordinate, reduction_of
 
 __all__ = ["PaddleAdapter"]
 
@@ -20,7 +21,7 @@ __all__ = ["PaddleAdapter"]
 class _Place(NamedTuple):
     """Where a local value is in its global tensor, and which addend of it."""
 
-    offset: tuple[int, ...]
+    box: Box
     reduction: Reduction | None
 
 
@@ -64,7 +65,13 @@ class PaddleAdapter:
         place = self._place(value.process_mesh, value.placements, shape, key)
         if place is None:
             return TensorView(Kind.TENSOR, dtype, shape, False, (), value.name)
-        shard = LocalShard(place.offset, _memory(value._local_value(), dtype, key))
+        array = _memory(value._local_value(), dtype, key)
+        if array.shape != place.box.shape and array.size + place.box.size:
+            raise UnsupportedValueError(
+                f"{key}: its local value has shape {list(array.shape)}, but by its placements it is {place.box} of "
+                f"{list(shape)}; this version of Paddle cuts tensors otherwise than this library knows"
+            )
+        shard = LocalShard(place.box.offset, array)
         return TensorView(Kind.TENSOR, dtype, shape, False, (shard,), value.name, place.reduction)
 
     def _place(self, mesh: Any, placements: Any, shape: tuple[int, ...], key: str) -> _Place | None:
@@ -75,8 +82,8 @@ class PaddleAdapter:
         mesh_shape, coordinate = mesh.shape, mesh_coordinate(mesh, self._rank)
         place = None
         if coordinate is not None:
-            offset = local_offset(shape, mesh_shape, coordinate, placements, key)
-            place = _Place(offset, reduction_of(mesh_shape, coordinate, placements, key))
+            box = local_box(shape, mesh_shape, coordinate, placements, key)
+            place = _Place(box, reduction_of(mesh_shape, coordinate, placements, key))
         self._last = (shape, placements, mesh, place)
         return place
 
