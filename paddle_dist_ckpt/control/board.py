@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from paddle_dist_ckpt.control import wire
-from paddle_dist_ckpt.control.coordinator import CoordinatorTable
+from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
 from paddle_dist_ckpt.control.wire import ErrorRecord, Message
 

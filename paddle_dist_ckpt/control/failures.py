@@ -114,7 +114,7 @@ def raisable(error: ErrorRecord, rank: int, own: BaseException | None, late: boo
         late: This rank opened the session only after it had failed.
     """
     if late:
-        text = f"{error.message} (rank {rank} arrived late: by then the other ranks had given this session up)"
+        text = f"{error.message} (rank {rank} arrived late: by then the other ranks had given it up)"
         error = msgspec.structs.replace(error, message=_clip(text))
     builtin = _BUILTIN.get(error.type_name)
     made = builtin(error.message) if builtin is not None else copy_of(error)

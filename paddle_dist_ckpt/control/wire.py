@@ -73,7 +73,7 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Open(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """I have opened this session; ``kind`` is what I am doing, ``timeout`` (seconds) my longest silence."""
+    """I have opened the session; ``kind`` is what I am doing, ``timeout`` (seconds) my longest silence."""
 
     session: Number
     kind: Text

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..core.metadata import MAX_HEAD_BYTES, Metadata, decode_head, decode_metadata, encode_metadata
+from ..core.codec import MAX_HEAD_BYTES, decode_head, decode_metadata, encode_metadata
+from ..core.metadata import Metadata
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..formats.names import (

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ..core.box import Box
-from ..core.metadata import VERSION, table_to_record
+from ..core.codec import VERSION, table_to_record
 from ..core.shards import LayoutCollection, ShardTable
 from ..core.values import to_jsonable
 from ..formats.datafile import FORMAT, DataFileInfo

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..core.box import Box
-from ..core.metadata import FileInfo, table_from_record
+from ..core.codec import table_from_record
+from ..core.metadata import FileInfo
 from ..core.paths import plain_key
 from ..core.shards import IntArray, Kind, ShardTable, unpack_column
 from ..planning.load_plan import ReadItems, WantedBoxes, plan_load

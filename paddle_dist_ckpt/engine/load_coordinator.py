@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.metadata import Metadata, decode_metadata, table_to_record
+from ..core.codec import decode_metadata, table_to_record
+from ..core.metadata import Metadata
 from ..core.paths import plain_key
 from ..core.ports import ControlSession
 from ..core.shards import Kind, pack_column

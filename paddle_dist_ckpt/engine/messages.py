@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..core.metadata import FileInfo, TableRecord
+from ..core.codec import TableRecord
+from ..core.metadata import FileInfo
 from ..core.shards import Column, IntArray
 from ..errors import CheckpointError
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.box import Box
+from ..core.codec import decode_metadata, encode_metadata, table_from_record
 from ..core.dtypes import DType
-from ..core.metadata import FileInfo, Metadata, decode_metadata, encode_metadata, table_from_record
+from ..core.metadata import FileInfo, Metadata
 from ..core.shards import LayoutCollection, ShardTable
 from ..core.values import from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError

@@ -23,8 +23,9 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box
+from ..core.codec import VERSION, TableRecord, check_block_bytes
 from ..core.dtypes import DType
-from ..core.metadata import VERSION, FileInfo, TableRecord, check_block_bytes
+from ..core.metadata import FileInfo
 from ..core.ports import Bytes1D
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, UnsupportedValueError

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.codec import table_to_record
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.core.metadata import FileInfo, table_to_record
+from paddle_dist_ckpt.core.metadata import FileInfo
 from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.formats.datafile import (

@@ -1,0 +1,183 @@
+"""The coordinator's side of all sessions: which there are, which are over, and which ranks are out of step.
+
+It keeps a session even if the coordinator itself has not opened it yet, so that the ranks that wait there learn at once
+when one of them fails.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paddle_dist_ckpt.control import failures, wire
+from paddle_dist_ckpt.control.coordinator import BEATS_PER_TIMEOUT, CoordinatorSession, Emit
+from paddle_dist_ckpt.control.wire import ErrorRecord, Message
+
+__all__ = ["CoordinatorTable"]
+
+_REMEMBERED = 16
+_LATE_GRACE = 1.0
+"""Longest wait, in seconds, of a rank that opens a session which is over, for the others to open a newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A rank that has opened a session which is over: which, why it is, and until when the answer can wait."""
+
+    number: int
+    error: ErrorRecord
+    until: float
+
+
+class CoordinatorTable:
+    """All sessions of a hub, on its coordinator.
+
+    Args:
+        ranks: The members of every session.
+        coordinator: One of them.
+        emit: Sends to a rank.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], coordinator: int, emit: Emit) -> None:
+        self._ranks = ranks
+        self._coordinator = coordinator
+        self._emit = emit
+        self._sessions: dict[int, CoordinatorSession] = {}
+        self._verdicts: dict[int, ErrorRecord] = {}
+        self._lost: set[int] = set()
+        self._late: dict[int, _Late] = {}
+        self._opened = 0
+        self.doubtful = False
+
+    def handle(
+        self, rank: int, message: wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye, payload: bytes, now: float
+    ) -> bool:
+        """Take in a message from ``rank``, which may be the coordinator itself.
+
+        Returns:
+            Whether it completes a round, so that ``combine`` can run.
+        """
+        number = message.session
+        if rank == self._coordinator and isinstance(message, wire.Open):
+            self._opened = number + 1
+        session = self._sessions.get(number)
+        if session is None:
+            session = self._begin(rank, message, now)
+        if session is None:
+            return False
+        session.handle(rank, message, payload, now)
+        self._catch_up(now)
+        self._retire(number, session)
+        return isinstance(message, wire.Answer) and session.parts() is not None
+
+    def _begin(self, rank: int, message: Message, now: float) -> CoordinatorSession | None:
+        """Begin the session that ``message`` opens; if it is over already, say so to whom it came late."""
+        if not isinstance(message, wire.Open):
+            return None
+        number = message.session
+        over = self._verdicts.get(number)
+        # Only the coordinator's own Open, just counted, may begin a session below ``_opened``.
+        if over is None and number < self._opened and rank != self._coordinator:
+            over = failures.record(f"the coordinator has closed session {number} ({message.kind}) already")
+        if over is not None:
+            self._late[rank] = _Late(number, over, now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT))
+            self._catch_up(now)
+            return None
+        session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now)
+        self._sessions[number] = session
+        for lost in self._lost:
+            session.lose(lost, now)
+        return session
+
+    def _catch_up(self, now: float) -> None:
+        """Put ranks in step again that opened a session which was over.
+
+        If the others wait in a newer session, the rank has left out a call, or it makes one that they have given up. To
+        let it join would mix what belongs to different calls. So that session fails, and the next is the same for all.
+        Otherwise the rank just comes late.
+        """
+        for rank, late in list(self._late.items()):
+            newer = max((number for number in self._sessions if number > late.number), default=None)
+            if newer is not None and not self._sessions[newer].has_opened(rank):
+                text = (
+                    f"is {newer - late.number} call(s) behind the other ranks; from the next call on, all are in step"
+                )
+                self._sessions[newer].fail_rank(rank, failures.record(text), now)
+                self._answer_late(rank, late, resume=newer + 1)
+            elif now >= late.until:
+                self._answer_late(rank, late, resume=0)
+        for number in sorted(self._sessions):
+            self._fail_overtaken(number, now)
+
+    def _fail_overtaken(self, number: int, now: float) -> None:
+        """Fail a session that a rank has left out, as its opening a newer one shows, and that newer one with it."""
+        session = self._sessions[number]
+        newer = [other for other in self._sessions if other > number]
+        ahead = {rank: n for n in newer for rank in self._ranks if self._sessions[n].has_opened(rank)}
+        left_out = {rank: n for rank, n in ahead.items() if not session.has_opened(rank)}
+        if session.failing or not left_out:
+            return
+        newest = max(left_out.values())
+        session.resume = newest + 1
+        for rank, n in left_out.items():
+            text = f"is {n - number} call(s) ahead of other ranks; from the next call on, all are in step"
+            session.fail_rank(rank, failures.record(text), now)
+        for rank in self._ranks:
+            if session.has_opened(rank) and not self._sessions[newest].has_opened(rank):
+                text = f"is {newest - number} call(s) behind other ranks; from the next call on, all are in step"
+                self._sessions[newest].fail_rank(rank, failures.record(text), now)
+
+    def _answer_late(self, rank: int, late: _Late, resume: int) -> None:
+        del self._late[rank]
+        self._emit(rank, wire.Verdict(late.number, late.error, late=True, resume=resume), b"")
+
+    def _retire(self, number: int, session: CoordinatorSession) -> None:
+        if session.verdict is not None:
+            self.doubtful = self.doubtful or session.left_out
+            self._verdicts[number] = session.verdict
+            if len(self._verdicts) > _REMEMBERED:
+                del self._verdicts[min(self._verdicts)]
+        if session.verdict is not None or session.abandoned:
+            self._sessions.pop(number, None)
+
+    @property
+    def failing(self) -> bool:
+        """A verdict is due soon."""
+        return any(session.failing for session in self._sessions.values())
+
+    def find(self, number: int) -> CoordinatorSession | None:
+        """The session, unless it is over."""
+        return self._sessions.get(number)
+
+    def end(self, number: int, error: ErrorRecord) -> None:
+        """End a session because ``combine`` raised ``error``."""
+        session = self._sessions.get(number)
+        if session is not None:
+            session.fail_combine(error)
+            self._retire(number, session)
+
+    def lose(self, rank: int, now: float) -> None:
+        """The connection to ``rank`` is lost: sessions that need it fail, now and until it is back."""
+        self._lost.add(rank)
+        for number, session in list(self._sessions.items()):
+            session.lose(rank, now)
+            self._retire(number, session)
+
+    def regain(self, rank: int) -> None:
+        """``rank`` has connected again."""
+        self._lost.discard(rank)
+
+    def tick(self, now: float) -> float:
+        """Let time pass in every session; returns when to call again."""
+        self._catch_up(now)
+        due = min((late.until for late in self._late.values()), default=math.inf)
+        for number, session in list(self._sessions.items()):
+            due = min(due, session.tick(now))
+            self._retire(number, session)
+        return due
+
+    def close(self, now: float) -> None:
+        """Tell every rank of the failures that still wait for their grace to pass."""
+        for session in self._sessions.values():
+            if session.failing:
+                session.judge(now)

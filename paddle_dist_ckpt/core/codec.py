@@ -1,0 +1,281 @@
+"""How the shard table and the `.metadata` file are stored.
+
+The file is two lines. The first is a small JSON object: format, version, required features, the length of the second,
+the xxh3_64 digest of the file. The second is the JSON body (:class:`_Body`). Decoding is typed, and every size in the
+file is checked against what is really there before anything of that size is allocated. The documentation has the
+specification.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..errors import CheckpointCorruptedError, CheckpointError
+from .dtypes import DTYPES
+from .metadata import FileInfo, Metadata
+from .paths import ListIndex, TupleIndex, containers_of, mixed_containers, parse_path
+from .shards import Column, IntArray, Kind, Layout, LayoutRecord, ShardTable, column_size, pack_column, unpack_column
+from .values import DECODE_ERRORS, from_jsonable
+
+__all__ = [
+    "MAX_HEAD_BYTES",
+    "VERSION",
+    "TableRecord",
+    "check_block_bytes",
+    "decode_head",
+    "decode_metadata",
+    "encode_metadata",
+    "table_from_record",
+    "table_to_record",
+]
+
+FORMAT = "paddle_dist_ckpt.metadata"
+VERSION = (1, 0)
+MAX_HEAD_BYTES = 4096
+_NO_DIGEST = "0" * 16
+_MAX_PARTS = 256  # more than a state_dict that can be saved has levels
+_MAX_TOTAL_BYTES = 2**60
+FEATURES: frozenset[str] = frozenset()
+
+
+class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A :class:`ShardTable` as it is stored or sent. ``names`` is empty where no tensor has one."""
+
+    paths: list[str]
+    dtypes: list[str]
+    dtype: Column
+    kind: Column
+    layouts: list[LayoutRecord]
+    layout: Column
+    shard_file: Column
+    names: list[str | None] = []
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """The first line. ``xxh3_64`` is that of the whole file with zeros in its own place."""
+
+    format: str
+    version: tuple[int, int]
+    required_features: list[str]
+    save: str
+    body_bytes: int
+    xxh3_64: str
+
+
+class _Body(msgspec.Struct, frozen=True):
+    save: str
+    unique_id: int
+    world_size: int
+    block_bytes: int
+    created: str
+    library: str
+    paddle: str | None
+    user_metadata: Any
+    files: list[FileInfo]
+    tensors: TableRecord
+    values: list[tuple[str, Any]]
+
+
+def table_to_record(table: ShardTable) -> TableRecord:
+    """A table in the form in which it is stored."""
+    names = sorted({dtype.name for dtype in table.dtypes})
+    place = {name: i for i, name in enumerate(names)}
+    return TableRecord(
+        paths=table.paths,
+        dtypes=names,
+        dtype=pack_column([place[dtype.name] for dtype in table.dtypes]),
+        kind=pack_column(table.kinds),
+        layouts=[layout.to_record() for layout in table.layouts],
+        layout=pack_column(table.layout_of),
+        shard_file=pack_column(table.shard_file),
+        names=table.names if any(name is not None for name in table.names) else [],
+    )
+
+
+def table_from_record(record: TableRecord, files: int) -> ShardTable:
+    """The table that was stored.
+
+    Raises:
+        CheckpointCorruptedError: it contradicts itself.
+    """
+    tensors = len(record.paths)
+    unknown = [name for name in record.dtypes if name not in DTYPES]
+    if unknown or len(record.names) not in (0, tensors):
+        raise CheckpointCorruptedError(f"the tensor table is not well-formed (unknown dtypes: {unknown[:5]})")
+    _check_paths(record.paths)
+    dtype = unpack_column(record.dtype, tensors, len(record.dtypes), "column dtype")
+    kinds = unpack_column(record.kind, tensors, len(Kind), "column kind")
+    layout_of = unpack_column(record.layout, tensors, len(record.layouts), "column layout")
+    shards = column_size(record.shard_file, "column shard_file")
+    layouts = _bounded_layouts(record.layouts, layout_of, shards)
+    shard_file = unpack_column(record.shard_file, shards, files, "column shard_file")
+    known = [DTYPES[name] for name in record.dtypes]
+    names: list[str | None] = list(record.names) or [None] * tensors
+    table = ShardTable(record.paths, [known[i] for i in dtype.tolist()], kinds, layouts, layout_of, shard_file, names)
+    if float(table.shard_bytes.sum(dtype=np.float64)) > _MAX_TOTAL_BYTES:
+        raise CheckpointCorruptedError("the tensor table claims more bytes than any storage has")
+    return table
+
+
+def check_block_bytes(size: int) -> None:
+    """Refuse a block size that :class:`SaveOptions` would not let anybody write."""
+    if not 4096 <= size <= 64 << 20 or size & (size - 1):
+        raise CheckpointCorruptedError(f"checksums of blocks of {size} bytes")
+
+
+def _is_file_name(name: str) -> bool:
+    return 0 < len(name) < 256 and name not in (".", "..") and "/" not in name and "\0" not in name
+
+
+def _check_leaves(paths: Sequence[str]) -> None:
+    """Refuse leaves that are twice there or below each other, and list places that whole lists do not have."""
+    _check_paths(sorted(paths))
+    if containers_of(paths) & set(paths):
+        raise CheckpointCorruptedError("a path is a leaf and a container")
+    if mixed_containers(paths):
+        raise CheckpointCorruptedError("a path is a dict and a list")
+    for path in (p for p in paths if "~l" in p or "~t" in p):
+        if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):
+            raise CheckpointCorruptedError(f"{path[:100]}: an index in a list that is larger than all that is stored")
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    try:
+        for path in paths:
+            if path.count("/") > _MAX_PARTS:
+                raise ValueError(f"a path of more than {_MAX_PARTS} parts: {path[:80]}")
+            if "~" in path or not path.startswith("/"):
+                parse_path(path)
+    except ValueError as error:
+        raise CheckpointCorruptedError(str(error)[:200]) from error
+    if any(a >= b for a, b in itertools.pairwise(paths)):
+        raise CheckpointCorruptedError("the paths of the tensor table are not in ascending order")
+
+
+def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: int) -> list[Layout]:
+    """The layouts, if together they have just ``shards`` shards; no layout may be larger than what is left of them."""
+    uses = np.bincount(layout_of, minlength=len(records)).tolist()
+    if 0 in uses:
+        raise CheckpointCorruptedError("the tensor table has a layout that no tensor uses")
+    layouts, left = [], shards
+    for record, count in zip(records, uses, strict=True):
+        layout = Layout.from_record(record, left // count)
+        left -= layout.count * count
+        layouts.append(layout)
+    if left:
+        raise CheckpointCorruptedError(f"the tensor table has {shards} shards, its layouts {shards - left}")
+    return layouts
+
+
+def encode_metadata(metadata: Metadata, user_metadata: Any) -> bytes:
+    """The content of the `.metadata` file.
+
+    Args:
+        metadata: What the checkpoint holds.
+        user_metadata: ``metadata.user_metadata`` in tagged JSON form.
+    """
+    body = msgspec.json.encode(
+        _Body(
+            save=metadata.save_id,
+            unique_id=metadata.unique_id,
+            world_size=metadata.world_size,
+            block_bytes=metadata.block_bytes,
+            created=metadata.created,
+            library=metadata.library,
+            paddle=metadata.paddle_version,
+            user_metadata=user_metadata,
+            files=metadata.files,
+            tensors=table_to_record(metadata.table),
+            values=metadata.value_records,
+        )
+    )
+    head = _Head(FORMAT, VERSION, sorted(FEATURES), metadata.save_id, len(body), _NO_DIGEST)
+    blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
+    at = blank.index(b"\n") - len(_NO_DIGEST) - 2
+    return blank[:at] + xxhash.xxh3_64_hexdigest(blank).encode() + blank[at + len(_NO_DIGEST) :]
+
+
+def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
+    """The first line of a `.metadata` file as a dict, or None if the file is of another format.
+
+    Args:
+        data: The file's first ``MAX_HEAD_BYTES`` bytes, or all of them.
+        name: The file's name, for errors.
+
+    Raises:
+        CheckpointError: the file is of a version, or needs a feature, that this library does not know.
+        CheckpointCorruptedError: the line is not what it should be.
+    """
+    if not data.startswith(b'{"format":"' + FORMAT.encode() + b'"'):
+        return None
+    try:
+        head = msgspec.json.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0], type=_Head)
+    except DECODE_ERRORS as error:
+        raise CheckpointCorruptedError(f"{name}: its first line is damaged: {error}") from error
+    unknown = sorted(set(head.required_features) - FEATURES)
+    if head.version[0] != VERSION[0] or unknown:
+        raise CheckpointError(
+            f"{name} has format version {head.version[0]}.{head.version[1]} and needs the features {unknown}; this "
+            f"library reads version {VERSION[0]}.x. Use a newer paddle_dist_ckpt"
+        )
+    return msgspec.structs.asdict(head)
+
+
+def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
+    """The checkpoint that a `.metadata` file describes.
+
+    Raises:
+        CheckpointError: see :func:`decode_head`.
+        CheckpointCorruptedError: the file is not whole, or contradicts itself.
+    """
+    head = decode_head(data, name)
+    if head is None:
+        raise CheckpointCorruptedError(f"{name} is not a paddle_dist_ckpt .metadata file; it starts with {data[:24]!r}")
+    start = data.index(b"\n") + 1 if b"\n" in data else len(data)
+    body = data[start : start + head["body_bytes"]]
+    if len(body) != head["body_bytes"] or data[start + len(body) :] != b"\n":
+        raise CheckpointCorruptedError(f"{name} has {len(data)} bytes where {start + head['body_bytes'] + 1} are due")
+    at = start - len(_NO_DIGEST) - 3
+    blank = data[:at] + _NO_DIGEST.encode() + data[at + len(_NO_DIGEST) :]
+    if data[at:start] != xxhash.xxh3_64_hexdigest(blank).encode() + b'"}\n':
+        raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
+    try:
+        record = msgspec.json.decode(body, type=_Body)
+        if record.save != head["save"]:
+            raise CheckpointCorruptedError("its two lines name different saves")
+        return _metadata_of(record, unique_id)
+    except (*DECODE_ERRORS, CheckpointCorruptedError) as error:
+        raise CheckpointCorruptedError(f"{name}: {error}") from error
+
+
+def _metadata_of(body: _Body, unique_id: int) -> Metadata:
+    if body.unique_id != unique_id:
+        raise CheckpointCorruptedError(f"it says that its id is {body.unique_id}; was it renamed?")
+    check_block_bytes(body.block_bytes)
+    if body.world_size < 1 or any(not _is_file_name(f.name) or f.size < 0 for f in body.files):
+        raise CheckpointCorruptedError("world size or file list out of bounds")
+    user = from_jsonable(body.user_metadata)
+    _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
+    table = table_from_record(body.tensors, len(body.files))
+    for info, data_bytes in zip(body.files, table.file_bytes(len(body.files)).tolist(), strict=True):
+        if info.size < data_bytes + 8:
+            raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
+    return Metadata(
+        unique_id=unique_id,
+        save_id=body.save,
+        world_size=body.world_size,
+        block_bytes=body.block_bytes,
+        created=body.created,
+        library=body.library,
+        paddle_version=body.paddle,
+        files=body.files,
+        table=table,
+        value_records=body.values,
+        user_metadata=user if isinstance(user, dict) else {},
+    )
