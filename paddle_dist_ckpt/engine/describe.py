@@ -45,12 +45,12 @@ class LocalState:
     json: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, path: str, view: TensorView) -> None:
-        """Append a tensor and its shards, those without elements left out unless the whole tensor has none."""
-        empty = math.prod(view.shape) == 0
-        for shard in view.shards:
-            if shard.array.size or empty:
-                self.owners.append(len(self.paths))
-                self.shards.append(shard)
+        """Append a tensor and its shards, those without elements left out. A tensor without any is one whole shard."""
+        shards = [shard for shard in view.shards if shard.array.size]
+        if math.prod(view.shape) == 0:
+            shards = [LocalShard((0,) * len(view.shape), np.empty(view.shape, view.dtype.raw))]
+        self.owners += [len(self.paths)] * len(shards)
+        self.shards += shards
         self.paths.append(path)
         self.views.append(view)
 

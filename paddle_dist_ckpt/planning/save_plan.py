@@ -103,7 +103,7 @@ def plan_save(tensors: Tensors, shards: LocalShards, ranks: int, coordinator: in
     chosen = _chosen_whole(tensors, shards, coordinator)
     divided = _Boxes.unique(shards.take(_divisible(tensors, shards)))
     divided = _without_overlaps(tensors, divided, shards, chosen)
-    parts = [_whole_columns(tensors, shards, chosen), *_divide(tensors, divided, shards, chosen, ranks)]
+    parts = [_whole_columns(shards, chosen), *_divide(tensors, divided, shards, chosen, ranks)]
     tensor, rank, row, offset, shape = (np.concatenate([p[i] for p in parts]) for i in range(5))
     keys = [offset[:, d] for d in range(offset.shape[1] - 1, -1, -1)]
     order = np.lexsort([*keys, tensor, -tensors.itemsize[tensor], rank])
@@ -132,10 +132,8 @@ def _chosen_whole(tensors: Tensors, shards: LocalShards, coordinator: int) -> In
     return chosen
 
 
-def _whole_columns(tensors: Tensors, shards: LocalShards, rows: IntArray) -> tuple[IntArray, ...]:
-    """Their columns, each the whole of its tensor (of an empty one a rank may have an empty part only)."""
-    tensor = shards.tensor[rows]
-    return tensor, shards.rank[rows], shards.row[rows], np.zeros_like(shards.offset[rows]), tensors.shape[tensor]
+def _whole_columns(shards: LocalShards, rows: IntArray) -> tuple[IntArray, ...]:
+    return shards.tensor[rows], shards.rank[rows], shards.row[rows], shards.offset[rows], shards.shape[rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ from paddle_dist_ckpt import (
     StateDictMismatchError,
     list_checkpoints,
     read_metadata,
+    rebuild_metadata,
     save_state_dict,
 )
 from paddle_dist_ckpt.storage import as_storage
@@ -37,7 +38,7 @@ def test_there_is_no_folder(tmp_path: Path) -> None:
 
 def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
     save_alone({"n": 1}, tmp_path)
-    for call in (read_metadata, list_checkpoints):
+    for call in (read_metadata, list_checkpoints, rebuild_metadata):
         with pytest.raises(CheckpointNotFoundError, match=r"0\.metadata is a file; pass the folder"):
             call(tmp_path / "0.metadata")
 
