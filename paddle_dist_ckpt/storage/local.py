@@ -129,7 +129,7 @@ class LocalStorage:
 
 def _replace(source: Path, target: Path) -> None:
     try:
-        source.replace(target)
+        os.replace(source, target)
     except OSError:
         source.unlink(missing_ok=True)
         raise
