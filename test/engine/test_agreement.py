@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,18 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.engine.load_coordinator import read_checkpoint
 from paddle_dist_ckpt.engine.rebuild import rebuild
-from paddle_dist_ckpt.errors import UnsupportedValueError
-from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    RankFailureError,
+    UnsupportedValueError,
+)
+from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
 from test.engine.helpers import (
     alike,
+    all_ok,
     errors_of,
     files_in,
     load_whole,
@@ -124,3 +132,39 @@ def test_a_tensor_without_elements_has_one_box_which_is_the_whole_of_it(tmp_path
     (tmp_path / "0.metadata").unlink()
     rebuild(LocalStorage(tmp_path), None, False)
     assert (tmp_path / "0.metadata").read_bytes() == original
+
+
+# -- calls
+
+
+def saves_after_a_missed_one(folder: Path, states: Sequence[Sequence[dict[str, Any]]]) -> list[list[Any]]:
+    """What each rank's saves come to when rank 1 leaves out the first. ``states`` has a state a rank, save by save."""
+    meeting = threading.Barrier(2)
+
+    def save_all(rank: SimulatedRank) -> list[Any]:
+        outcomes: list[Any] = []
+        for number, state in enumerate(states):
+            meeting.wait(30)
+            if number == 0 and rank.rank == 1:
+                continue
+            try:
+                options = SaveOptions(timeout=30 if number else 0.5)
+                outcomes.append(rank.save(state[rank.rank], folder, options=options))
+            except CheckpointError as error:
+                outcomes.append(error)
+        return outcomes
+
+    return all_ok(run_ranks(2, save_all))
+
+
+def test_after_a_missed_call_states_that_differ_are_not_saved_together(tmp_path: Path) -> None:
+    equal, differing = [{"step": 3}, {"step": 3}], [{"step": 3}, {"step": 4}]
+    first, second = saves_after_a_missed_one(tmp_path, [equal, equal, differing, equal, differing])
+    assert isinstance(first[0], CheckpointTimeoutError)
+    assert isinstance(first[1], RankFailureError)  # rank 1 is a call behind, which puts it in step
+    for outcomes in (first[1:], second):
+        assert isinstance(outcomes[1], UnsupportedValueError)
+        assert "may be at different calls" in str(outcomes[1])
+        assert (outcomes[2].unique_id, outcomes[2].warnings) == (0, ())
+        assert outcomes[3].unique_id == 1  # all is well again, so a difference is worth no more than a warning
+        assert len(outcomes[3].warnings) == 1

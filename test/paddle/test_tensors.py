@@ -376,3 +376,10 @@ def test_async_save_is_not_there_yet(tmp_path: Path) -> None:
 def test_importing_the_package_does_not_import_paddle() -> None:
     code = "import sys, paddle_dist_ckpt; sys.exit('paddle' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_a_local_value_that_its_placements_do_not_explain_is_refused(tmp_path: Path) -> None:
+    mesh = dist.ProcessMesh([0], dim_names=["x"])
+    odd = paddle.Tensor(paddle.ones([3, 2]), dims=[8, 2], process_mesh=mesh, placements=[dist.Shard(0)])
+    with pytest.raises(UnsupportedValueError, match=r"w: its local value has shape \[3, 2\], but .* \[0:8,0:2\]"):
+        save_state_dict({"w": odd}, tmp_path)
