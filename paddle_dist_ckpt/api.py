@@ -15,6 +15,7 @@ from .engine.load_coordinator import read_checkpoint
 from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
 from .engine.save import save
+from .engine.save_memory import SaveMemory
 from .engine.verify import verify_checkpoint
 from .formats.names import MOST_IDS
 from .options import LoadOptions, SaveOptions
@@ -78,7 +79,9 @@ def save_state_dict(
     with ranks.hub.session("save_state_dict", options.timeout) as session:
         unique_id = _checked_id(unique_id)
         storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
-        return save(state_dict, Context(storage, session, ranks.transport, adapter), unique_id, options)
+        memory = ranks.memory.setdefault("save", SaveMemory())
+        context = Context(storage, session, ranks.transport, adapter, memory)
+        return save(state_dict, context, unique_id, options)
 
 
 def load_state_dict(

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .paths import Part, flat_keys, parse_path
+from .paths import Part, flat_keys, parse_path, plain_key
 from .shards import Kind, Layout, ShardTable
 from .values import from_jsonable
 
@@ -96,6 +96,11 @@ class Metadata:
     def key(self, path: str) -> str:
         """The flat key (tensor_id) of a path."""
         return self._keys[path]
+
+    @cached_property
+    def special_keys(self) -> dict[str, str]:
+        """The flat keys that are not just the parts of their path with dots between them, by path."""
+        return {path: key for path, key in self._keys.items() if key != plain_key(path)}
 
     @cached_property
     def flat_mapping(self) -> dict[str, tuple[Part, ...]]:

@@ -112,12 +112,16 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
     """
     plain = [plain_key(path) for path in paths]
     shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
+    if not shared and not any("\\" in key for key in plain):
+        return plain
     return [_escaped(path) if key in shared or "\\" in key else key for path, key in zip(paths, plain, strict=True)]
 
 
 def mixed_containers(paths: Iterable[str]) -> set[str]:
     """The containers that these paths take for a dict here and for a list or tuple there."""
     leaves = set(paths)
+    if not any("/~l" in path or "/~t" in path for path in leaves):
+        return set()
     kinds: dict[str, str] = {}
     mixed: set[str] = set()
     for path in leaves | containers_of(leaves):

@@ -276,6 +276,17 @@ class ShardTable:
         return elements * self.itemsizes[self.shard_tensor]
 
     @cached_property
+    def dtype_list(self) -> list[DType]:
+        """The different element types."""
+        return list(dict.fromkeys(self.dtypes))
+
+    @cached_property
+    def dtype_of(self) -> IntArray:
+        """Which of :attr:`dtype_list` each tensor has, ``[tensors]``."""
+        number = {dtype.name: i for i, dtype in enumerate(self.dtype_list)}
+        return np.array([number[dtype.name] for dtype in self.dtypes], np.int64)
+
+    @cached_property
     def itemsizes(self) -> IntArray:
         """Item size of each tensor, ``[tensors]``."""
         return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)

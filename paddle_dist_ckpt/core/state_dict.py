@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedValueError
 from .paths import ListIndex, Part, TupleIndex, join, parse_path, plain_key
 
-__all__ = ["Leaf", "assign", "build_tree", "flatten"]
+__all__ = ["Leaves", "assign", "build_tree", "flatten"]
 
 _MAX_DEPTH = 200
 _KEYS = "keys above a tensor must be str or int (of 64 bits)"
 _INT64 = range(-(2**63), 2**63)
 
 
-class Leaf(NamedTuple):
-    """One entry of a flattened state_dict."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaves:
+    """The entries of a flattened state_dict in its own order, tensors and values apart."""
 
-    path: str
-    value: Any
-    is_tensor: bool
+    tensor_paths: list[str] = field(default_factory=list)
+    tensors: list[Any] = field(default_factory=list)
+    value_paths: list[str] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
 
-def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> list[Leaf]:
-    """The leaves of a state_dict, in its own order.
+def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> Leaves:
+    """The leaves of a state_dict.
 
     Dicts with str and int keys are taken apart, and lists and tuples that hold a tensor somewhere. Everything else is a
     leaf: tensors, values, empty dicts, lists of values.
@@ -35,27 +38,32 @@ def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> lis
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
-    leaves: list[Leaf] = []
-    for key, value in state_dict.items():
+    leaves = Leaves()
+    for key in state_dict:
         if not _is_plain_key(key):
             raise UnsupportedValueError(f"state_dict has the key {_shown(key)}; {_KEYS}")
-        try:
-            _flatten_into(leaves, join("", key), value, is_tensor, 0)
-        except RecursionError:
-            raise UnsupportedValueError(f"{key}: nested too deeply, or contains itself") from None
+    _flatten_parts(leaves, "", state_dict.items(), is_tensor, 0)
     return leaves
 
 
-def _flatten_into(leaves: list[Leaf], path: str, value: Any, is_tensor: Callable[[Any], bool], depth: int) -> None:
-    if is_tensor(value):
-        leaves.append(Leaf(path, value, True))
-        return
-    parts = _children(path, value, is_tensor, depth)
-    if parts is None:
-        leaves.append(Leaf(path, value, False))
-        return
-    for part, child in parts:
-        _flatten_into(leaves, join(path, part), child, is_tensor, depth + 1)
+def _flatten_parts(
+    leaves: Leaves, path: str, parts: Iterable[tuple[Part, Any]], is_tensor: Callable[[Any], bool], depth: int
+) -> None:
+    for part, value in parts:
+        child = join(path, part)
+        if is_tensor(value):
+            leaves.tensor_paths.append(child)
+            leaves.tensors.append(value)
+            continue
+        try:
+            below = _children(child, value, is_tensor, depth)
+            if below is not None:
+                _flatten_parts(leaves, child, below, is_tensor, depth + 1)
+                continue
+        except RecursionError:
+            raise UnsupportedValueError(f"{plain_key(child)[:80]}: nested too deeply, or contains itself") from None
+        leaves.value_paths.append(child)
+        leaves.values.append(value)
 
 
 def _children(path: str, value: Any, is_tensor: Callable[[Any], bool], depth: int) -> Iterable[tuple[Part, Any]] | None:

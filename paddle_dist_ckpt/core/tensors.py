@@ -1,31 +1,44 @@
-"""What the engine knows of a tensor that lives on this rank, whatever framework it belongs to."""
+"""What the engine knows of a tensor that lives on this rank, whatever framework it belongs to.
+
+A tensor is a :class:`Geometry`, which tensors that are alike share, and the addresses of its pieces.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from .box import Box, whole
 from .dtypes import DTYPES, DType
+from .memory import address_of
 from .shards import Kind
 
-__all__ = ["LocalShard", "Reduction", "TensorAdapter", "TensorView", "is_native_array", "view_of_array"]
+__all__ = [
+    "Geometry",
+    "Identity",
+    "Piece",
+    "Reduction",
+    "TensorAdapter",
+    "TensorView",
+    "is_native_array",
+    "view_of_array",
+]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalShard:
-    """A box of a global tensor, in this rank's memory.
+class Piece(NamedTuple):
+    """A box of a global tensor in this rank's memory.
 
     Attributes:
-        offset: Where it starts in the global tensor.
-        array: The memory itself as raw items of the tensor's type, of the box's shape, contiguous or not. Writing to it
-            changes the tensor.
+        box: Where it lies in the global tensor.
+        strides: Bytes from one element to the next, one a dimension; None if it is contiguous.
     """
 
-    offset: tuple[int, ...]
-    array: npt.NDArray[Any]
+    box: Box
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +56,18 @@ class Reduction:
     count: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorView:
-    """A tensor as this rank sees it.
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """All of a tensor but its memory and its names.
 
     Attributes:
         kind: Whether it is the framework's tensor or a numpy array.
         dtype: Its element type.
         shape: Its global shape.
         plain: Whether it is not distributed: whole on every rank that has it, and the same on all.
-        shards: The boxes that this rank has of it; none if its mesh does not hold this rank.
-        name: The framework's name of the variable.
-        reduction: What this rank's shards are, if the tensor is partial.
+        pieces: The boxes that this rank has of it, none of them empty; none if its mesh does not hold this rank. A
+            tensor without elements has itself as its one piece.
+        reduction: What this rank's pieces are, if the tensor is partial.
         writable: Whether a load can fill it.
     """
 
@@ -62,10 +75,33 @@ class TensorView:
     dtype: DType
     shape: tuple[int, ...]
     plain: bool
-    shards: tuple[LocalShard, ...]
-    name: str | None = None
+    pieces: tuple[Piece, ...]
     reduction: Reduction | None = None
     writable: bool = True
+
+
+class TensorView(NamedTuple):
+    """A tensor as this rank sees it.
+
+    Attributes:
+        geometry: What it has in common with tensors that are alike.
+        addresses: Where each of its pieces starts in this process's memory. (That of an empty piece means nothing.)
+        owner: Keeps that memory alive.
+        name: The framework's name of the variable.
+    """
+
+    geometry: Geometry
+    addresses: tuple[int, ...]
+    owner: Any
+    name: str | None
+
+
+class Identity(Protocol):
+    """Remembers tensors without keeping them alive, to tell later whether they are the same."""
+
+    def matches(self, values: Sequence[Any]) -> bool:
+        """Whether these are the very same tensors, still of the same geometry and at the same addresses."""
+        ...
 
 
 class TensorAdapter(Protocol):
@@ -75,15 +111,22 @@ class TensorAdapter(Protocol):
         """Whether :meth:`view` takes it."""
         ...
 
-    def view(self, value: Any, key: str) -> TensorView:
-        """Look at a tensor without copying it.
+    def view(self, value: Any, path: str) -> TensorView:
+        """Look at a tensor without copying it. Tensors that are alike get the same Geometry object, as far as possible.
 
         Args:
             value: The tensor.
-            key: What to call it in errors.
+            path: Its path, for errors.
 
         Raises:
             UnsupportedValueError: it cannot be saved or loaded.
+        """
+        ...
+
+    def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> Identity | None:
+        """Something by which to recognise these tensors, or None if that is not possible for some of them.
+
+        ``addresses`` are those of all their pieces, as :meth:`view` has found them.
         """
         ...
 
@@ -104,6 +147,8 @@ def is_native_array(value: Any) -> bool:
 
 def view_of_array(array: npt.NDArray[Any]) -> TensorView:
     """A numpy array as a plain tensor."""
-    dtype = DTYPES[array.dtype.name]
-    shard = LocalShard((0,) * array.ndim, array.view(dtype.raw))
-    return TensorView(Kind.ARRAY, dtype, array.shape, True, (shard,), writable=array.flags.writeable)
+    strides = None if array.flags.c_contiguous else array.strides
+    piece = Piece(whole(array.shape), strides)
+    writable = array.flags.writeable
+    geometry = Geometry(Kind.ARRAY, DTYPES[array.dtype.name], array.shape, True, (piece,), None, writable)
+    return TensorView(geometry, (address_of(array),), array, None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.ports import ControlSession, Transport
 from ..core.tensors import TensorAdapter
 from ..storage.base import Storage
 from .messages import Folder
+from .save_memory import SaveMemory
 
 __all__ = ["Context"]
 
@@ -21,12 +22,14 @@ class Context:
         session: For control messages among the ranks.
         transport: For bulk data among them.
         adapter: Makes the framework's tensors accessible.
+        memory: What is remembered from one save to the next.
     """
 
     storage: Storage
     session: ControlSession
     transport: Transport
     adapter: TensorAdapter
+    memory: SaveMemory = field(default_factory=SaveMemory)
 
     @property
     def is_coordinator(self) -> bool:

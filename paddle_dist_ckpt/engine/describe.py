@@ -2,181 +2,306 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from ..core.box import Box, whole
 from ..core.dtypes import DTYPES
+from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
-from ..core.shards import Kind, pack_column
-from ..core.state_dict import flatten
-from ..core.tensors import LocalShard, TensorAdapter, TensorView
+from ..core.shards import IntArray, Kind, pack_column
+from ..core.state_dict import Leaves, flatten
+from ..core.tensors import Geometry, Identity, Piece, TensorAdapter, TensorView
 from ..core.values import encode_value
 from ..errors import UnsupportedValueError
-from ..formats.datafile import Entry
-from ..options import SaveOptions
-from .messages import Folder, SaveRequest, ValueRecord, pack_signed
-from .writer import gather
+from .gather import gather
+from .messages import Description, Structure, TensorList, ValueRecord, encode, pack_signed
 
-__all__ = ["LocalState", "describe", "save_request"]
+__all__ = ["KnownState", "LocalState", "LocalTensors", "describe", "digests_of"]
 
 _INLINE_BYTES = 4096  # a larger value becomes an entry of a data file
 _INLINE_TOTAL_BYTES = 8 << 20  # so do all further ones when those of one rank are this large together
-_USER_METADATA_BYTES = 1 << 20
 _HASH_CHUNK = 4 << 20
+_EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
 
-@dataclass(slots=True)
-class LocalState:
-    """What this rank has: tensors (and numpy arrays and large values) by path, small values as JSON by path.
+@dataclass(slots=True, eq=False)
+class LocalTensors:
+    """Tensors (and numpy arrays and large values) of this rank, in columns.
 
-    ``owners`` and ``shards`` are rows: a local shard each, and the number of the tensor that it belongs to.
+    Attributes:
+        paths: Their paths, ``[tensors]``.
+        names: The framework's names of the variables.
+        geometries: The different geometries.
+        geometry: Which one each tensor has.
+        addresses: Where each piece is, tensor by tensor, ``[pieces]``.
+        owners: What keeps the memory alive, ``[tensors]``.
     """
 
     paths: list[str] = field(default_factory=list)
-    views: list[TensorView] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    shards: list[LocalShard] = field(default_factory=list)
-    values: list[ValueRecord] = field(default_factory=list)
-    json: dict[str, bytes] = field(default_factory=dict)
+    names: list[str | None] = field(default_factory=list)
+    geometries: list[Geometry] = field(default_factory=list)
+    geometry: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _equal: dict[Geometry, int] = field(default_factory=dict)
+
+    def with_owners(self, owners: Sequence[Any]) -> LocalTensors:
+        """The first tensors, as many as there are owners, with these owners; a copy."""
+        count = len(owners)
+        pieces = np.array([len(g.pieces) for g in self.geometries], np.int64)[self.geometry[:count]]
+        return LocalTensors(
+            self.paths[:count],
+            self.names[:count],
+            list(self.geometries),
+            self.geometry[:count],
+            self.addresses[: int(pieces.sum())],
+            list(owners),
+            dict(self._numbers),
+            dict(self._equal),
+        )
 
     def add(self, path: str, view: TensorView) -> None:
-        """Append a tensor and its shards, those without elements left out. A tensor without any is one whole shard."""
-        shards = [shard for shard in view.shards if shard.array.size]
-        if math.prod(view.shape) == 0:
-            shards = [LocalShard((0,) * len(view.shape), np.empty(view.shape, view.dtype.raw))]
-        self.owners += [len(self.paths)] * len(shards)
-        self.shards += shards
+        """Append a tensor."""
+        geometry, addresses, owner, name = view
+        number = self._numbers.get(id(geometry))
+        self.geometry.append(self._number(geometry) if number is None else number)
         self.paths.append(path)
-        self.views.append(view)
+        self.names.append(name)
+        self.addresses += addresses
+        self.owners.append(owner)
+
+    def _number(self, geometry: Geometry) -> int:
+        number = self._equal.setdefault(geometry, len(self.geometries))
+        if number == len(self.geometries):
+            self.geometries.append(geometry)  # and so stays alive, and its id its own
+            self._numbers[id(geometry)] = number
+        return number
 
 
-def describe(state_dict: dict[Any, Any], adapter: TensorAdapter) -> LocalState:
+class Pieces:
+    """The pieces of a rank's tensors, tensor by tensor, in columns.
+
+    Attributes:
+        tensor: The tensor of each, ``[pieces]``.
+        cell: Which of ``cells`` it is, ``[pieces]``.
+        cells: The different pieces, with the geometry of each.
+    """
+
+    def __init__(self, geometries: Sequence[Geometry], geometry: IntArray) -> None:
+        self.cells: list[tuple[Geometry, Piece]] = [(g, piece) for g in geometries for piece in g.pieces]
+        counts = np.array([len(g.pieces) for g in geometries], np.int64)
+        first = np.cumsum(counts) - counts
+        per_tensor = counts[geometry]
+        self.tensor: IntArray = np.repeat(np.arange(len(geometry)), per_tensor)
+        within = np.arange(len(self.tensor)) - np.repeat(np.cumsum(per_tensor) - per_tensor, per_tensor)
+        self.cell: IntArray = np.repeat(first[geometry], per_tensor) + within
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownState:
+    """A state that was described, in terms that do not keep its tensors alive.
+
+    Attributes:
+        identity: Recognises its tensors.
+        tensors: Them; ``owners`` are left out.
+        outline: What the structure says of the values.
+        fingerprint: Digest of the structure.
+    """
+
+    identity: Identity
+    tensors: LocalTensors
+    outline: list[Any]
+    fingerprint: bytes
+
+    def fits(self, leaves: Leaves) -> bool:
+        """Whether the tensors are the same, at the same paths."""
+        count = len(leaves.tensors)
+        return self.tensors.paths[:count] == leaves.tensor_paths and self.identity.matches(leaves.tensors)
+
+
+@dataclass(eq=False)
+class LocalState:
+    """What this rank has: tensors, and values with their paths, as they are in JSON.
+
+    ``known`` is the description from before if the tensors are still the same.
+    """
+
+    tensors: LocalTensors
+    value_paths: list[str]
+    value_json: list[bytes]
+    inline: list[bool]
+    known: KnownState | None = None
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The tensors' pieces."""
+        return Pieces(self.tensors.geometries, np.array(self.tensors.geometry, np.int64))
+
+    def array(self, row: int) -> Any:
+        """Piece ``row`` as an array of raw items."""
+        geometry, piece = self.pieces.cells[self.pieces.cell[row]]
+        owner = self.tensors.owners[self.pieces.tensor[row]]
+        return array_at(self.tensors.addresses[row], piece.box.shape, piece.strides, geometry.dtype.raw, owner)
+
+    @cached_property
+    def outline(self) -> list[Any]:
+        """What the structure says of the values."""
+        triples = zip(self.value_paths, self.value_json, self.inline, strict=True)
+        return [(path, json in _EMPTY_CONTAINERS, -1 if inline else len(json)) for path, json, inline in triples]
+
+    def fingerprint(self) -> tuple[bytes, bytes | None]:
+        """The digest of the structure, and the structure itself unless it is the one that was known."""
+        known = self.known
+        if known is not None and known.outline == self.outline:
+            return known.fingerprint, None
+        structure = self.structure()
+        return xxhash.xxh3_128_digest(structure), structure
+
+    def remembered(self, adapter: TensorAdapter, fingerprint: bytes) -> KnownState | None:
+        """How to recognise this state next time, if that is possible."""
+        count = len(self.tensors.paths) - sum(not inline for inline in self.inline)
+        values = self.tensors.owners[:count]
+        tensors = self.tensors.with_owners([None] * count)
+        identity = self.known.identity if self.known is not None else adapter.identity(values, tensors.addresses)
+        return KnownState(identity, tensors, self.outline, fingerprint) if identity is not None else None
+
+    def records(self) -> list[ValueRecord]:
+        """The values as the coordinator wants them."""
+        pairs = zip(self.value_json, self.inline, strict=True)
+        return [ValueRecord(xxhash.xxh3_64_intdigest(json), json if inline else None) for json, inline in pairs]
+
+    def structure(self) -> bytes:
+        """The encoded :class:`Structure`."""
+        tensors = self.tensors
+        geometries = tensors.geometries
+        different: dict[Description, int] = {}
+        number = [different.setdefault(_description(g), len(different)) for g in geometries]
+        geometry = np.array(tensors.geometry, np.int64)
+        listed = TensorList(
+            tensors.paths,
+            tensors.names if any(name is not None for name in tensors.names) else [],
+            list(different),
+            pack_column(np.array(number, np.int64)[geometry]),
+        )
+        dimensions = max([1, *(len(g.shape) for g in geometries)])
+        cells = [_cell(geometry, piece.box, dimensions) for geometry, piece in self.pieces.cells]
+        return encode(
+            Structure(
+                tensors=encode(listed),
+                geometry=pack_column(geometry),
+                pieces=pack_column([len(g.pieces) for g in geometries]),
+                dimensions=dimensions,
+                cells=pack_signed(np.array(cells, np.int64).reshape(-1, 2 * dimensions + 1)),
+                values=[(path, is_empty) for path, is_empty, _ in self.outline],
+            )
+        )
+
+
+def _description(geometry: Geometry) -> Description:
+    reduction = geometry.reduction
+    operation, addends = (reduction.operation, reduction.count) if reduction is not None else (None, 0)
+    return Description(geometry.dtype.name, geometry.kind, geometry.plain, geometry.shape, operation, addends)
+
+
+def _cell(geometry: Geometry, box: Box, dimensions: int) -> list[int]:
+    pad = dimensions - len(box.shape)
+    addend = geometry.reduction.position if geometry.reduction is not None else -1
+    return [*box.offset, *(0,) * pad, *box.shape, *(1,) * pad, addend]
+
+
+def describe(state_dict: dict[Any, Any], adapter: TensorAdapter, known: KnownState | None) -> LocalState:
     """Look at everything in a state_dict, copying nothing but values.
+
+    Args:
+        state_dict: The state.
+        adapter: Makes its tensors accessible.
+        known: The state from before; if its tensors are the same ones, they are not looked at again.
 
     Raises:
         UnsupportedValueError: something in it cannot be stored; lists every such entry.
         TypeError: it is not a dict.
     """
-    state, problems, inline = LocalState(), [], 0
-    for leaf in flatten(state_dict, adapter.is_tensor):
-        try:
-            leaf.path.encode()
-            if leaf.is_tensor:
-                state.add(leaf.path, adapter.view(leaf.value, plain_key(leaf.path)))
-                continue
-            json = encode_value(leaf.value, plain_key(leaf.path))
-        except UnicodeEncodeError:
-            problems.append(f"{plain_key(leaf.path)!r}: a key with a lone surrogate cannot be stored")
-            continue
-        except UnsupportedValueError as error:
-            problems.append(str(error))
-            continue
-        is_inline = len(json) <= _INLINE_BYTES and inline + len(json) <= _INLINE_TOTAL_BYTES
-        inline += len(json) if is_inline else 0
-        _add_value(state, leaf.path, json, is_inline)
+    leaves = flatten(state_dict, adapter.is_tensor)
+    problems = [
+        f"{plain_key(path)!r}: a key with a lone surrogate cannot be stored"
+        for path in (*leaves.tensor_paths, *leaves.value_paths)
+        if not path.isascii() and not _can_be_encoded(path)
+    ]
+    if known is not None and known.fits(leaves):
+        tensors = known.tensors.with_owners(leaves.tensors)
+    else:
+        known, tensors = None, _look_at(leaves, adapter, problems)
+    state = LocalState(tensors, leaves.value_paths, [], [], known)
+    _add_values(state, leaves.values, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
     return state
 
 
-def _add_value(state: LocalState, path: str, json: bytes, inline: bool) -> None:
-    state.values.append(ValueRecord(path, xxhash.xxh3_64_intdigest(json), json if inline else None))
-    if inline:
-        state.json[path] = json
-        return
-    array = np.frombuffer(json, np.uint8)
-    state.add(path, TensorView(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard((0,), array),)))
+def _look_at(leaves: Leaves, adapter: TensorAdapter, problems: list[str]) -> LocalTensors:
+    tensors = LocalTensors()
+    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+        try:
+            tensors.add(path, adapter.view(value, path))
+        except UnsupportedValueError as error:
+            problems.append(str(error))
+    return tensors
 
 
-def save_request(
-    state: LocalState,
-    unique_id: int | None,
-    folder: Folder,
-    options: SaveOptions,
-    with_digests: bool,
-    is_coordinator: bool,
-) -> SaveRequest:
-    """The message that tells the coordinator what this rank has.
-
-    Args:
-        state: What it has.
-        unique_id: The id that the caller asked for.
-        folder: The folder that this rank sees.
-        options: How to save.
-        with_digests: Whether plain tensors are to be compared with other ranks', and so must be hashed.
-        is_coordinator: Whether this rank's user_metadata count.
-    """
-    shapes = list(dict.fromkeys(view.shape for view in state.views))
-    place = {shape: i for i, shape in enumerate(shapes)}
-    dtypes = list(dict.fromkeys(view.dtype.name for view in state.views))
-    dimensions = max([1, *(len(shape) for shape in shapes)])
-    names = [view.name for view in state.views]
-    user = _user_metadata(options) if is_coordinator else None
-    return SaveRequest(
-        unique_id=unique_id,
-        folder=folder,
-        paths=state.paths,
-        dtypes=dtypes,
-        dtype=pack_column([dtypes.index(view.dtype.name) for view in state.views]),
-        kind=pack_column([view.kind for view in state.views]),
-        plain=pack_column([view.plain for view in state.views]),
-        shapes=shapes,
-        shape=pack_column([place[view.shape] for view in state.views]),
-        digests=np.array([_digest(v) if with_digests else 0 for v in state.views], "<u8").tobytes(),
-        names=names if any(name is not None for name in names) else [],
-        reductions={
-            i: (view.reduction.operation, view.reduction.position, view.reduction.count)
-            for i, view in enumerate(state.views)
-            if view.reduction is not None
-        },
-        shard_tensor=pack_column(state.owners),
-        dimensions=dimensions,
-        shard_boxes=pack_signed(_boxes(state.shards, dimensions)),
-        values=state.values,
-        user_metadata=user,
-        block_bytes=options.block_bytes,
-    )
+def _can_be_encoded(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _user_metadata(options: SaveOptions) -> bytes | None:
-    if options.user_metadata is None:
-        return None
-    user = encode_value(dict(options.user_metadata), "user_metadata")
-    if len(user) > _USER_METADATA_BYTES:
-        raise UnsupportedValueError(f"user_metadata takes {len(user)} bytes; {_USER_METADATA_BYTES} are allowed")
-    return user
+def _add_values(state: LocalState, values: Sequence[Any], problems: list[str]) -> None:
+    """Encode the values; those that are too large for `.metadata` become tensors of bytes."""
+    total = 0
+    for path, value in zip(state.value_paths, values, strict=True):
+        try:
+            json = encode_value(value, plain_key(path))
+        except UnsupportedValueError as error:
+            problems.append(str(error))
+            continue
+        inline = len(json) <= _INLINE_BYTES and total + len(json) <= _INLINE_TOTAL_BYTES
+        total += len(json) if inline else 0
+        state.value_json.append(json)
+        state.inline.append(inline)
+        if not inline:
+            array = np.frombuffer(json, np.uint8)
+            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (Piece(whole(array.shape)),))
+            state.tensors.add(path, TensorView(geometry, (address_of(array),), array, None))
 
 
-def _boxes(shards: Iterable[LocalShard], dimensions: int) -> Any:
-    rows = []
-    for shard in shards:
-        pad = dimensions - len(shard.offset)
-        rows.append([*shard.offset, *(0,) * pad, *shard.array.shape, *(1,) * pad])
-    return np.array(rows, np.int64).reshape(-1, 2 * dimensions)
+def digests_of(state: LocalState) -> bytes:
+    """xxh3_64 of each plain tensor's bytes, to be compared among ranks."""
+    digests = []
+    first = np.searchsorted(state.pieces.tensor, np.arange(len(state.tensors.geometry) + 1)).tolist()
+    is_plain = [g.plain and g.kind != Kind.VALUE for g in state.tensors.geometries]
+    for t, geometry in enumerate(state.tensors.geometry):
+        if is_plain[geometry]:
+            digest = xxhash.xxh3_64()
+            for row in range(first[t], first[t + 1]):
+                _hash_array(digest.update, state.array(row))
+            digests.append(digest.intdigest())
+    return np.array(digests, "<u8").tobytes()
 
 
-def _digest(view: TensorView) -> int:
-    """xxh3_64 of a plain tensor's bytes; 0 for every other, whose digest nobody compares."""
-    if not view.plain or view.kind == Kind.VALUE:
-        return 0
-    digest = xxhash.xxh3_64()
-    for shard in view.shards:
-        _hash_array(digest.update, shard.array, view)
-    return digest.intdigest()
-
-
-def _hash_array(update: Callable[[Any], None], array: Any, view: TensorView) -> None:
+def _hash_array(update: Callable[[Any], None], array: Any) -> None:
     if array.flags.c_contiguous:
         update(array.reshape(-1).view(np.uint8))
         return
-    entry = Entry("", view.dtype, array.shape, array)
     buffer = np.empty(_HASH_CHUNK, np.uint8)
-    for start in range(0, entry.nbytes, _HASH_CHUNK):
-        stop = min(start + _HASH_CHUNK, entry.nbytes)
-        gather(entry, start, stop, buffer)
+    for start in range(0, array.nbytes, _HASH_CHUNK):
+        stop = min(start + _HASH_CHUNK, array.nbytes)
+        gather(array, start, stop, buffer)
         update(buffer[: stop - start])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -10,11 +12,12 @@ from ..core.box import Box
 from ..core.codec import table_from_record
 from ..core.metadata import FileInfo
 from ..core.paths import plain_key
-from ..core.shards import IntArray, Kind, ShardTable, unpack_column
+from ..core.shards import IntArray, ShardTable, unpack_column
 from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
+from .batch import Batch, ItemKind, KindTable
 from .messages import LoadAnswer, ShardNeed
 from .reader import Consumer, OpenFile, StoredEntry
-from .targets import Target, Targets, Wishes, check_value_rows
+from .targets import Targets, Wishes, check_value_rows
 
 __all__ = ["Fit"]
 
@@ -32,7 +35,8 @@ class Fit:
         cast: Whether dtypes are converted.
 
     Attributes:
-        targets: What is filled, and the problems.
+        targets: What is filled.
+        problems: What does not fit, a line each.
         files: What `.metadata` says of each data file, with its number of blocks, by name.
 
     Raises:
@@ -44,124 +48,186 @@ class Fit:
         self._table: ShardTable = table_from_record(answer.tensors, len(answer.files))
         check_value_rows(self._table)
         shards = len(self._table.shard_file)
-        self._starts = unpack_column(answer.starts, shards, _MANY, "starts").tolist()
-        self._blocks = unpack_column(answer.blocks, shards, _MANY, "blocks").tolist()
+        self._starts = unpack_column(answer.starts, shards, _MANY, "starts")
+        self._blocks = unpack_column(answer.blocks, shards, _MANY, "blocks")
         counts = unpack_column(answer.block_counts, len(answer.files), _MANY, "block_counts").tolist()
         self.files: dict[str, tuple[FileInfo, int]] = {
             info.name: (info, count) for info, count in zip(answer.files, counts, strict=True)
         }
-        self.targets = Targets(problems=list(wishes.problems))
-        self._add_targets(wishes, cast)
-        self.targets.stage_shared()
+        self.problems = list(wishes.problems)
+        self._add_odd(wishes)
+        self.targets = Targets(wishes, self._table, cast)
+        self.problems += self.targets.problems
         self._plan()
 
-    def _add_targets(self, wishes: Wishes, cast: bool) -> None:
+    def _add_odd(self, wishes: Wishes) -> None:
         present = {"none": "None", "dict": "a dict", "other": "a value"}
+        tensors = set(wishes.tensors.paths) if self._answer.odd else set()
         for path, found in self._answer.odd.items():
-            has = "a tensor" if path in wishes.views else present[wishes.values[path]]
-            self.targets.problems.append(
-                f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}"
-            )
-        for path, view in wishes.views.items():
-            if path in self._table.index:
-                self.targets.add_tensor(path, view, self._table, cast)
-        for path, kind in zip(self._table.paths, self._table.kinds.tolist(), strict=True):
-            if kind == Kind.VALUE:
-                self.targets.add_value(path, self._table)
+            has = "a tensor" if path in tensors else present[wishes.values[path]]
+            self.problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}")
 
     def _plan(self) -> None:
-        rows = self.targets.rows
-        dimensions = max([1, *(len(target.offset) for target in rows), *(len(x.shape) for x in self._table.layouts)])
-        wanted = WantedBoxes(
-            np.array([target.tensor for target in rows], np.int64),
-            _padded([target.offset for target in rows], dimensions, 0),
-            _padded([target.shape for target in rows], dimensions, 1),
-        )
+        targets = self.targets
+        boxes = [piece.box for _, piece in targets.cells]
+        dimensions = max([1, *(len(box.shape) for box in boxes), *(len(x.shape) for x in self._table.layouts)])
+        low = _padded([box.offset for box in boxes], dimensions, 0)
+        extents = _padded([box.shape for box in boxes], dimensions, 1)
+        wanted = WantedBoxes(targets.tensor, low[targets.cell], extents[targets.cell])
         items = self._without_uncovered(plan_load(self._table, wanted))
-        low, extents = self._table.box_columns(dimensions)
-        self._extents = extents.tolist()
-        self._wanted, self._shard = items.wanted.tolist(), items.shard.tolist()
-        self._shape = items.shape.tolist()
-        self._in_target = (items.offset - wanted.offset[items.wanted]).tolist()
-        self._in_entry = (items.offset - low[items.shard]).tolist()
-        self._tensor, self._file = self._table.shard_tensor.tolist(), self._table.shard_file.tolist()
+        self._wanted, self._shard, self._shape = items.wanted, items.shard, items.shape
+        self._in_target = items.offset - wanted.offset[items.wanted]
+        entry_low, self._entry_shape = self._entry_boxes(items.shard, dimensions)
+        self._in_entry = items.offset - entry_low
+
+    def _entry_boxes(self, shards: IntArray, dimensions: int) -> tuple[IntArray, IntArray]:
+        """Offset and shape of each of these shards, padded."""
+        table = self._table
+        tensor = table.shard_tensor[shards]
+        layout, row = table.layout_of[tensor], shards - table.first_shard[tensor]
+        first = np.cumsum([0, *(layout.count for layout in table.layouts)])
+        offsets = [_widened(x.offsets, dimensions, 0) for x in table.layouts]
+        extents = [_widened(x.extents, dimensions, 1) for x in table.layouts]
+        none = np.zeros((0, dimensions), np.int64)
+        place = first[layout] + row
+        return np.concatenate([none, *offsets])[place], np.concatenate([none, *extents])[place]
 
     def _without_uncovered(self, items: ReadItems) -> ReadItems:
-        for i in items.uncovered.tolist():
-            target = self.targets.rows[i]
-            box = Box(target.offset, target.shape)
-            self.targets.problems.append(
-                f"{plain_key(target.path)}: the checkpoint does not hold the region {box} exactly once"
+        for row in items.uncovered.tolist():
+            self.problems.append(
+                f"{plain_key(self.targets.path(row))}: the checkpoint does not hold the region "
+                f"{self.targets.box(row)} exactly once"
             )
         if not len(items.uncovered):
             return items
-        unread = [self.targets.rows[i] for i in items.uncovered.tolist()]
-        self.targets.shared = [shared.without(unread) for shared in self.targets.shared]
+        self.targets.without_shared(items.uncovered)
         keep = ~np.isin(items.wanted, items.uncovered)
         return ReadItems(items.wanted[keep], items.shard[keep], items.offset[keep], items.shape[keep], items.uncovered)
 
-    def items(self, staged: bool) -> list[int]:
+    def items(self, staged: bool) -> IntArray:
         """The items whose targets are looked at before they are used, or all the others."""
-        rows = self.targets.rows
-        return [item for item, row in enumerate(self._wanted) if rows[row].staged == staged]
+        return np.flatnonzero(self.targets.staged[self._wanted] == staged)
 
-    def nbytes(self, items: Sequence[int]) -> int:
+    @cached_property
+    def _itemsize(self) -> IntArray:
+        """The stored item size of each item's tensor."""
+        return self._table.itemsizes[self._table.shard_tensor[self._shard]]
+
+    def nbytes(self, items: IntArray) -> int:
         """Bytes of these items."""
-        dtypes, tensor, shard = self._table.dtypes, self._tensor, self._shard
-        return sum(Box((), tuple(self._shape[i])).size * dtypes[tensor[shard[i]]].itemsize for i in items)
+        return int((np.prod(self._shape[items], axis=1, dtype=np.int64) * self._itemsize[items]).sum())
 
     def needed_files(self) -> list[str]:
         """Names of the files that hold some item."""
-        return sorted({self._answer.files[i].name for i in {self._file[shard] for shard in self._shard}})
+        return sorted(self._answer.files[i].name for i in np.unique(self._table.shard_file[self._shard]).tolist())
 
-    def _boxes(self, item: int) -> tuple[Target, Box, Box]:
+    def split(self, items: IntArray) -> tuple[IntArray, IntArray]:
+        """The items that can be read in batches, and the others: those of large entries, or with a cast."""
+        entry_bytes = np.prod(self._entry_shape[items], axis=1, dtype=np.int64) * self._itemsize[items]
+        stored = self._table.dtype_of[self._table.shard_tensor[self._shard[items]]]
+        names = [dtype.name for dtype in self._table.dtype_list]
+        wanted = np.array([names.index(g.dtype.name) if g.dtype.name in names else -1 for g, _ in self.targets.cells])
+        alike = stored == wanted[self.targets.cell[self._wanted[items]]] if len(items) else np.zeros(0, bool)
+        small = (entry_bytes <= self._answer.block_bytes) & alike
+        return items[small], items[~small]
+
+    def batches(self, items: IntArray, opened: Mapping[str, OpenFile]) -> list[Batch]:
+        """These items file by file, in the order in which they stand there. Items that are alike share a kind."""
+        file, start = self._table.shard_file[self._shard[items]], self._starts[self._shard[items]]
+        items = items[np.lexsort((start, file))]
+        kinds, kind = self._kinds(items)
+        shard, row = self._shard[items], self._wanted[items]
+        file, addresses = self._table.shard_file[shard], self.targets.addresses[row]
+        cuts = (np.flatnonzero(file[1:] != file[:-1]) + 1).tolist()
+        batches = []
+        for a, b in itertools.pairwise([0, *cuts, len(items)] if len(items) else []):
+            batches.append(
+                Batch(
+                    file=opened[self._answer.files[file[a]].name],
+                    starts=self._starts[shard[a:b]],
+                    blocks=self._blocks[shard[a:b]],
+                    kind=kind[a:b],
+                    addresses=addresses[a:b],
+                    kinds=kinds,
+                    names=lambda i, a=a: self._key(int(shard[a + i])),  # type: ignore[misc]
+                )
+            )
+        return batches
+
+    def _kinds(self, items: IntArray) -> tuple[KindTable, IntArray]:
+        """The different kinds of items, and which kind each is."""
+        stride = {row: self.targets.strides(row) for row in np.flatnonzero(self.targets.staged).tolist()}
+        row = self._wanted[items]
+        cell = self.targets.cell[row] * 2 + self.targets.staged[row]
+        boxes = [self._in_target[items], self._in_entry[items], self._shape[items], self._entry_shape[items]]
+        _, first, kind = np.unique(np.hstack([cell[:, None], *boxes]), axis=0, return_index=True, return_inverse=True)
+        kinds = []
+        for i in items[first].tolist():
+            target, box, entry_box = self._boxes(i)
+            geometry, piece = self.targets.cells[self.targets.cell[target]]
+            entry_shape = tuple(self._entry_shape[i][: len(box.shape)].tolist())
+            strides = stride.get(target, piece.strides)
+            kinds.append(ItemKind(geometry.dtype, entry_shape, entry_box, piece.box.shape, box, strides))
+        return KindTable(kinds), kind.reshape(-1).astype(np.int64)
+
+    def _boxes(self, item: int) -> tuple[int, Box, Box]:
         """An item's target, and its box as counted from the target's corner and from the shard's."""
-        target = self.targets.rows[self._wanted[item]]
-        ndim = len(target.offset)
-        shape = tuple(self._shape[item][:ndim])
-        return target, Box(tuple(self._in_target[item][:ndim]), shape), Box(tuple(self._in_entry[item][:ndim]), shape)
+        row = int(self._wanted[item])
+        ndim = len(self.targets.box(row).shape)
+        shape = tuple(self._shape[item][:ndim].tolist())
+        in_target, in_entry = (tuple(column[item][:ndim].tolist()) for column in (self._in_target, self._in_entry))
+        return row, Box(in_target, shape), Box(in_entry, shape)
 
-    def entries(self, items: Sequence[int], opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
+    def entries(self, items: IntArray, opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
         """The shards of these items, each with who consumes it."""
         found: dict[int, tuple[StoredEntry, list[Consumer]]] = {}
-        for item in items:
-            target, box, entry_box = self._boxes(item)
-            shard = self._shard[item]
+        for item in items.tolist():
+            row, box, entry_box = self._boxes(item)
+            shard = int(self._shard[item])
             if shard not in found:
-                found[shard] = (self._entry(shard, opened), [])
-            found[shard][1].append(target.consumer(box, entry_box))
+                found[shard] = (self._entry(item, opened), [])
+            found[shard][1].append(self.targets.consumer(row, box, entry_box))
         return list(found.values())
 
-    def _entry(self, shard: int, opened: Mapping[str, OpenFile]) -> StoredEntry:
-        tensor = self._tensor[shard]
-        path, ndim = self._table.paths[tensor], len(self._table.layouts[self._table.layout_of[tensor]].shape)
+    def _entry(self, item: int, opened: Mapping[str, OpenFile]) -> StoredEntry:
+        shard = int(self._shard[item])
+        tensor = int(self._table.shard_tensor[shard])
+        ndim = len(self._table.layouts[self._table.layout_of[tensor]].shape)
         return StoredEntry(
-            file=opened[self._answer.files[self._file[shard]].name],
-            start=self._starts[shard],
-            first_block=self._blocks[shard],
-            shape=tuple(self._extents[shard][:ndim]),
+            file=opened[self._answer.files[self._table.shard_file[shard]].name],
+            start=int(self._starts[shard]),
+            first_block=int(self._blocks[shard]),
+            shape=tuple(self._entry_shape[item][:ndim].tolist()),
             dtype=self._table.dtypes[tensor],
-            key=self._answer.keys.get(path) or plain_key(path),
+            key=self._key(shard),
         )
+
+    def _key(self, shard: int) -> str:
+        path = self._table.paths[int(self._table.shard_tensor[shard])]
+        return self._answer.keys.get(path) or plain_key(path)
 
     def shard_needs(self) -> list[ShardNeed]:
         """What other ranks may read for this one."""
-        first: IntArray = self._table.first_shard
+        first = self._table.first_shard
         needs = []
-        for item, shard in enumerate(self._shard):
-            target, _, entry_box = self._boxes(item)
+        for item, shard in enumerate(self._shard.tolist()):
+            row, _, entry_box = self._boxes(item)
             corners = (entry_box.offset, entry_box.shape)
-            needs.append(ShardNeed(target.path, shard - int(first[target.tensor]), item, corners, target.staged))
+            number = shard - int(first[self.targets.tensor[row]])
+            needs.append(ShardNeed(self.targets.path(row), number, item, corners, bool(self.targets.staged[row])))
         return needs
 
     def consumer(self, item: int, entry_part: Box) -> Consumer:
         """The consumer of a part of an item; the part is counted from the shard's corner."""
-        target, box, entry_box = self._boxes(item)
+        row, box, entry_box = self._boxes(item)
         shift = entry_part.relative_to(entry_box.offset).offset
         part = Box(tuple(a + b for a, b in zip(shift, box.offset, strict=True)), entry_part.shape)
-        return target.consumer(part, entry_part)
+        return self.targets.consumer(row, part, entry_part)
 
 
 def _padded(rows: Sequence[tuple[int, ...]], dimensions: int, fill: int) -> IntArray:
-    pad = [(fill,) * n for n in range(dimensions + 1)]
-    return np.array([row + pad[dimensions - len(row)] for row in rows], np.int64).reshape(-1, dimensions)
+    return np.array([row + (fill,) * (dimensions - len(row)) for row in rows], np.int64).reshape(-1, dimensions)
+
+
+def _widened(rows: IntArray, dimensions: int, fill: int) -> IntArray:
+    return np.pad(rows, ((0, 0), (0, dimensions - rows.shape[1])), constant_values=fill)

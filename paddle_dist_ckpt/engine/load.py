@@ -23,11 +23,12 @@ from typing import Any
 from ..core.metadata import FileInfo
 from ..core.ports import CollectiveWatch
 from ..core.reports import LoadReport
-from ..core.state_dict import Leaf, assign, build_tree, flatten
+from ..core.state_dict import Leaves, assign, build_tree, flatten
 from ..core.values import decode_value, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..formats.datafile import read_header
 from ..options import LoadOptions
+from .batch import read_batches
 from .context import Context
 from .exchange import Exchange
 from .fit import Fit
@@ -62,7 +63,7 @@ _PARTLY = "\nTargets are partly written: load again, or do not use them."
 def load(state_dict: dict[Any, Any], context: Context, unique_id: int | None, options: LoadOptions) -> LoadReport:
     """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
 
-    def scan() -> list[Leaf]:
+    def scan() -> Leaves:
         return flatten(state_dict, context.adapter.is_tensor)
 
     values, report = load_leaves(scan, context, unique_id, options, _PARTLY)
@@ -71,7 +72,7 @@ def load(state_dict: dict[Any, Any], context: Context, unique_id: int | None, op
 
 
 def load_leaves(
-    scan: Callable[[], list[Leaf]], context: Context, unique_id: int | None, options: LoadOptions, warning: str = ""
+    scan: Callable[[], Leaves], context: Context, unique_id: int | None, options: LoadOptions, warning: str = ""
 ) -> tuple[dict[str, Any], LoadReport]:
     """Fill the tensors among the leaves that ``scan`` finds; returns the values for the others, by path.
 
@@ -96,7 +97,7 @@ class _Loading:
     warning = ""
 
     def __init__(
-        self, scan: Callable[[], list[Leaf]], context: Context, unique_id: int | None, options: LoadOptions
+        self, scan: Callable[[], Leaves], context: Context, unique_id: int | None, options: LoadOptions
     ) -> None:
         self._scan, self._context, self._session = scan, context, context.session
         self._unique_id, self._options = unique_id, options
@@ -147,7 +148,7 @@ class _Loading:
             folder = self._context.folder()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
-        wanted = Wanted(list(self._wishes.views), list(self._wishes.values.items()))
+        wanted = Wanted(self._wishes.tensors.paths, list(self._wishes.values.items()))
         choices = {name: str(getattr(self._options, name)) for name in ("exchange", "strict", "cast")}
         return encode(LoadRequest(self._unique_id, choices, folder, encode(wanted)))
 
@@ -158,8 +159,8 @@ class _Loading:
         unreachable: dict[str, str] = {}
         if self._options.exchange != "always" or len(self._session.ranks) == 1:
             unreachable = self._open(files, {name: fit.files[name] for name in needed})
-        self._skipped = list(fit.targets.problems)
-        return encode(Needs(fit.targets.problems, needed, unreachable, any(t.staged for t in fit.targets.rows)))
+        self._skipped = list(fit.problems)
+        return encode(Needs(fit.problems, needed, unreachable, bool(fit.targets.staged.any())))
 
     def _open(self, files: ExitStack, expected: dict[str, tuple[FileInfo, int]]) -> dict[str, str]:
         """Open and check files; returns the ones that cannot be read, and why."""
@@ -219,7 +220,9 @@ class _Loading:
         shown = self._options.progress
         with Progress("load", self._fit.nbytes(items), shown, self._context.is_coordinator) as progress:
             if rounds is None:
-                wanted = self._fit.entries(items, self._opened)
+                small, others = self._fit.split(items)
+                read_batches(self._fit.batches(small, self._opened), self._threads, self._session.check, progress)
+                wanted = self._fit.entries(others, self._opened)
                 read_entries(wanted, self._answer.block_bytes, self._threads, self._session.check, progress)
             else:
                 self._exchange(rounds, progress)
@@ -255,9 +258,7 @@ class _Loading:
     def _collect_values(self) -> None:
         assert self._wishes is not None
         values = {path: from_jsonable(tree) for path, tree in self._answer.values}
-        for target in self._fit.targets.rows:
-            if target.staged and target.path not in self._wishes.views:
-                values[target.path] = decode_value(target.array.tobytes())
+        values |= {path: decode_value(json) for path, json in self._fit.targets.values().items()}
         paths = sorted(values)
         for path, present in self._wishes.values.items():
             if present == "none" and path not in values:

@@ -343,7 +343,7 @@ class _Answering:
         used, renumbered = np.unique(table.shard_file, return_inverse=True)
         record = table_to_record(table)
         files = [metadata.files[i] for i in used.tolist()]
-        keys = {path: metadata.key(path) for path in (*table.paths, *values)}
+        special = metadata.special_keys
         return LoadAnswer(
             unique_id=metadata.unique_id,
             save_id=metadata.save_id,
@@ -353,7 +353,7 @@ class _Answering:
             tensors=msgspec.structs.replace(record, shard_file=pack_column(renumbered.reshape(-1))),
             starts=pack_column(metadata.table.data_offsets[shards]),
             blocks=pack_column(self._first_block[shards]),
-            keys={path: key for path, key in keys.items() if key != plain_key(path)},
+            keys={path: special[path] for path in (*table.paths, *values) if path in special} if special else {},
             values=sorted(values.items()),
             odd=odd,
             ranks_on_host=self._ranks_on_host,

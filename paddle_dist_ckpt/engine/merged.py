@@ -15,7 +15,7 @@ from ..core.dtypes import arithmetic_dtype
 from ..core.metadata import Metadata
 from ..core.paths import Part, flat_keys, format_path, parse_path
 from ..core.shards import Kind
-from ..core.state_dict import Leaf, build_tree
+from ..core.state_dict import Leaves, build_tree
 from ..core.tensors import TensorAdapter
 from ..errors import (
     CheckpointCorruptedError,
@@ -79,16 +79,18 @@ def _load(
     options: LoadOptions,
 ) -> dict[str, Any]:
     """The values and whole tensors at these paths."""
-    leaves: list[Leaf] = []
+    leaves = Leaves()
 
-    def scan() -> list[Leaf]:
-        leaves.extend(_leaf(metadata, path, adapter, on_host) for path in paths)
+    def scan() -> Leaves:
+        for path in paths:
+            _add_leaf(leaves, metadata, path, adapter, on_host)
         return leaves
 
     with SoloHub().session("load", options.timeout) as session:
         context = Context(storage, session, NoTransport(), adapter)
         values, _ = load_leaves(scan, context, metadata.unique_id, options)
-    return {leaf.path: leaf.value if leaf.is_tensor else values[leaf.path] for leaf in leaves}
+    tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
+    return {path: tensors[path] if path in tensors else values[path] for path in paths}
 
 
 def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
@@ -98,15 +100,19 @@ def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
     return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
-def _leaf(metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) -> Leaf:
+def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) -> None:
     table = metadata.table
     place = table.index.get(path)
     if place is None or table.kinds[place] == Kind.VALUE:
-        return Leaf(path, None, False)
+        leaves.value_paths.append(path)
+        leaves.values.append(None)
+        return
     shape, dtype = table.layouts[table.layout_of[place]].shape, table.dtypes[place]
+    leaves.tensor_paths.append(path)
     if table.kinds[place] == Kind.ARRAY:
-        return Leaf(path, np.empty(shape, arithmetic_dtype(dtype)), True)
-    return Leaf(path, adapter.empty(shape, dtype, on_host), True)
+        leaves.tensors.append(np.empty(shape, arithmetic_dtype(dtype)))
+    else:
+        leaves.tensors.append(adapter.empty(shape, dtype, on_host))
 
 
 def _select(metadata: Metadata, selection: Selection) -> dict[str, str]:

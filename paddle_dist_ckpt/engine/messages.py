@@ -34,38 +34,65 @@ class Folder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A value: its path, its digest, and its JSON, or None where it is kept as an entry of a data file."""
+    """A value's digest, and its JSON, or None where it is kept as an entry of a data file."""
 
-    path: str
     digest: int
     json: bytes | None
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """What is the same of a tensor on all ranks that have it. ``addends`` is 0 unless it is partial."""
+
+    dtype: str
+    kind: int
+    plain: bool
+    shape: tuple[int, ...]
+    operation: str | None
+    addends: int
+
+
+class TensorList(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors, in one rank's order. Most ranks of a job send equal lists, so these are decoded once."""
+
+    paths: list[str]
+    names: list[str | None]
+    descriptions: list[Description]
+    description: Column
+
+
+class Structure(msgspec.Struct, frozen=True, array_like=True):
+    """All of a rank's state but its contents and its memory: what stays the same from save to save.
+
+    ``tensors`` is an encoded :class:`TensorList`. Each tensor has a ``geometry``; geometry g has ``pieces[g]`` pieces,
+    whose rows in ``cells`` follow each other: offset and shape, padded to ``dimensions`` with 0 and 1, and the addend
+    (-1: not partial). ``values`` are paths, and whether the value is an empty container.
+    """
+
+    tensors: bytes
+    geometry: Column
+    pieces: Column
+    dimensions: int
+    cells: bytes
+    values: list[tuple[str, bool]]
 
 
 class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
     """What one rank has to save.
 
-    The columns of tensors run along ``paths``, those of shards along ``shard_tensor``; ``shard_boxes`` holds for each
-    shard its offset and its shape, padded to ``dimensions`` with 0 and 1.
+    ``structure`` is an encoded :class:`Structure`, of which ``fingerprint`` is the digest. It is left out, None, where
+    the coordinator is believed to know it. ``digests`` are those of the plain tensors, ``values`` run along the
+    structure's. ``plan_id`` names the plan that the rank still has, 0 for none.
     """
 
     unique_id: int | None
     folder: Folder
-    paths: list[str]
-    dtypes: list[str]
-    dtype: Column
-    kind: Column
-    plain: Column
-    shapes: list[tuple[int, ...]]
-    shape: Column
+    block_bytes: int
+    fingerprint: bytes
+    structure: bytes | None
+    plan_id: int
     digests: bytes
-    names: list[str | None]
-    reductions: dict[int, tuple[str, int, int]]
-    shard_tensor: Column
-    dimensions: int
-    shard_boxes: bytes
     values: list[ValueRecord]
     user_metadata: bytes | None
-    block_bytes: int
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
@@ -79,22 +106,36 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class SaveOrder(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to write, in the order of its files: boxes of its shards ``row``, in global coordinates."""
+class RankPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to write, in the order of its files: the pieces ``row`` of its state, counted over all tensors.
 
-    unique_id: int
-    save_id: str
-    created: str
+    Of the items ``cut`` only a box is written; ``boxes`` has them in global coordinates, offset and shape padded to
+    ``dimensions``. ``keys`` are the flat keys that do not follow from the paths, ``values`` the paths whose values this
+    rank's header keeps, ``writers`` (for the coordinator) the ranks that write files.
+    """
+
     row: Column
+    cut: Column
     dimensions: int
     boxes: bytes
     keys: dict[str, str]
     values: list[str]
     transfers: list[Transfer]
-    ranks_on_host: int
-    clean: list[str]
     total_bytes: int
     writers: list[int] | None
+
+
+class SaveOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to do. ``plan`` is an encoded :class:`RankPlan`, None if the rank has it; without a ``save_id``
+    the coordinator first wants to know all structures."""
+
+    plan_id: int
+    plan: bytes | None
+    unique_id: int
+    save_id: str
+    created: str
+    ranks_on_host: int
+    clean: list[str]
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):

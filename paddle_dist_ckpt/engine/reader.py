@@ -26,9 +26,9 @@ from ..storage.base import ReadableFile
 from .buffers import Buffers
 from .threads import run_all
 
-__all__ = ["Consumer", "OpenFile", "StoredEntry", "read_entries", "view_at"]
+__all__ = ["CHUNK_BYTES", "GAP_BYTES", "Consumer", "OpenFile", "StoredEntry", "read_entries", "view_at"]
 
-_CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
+CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
 GAP_BYTES = 4096  # a page: what lies between closer ranges is read from the disk anyway
 Array = npt.NDArray[Any]
 
@@ -131,7 +131,7 @@ def _segments(entry: StoredEntry, consumers: Sequence[Consumer], block_bytes: in
     nbytes = entry.nbytes
     if nbytes <= block_bytes:
         return [_Segment(entry, 0, nbytes, consumers)] if nbytes else []
-    chunk = max(1, _CHUNK_BYTES // block_bytes)
+    chunk = max(1, CHUNK_BYTES // block_bytes)
     ranges = touched_blocks(entry.shape, entry.dtype.itemsize, (c.box for c in consumers), block_bytes)
     return [
         _Segment(entry, block * block_bytes, min(min(block + chunk, stop) * block_bytes, nbytes), consumers)
@@ -155,7 +155,7 @@ class _Reading:
             if run:
                 end = run[-1].place + run[-1].stop - run[-1].start
                 far = segment.place - end > self._gap
-                if far or segment.place + segment.stop - segment.start - run[0].place > _CHUNK_BYTES:
+                if far or segment.place + segment.stop - segment.start - run[0].place > CHUNK_BYTES:
                     yield functools.partial(self._read_run, run)
                     run = []
             run.append(segment)

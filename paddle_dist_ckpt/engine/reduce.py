@@ -11,10 +11,10 @@ import numpy.typing as npt
 from ..core.box import Box
 from ..core.dtypes import arithmetic_dtype
 from ..core.ports import Bytes1D, Transport
-from ..core.tensors import LocalShard, TensorView
-from ..formats.datafile import Entry
+from ..core.tensors import Geometry
+from .describe import LocalState
+from .gather import gather
 from .messages import Transfer
-from .writer import gather
 
 __all__ = ["OPERATIONS", "reduce_partials"]
 
@@ -35,8 +35,7 @@ Array = npt.NDArray[Any]
 def reduce_partials(
     transfers: Sequence[Transfer],
     rank: int,
-    shards: Sequence[LocalShard],
-    views: Sequence[TensorView],
+    state: LocalState,
     written: Sequence[tuple[int, Box]],
     transport: Transport,
 ) -> dict[tuple[int, Box], Array]:
@@ -45,15 +44,14 @@ def reduce_partials(
     Args:
         transfers: All transfers of the save, in the plan's order; the same on every rank.
         rank: This rank.
-        shards: This rank's local shards.
-        views: The tensor of each of them.
-        written: What this rank writes: its shard's number and the box, in global coordinates.
+        state: What this rank has.
+        written: What this rank writes of partial tensors: the number of its piece, and the box in global coordinates.
         transport: How the bytes travel.
 
     Returns:
         The reduced values, as raw items, for each written box of a partial tensor.
     """
-    results = {(row, box): np.array(_part(shards[row], box)) for row, box in written if views[row].reduction}
+    results = {(row, box): np.array(_part(state, row, box)) for row, box in written}
     streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:
         streams.setdefault(transfer.source, {}).setdefault(transfer.destination, []).append(transfer)
@@ -65,16 +63,21 @@ def reduce_partials(
             into = np.empty(stops.get(rank, start) - start, np.uint8)
             parts = {}
             if rank == source:
-                parts = {d: _packed(by_destination[d], shards, views, start, stop) for d, stop in stops.items()}
+                parts = {d: _packed(by_destination[d], state, start, stop) for d, stop in stops.items()}
             transport.scatter(parts, into, largest, source)
-            _apply(by_destination.get(rank, []), into, start, results, views)
+            _apply(by_destination.get(rank, []), into, start, results, state)
     for (row, _), array in results.items():
-        _finish(array, views[row])
+        _finish(array, _geometry(state, row))
     return results
 
 
-def _part(shard: LocalShard, box: Box) -> Array:
-    return np.asarray(shard.array[box.relative_to(shard.offset).slices])
+def _geometry(state: LocalState, row: int) -> Geometry:
+    return state.pieces.cells[state.pieces.cell[row]][0]
+
+
+def _part(state: LocalState, row: int, box: Box) -> Array:
+    piece = state.pieces.cells[state.pieces.cell[row]][1]
+    return np.asarray(state.array(row)[box.relative_to(piece.box.offset).slices])
 
 
 def _padded(transfer: Transfer) -> int:
@@ -92,14 +95,11 @@ def _in_window(stream: Sequence[Transfer], start: int, stop: int) -> Iterator[tu
         at += _padded(transfer)
 
 
-def _packed(
-    stream: Sequence[Transfer], shards: Sequence[LocalShard], views: Sequence[TensorView], start: int, stop: int
-) -> Bytes1D:
+def _packed(stream: Sequence[Transfer], state: LocalState, start: int, stop: int) -> Bytes1D:
     packed = np.empty(stop - start, np.uint8)
     for transfer, low, high, place in _in_window(stream, start, stop):
-        part = _part(shards[transfer.source_row], Box(*transfer.box))
-        entry = Entry("", views[transfer.source_row].dtype, part.shape, part)
-        gather(entry, low, high, packed[place : place + high - low])
+        part = _part(state, transfer.source_row, Box(*transfer.box))
+        gather(part, low, high, packed[place : place + high - low])
     return packed
 
 
@@ -108,20 +108,20 @@ def _apply(
     data: Bytes1D,
     start: int,
     results: Mapping[tuple[int, Box], Array],
-    views: Sequence[TensorView],
+    state: LocalState,
 ) -> None:
     for transfer, low, high, place in _in_window(stream, start, start + len(data)):
-        view = views[transfer.destination_row]
-        assert view.reduction is not None
-        operation: Any = OPERATIONS[view.reduction.operation]
-        dtype = arithmetic_dtype(view.dtype)
+        geometry = _geometry(state, transfer.destination_row)
+        assert geometry.reduction is not None
+        operation: Any = OPERATIONS[geometry.reduction.operation]
+        dtype = arithmetic_dtype(geometry.dtype)
         mine = results[transfer.destination_row, Box(*transfer.box)].reshape(-1).view(np.uint8)[low:high].view(dtype)
         theirs = data[place : place + high - low].view(dtype)
         mine[...] = operation(mine, theirs).astype(dtype)
 
 
-def _finish(array: Array, view: TensorView) -> None:
-    assert view.reduction is not None
-    if view.reduction.operation == "avg":
-        numbers = array.reshape(-1).view(np.uint8).view(arithmetic_dtype(view.dtype))
-        numbers[...] = (numbers / numbers.dtype.type(view.reduction.count)).astype(numbers.dtype)
+def _finish(array: Array, geometry: Geometry) -> None:
+    assert geometry.reduction is not None
+    if geometry.reduction.operation == "avg":
+        numbers = array.reshape(-1).view(np.uint8).view(arithmetic_dtype(geometry.dtype))
+        numbers[...] = (numbers / numbers.dtype.type(geometry.reduction.count)).astype(numbers.dtype)

@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from ..core.box import Box
-from ..core.paths import plain_key
 from ..core.ports import CollectiveWatch
 from ..core.reports import SaveReport
-from ..core.shards import unpack_column
-from ..errors import CheckpointError
-from ..formats.datafile import Entry, FileLayout, escaped_key, slice_suffix, split_in_parts
+from ..core.values import encode_value
+from ..errors import CheckpointError, UnsupportedValueError
+from ..formats.datafile import FileLayout
 from ..formats.names import data_file_name
 from ..options import SaveOptions
 from .commit import remove_saves
 from .context import Context
-from .describe import LocalState, describe, save_request
-from .fileinfo import data_file_info
-from .messages import SaveOrder, SaveResult, WriteAnswer, Written, decode, encode, unpack_signed
+from .describe import LocalState, describe, digests_of
+from .messages import RankPlan, SaveOrder, SaveRequest, SaveResult, WriteAnswer, Written, decode, encode
+from .part import make_parts
 from .progress import Progress
 from .reduce import reduce_partials
 from .save_coordinator import SaveCoordinator, seal
@@ -43,6 +40,7 @@ from .writer import write_file
 __all__ = ["save"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_USER_METADATA_BYTES = 1 << 20
 
 
 def save(state_dict: dict[Any, Any], context: Context, unique_id: int | None, options: SaveOptions) -> SaveReport:
@@ -64,8 +62,11 @@ class _Saving:
     def __init__(self, context: Context, options: SaveOptions) -> None:
         self._context, self._options = context, options
         self._storage, self._session = context.storage, context.session
-        self.coordinator = SaveCoordinator(context.storage, context.session, context.adapter.version, options)
-        self._state = LocalState()
+        self.coordinator = SaveCoordinator(
+            context.storage, context.session, context.adapter.version, options, context.memory
+        )
+        self._memory = context.memory
+        self._state: LocalState | None = None
         self._order: SaveOrder | None = None
         self._written = Written([], [], 0)
         self._reported = False
@@ -79,18 +80,42 @@ class _Saving:
         self._seconds[phase] = time.perf_counter() - start
 
     def plan(self, state_dict: dict[Any, Any], unique_id: int | None) -> None:
-        """Round ``plan``."""
-
-        def request() -> bytes:
-            self._state = describe(state_dict, self._context.adapter)
-            self._storage.prepare()
-            compare = self._options.check_replicas != "off" and len(self._session.ranks) > 1
-            folder, is_coordinator = self._context.folder(), self._context.is_coordinator
-            return encode(save_request(self._state, unique_id, folder, self._options, compare, is_coordinator))
-
+        """Round ``plan``, and ``describe`` if the coordinator asks for it."""
         with self._timed("plan"):
-            answer = self._session.gather_scatter("plan", request, self.coordinator.plan)
-            self._order = decode(answer, SaveOrder)
+            answer = self._session.gather_scatter(
+                "plan", lambda: self._request(state_dict, unique_id), self.coordinator.plan
+            )
+            order = decode(answer, SaveOrder)
+            if not order.save_id:
+                answer = self._session.gather_scatter("describe", self._structure, self.coordinator.described)
+                order = decode(answer, SaveOrder)
+            self._order = order
+
+    def _request(self, state_dict: dict[Any, Any], unique_id: int | None) -> bytes:
+        memory, adapter = self._memory, self._context.adapter
+        state = self._state = describe(state_dict, adapter, memory.known)
+        self._storage.prepare()
+        fingerprint, structure = state.fingerprint()
+        if memory.known is None or state.known is None or fingerprint != memory.known.fingerprint:
+            memory.known = state.remembered(adapter, fingerprint)
+        compare = self._options.check_replicas != "off" and len(self._session.ranks) > 1
+        return encode(
+            SaveRequest(
+                unique_id=unique_id,
+                folder=self._context.folder(),
+                block_bytes=self._options.block_bytes,
+                fingerprint=fingerprint,
+                structure=structure,
+                plan_id=memory.plan_id if memory.block_bytes == self._options.block_bytes else 0,
+                digests=digests_of(state) if compare else b"",
+                values=state.records(),
+                user_metadata=_user_metadata(self._options) if self._context.is_coordinator else None,
+            )
+        )
+
+    def _structure(self) -> bytes:
+        assert self._state is not None
+        return self._state.structure()
 
     def write_and_commit(self) -> SaveResult:
         """Rounds ``write`` and ``commit``, or ``abort``."""
@@ -155,70 +180,46 @@ class _Saving:
         return b""
 
     def _write(self) -> Written:
-        order = self._order
+        order, state, memory = self._order, self._state, self._memory
         assert order is not None
-        items = self._items(order)
-        entries = self._entries(order, items)
+        assert state is not None
+        reduced = self._prepare(order, state)
         remove_saves(self._storage, order.clean)  # after what other ranks may wait for
-        is_coordinator = self._context.is_coordinator
-        parts = split_in_parts(entries, self._options.block_bytes)
-        if parts == [[]] and not is_coordinator and not order.values:
-            return self._written
         threads = io_threads(order.ranks_on_host)
-        first = 0
-        with Progress("save", order.total_bytes, self._options.progress, is_coordinator) as progress:
-            for part, part_entries in enumerate(parts):
-                rows = items[first : first + len(part_entries)]
-                first += len(part_entries)
-                info = data_file_info(self._state, rows, order, self._context, part, len(parts), self._options)
-                name = data_file_name(self._session.rank, order.unique_id, order.save_id, part)
-                layout = FileLayout.of(part_entries, info)
-                check = self._session.check
-                file = write_file(self._storage, name, layout, threads, check, progress)
-                nbytes = self._written.nbytes + sum(entry.nbytes for entry in part_entries)
+        is_coordinator = self._context.is_coordinator
+        with Progress("save", memory.total_bytes, self._options.progress, is_coordinator) as progress:
+            for part in memory.parts:
+                info = part.info(state, order, self._session, self._context.adapter.version, self._options)
+                name = data_file_name(self._session.rank, order.unique_id, order.save_id, part.number)
+                layout = FileLayout.of(part.table, info)
+                sources = part.sources(state, reduced)
+                file = write_file(self._storage, name, layout, sources, threads, self._session.check, progress)
+                written = self._written
                 self._written = Written(
-                    [*self._written.files, file], [*self._written.entries, len(part_entries)], nbytes
+                    [*written.files, file],
+                    [*written.entries, len(part.table.entries.names)],
+                    written.nbytes + part.table.nbytes,
                 )
         return self._written
 
-    def _items(self, order: SaveOrder) -> list[tuple[int, Box]]:
-        """What to write: the number of the local shard, and the box in global coordinates."""
-        boxes = unpack_signed(order.boxes, 2 * order.dimensions).tolist()
-        rows = unpack_column(order.row, len(boxes), max(1, len(self._state.shards)), "row").tolist()
-        known: dict[tuple[int, tuple[int, ...]], Box] = {}  # tensors that are cut alike share their boxes
-        items = []
-        for row, corners in zip(rows, map(tuple, boxes), strict=True):
-            ndim = len(self._state.shards[row].offset)
-            if (ndim, corners) not in known:
-                known[ndim, corners] = Box(corners[:ndim], corners[order.dimensions : order.dimensions + ndim])
-            items.append((row, known[ndim, corners]))
-        return items
+    def _prepare(self, order: SaveOrder, state: LocalState) -> dict[tuple[int, Box], Any]:
+        """Make this rank's parts by a new plan; reduce partial tensors. Returns the reduced boxes, by piece and box."""
+        memory = self._memory
+        if order.plan is not None:
+            plan = decode(order.plan, RankPlan)
+            memory.plan_id = 0  # until all of it is known
+            memory.parts = make_parts(state, plan, self._options.block_bytes, self._context.is_coordinator)
+            memory.total_bytes, memory.transfers = plan.total_bytes, plan.transfers
+            memory.block_bytes, memory.plan_id = self._options.block_bytes, order.plan_id
+        boxes = [pair for part in memory.parts for pair in part.boxes(state)]
+        if not memory.transfers and not boxes:
+            return {}
 
-    def _entries(self, order: SaveOrder, items: Sequence[tuple[int, Box]]) -> list[Entry]:
-        state = self._state
-        views = [state.views[owner] for owner in state.owners]
-        reduced: dict[tuple[int, Box], Any] = {}
-        if order.transfers or any(views[row].reduction is not None for row, _ in items):
+        def reduce(watch: CollectiveWatch) -> dict[tuple[int, Box], Any]:
+            transport = WatchedTransport(self._context.transport, watch)
+            return reduce_partials(memory.transfers, self._session.rank, state, boxes, transport)
 
-            def reduce(watch: CollectiveWatch) -> dict[tuple[int, Box], Any]:
-                transport = WatchedTransport(self._context.transport, watch)
-                return reduce_partials(order.transfers, self._session.rank, state.shards, views, items, transport)
-
-            reduced = self._session.run_collectives(reduce)
-        entries = []
-        suffixes: dict[tuple[Box, tuple[int, ...]], str] = {}
-        for row, box in items:
-            shard, view, path = state.shards[row], views[row], state.paths[state.owners[row]]
-            array = reduced.get((row, box)) if reduced else None
-            if array is None:
-                whole = box.shape == shard.array.shape
-                array = shard.array if whole else np.asarray(shard.array[box.relative_to(shard.offset).slices])
-            suffix = suffixes.get((box, view.shape))
-            if suffix is None:
-                suffix = suffixes[box, view.shape] = slice_suffix(box, view.shape)
-            name = escaped_key(order.keys.get(path) or plain_key(path)) + suffix
-            entries.append(Entry(name, view.dtype, box.shape, array))
-        return entries
+        return self._session.run_collectives(reduce)
 
     def report(self, result: SaveResult) -> SaveReport:
         """What this rank tells its caller."""
@@ -231,3 +232,12 @@ class _Saving:
             seconds=self._seconds,
             warnings=tuple(result.warnings),
         )
+
+
+def _user_metadata(options: SaveOptions) -> bytes | None:
+    if options.user_metadata is None:
+        return None
+    user = encode_value(dict(options.user_metadata), "user_metadata")
+    if len(user) > _USER_METADATA_BYTES:
+        raise UnsupportedValueError(f"user_metadata takes {len(user)} bytes; {_USER_METADATA_BYTES} are allowed")
+    return user

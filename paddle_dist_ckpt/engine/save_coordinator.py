@@ -11,22 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
-from ..core.box import Box
 from ..core.metadata import FileInfo, Metadata
 from ..core.paths import plain_key
 from ..core.ports import ControlSession
-from ..core.shards import IntArray, LayoutCollection, ShardTable, pack_column
 from ..core.values import decode_value
 from ..errors import CheckpointError, UnsupportedValueError
 from ..options import SaveOptions
-from ..planning.save_plan import SavePlan, Tensors, plan_save
 from ..storage.base import Storage
 from .commit import Claim
-from .fileinfo import LIBRARY
-from .global_state import GlobalState, merge_requests
-from .messages import SaveOrder, SaveRequest, SaveResult, Transfer, WriteAnswer, Written, decode, encode, pack_signed
+from .global_state import Contents, GlobalState, check_arguments, merge_contents
+from .messages import SaveOrder, SaveRequest, SaveResult, WriteAnswer, Written, decode, encode
+from .part import LIBRARY
+from .planned_save import PlannedSave, make_plan
+from .save_memory import SaveMemory
 
 __all__ = ["SaveCoordinator", "seal"]
 
@@ -38,9 +36,10 @@ FolderKey = tuple[str, int, int]
 class _Planned:
     """What the coordinator keeps between rounds."""
 
-    state: GlobalState
-    plan: SavePlan
+    what: PlannedSave
+    contents: Contents
     claim: Claim
+    block_bytes: int
     user_metadata: bytes | None
     folders: dict[int, FolderKey]
     leaders: frozenset[int]
@@ -55,39 +54,79 @@ class SaveCoordinator:
     """The coordinator's answers, round by round. Other ranks have one too and never use it."""
 
     def __init__(
-        self, storage: Storage, session: ControlSession, framework_version: str | None, options: SaveOptions
+        self,
+        storage: Storage,
+        session: ControlSession,
+        framework_version: str | None,
+        options: SaveOptions,
+        memory: SaveMemory,
     ) -> None:
         self._storage, self._session, self._options = storage, session, options
-        self._framework_version = framework_version
+        self._framework_version, self._memory = framework_version, memory
         self._created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._claim: Claim | None = None
+        self._requests: dict[int, SaveRequest] = {}
         self._planned: _Planned | None = None
         self._written: dict[int, Written] = {}
         self._warnings: list[str] = []
         self._settled = True  # whether no rank can have files of this save, now or later, that nobody would remove
 
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Round ``plan``: an order for every rank."""
-        requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
-        state = merge_requests(requests, self._session.coordinator)
-        self._check_replicas(state)
-        plan = _plan(state)
+        """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
+        self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
+        check_arguments(self._requests, self._session.coordinator)
+        fingerprints = {rank: request.fingerprint for rank, request in self._requests.items()}
+        known = self._memory.planned
+        if known is not None and known.fingerprints == fingerprints:
+            return self._order(known)
+        structures = {r: request.structure for r, request in self._requests.items() if request.structure is not None}
+        if len(structures) < len(self._requests):
+            return dict.fromkeys(messages, encode(SaveOrder(0, None, 0, "", "", 0, [])))
+        return self._order(self._plan(structures))
+
+    def described(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``describe``, if round ``plan`` has asked: an order for every rank."""
+        return self._order(self._plan(messages))
+
+    def _plan(self, structures: Mapping[int, bytes]) -> PlannedSave:
+        fingerprints = {rank: request.fingerprint for rank, request in self._requests.items()}
+        self._memory.planned = None  # first of all make room
+        self._memory.planned = make_plan(structures, fingerprints, self._session.coordinator)
+        return self._memory.planned
+
+    def _order(self, what: PlannedSave) -> dict[int, bytes]:
+        requests = self._requests
+        contents = merge_contents(what.state, requests)
+        self._check_replicas(contents)
         ours = requests[self._session.coordinator]
         claim = self._claim = Claim.make(self._storage, ours.unique_id)
         folders = {rank: request.folder.key for rank, request in requests.items()}
         self._warn_of_folders(folders)
-        self._planned = _Planned(state, plan, claim, ours.user_metadata, folders, _leaders(state, folders))
-        orders = _make_orders(state, plan, requests, claim, self._created, self._planned.leaders)
+        leaders = _leaders(what.state, folders)
+        self._planned = _Planned(what, contents, claim, ours.block_bytes, ours.user_metadata, folders, leaders)
+        _check_room(what, requests)
+        hosts = Counter(request.folder.host for request in requests.values())
+        orders = {}
+        for rank, request in requests.items():
+            orders[rank] = SaveOrder(
+                plan_id=what.plan_id,
+                plan=None if request.plan_id == what.plan_id else what.rank_plans[rank],
+                unique_id=claim.unique_id,
+                save_id=claim.save_id,
+                created=self._created,
+                ranks_on_host=hosts[request.folder.host],
+                clean=claim.doomed if rank in leaders else [],
+            )
         self._settled = False
         return {rank: encode(order) for rank, order in orders.items()}
 
-    def _check_replicas(self, state: GlobalState) -> None:
+    def _check_replicas(self, contents: Contents) -> None:
         if self._options.check_replicas == "off" and not self._session.doubtful:
             return
         self._warnings = [
             f"{plain_key(path)}: the plain tensors or values of ranks {', '.join(map(str, sorted(ranks)))} differ from "
             "the others'; the coordinator's is saved, or else that of the lowest rank that has one"
-            for path, ranks in sorted(state.differing.items())
+            for path, ranks in sorted(contents.differing.items())
         ]
         if self._warnings and self._session.doubtful:
             raise UnsupportedValueError(
@@ -120,7 +159,7 @@ class SaveCoordinator:
         if aborted:
             return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
         self._written = {rank: decode(data, Written) for rank, data in messages.items()}
-        _check_written(planned.state, planned.plan, self._written)
+        _check_written(planned.what, self._written)
         files: dict[FolderKey, list[FileInfo]] = {}
         for rank, written in self._written.items():
             files.setdefault(planned.folders[rank], []).extend(written.files)
@@ -187,73 +226,6 @@ class SaveCoordinator:
             raise
 
 
-def _plan(state: GlobalState) -> SavePlan:
-    """Who writes what of a merged state."""
-    assert state.shards is not None
-    dimensions = state.shards.offset.shape[1]
-    padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(state.shapes)}
-    shapes = np.array([padded[shape] for shape in state.shapes], np.int64).reshape(-1, dimensions)
-    tensors = Tensors(
-        [state.keys[path] for path in state.paths],
-        np.array([dtype.itemsize for dtype in state.dtypes], np.int64),
-        np.array([len(shape) for shape in state.shapes], np.int64),
-        shapes,
-    )
-    return plan_save(tensors, state.shards, len(state.ranks), state.coordinator)
-
-
-def _make_orders(
-    state: GlobalState,
-    plan: SavePlan,
-    requests: Mapping[int, SaveRequest],
-    claim: Claim,
-    created: str,
-    leaders: frozenset[int],
-) -> dict[int, SaveOrder]:
-    """Each rank's order, by global rank.
-
-    Raises:
-        CheckpointError: a filesystem has less room than the plan needs.
-    """
-    nbytes = _plan_bytes(state, plan)
-    _check_room(state, plan, nbytes, requests)
-    hosts = Counter(request.folder.host for request in requests.values())
-    plain_keys = {path: key for path, key in state.keys.items() if key != plain_key(path)}
-    transfers = [_transfer(state, *transfer) for transfer in plan.transfers]
-    values: dict[int, list[str]] = {}
-    for path in sorted(state.value_json):
-        values.setdefault(state.value_owner[path], []).append(path)
-    writers = sorted({*np.unique(plan.rank).tolist(), state.coordinator, *values})
-    bounds = np.searchsorted(plan.rank, np.arange(len(state.ranks) + 1))
-    orders = {}
-    for i, rank in enumerate(state.ranks):
-        mine = slice(int(bounds[i]), int(bounds[i + 1]))
-        orders[rank] = SaveOrder(
-            unique_id=claim.unique_id,
-            save_id=claim.save_id,
-            created=created,
-            row=pack_column(plan.row[mine]),
-            dimensions=plan.offset.shape[1],
-            boxes=pack_signed(np.hstack([plan.offset[mine], plan.shape[mine]])),
-            keys=plain_keys,
-            values=values.get(i, []),
-            transfers=transfers,
-            ranks_on_host=hosts[requests[rank].folder.host],
-            clean=claim.doomed if rank in leaders else [],
-            total_bytes=int(nbytes.sum()),
-            writers=[state.ranks[w] for w in writers] if i == state.coordinator else None,
-        )
-    return orders
-
-
-def _transfer(state: GlobalState, source: int, source_row: int, writer: int, writer_row: int, box: Box) -> Transfer:
-    assert state.shards is not None
-    held = (state.shards.rank == source) & (state.shards.row == source_row)
-    itemsize = state.dtypes[state.shards.tensor[held][0]].itemsize
-    corners = (box.offset, box.shape)
-    return Transfer(state.ranks[source], source_row, state.ranks[writer], writer_row, corners, box.size * itemsize)
-
-
 def _leaders(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[int]:
     """One rank for each folder: the coordinator for its own, the lowest rank for each other."""
     leaders: dict[FolderKey, int] = {}
@@ -262,19 +234,13 @@ def _leaders(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[
     return frozenset(leaders.values())
 
 
-def _plan_bytes(state: GlobalState, plan: SavePlan) -> IntArray:
-    itemsizes = np.array([dtype.itemsize for dtype in state.dtypes], np.int64)
-    sizes: IntArray = np.prod(plan.shape, axis=1, dtype=np.int64) * itemsizes[plan.tensor]
-    return sizes
-
-
-def _check_room(state: GlobalState, plan: SavePlan, nbytes: IntArray, requests: Mapping[int, SaveRequest]) -> None:
+def _check_room(what: PlannedSave, requests: Mapping[int, SaveRequest]) -> None:
+    """Raises OSError (ENOSPC): a filesystem has less room than the plan needs."""
     need: dict[tuple[str, int], int] = {}
-    per_rank = np.bincount(plan.rank, nbytes, minlength=len(state.ranks))
-    for i, rank in enumerate(state.ranks):
+    for rank, nbytes in zip(what.state.ranks, what.rank_bytes.tolist(), strict=True):
         folder = requests[rank].folder
-        need[folder.host, folder.device] = need.get((folder.host, folder.device), 0) + int(per_rank[i])
-    for rank in state.ranks:
+        need[folder.host, folder.device] = need.get((folder.host, folder.device), 0) + nbytes
+    for rank in what.state.ranks:
         folder = requests[rank].folder
         wanted = need[folder.host, folder.device]
         if folder.free_bytes is not None and wanted > folder.free_bytes:
@@ -285,20 +251,19 @@ def _check_room(state: GlobalState, plan: SavePlan, nbytes: IntArray, requests: 
             )
 
 
-def _check_written(state: GlobalState, plan: SavePlan, written: Mapping[int, Written]) -> None:
+def _check_written(what: PlannedSave, written: Mapping[int, Written]) -> None:
     """Compare what the ranks say they wrote with what they were to write.
 
     Raises:
         CheckpointError: something is missing.
     """
-    counts = np.bincount(plan.rank, minlength=len(state.ranks))
-    sizes = np.bincount(plan.rank, _plan_bytes(state, plan), minlength=len(state.ranks))
-    for i, rank in enumerate(state.ranks):
+    planned = zip(what.state.ranks, what.rank_items.tolist(), what.rank_bytes.tolist(), strict=True)
+    for rank, items, nbytes in planned:
         result = written[rank]
-        if sum(result.entries) != counts[i] or result.nbytes != int(sizes[i]):
+        if sum(result.entries) != items or result.nbytes != nbytes:
             raise CheckpointError(
-                f"rank {rank} wrote {sum(result.entries)} shards of {result.nbytes} bytes; {counts[i]} of "
-                f"{int(sizes[i])} bytes were planned"
+                f"rank {rank} wrote {sum(result.entries)} shards of {result.nbytes} bytes; {items} of {nbytes} bytes "
+                "were planned"
             )
 
 
@@ -306,42 +271,23 @@ def _build_metadata(
     planned: _Planned, written: Mapping[int, Written], framework_version: str | None, created: str
 ) -> Metadata:
     """What `.metadata` will say."""
-    state = planned.state
-    files: list[FileInfo] = []
-    file_of_row: list[IntArray] = []
-    for rank in state.ranks:
-        for info, entries in zip(written[rank].files, written[rank].entries, strict=True):
-            file_of_row.append(np.full(entries, len(files), np.int64))
-            files.append(info)
-    file = np.concatenate([*file_of_row, np.zeros(0, np.int64)])
-    values = [(path, msgspec.json.decode(json)) for path, json in sorted(state.value_json.items())]
+    state = planned.what.state
+    files = [info for rank in state.ranks for info in written[rank].files]
+    entries = tuple(tuple(written[rank].entries) for rank in state.ranks)
+    values = [(path, msgspec.Raw(json)) for path, json in sorted(planned.contents.value_json.items())]
     return Metadata(
         unique_id=planned.claim.unique_id,
         save_id=planned.claim.save_id,
         world_size=len(state.ranks),
-        block_bytes=state.block_bytes,
+        block_bytes=planned.block_bytes,
         created=created,
         library=LIBRARY,
         paddle_version=framework_version,
         files=files,
-        table=_build_table(state, planned.plan, file),
+        table=planned.what.table(entries),
         value_records=values,
         user_metadata=decode_value(planned.user_metadata) if planned.user_metadata is not None else {},
     )
-
-
-def _build_table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTable:
-    keys = [plan.offset[:, d] for d in range(plan.offset.shape[1] - 1, -1, -1)]
-    order = np.lexsort([*keys, plan.tensor])
-    tensor, offset, shape = plan.tensor[order], plan.offset[order], plan.shape[order]
-    bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1)).tolist()
-    collection = LayoutCollection()
-    layout_of = np.zeros(len(state.paths), np.int64)
-    for t, global_shape in enumerate(state.shapes):
-        rows, ndim = slice(bounds[t], bounds[t + 1]), len(global_shape)
-        layout_of[t] = collection.add_arrays(global_shape, offset[rows, :ndim], shape[rows, :ndim])
-    kinds = np.array(state.kinds, np.int64)
-    return ShardTable(state.paths, state.dtypes, kinds, collection.layouts, layout_of, file[order], state.names)
 
 
 def seal(storage: Storage, files: Sequence[FileInfo]) -> None:

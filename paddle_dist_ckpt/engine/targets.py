@@ -1,138 +1,227 @@
-"""What a load fills: the boxes of this rank's tensors, and buffers for what must be looked at before it is used."""
+"""What a load fills: the pieces of this rank's tensors, and buffers for what must be looked at before it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..core.box import Box
+from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, DType, can_cast, cast_array
+from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
-from ..core.shards import Kind, ShardTable
-from ..core.state_dict import Leaf
-from ..core.tensors import LocalShard, TensorAdapter, TensorView
+from ..core.shards import IntArray, Kind, ShardTable
+from ..core.state_dict import Leaves
+from ..core.tensors import Geometry, Piece, TensorAdapter
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from .describe import LocalTensors, Pieces
 from .reader import Consumer, view_at
-from .shared_memory import SharedMemory, find_shared_memory
+from .shared_memory import find_shared_memory
 
-__all__ = ["Target", "Targets", "Wishes", "check_value_rows", "collect"]
+__all__ = ["Targets", "Wishes", "check_value_rows", "collect"]
 
 Array = npt.NDArray[Any]
 
 
-@dataclass(slots=True, eq=False)
-class Target:
-    """A box of a tensor to be filled.
+@dataclass(slots=True)
+class Wishes:
+    """What a load's caller has: tensors, values' paths with what is there now, and what cannot be loaded.
 
-    Attributes:
-        path: The tensor's path.
-        tensor: Its place in the table.
-        offset: Where the box starts in the global tensor.
-        array: Where the data go, raw items of type ``wanted``.
-        stored: The stored element type.
-        wanted: The target's.
-        staged: Whether ``array`` is a buffer that is looked at before anything else is touched.
+    A value is there as ``"none"``, ``"dict"`` or ``"other"``.
     """
 
-    path: str
-    tensor: int
-    offset: tuple[int, ...]
-    array: Array
-    stored: DType
-    wanted: DType
-    staged: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The box's shape."""
-        return tuple(self.array.shape)
-
-    def consumer(self, box: Box, entry_box: Box) -> Consumer:
-        """The consumer of a part.
-
-        Args:
-            box: The part, counted from this target's corner.
-            entry_box: The same part, counted from the stored shard's corner.
-        """
-        part = view_at(self.array, box.slices)
-        if self.stored is self.wanted:
-            return Consumer(entry_box, part)
-
-        def convert(source: Array, place: tuple[slice, ...]) -> None:
-            if not cast_array(np.asarray(source), self.stored, view_at(part, place), self.wanted):
-                raise CheckpointError(
-                    f"{plain_key(self.path)}: a finite {self.stored.name} value is too large for {self.wanted.name}"
-                )
-
-        return Consumer(entry_box, part, convert)
+    tensors: LocalTensors = field(default_factory=LocalTensors)
+    values: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+def collect(leaves: Leaves, adapter: TensorAdapter) -> Wishes:
+    """Look at a load's targets."""
+    wishes = Wishes()
+    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+        try:
+            wishes.tensors.add(path, adapter.view(value, path))
+        except UnsupportedValueError as error:
+            wishes.problems.append(str(error))
+    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
+        wishes.values[path] = "none" if value is None else "dict" if isinstance(value, dict) else "other"
+    return wishes
+
+
 class Targets:
-    """All that this rank wants of a checkpoint.
+    """All pieces of memory that this rank wants filled from a checkpoint, in columns: a row each.
+
+    Args:
+        wishes: What the caller has.
+        table: What the checkpoint has of it.
+        cast: Whether dtypes are converted.
 
     Attributes:
-        rows: The boxes to be filled.
-        zeros: Memory of addends that are to become zero (see :meth:`_add_partial`).
+        cells: The different pieces: geometry of the tensor, and which part of it.
+        tensor: The tensor of each row in the table, ``[rows]``.
+        cell: Its piece, ``[rows]``.
+        staged: Whether it goes to a buffer that is looked at before anything else is touched, ``[rows]``.
+        zeros: Memory of addends that are to become zero (see :meth:`_without_addends`).
         shared: Memory that several keys have.
         problems: What does not fit, a line each.
     """
 
-    rows: list[Target] = field(default_factory=list)
-    zeros: list[Array] = field(default_factory=list)
-    shared: list[SharedMemory] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    def __init__(self, wishes: Wishes, table: ShardTable, cast: bool) -> None:
+        self._wishes, self._table = wishes, table
+        self.problems: list[str] = []
+        self.zeros: list[Array] = []
+        self._buffers: dict[int, Array] = {}
+        tensors = wishes.tensors
+        pieces = Pieces(tensors.geometries, np.array(tensors.geometry, np.int64))
+        self.cells = list(pieces.cells)
+        place = np.array([table.index.get(path, -1) for path in tensors.paths], np.int64)
+        place[self._unfit(place, cast)] = -1
+        rows = np.flatnonzero(place[pieces.tensor] >= 0)
+        not_empty = np.array([0 not in piece.box.shape for _, piece in self.cells], bool)
+        rows = rows[not_empty[pieces.cell[rows]]]
+        self._owner: IntArray = pieces.tensor[rows]
+        self.tensor: IntArray = place[self._owner]
+        self.cell: IntArray = pieces.cell[rows]
+        self._address: IntArray = np.array(tensors.addresses, np.int64)[rows]
+        self.staged = np.zeros(len(rows), bool)
+        self._without_addends()
+        self._add_values()
+        self.shared = find_shared_memory(self)
 
-    def add_tensor(self, path: str, view: TensorView, table: ShardTable, cast: bool) -> None:
-        """Add a tensor's boxes, or the reason why it does not fit."""
-        tensor = table.index[path]
-        stored, layout = table.dtypes[tensor], table.layouts[table.layout_of[tensor]]
-        if not view.writable:
-            self.problems.append(f"{plain_key(path)}: the target array is read-only")
-        elif layout.shape != view.shape:
-            self.problems.append(
-                f"{plain_key(path)}: the target has shape {list(view.shape)}, the checkpoint {list(layout.shape)}"
-            )
-        elif stored is not view.dtype and not (cast and can_cast(stored, view.dtype)):
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def _unfit(self, place: IntArray, cast: bool) -> IntArray:
+        """The wished tensors that do not fit what is stored under their path. Tensors that are alike, and stored alike,
+        are looked at once."""
+        found = np.flatnonzero(place >= 0)
+        geometry = np.array(self._wishes.tensors.geometry, np.int64)[found]
+        layout, dtypes = self._table.layout_of[place[found]], self._table.dtype_of[place[found]]
+        count, kinds = max(1, len(self._table.layouts)), len(self._table.dtype_list)
+        _, first, alike = np.unique(
+            (geometry * count + layout) * max(1, kinds) + dtypes, return_index=True, return_inverse=True
+        )
+        geometries = self._wishes.tensors.geometries
+        reasons = [self._reason(geometries[geometry[i]], int(place[found[i]]), cast) for i in first.tolist()]
+        alike = alike.reshape(-1)
+        unfit = np.flatnonzero(np.array([reason is not None for reason in reasons], bool)[alike])
+        for i in unfit.tolist():
+            self.problems.append(f"{plain_key(self._wishes.tensors.paths[found[i]])}: {reasons[alike[i]]}")
+        return found[unfit]
+
+    def _reason(self, geometry: Geometry, tensor: int, cast: bool) -> str | None:
+        """Why a tensor cannot be filled from what is stored, if it cannot."""
+        stored, layout = self._table.dtypes[tensor], self._table.layouts[self._table.layout_of[tensor]]
+        if not geometry.writable:
+            return "the target array is read-only"
+        if layout.shape != geometry.shape:
+            return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
+        if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):
             more = ", a cast that is not done" if cast else ""
-            self.problems.append(
-                f"{plain_key(path)}: the target has dtype {view.dtype.name}, the checkpoint {stored.name}{more}"
-            )
-        elif view.reduction is not None:
-            self._add_partial(path, view, tensor, stored)
-        else:
-            self._add_shards(path, view, view.shards, tensor, stored)
+            return f"the target has dtype {geometry.dtype.name}, the checkpoint {stored.name}{more}"
+        if geometry.reduction is not None and geometry.reduction.operation == "prod":
+            return "loading into a partial tensor of products is not supported"
+        return None
 
-    def _add_shards(
-        self, path: str, view: TensorView, shards: Sequence[LocalShard], tensor: int, stored: DType
-    ) -> None:
-        self.rows += [Target(path, tensor, s.offset, s.array, stored, view.dtype) for s in shards if s.array.size]
-
-    def _add_partial(self, path: str, view: TensorView, tensor: int, stored: DType) -> None:
+    def _without_addends(self) -> None:
         """The addend at position 0 of a sum gets the value and the others zeros; where equal addends reduce to
         themselves, as for max or avg, each gets the value."""
-        assert view.reduction is not None
-        if view.reduction.operation == "prod":
-            self.problems.append(f"{plain_key(path)}: loading into a partial tensor of products is not supported")
-        elif view.reduction.operation == "sum" and view.reduction.position > 0:
-            self.zeros += [shard.array for shard in view.shards]
-        else:
-            self._add_shards(path, view, view.shards, tensor, stored)
+        is_zero = np.array([_becomes_zero(geometry) for geometry, _ in self.cells], bool)
+        if is_zero.any():
+            zero = is_zero[self.cell]
+            self.zeros = [self.array(row) for row in np.flatnonzero(zero).tolist()]
+            self._keep(np.flatnonzero(~zero))
 
-    def add_value(self, path: str, table: ShardTable) -> None:
-        """Add a buffer for a value that is stored as an entry."""
-        tensor = table.index[path]
-        size = table.layouts[table.layout_of[tensor]].shape
-        buffer = np.empty(size, np.uint8)
-        self.rows.append(Target(path, tensor, (0,), buffer, DTYPES["uint8"], DTYPES["uint8"], True))
+    def _keep(self, rows: IntArray) -> None:
+        for name in ("_owner", "tensor", "cell", "_address", "staged"):
+            setattr(self, name, getattr(self, name)[rows])
 
-    def stage_shared(self) -> None:
-        """Give targets that share memory buffers of their own, to be compared before the memory is filled."""
-        self.shared = find_shared_memory(self.rows)
+    def _add_values(self) -> None:
+        """Add a buffer for each value that is stored as an entry."""
+        values = np.flatnonzero(self._table.kinds == Kind.VALUE).tolist()
+        for t in values:
+            size = self._table.layouts[self._table.layout_of[t]].shape
+            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], size, True, (Piece(whole(size)),))
+            self.cells.append((geometry, geometry.pieces[0]))
+            self._buffers[len(self)] = np.empty(size, np.uint8)
+            self.tensor = np.append(self.tensor, t)
+            self.cell = np.append(self.cell, len(self.cells) - 1)
+            self.staged = np.append(self.staged, True)
+            self._owner = np.append(self._owner, -1)
+            self._address = np.append(self._address, 0)
+
+    def path(self, row: int) -> str:
+        """The path of a row's tensor."""
+        return self._table.paths[self.tensor[row]]
+
+    def box(self, row: int) -> Box:
+        """Where a row lies in its global tensor."""
+        return self.cells[self.cell[row]][1].box
+
+    def dtypes(self, row: int) -> tuple[DType, DType]:
+        """The stored element type, and the wanted one."""
+        return self._table.dtypes[self.tensor[row]], self.cells[self.cell[row]][0].dtype
+
+    def array(self, row: int) -> Array:
+        """Where a row's data go, as raw items of the wanted type."""
+        if row in self._buffers:
+            return self._buffers[row]
+        geometry, piece = self.cells[self.cell[row]]
+        owner = self._wishes.tensors.owners[self._owner[row]]
+        return array_at(int(self._address[row]), piece.box.shape, piece.strides, geometry.dtype.raw, owner)
+
+    @property
+    def addresses(self) -> IntArray:
+        """Where each row's data go, ``[rows]``."""
+        addresses = self._address.copy()
+        for row, buffer in self._buffers.items():
+            addresses[row] = address_of(buffer)
+        return addresses
+
+    def strides(self, row: int) -> tuple[int, ...] | None:
+        """Bytes from one element to the next where a row's data go; None if that is contiguous."""
+        return None if row in self._buffers else self.cells[self.cell[row]][1].strides
+
+    def stage(self, row: int) -> Array:
+        """Give a row a buffer of its own; returns the buffer."""
+        geometry, piece = self.cells[self.cell[row]]
+        buffer = self._buffers[row] = np.empty(piece.box.shape, geometry.dtype.raw)
+        self.staged[row] = True
+        return buffer
+
+    def values(self) -> Mapping[str, bytes]:
+        """The values that were stored as entries, after they are read: JSON by path."""
+        rows = np.flatnonzero(self._owner < 0).tolist()
+        return {self.path(row): self._buffers[row].tobytes() for row in rows}
+
+    def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:
+        """The consumer of a part.
+
+        Args:
+            row: Which target.
+            box: The part, counted from the target's corner.
+            entry_box: The same part, counted from the stored shard's corner.
+        """
+        part = view_at(self.array(row), box.slices)
+        stored, wanted = self.dtypes(row)
+        if stored is wanted:
+            return Consumer(entry_box, part)
+
+        def convert(source: Array, place: tuple[slice, ...]) -> None:
+            if not cast_array(np.asarray(source), stored, view_at(part, place), wanted):
+                raise CheckpointError(
+                    f"{plain_key(self.path(row))}: a finite {stored.name} value is too large for {wanted.name}"
+                )
+
+        return Consumer(entry_box, part, convert)
+
+    def without_shared(self, rows: IntArray) -> None:
+        """Forget that some rows, which are not read, share memory with others."""
+        gone = set(rows.tolist())
+        self.shared = [shared.without(gone) for shared in self.shared]
 
     def compare_shared(self) -> list[str]:
         """The problems with targets that share memory: stored data that differ. Such memory is not filled."""
@@ -142,10 +231,10 @@ class Targets:
             differing = shared.differing()
             if not differing:
                 agreeing.append(shared)
-            others = ", ".join(sorted({plain_key(target.path) for target in shared.targets}))
+            others = ", ".join(sorted({plain_key(self.path(row)) for row in shared.rows}))
             problems += [
-                f"{plain_key(target.path)}: shares memory with others of {others}, but the stored data differ"
-                for target in differing
+                f"{plain_key(self.path(row))}: shares memory with others of {others}, but the stored data differ"
+                for row in differing
             ]
         self.shared = agreeing
         return problems
@@ -158,31 +247,9 @@ class Targets:
             array[...] = 0
 
 
-@dataclass(slots=True)
-class Wishes:
-    """What a load's caller has: tensors by path, values' paths with what is there now, and what cannot be loaded.
-
-    A value is there as ``"none"``, ``"dict"`` or ``"other"``.
-    """
-
-    views: dict[str, TensorView] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
-def collect(leaves: Sequence[Leaf], adapter: TensorAdapter) -> Wishes:
-    """Look at a load's targets."""
-    wishes = Wishes()
-    for leaf in leaves:
-        if leaf.is_tensor:
-            try:
-                wishes.views[leaf.path] = adapter.view(leaf.value, plain_key(leaf.path))
-            except UnsupportedValueError as error:
-                wishes.problems.append(str(error))
-        else:
-            present = "none" if leaf.value is None else "dict" if isinstance(leaf.value, dict) else "other"
-            wishes.values[leaf.path] = present
-    return wishes
+def _becomes_zero(geometry: Geometry) -> bool:
+    reduction = geometry.reduction
+    return reduction is not None and reduction.operation == "sum" and reduction.position > 0
 
 
 def check_value_rows(table: ShardTable) -> None:

@@ -8,31 +8,33 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..core.box import cut_flat_range
+from ..core.memory import address_of, bytes_at, copy_bytes
 from ..core.metadata import FileInfo
 from ..core.ports import Bytes1D
-from ..formats.datafile import Entry, FileLayout, header_digest
+from ..formats.datafile import FileLayout, header_digest
 from ..storage.base import Storage, WritableFile
 from .buffers import Buffers
+from .gather import gather
+from .part import Source
 from .threads import run_all
 
-__all__ = ["gather", "write_file"]
+__all__ = ["write_file"]
 
 _WINDOW_BYTES = 2 << 20
-Array = npt.NDArray[Any]
 
 
 def write_file(
     storage: Storage,
     name: str,
     layout: FileLayout,
+    sources: Sequence[Source],
     threads: int,
     check: Callable[[], None],
     progress: Callable[[int], None],
@@ -43,6 +45,7 @@ def write_file(
         storage: Where to.
         name: The file's name; it must be new.
         layout: What it holds.
+        sources: Where the bytes of each entry are. The memory must stay alive.
         threads: How many threads write.
         check: Called now and then; may raise to stop.
         progress: Told how many bytes of data were written, as they are.
@@ -56,9 +59,9 @@ def write_file(
     file = storage.create(name)
     try:
         buffers = Buffers(threads)
-        hashes = np.zeros(layout.first_block[-1], np.uint64)
-        run_all(_Writing(file, layout, hashes, buffers, progress).tasks(), threads, check)
-        header = layout.header(hashes)
+        writing = _Writing(file, layout, sources, buffers, progress)
+        run_all(writing.tasks(), threads, check)
+        header = layout.header(writing.hashes)
         with buffers.borrow(len(header)) as buffer:
             buffer[:] = np.frombuffer(header, np.uint8)
             file.write(buffer, 0)
@@ -76,61 +79,67 @@ class _Writing:
         self,
         file: WritableFile,
         layout: FileLayout,
-        hashes: Array,
+        sources: Sequence[Source],
         buffers: Buffers,
         progress: Callable[[int], None],
     ) -> None:
-        self._file, self._layout, self._hashes = file, layout, hashes
+        self._file, self._layout, self._sources = file, layout, sources
         self._buffers, self._progress = buffers, progress
+        self._offsets, self._first_block = layout.table.offsets, layout.table.first_block
+        self._block_bytes = layout.table.block_bytes
+        self.hashes: npt.NDArray[np.uint64] = np.zeros(self._first_block[-1], np.uint64)
 
     def tasks(self) -> Iterator[Callable[[], None]]:
-        """A task for each window."""
-        layout = self._layout
-        for start in range(layout.data_start, layout.size, _WINDOW_BYTES):
-            yield functools.partial(self._write_window, start, min(start + _WINDOW_BYTES, layout.size))
+        """A task for each window of the data section."""
+        size = self._layout.table.nbytes
+        for start in range(0, size, _WINDOW_BYTES):
+            yield functools.partial(self._write_window, start, min(start + _WINDOW_BYTES, size))
 
     def _write_window(self, start: int, stop: int) -> None:
-        starts, entries = self._layout.starts, self._layout.entries
+        first = bisect.bisect_right(self._offsets, start) - 1
+        last = bisect.bisect_left(self._offsets, stop)
         with self._buffers.borrow(stop - start) as window:
-            i = bisect.bisect_right(starts, start) - 1
-            while i < len(entries) and starts[i] < stop:
-                low, high = max(start, starts[i]), min(stop, starts[i] + entries[i].nbytes)
-                if low < high:
-                    self._fill(i, low - starts[i], high - starts[i], window[low - start : high - start])
-                i += 1
-            self._file.write(window, start)
+            base, view = address_of(window) - start, window.data
+            for i in range(first, last):
+                low, high = self._offsets[i], self._offsets[i + 1]
+                if start <= low and high <= stop and high - low <= self._block_bytes:
+                    if low < high:
+                        self._fill_whole(i, base + low, view[low - start : high - start])
+                else:
+                    self._fill(i, max(start, low) - low, min(stop, high) - low, window, low - start)
+            self._file.write(window, self._layout.data_start + start)
         self._progress(stop - start)
 
-    def _fill(self, i: int, low: int, high: int, part: Bytes1D) -> None:
-        """Copy bytes ``low:high`` of an entry, and hash the blocks that start in them, while they are in the cache."""
-        entry, size = self._layout.entries[i], self._layout.block_bytes
-        _copy(entry, low, high, part)
+    def _fill_whole(self, i: int, address: int, part: memoryview) -> None:
+        """Copy an entry of one block, and hash it while it is in the cache."""
+        source = self._sources[i]
+        if isinstance(source, int):
+            copy_bytes(address, source, len(part))
+        else:
+            gather(source, 0, len(part), np.frombuffer(part, np.uint8))
+        self.hashes[self._first_block[i]] = xxhash.xxh3_64_intdigest(part)
+
+    def _fill(self, i: int, low: int, high: int, window: Bytes1D, at: int) -> None:
+        """Copy bytes ``low:high`` of an entry to ``at + low`` of the window, and hash the blocks that start in them.
+
+        A block that ends behind the window is hashed from where it comes from.
+        """
+        source, size, nbytes = self._sources[i], self._block_bytes, self._offsets[i + 1] - self._offsets[i]
+        part = window[at + low : at + high]
+        if isinstance(source, int):
+            copy_bytes(address_of(part), source + low, high - low)
+        else:
+            gather(source, low, high, part)
         for start in range(-(-low // size) * size, high, size):
-            stop = min(start + size, entry.nbytes)
-            data = part[start - low : stop - low] if stop <= high else _bytes_of(entry, start, stop)
-            self._hashes[self._layout.first_block[i] + start // size] = xxhash.xxh3_64_intdigest(data.data)
+            stop = min(start + size, nbytes)
+            data = part[start - low : stop - low] if stop <= high else _bytes_of(source, start, stop)
+            self.hashes[self._first_block[i] + start // size] = xxhash.xxh3_64_intdigest(data.data)
 
 
-def _copy(entry: Entry, start: int, stop: int, part: Bytes1D) -> None:
-    if entry.array.flags.c_contiguous:
-        part[:] = entry.array.reshape(-1).view(np.uint8)[start:stop]
-    else:
-        gather(entry, start, stop, part)
-
-
-def _bytes_of(entry: Entry, start: int, stop: int) -> Bytes1D:
+def _bytes_of(source: Source, start: int, stop: int) -> Any:
     """Bytes ``start:stop`` of an entry: its own memory if that is contiguous."""
-    if entry.array.flags.c_contiguous:
-        return entry.array.reshape(-1).view(np.uint8)[start:stop]
+    if isinstance(source, int):
+        return bytes_at(source + start, stop - start)
     data: Bytes1D = np.empty(stop - start, np.uint8)
-    gather(entry, start, stop, data)
+    gather(source, start, stop, data)
     return data
-
-
-def gather(entry: Entry, start: int, stop: int, buffer: Bytes1D) -> None:
-    """Copy bytes ``start:stop`` (of whole items) of an entry that is not contiguous into a buffer."""
-    size, at = entry.dtype.itemsize, 0
-    for box in cut_flat_range(entry.shape, start // size, stop // size):
-        nbytes = box.size * size
-        buffer[at : at + nbytes].view(entry.dtype.raw).reshape(box.shape)[...] = entry.array[box.slices]
-        at += nbytes

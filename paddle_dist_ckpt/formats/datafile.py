@@ -13,8 +13,11 @@ length, at a known position. The header's own digest is also in `.metadata`.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -26,16 +29,17 @@ from ..core.box import Box
 from ..core.codec import VERSION, TableRecord, check_block_bytes
 from ..core.dtypes import DType
 from ..core.metadata import FileInfo
-from ..core.ports import Bytes1D
+from ..core.shards import IntArray
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 
 __all__ = [
     "DataFileInfo",
-    "Entry",
+    "Entries",
+    "EntryKind",
     "FileLayout",
-    "block_count",
+    "FileTable",
     "entry_name",
     "read_header",
     "read_info",
@@ -51,26 +55,41 @@ _DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
 Hashes = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """One shard to be written.
+@dataclass(frozen=True, slots=True)
+class EntryKind:
+    """What entries that are alike have in common: element type and the shard's shape."""
 
-    Attributes:
-        name: Its name in the file.
-        dtype: Element type.
-        shape: The shard's shape.
-        array: Its data as raw items, of that shape, contiguous or not.
-    """
-
-    name: str
     dtype: DType
     shape: tuple[int, ...]
-    array: npt.NDArray[Any]
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.array.nbytes
+        """Size of such an entry in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """The entries of a data file, in order.
+
+    Attributes:
+        names: Their names in the file.
+        kinds: The different kinds of them.
+        kind: Which kind each is, ``[n]``.
+    """
+
+    names: list[str]
+    kinds: list[EntryKind]
+    kind: IntArray
+
+    @cached_property
+    def sizes(self) -> IntArray:
+        """Size of each in bytes, ``[n]``."""
+        return np.array([kind.nbytes for kind in self.kinds], np.int64)[self.kind]
+
+    def part(self, start: int, stop: int) -> Entries:
+        """A run of them."""
+        return Entries(self.names[start:stop], self.kinds, self.kind[start:stop])
 
 
 class DataFileInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,7 +117,7 @@ class DataFileInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     user_metadata: Any = None
 
 
-class _EntryRecord(msgspec.Struct, frozen=True):
+class _EntryRecord(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -135,9 +154,50 @@ def slice_suffix(box: Box, global_shape: Sequence[int]) -> str:
     return "" if box.shape == tuple(global_shape) else str(box)
 
 
-def block_count(nbytes: int, block_bytes: int) -> int:
-    """How many blocks an entry of that size has."""
-    return -(-nbytes // block_bytes)
+@dataclass(frozen=True, eq=False)
+class FileTable:
+    """The part of a data file's layout that follows from its entries alone, and so can be used for several saves.
+
+    Entries go by item size, largest first, so that every entry is aligned to its items.
+    """
+
+    entries: Entries
+    block_bytes: int
+
+    @cached_property
+    def ends(self) -> IntArray:
+        """Where each entry ends in the data section, ``[n]``."""
+        return np.cumsum(self.entries.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data section."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @cached_property
+    def first_block(self) -> list[int]:
+        """The number of each entry's first block among all of the file, and behind the last the total."""
+        return [0, *np.cumsum(-(-self.entries.sizes // self.block_bytes)).tolist()]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each entry starts in the data section, and behind the last its end."""
+        return [0, *self.ends.tolist()]
+
+    @cached_property
+    def text(self) -> bytes:
+        """The entries in JSON, without the braces around them."""
+        records = {}
+        codes = [(kind.dtype.safetensors, _stored_shape(kind)) for kind in self.entries.kinds]
+        offsets = self.offsets
+        for i, (name, kind) in enumerate(zip(self.entries.names, self.entries.kind.tolist(), strict=True)):
+            code, shape = codes[kind]
+            records[name] = _EntryRecord(code, shape, (offsets[i], offsets[i + 1]))
+        return msgspec.json.encode(records)[1:-1]
+
+
+def _stored_shape(kind: EntryKind) -> tuple[int, ...]:
+    return kind.shape if kind.dtype.view_items == 1 else (*kind.shape, kind.dtype.view_items)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,88 +205,76 @@ class FileLayout:
     """Where everything goes in one data file.
 
     Attributes:
-        entries: What it holds, in order.
-        starts: Where each entry starts in the file.
-        first_block: The number of each entry's first block among all of the file, and behind the last the total.
+        table: What it holds.
         data_start: Where the first entry starts, a multiple of a page.
-        size: The file's size.
-        block_bytes: Bytes of a block.
     """
 
-    entries: Sequence[Entry]
-    starts: list[int]
-    first_block: list[int]
+    table: FileTable
     data_start: int
-    size: int
-    block_bytes: int
     _template: bytes
     _hashes_at: int
 
     @classmethod
-    def of(cls, entries: Sequence[Entry], info: DataFileInfo) -> FileLayout:
+    def of(cls, table: FileTable, info: DataFileInfo) -> FileLayout:
         """Lay out a file.
 
         Args:
-            entries: What it shall hold, by item size, largest first, so that every entry is aligned to its items.
-            info: What its header says beside them.
+            table: What it shall hold.
+            info: What its header says beside the entries.
         """
-        ends = np.cumsum([entry.nbytes for entry in entries], dtype=np.int64).tolist()
-        offsets = [0, *ends][: len(entries)]
-        blocks = np.cumsum([block_count(e.nbytes, info.block_bytes) for e in entries], dtype=np.int64).tolist()
-        hashes = base64.b64encode(bytes(8 * (blocks[-1] if blocks else 0))).decode("ascii")
+        hashes = base64.b64encode(bytes(8 * table.first_block[-1])).decode("ascii")
         metadata = {"xxh3_64": _NO_DIGEST, "hashes": hashes, "info": msgspec.json.encode(info).decode()}
-        header: dict[str, Any] = {"__metadata__": metadata}
-        for entry, start, end in zip(entries, offsets, ends, strict=True):
-            shape = entry.shape if entry.dtype.view_items == 1 else (*entry.shape, entry.dtype.view_items)
-            header[entry.name] = _EntryRecord(entry.dtype.safetensors, shape, (start, end))
-        text = msgspec.json.encode(header)
+        entries = table.text
+        head = msgspec.json.encode({"__metadata__": metadata})
+        text = head[:-1] + (b"," + entries if entries else b"") + b"}"
         data_start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
         if data_start > MAX_HEADER_BYTES:
+            names = table.entries.names
             raise UnsupportedValueError(
-                f"{entries[0].name if entries else 'the values'} and what else goes in one file need a header of "
+                f"{names[0] if names else 'the values'} and what else goes in one file need a header of "
                 f"{data_start} bytes, of which {MAX_HEADER_BYTES} are possible; larger block_bytes make it smaller"
             )
         template = (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)
-        return cls(
-            entries,
-            [data_start + offset for offset in offsets],
-            [0, *blocks],
-            data_start,
-            data_start + (ends[-1] if ends else 0),
-            info.block_bytes,
-            template,
-            _DIGEST_AT + len(_NO_DIGEST) + len('","hashes":"'),
-        )
+        return cls(table, data_start, template, _DIGEST_AT + len(_NO_DIGEST) + len('","hashes":"'))
 
-    def header(self, hashes: Hashes) -> bytes:
+    @property
+    def size(self) -> int:
+        """The file's size."""
+        return self.data_start + self.table.nbytes
+
+    def header(self, hashes: Hashes) -> bytearray:
         """The header with the blocks' digests in it; also the part of the file before the first entry."""
         text = base64.b64encode(hashes.astype("<u8").tobytes())
         at = self._hashes_at
-        header = self._template[:at] + text + self._template[at + len(text) :]
-        return _with_digest(header, header_digest(header))
+        header = bytearray(self._template)
+        header[at : at + len(text)] = text
+        header[_DIGEST_AT : _DIGEST_AT + len(_NO_DIGEST)] = header_digest(header).encode()
+        return header
 
 
-def header_digest(header: bytes) -> str:
+def header_digest(header: bytes | bytearray) -> str:
     """The digest by which a header knows itself, and `.metadata` the file: with zeros in the digest's own place."""
-    return xxhash.xxh3_64_hexdigest(_with_digest(header, _NO_DIGEST))
+    digest, view = xxhash.xxh3_64(), memoryview(header)
+    for part in (view[:_DIGEST_AT], _NO_DIGEST.encode(), view[_DIGEST_AT + len(_NO_DIGEST) :]):
+        digest.update(part)
+    return digest.hexdigest()
 
 
-def _with_digest(header: bytes, digest: str) -> bytes:
-    return header[:_DIGEST_AT] + digest.encode() + header[_DIGEST_AT + len(_NO_DIGEST) :]
-
-
-def split_in_parts(entries: Iterable[Entry], block_bytes: int, limit: int = PART_HEADER_BYTES) -> list[list[Entry]]:
+def split_in_parts(entries: Entries, block_bytes: int, limit: int = PART_HEADER_BYTES) -> list[Entries]:
     """The entries in runs, each of which makes a header of at most about ``limit`` bytes. At least one run."""
-    parts: list[list[Entry]] = [[]]
-    used = 0
-    for entry in entries:
-        cost = 256 + 3 * len(entry.name.encode()) + 60 * len(entry.shape) + 11 * block_count(entry.nbytes, block_bytes)
-        if parts[-1] and used + cost > limit:
-            parts.append([])
+    blocks = -(-entries.sizes // block_bytes)
+    dimensions = np.array([len(kind.shape) for kind in entries.kinds], np.int64)[entries.kind]
+    lengths = np.array([len(name.encode()) for name in entries.names], np.int64)
+    costs = 256 + 3 * lengths + 60 * dimensions + 11 * blocks
+    if int(costs.sum()) <= limit:
+        return [entries]
+    cuts, used = [0], 0
+    for i, cost in enumerate(costs.tolist()):
+        if i > cuts[-1] and used + cost > limit:
+            cuts.append(i)
             used = 0
-        parts[-1].append(entry)
         used += cost
-    return parts
+    return [entries.part(start, stop) for start, stop in itertools.pairwise([*cuts, len(costs)])]
 
 
 def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Hashes, int]:
@@ -274,23 +322,23 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
     return info, np.frombuffer(record.hashes, "<u8"), known, len(header)
 
 
-def _header_bytes(file: ReadableFile, name: str) -> bytes:
+def _header_bytes(file: ReadableFile, name: str) -> bytearray:
     length = np.zeros(8, np.uint8)
     try:
         file.read_into([length], 0)
         size = int.from_bytes(length.tobytes(), "little")
         if not 2 <= size <= min(MAX_HEADER_BYTES, file.size - 8):
             raise CheckpointCorruptedError(f"{name} is not a whole safetensors file: its header has {size} bytes")
-        text: Bytes1D = np.empty(size, np.uint8)
-        file.read_into([text], 8)
+        header = bytearray(8 + size)
+        file.read_into([np.frombuffer(header, np.uint8)], 0)
     except EOFError as error:
         raise CheckpointCorruptedError(f"{name} is cut short: {error}") from error
-    return length.tobytes() + text.tobytes()
+    return header
 
 
-def _parse(header: bytes, name: str) -> _HeaderMetadata:
+def _parse(header: bytearray, name: str) -> _HeaderMetadata:
     try:
-        record = msgspec.json.decode(header[8:], type=_Header).metadata
+        record = msgspec.json.decode(memoryview(header)[8:], type=_Header).metadata
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its header is damaged, or of another format: {error}") from error
     if header_digest(header) != record.xxh3_64:

@@ -34,11 +34,13 @@ class Ranks:
         rank: This process's global rank.
         hub: For control messages.
         transport: For bulk data.
+        memory: Whatever the caller wants to keep with the connection.
     """
 
     rank: int
     hub: ControlHub
     transport: Transport
+    memory: dict[str, Any] = field(default_factory=dict)
 
 
 def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: float) -> Ranks:

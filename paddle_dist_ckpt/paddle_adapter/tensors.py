@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import operator
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import paddle
 
-from ..core.box import Box
+from ..core.box import whole
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
+from ..core.paths import plain_key
 from ..core.shards import Kind
-from ..core.tensors import LocalShard, Reduction, TensorView, is_native_array, view_of_array
+from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from .placement import local_box, mesh_coordinate, reduction_of
 
 __all__ = ["PaddleAdapter"]
 
 
-class _Place(NamedTuple):
-    """Where a local value is in its global tensor, and which addend of it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A geometry, and all attributes of a tensor from which it follows."""
 
-    box: Box
-    reduction: Reduction | None
+    shape: list[int]
+    dtype: Any
+    strides: list[int]
+    local_shape: list[int] | None
+    placements: Any
+    mesh: Any
+    geometry: Geometry
+
+    def is_of(self, value: Any, is_dist: bool) -> bool:
+        """Whether a tensor of this dtype has this geometry. To compare is much faster than to make a geometry."""
+        if value.shape != self.shape or value.strides != self.strides:
+            return False
+        if not is_dist:
+            return self.mesh is None
+        if self.mesh is None or _local_shape(value) != self.local_shape:
+            return False
+        return bool(value.placements == self.placements and value.process_mesh == self.mesh)
 
 
 class PaddleAdapter:
@@ -35,7 +55,9 @@ class PaddleAdapter:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._dtypes: dict[Any, DType] = {}
-        self._last: tuple[tuple[int, ...], Any, Any, _Place | None] | None = None
+        self._known: dict[tuple[Any, ...], list[_Known]] = {}
+        self._last: _Known | None = None
+        self._host_only = not _has_devices()
 
     @property
     def version(self) -> str | None:
@@ -46,46 +68,81 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, paddle.Tensor) or is_native_array(value)
 
-    def view(self, value: Any, key: str) -> TensorView:
+    def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""
         if isinstance(value, np.ndarray):
             return view_of_array(value)
-        dtype, shape = self._dtype(value.dtype, key), tuple(value.shape)
-        if value.is_dist():
-            return self._view_dist(value, key, dtype, shape)
-        if getattr(value, "is_distributed", False):
-            raise UnsupportedValueError(
-                f"{key}: a plain tensor that is marked is_distributed is one rank's part of a larger one, and says not "
-                "which. The layer's sharded_state_dict() says it (but is not supported yet); or use a DistTensor"
-            )
-        shard = LocalShard((0,) * len(shape), _memory(value, dtype, key))
-        return TensorView(Kind.TENSOR, dtype, shape, True, (shard,), value.name)
-
-    def _view_dist(self, value: Any, key: str, dtype: DType, shape: tuple[int, ...]) -> TensorView:
-        place = self._place(value.process_mesh, value.placements, shape, key)
-        if place is None:
-            return TensorView(Kind.TENSOR, dtype, shape, False, (), value.name)
-        array = _memory(value._local_value(), dtype, key)
-        if array.shape != place.box.shape and array.size + place.box.size:
-            raise UnsupportedValueError(
-                f"{key}: its local value has shape {list(array.shape)}, but by its placements it is {place.box} of "
-                f"{list(shape)}; this version of Paddle cuts tensors otherwise than this library knows"
-            )
-        shard = LocalShard(place.box.offset, array)
-        return TensorView(Kind.TENSOR, dtype, shape, False, (shard,), value.name, place.reduction)
-
-    def _place(self, mesh: Any, placements: Any, shape: tuple[int, ...], key: str) -> _Place | None:
-        """Where the local value is, if the mesh holds this rank. Often the same as for the tensor before."""
+        is_dist = value.is_dist()
+        if not is_dist:
+            _check_plain(value, path)
         known = self._last
-        if known is not None and known[0] == shape and known[1] == placements and known[2] == mesh:
-            return known[3]
-        mesh_shape, coordinate = mesh.shape, mesh_coordinate(mesh, self._rank)
-        place = None
-        if coordinate is not None:
-            box = local_box(shape, mesh_shape, coordinate, placements, key)
-            place = _Place(box, reduction_of(mesh_shape, coordinate, placements, key))
-        self._last = (shape, placements, mesh, place)
-        return place
+        if known is not None and known.dtype is value.dtype and known.is_of(value, is_dist):
+            geometry = known.geometry
+        else:
+            geometry = self._geometry(value, is_dist, path)
+        if not geometry.pieces:
+            return TensorView(geometry, (), value, value.name)
+        return TensorView(geometry, (self._address(value, geometry, path),), value, value.name)
+
+    def _geometry(self, value: Any, is_dist: bool, path: str) -> Geometry:
+        """The geometry of a tensor that is not like the one before."""
+        shape, dtype = tuple(value.shape), value.dtype
+        candidates = self._known.setdefault((shape, dtype), [])
+        for known in candidates:
+            if known.is_of(value, is_dist):
+                self._last = known
+                return known.geometry
+        make, key = self._dist_geometry if is_dist else self._plain_geometry, plain_key(path)
+        geometry = make(value, shape, self._dtype(dtype, key), key)
+        local, placements, mesh = None, None, None
+        if is_dist:
+            local, placements, mesh = _local_shape(value), value.placements, value.process_mesh
+        self._last = _Known(value.shape, dtype, value.strides, local, placements, mesh, geometry)
+        candidates.append(self._last)
+        return geometry
+
+    @staticmethod
+    def _plain_geometry(value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
+        return Geometry(Kind.TENSOR, dtype, shape, True, (Piece(whole(shape), _strides(value, dtype)),))
+
+    def _dist_geometry(self, value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
+        mesh, placements = value.process_mesh, value.placements
+        coordinate = mesh_coordinate(mesh, self._rank)
+        if coordinate is None:
+            return Geometry(Kind.TENSOR, dtype, shape, False, ())
+        reduction = reduction_of(mesh.shape, coordinate, placements, key)
+        box = local_box(shape, mesh.shape, coordinate, placements, key)
+        local = value._local_value()
+        found = tuple(local.shape)
+        if found != box.shape and 0 not in (*found, *box.shape):
+            raise UnsupportedValueError(
+                f"{key}: its local value has shape {list(found)}, but by its placements it is {box} of {list(shape)}; "
+                "this version of Paddle cuts tensors otherwise than this library knows"
+            )
+        if 0 in shape:
+            box = whole(shape)
+        pieces = (Piece(box, _strides(local, dtype)),) if box.size or 0 in shape else ()
+        return Geometry(Kind.TENSOR, dtype, shape, False, pieces, reduction)
+
+    def _address(self, value: Any, geometry: Geometry, path: str) -> int:
+        """Where a tensor's local value is.
+
+        Raises:
+            UnsupportedValueError: nowhere, or not in host memory.
+        """
+        if 0 in geometry.shape:
+            return 0
+        if not (self._host_only or value.place.is_cpu_place()):
+            raise UnsupportedValueError(
+                f"{plain_key(path)}: is on {value.place}; only tensors in host memory are supported so far"
+            )
+        try:
+            address = int(value.data_ptr())
+        except (RuntimeError, ValueError):
+            address = 0
+        if not address:
+            raise UnsupportedValueError(f"{plain_key(path)}: the tensor has no memory yet; it was never initialized")
+        return address
 
     def _dtype(self, dtype: Any, key: str) -> DType:
         known = self._dtypes.get(dtype)
@@ -96,6 +153,14 @@ class PaddleAdapter:
                 raise UnsupportedValueError(f"{key}: {error}") from None
         return known
 
+    def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> _Identity | None:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        if not all(isinstance(value, paddle.Tensor) for value in values):
+            return None
+        references = [weakref.ref(value) for value in values]
+        known = list(addresses) if len(addresses) == len(values) else _addresses(values)
+        return _Identity(references, known, _versions(values))
+
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
         if dtype.name.startswith("uint") and dtype.itemsize > 1:  # Paddle's own tensors never have these
@@ -104,37 +169,63 @@ class PaddleAdapter:
         return tensor.cpu() if on_host and not tensor.place.is_cpu_place() else tensor
 
 
-class _Memory:
-    """A tensor's memory as numpy wants to hear of it; keeps the tensor alive as long as an array looks at it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Identity:
+    """Tensors by weak references. What else could change in place changes an address (``set_value``, ``_clear_data``)
+    or a version (``reshape_``, ``cast_``, ``t_``)."""
 
-    __slots__ = ("__array_interface__", "_tensor")
+    references: list[weakref.ref[Any]]
+    addresses: list[int]
+    versions: list[int]
 
-    def __init__(self, tensor: Any, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-        self._tensor = tensor
+    def matches(self, values: Sequence[Any]) -> bool:
+        if len(values) != len(self.references):
+            return False
+        if not all(map(operator.is_, (reference() for reference in self.references), values)):
+            return False
+        return _versions(values) == self.versions and _addresses(values) == self.addresses
 
 
-def _memory(tensor: Any, dtype: DType, key: str) -> npt.NDArray[Any]:
-    """A tensor's memory as an array of raw items.
+def _versions(values: Sequence[Any]) -> list[int]:
+    return [value.inplace_version for value in values]
 
-    Raises:
-        UnsupportedValueError: it is sparse, or not in host memory.
-    """
-    if not tensor.is_dense():
-        raise UnsupportedValueError(f"{key}: sparse tensors cannot be saved or loaded; use to_dense() first")
-    shape = tuple(tensor.shape)
-    if 0 in shape:
-        return np.empty(shape, dtype.raw)
-    if not tensor._is_initialized():
-        raise UnsupportedValueError(f"{key}: the tensor has no memory yet; it was never initialized")
-    if not tensor.place.is_cpu_place():
-        raise UnsupportedValueError(f"{key}: is on {tensor.place}; only tensors in host memory are supported so far")
-    interface: dict[str, Any] = {
-        "version": 3,
-        "typestr": dtype.raw.str,
-        "shape": shape,
-        "data": (tensor.data_ptr(), False),
-    }
-    if not tensor.is_contiguous():
-        interface["strides"] = tuple(stride * dtype.itemsize for stride in tensor.strides)
-    return np.asarray(_Memory(tensor, interface))
+
+def _addresses(values: Sequence[Any]) -> list[int]:
+    try:
+        return [value.data_ptr() for value in values]
+    except RuntimeError:  # of a tensor that has no memory on this rank
+        return [value.data_ptr() if value._is_initialized() else 0 for value in values]
+
+
+def _check_plain(value: Any, path: str) -> None:
+    """Refuse plain tensors that cannot be saved or loaded."""
+    if not value.is_dense():
+        raise UnsupportedValueError(
+            f"{plain_key(path)}: sparse tensors cannot be saved or loaded; use to_dense() first"
+        )
+    if getattr(value, "is_distributed", False):
+        raise UnsupportedValueError(
+            f"{plain_key(path)}: a plain tensor that is marked is_distributed is one rank's part of a larger one, and "
+            "says not which. The layer's sharded_state_dict() says it (but is not supported yet); or use a DistTensor"
+        )
+
+
+def _local_shape(value: Any) -> list[int]:
+    shape: list[int] = value._local_shape if hasattr(value, "_local_shape") else value._local_value().shape
+    return shape
+
+
+def _strides(local: Any, dtype: DType) -> tuple[int, ...] | None:
+    """Bytes from one element to the next, one a dimension, or None for contiguous memory."""
+    if local.is_contiguous() or 0 in local.shape:
+        return None
+    return tuple(stride * dtype.itemsize for stride in local.strides)
+
+
+def _has_devices() -> bool:
+    """Whether this Paddle can have tensors elsewhere than in host memory."""
+    builds = ("is_compiled_with_cuda", "is_compiled_with_rocm", "is_compiled_with_xpu", "is_compiled_with_ipu")
+    if any(getattr(paddle, name)() for name in builds if hasattr(paddle, name)):
+        return True
+    custom = getattr(paddle.device, "get_all_custom_device_type", None)
+    return bool(custom()) if custom is not None else True

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.box import Box
+from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
+from ..core.memory import address_of
 from ..core.shards import Kind
-from ..core.tensors import LocalShard, Reduction, TensorView, is_native_array, view_of_array
+from ..core.tensors import Geometry, Piece, Reduction, TensorView, is_native_array, view_of_array
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
 
@@ -44,6 +45,33 @@ def shard_array(array: npt.NDArray[Any], boxes: Sequence[Box], fill: bool = True
     return ShardedArray(array.shape, DTYPES[array.dtype.name], list(boxes), pieces)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayIdentity:
+    """Implements :class:`..core.tensors.Identity`. Unlike a framework's it keeps the tensors alive."""
+
+    values: tuple[Any, ...]
+    views: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> ArrayIdentity:
+        """The identity of these tensors."""
+        return cls(tuple(values), tuple(map(_outline, values)))
+
+    def matches(self, values: Sequence[Any]) -> bool:
+        """See :class:`..core.tensors.Identity`."""
+        same = len(values) == len(self.values) and all(a is b for a, b in zip(values, self.values, strict=True))
+        return same and self.views == tuple(map(_outline, values))
+
+
+def _outline(value: Any) -> tuple[Any, ...]:
+    """All of a tensor but its content."""
+    arrays = value.pieces if isinstance(value, ShardedArray) else [value]
+    memory = [(address_of(a), a.dtype.str, a.shape, a.strides, a.flags.writeable) for a in arrays]
+    if not isinstance(value, ShardedArray):
+        return tuple(memory)
+    return (*memory, value.shape, value.dtype.name, tuple(value.boxes), value.plain, value.reduction)
+
+
 class NumpyAdapter:
     """Makes :class:`ShardedArray` and numpy arrays accessible to the engine."""
 
@@ -53,15 +81,23 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, ShardedArray) or is_native_array(value)
 
-    def view(self, value: Any, key: str) -> TensorView:
+    def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""
         if not isinstance(value, ShardedArray):
             return view_of_array(value)
-        shards = tuple(
-            LocalShard(box.offset, piece.view(value.dtype.raw))
-            for box, piece in zip(value.boxes, value.pieces, strict=True)
-        )
-        return TensorView(Kind.TENSOR, value.dtype, value.shape, value.plain, shards, None, value.reduction)
+        pieces, addresses = [], []
+        for box, piece in zip(value.boxes, value.pieces, strict=True):
+            if piece.size:
+                pieces.append(Piece(box, None if piece.flags.c_contiguous else piece.strides))
+                addresses.append(address_of(piece))
+        if 0 in value.shape:
+            pieces, addresses = [Piece(whole(value.shape))], [0]
+        geometry = Geometry(Kind.TENSOR, value.dtype, value.shape, value.plain, tuple(pieces), value.reduction)
+        return TensorView(geometry, tuple(addresses), value, None)
+
+    def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> ArrayIdentity | None:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return ArrayIdentity.of(values)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..control import InProcessWorld
@@ -13,6 +13,7 @@ from ..core.reports import LoadReport, SaveReport
 from ..engine.context import Context
 from ..engine.load import load
 from ..engine.save import save
+from ..engine.save_memory import SaveMemory
 from ..options import LoadOptions, SaveOptions
 from ..storage import as_storage
 from .arrays import NumpyAdapter
@@ -30,6 +31,7 @@ class SimulatedRank:
     ranks: tuple[int, ...]
     hub: ControlHub
     transport: Transport
+    memory: SaveMemory = field(default_factory=SaveMemory)
 
     def save(
         self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: SaveOptions | None = None
@@ -37,7 +39,7 @@ class SimulatedRank:
         """Save together with the other ranks."""
         options = options or SaveOptions(timeout=60)
         with self.hub.session("save", options.timeout) as session:
-            context = Context(as_storage(path), session, self.transport, NumpyAdapter())
+            context = Context(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
             return save(state_dict, context, unique_id, options)
 
     def load(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from paddle_dist_ckpt.engine import fileinfo
+from paddle_dist_ckpt.engine.part import FilePart
 from paddle_dist_ckpt.engine.rebuild import rebuild
 from paddle_dist_ckpt.engine.verify import verify_checkpoint
 from paddle_dist_ckpt.errors import (
@@ -129,11 +129,9 @@ def test_a_list_that_is_something_else_too_is_refused_by_a_load(tmp_path: Path, 
 
 def save_claiming(folder: Path, monkeypatch: pytest.MonkeyPatch, **claims: int) -> None:
     """A save without a `.metadata` whose data file says what is not so."""
-    real = fileinfo.data_file_info
+    real = FilePart.info
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "paddle_dist_ckpt.engine.save.data_file_info", lambda *args: msgspec.structs.replace(real(*args), **claims)
-        )
+        patch.setattr(FilePart, "info", lambda *args: msgspec.structs.replace(real(*args), **claims))
         save_alone({"a": np.arange(4.0)}, folder)
     (folder / "0.metadata").unlink()
 

@@ -62,10 +62,8 @@ def test_the_rebuilt_file_is_the_lost_one(job: tuple[int, int, list[Item]]) -> N
 def test_everything_that_it_held_is_recovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = NumpyAdapter.view
 
-    def named(self: NumpyAdapter, value: Any, key: str) -> TensorView:
-        import dataclasses
-
-        return dataclasses.replace(view(self, value, key), name=f"var_{key}" if "w" in key else None)
+    def named(self: NumpyAdapter, value: Any, path: str) -> TensorView:
+        return view(self, value, path)._replace(name=f"var_{path[1:]}" if "w" in path else None)
 
     monkeypatch.setattr(NumpyAdapter, "view", named)
     monkeypatch.setattr(NumpyAdapter, "version", "3.1.4")
@@ -116,7 +114,7 @@ def test_a_missing_file_is_named(tmp_path: Path, gone: int) -> None:
 
 def test_files_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = datafile.split_in_parts
-    monkeypatch.setattr("paddle_dist_ckpt.engine.save.split_in_parts", lambda entries, size: split(entries, size, 2000))
+    monkeypatch.setattr("paddle_dist_ckpt.engine.part.split_in_parts", lambda entries, size: split(entries, size, 2000))
     state = {f"w{i}": make_array((50,), seed=i) for i in range(40)} | {"n": 1}
     save_on([state, {"x": make_array((9,))}], tmp_path)
     count = len(data_files(tmp_path))

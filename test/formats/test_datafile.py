@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.codec import table_to_record
-from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
 from paddle_dist_ckpt.core.metadata import FileInfo
 from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.formats.datafile import (
     DataFileInfo,
-    Entry,
+    Entries,
+    EntryKind,
     FileLayout,
-    block_count,
+    FileTable,
     entry_name,
     header_digest,
     read_header,
@@ -59,6 +61,35 @@ INFO = DataFileInfo(
 )
 
 
+@dataclass(frozen=True)
+class Entry:
+    """An entry with its data."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    array: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return EntryKind(self.dtype, self.shape).nbytes
+
+
+def entries_of(entries: Sequence[Entry]) -> Entries:
+    kinds = list(dict.fromkeys(EntryKind(entry.dtype, entry.shape) for entry in entries))
+    kind = [kinds.index(EntryKind(entry.dtype, entry.shape)) for entry in entries]
+    return Entries([entry.name for entry in entries], kinds, np.array(kind, np.int64))
+
+
+def layout_of(entries: Sequence[Entry], info: DataFileInfo) -> FileLayout:
+    return FileLayout.of(FileTable(entries_of(entries), info.block_bytes), info)
+
+
+def starts_of(layout: FileLayout) -> list[int]:
+    """Where each entry starts in the file."""
+    return [layout.data_start + offset for offset in layout.table.offsets[:-1]]
+
+
 def make_entry(name: str, dtype: str, shape: tuple[int, ...], seed: int = 0) -> Entry:
     known = DTYPES[dtype]
     data = np.random.default_rng([seed, *name.encode()]).integers(
@@ -73,10 +104,10 @@ def by_item_size(entries: Sequence[Entry]) -> list[Entry]:
 
 def write(path: Path, entries: Sequence[Entry], info: DataFileInfo = INFO) -> tuple[FileLayout, np.ndarray]:
     """Write a file in the plainest way; returns its layout and the digests of its blocks."""
-    layout = FileLayout.of(entries, info)
-    hashes = np.zeros(layout.first_block[-1], np.uint64)
+    layout = layout_of(entries, info)
+    hashes = np.zeros(layout.table.first_block[-1], np.uint64)
     content = bytearray(layout.size)
-    for entry, start, block in zip(layout.entries, layout.starts, layout.first_block, strict=False):
+    for entry, start, block in zip(entries, starts_of(layout), layout.table.first_block, strict=False):
         data = entry.array.tobytes()
         content[start : start + len(data)] = data
         for i, at in enumerate(range(0, len(data), info.block_bytes)):
@@ -142,19 +173,23 @@ def test_a_file_of_no_entries_is_a_safetensors_file(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes(most=40, dimensions=3)), max_size=6))
 def test_entries_stand_without_gaps_aligned_to_their_items(drawn: list[tuple[str, tuple[int, ...]]]) -> None:
     entries = by_item_size([Entry(f"e{i}", DTYPES[d], s, np.zeros(0)) for i, (d, s) in enumerate(drawn)])
-    layout = FileLayout.of(entries, INFO)
-    header = layout.header(np.zeros(layout.first_block[-1], np.uint64))
+    layout = layout_of(entries, INFO)
+    header = layout.header(np.zeros(layout.table.first_block[-1], np.uint64))
     assert len(header) % 4096 == 0
-    assert layout.starts == list(itertools.accumulate((e.nbytes for e in entries), initial=len(header)))[: len(entries)]
+    assert (
+        starts_of(layout)
+        == list(itertools.accumulate((e.nbytes for e in entries), initial=len(header)))[: len(entries)]
+    )
     assert layout.size == len(header) + sum(e.nbytes for e in entries)
-    assert all(start % e.dtype.itemsize == 0 for start, e in zip(layout.starts, entries, strict=True))
-    blocks = [block_count(e.nbytes, BLOCK) for e in entries]
-    assert layout.first_block == list(itertools.accumulate(blocks, initial=0))
+    assert all(start % e.dtype.itemsize == 0 for start, e in zip(starts_of(layout), entries, strict=True))
+    blocks = [-(-e.nbytes // BLOCK) for e in entries]
+    assert layout.table.first_block == list(itertools.accumulate(blocks, initial=0))
 
 
 @pytest.mark.parametrize(("nbytes", "blocks"), [(0, 0), (1, 1), (BLOCK, 1), (BLOCK + 1, 2)])
 def test_a_block_starts_anew_with_each_entry(nbytes: int, blocks: int) -> None:
-    assert block_count(nbytes, BLOCK) == blocks
+    table = FileTable(Entries(["a"], [EntryKind(DTYPES["uint8"], (nbytes,))], np.zeros(1, np.int64)), BLOCK)
+    assert table.first_block == [0, blocks]
 
 
 def test_the_digests_stand_where_the_header_says(tmp_path: Path) -> None:
@@ -164,7 +199,7 @@ def test_the_digests_stand_where_the_header_says(tmp_path: Path) -> None:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert set(header["__metadata__"]) == {"xxh3_64", "hashes", "info"}
     digest = header["__metadata__"]["xxh3_64"].encode()
-    start = layout.starts[0]
+    start = starts_of(layout)[0]
     assert digest.decode() == xxhash.xxh3_64_hexdigest(data[:start].replace(digest, b"0" * 16, 1))
     assert digest.decode() == header_digest(data[:start])
     decoded = np.frombuffer(msgspec.convert(header["__metadata__"]["hashes"], bytes), "<u8")
@@ -185,13 +220,13 @@ def test_headers_are_read_back(tmp_path: Path) -> None:
     file = opened(tmp_path / "f")
     found, start = read_header(file, info_of(tmp_path / "f"), 6)
     assert found.tolist() == hashes.tolist()
-    assert start == layout.starts[0]
+    assert start == starts_of(layout)[0]
     info, found, known, start = read_info(file, "f")
     file.close()
     assert info == INFO
     assert found.tolist() == hashes.tolist()
     assert known == info_of(tmp_path / "f")
-    assert start == layout.starts[0]
+    assert start == starts_of(layout)[0]
 
 
 flat_keys = st.one_of(
@@ -227,23 +262,29 @@ def test_names_are_as_documented() -> None:
 @given(st.lists(st.tuples(st.text(max_size=30), st.integers(0, 50 * BLOCK)), max_size=30), st.integers(0, 5000))
 def test_parts_keep_order_and_their_headers_small(drawn: list[tuple[str, int]], limit: int) -> None:
     entries = [Entry(f"{name}{i}", DTYPES["uint8"], (n,), np.zeros(0)) for i, (name, n) in enumerate(drawn)]
-    parts = split_in_parts(iter(entries), BLOCK, limit)
-    assert [entry for part in parts for entry in part] == entries
-    assert parts == [[]] if not entries else all(parts)
+    parts = split_in_parts(entries_of(entries), BLOCK, limit)
+    assert [name for part in parts for name in part.names] == [entry.name for entry in entries]
+    assert [size for part in parts for size in part.sizes] == [entry.nbytes for entry in entries]
+    assert len(parts) == 1 or all(part.names for part in parts)
     fixed = len(msgspec.json.encode(msgspec.json.encode(INFO).decode()))
     for part in parts:
-        layout = FileLayout.of(part, INFO)
-        header = layout.header(np.zeros(layout.first_block[-1], np.uint64)).rstrip(b" ")
-        assert len(part) <= 1 or len(header) <= limit + fixed + 100
+        layout = FileLayout.of(FileTable(part, BLOCK), INFO)
+        header = layout.header(np.zeros(layout.table.first_block[-1], np.uint64)).rstrip(b" ")
+        assert len(part.names) <= 1 or len(header) <= limit + fixed + 100
 
 
 def test_a_rank_that_writes_several_parts(tmp_path: Path) -> None:
     entries = by_item_size([make_entry(f"tensor.{i}", "float32" if i % 2 else "int8", (100, i)) for i in range(40)])
-    parts = split_in_parts(entries, BLOCK, limit=4000)
+    parts = split_in_parts(entries_of(entries), BLOCK, limit=4000)
     assert len(parts) > 3
     found: dict[str, np.ndarray] = {}
+    by_name = {entry.name: entry for entry in entries}
     for i, part in enumerate(parts):
-        write(tmp_path / f"{i}", part, msgspec.structs.replace(INFO, part=i, parts=len(parts)))
+        write(
+            tmp_path / f"{i}",
+            [by_name[name] for name in part.names],
+            msgspec.structs.replace(INFO, part=i, parts=len(parts)),
+        )
         found |= {name: array.view(DTYPES["uint8"].raw) for name, array in read_back(tmp_path / f"{i}").items()}
         file = opened(tmp_path / f"{i}")
         assert read_info(file, f"{i}")[0].part == i

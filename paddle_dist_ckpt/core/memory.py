@@ -1,0 +1,76 @@
+"""Host memory by its address: arrays that look at it, and copies from and to it.
+
+A state_dict may have a hundred thousand tensors. To keep an array object for each would cost more than to copy them, so
+the engine keeps addresses in columns and makes arrays only where it needs one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["address_of", "array_at", "bytes_at", "copy_bytes"]
+
+_SMALL = 64 << 10  # below it, to let other threads run meanwhile costs more than the copy
+
+
+def _memmove(library: ctypes.CDLL) -> Any:
+    function = library.memmove
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+    return function
+
+
+_copy_small = _memmove(ctypes.PyDLL(None))
+_copy_large = _memmove(ctypes.CDLL(None))
+
+
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy from one address to another. Both must be valid for ``nbytes``: nothing here can check it."""
+    if nbytes < _SMALL:
+        _copy_small(target, source, nbytes)
+    else:
+        _copy_large(target, source, nbytes)
+
+
+class _Memory:
+    """Memory as numpy wants to hear of it; keeps its owner alive as long as an array looks at it."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+        self._owner = owner
+
+
+def array_at(
+    address: int, shape: Sequence[int], strides: Sequence[int] | None, raw: np.dtype[np.generic], owner: Any
+) -> npt.NDArray[Any]:
+    """An array that looks at memory.
+
+    Args:
+        address: Where its first element is.
+        shape: Its shape.
+        strides: Bytes from one element to the next, one a dimension; None if it is contiguous.
+        raw: The items' type.
+        owner: What keeps the memory alive; the array will hold on to it.
+    """
+    if 0 in shape:
+        return np.empty(shape, raw)
+    interface: dict[str, Any] = {"version": 3, "typestr": raw.str, "shape": tuple(shape), "data": (address, False)}
+    if strides is not None:
+        interface["strides"] = tuple(strides)
+    return np.asarray(_Memory(owner, interface))
+
+
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory as bytes. It must outlive the array, which keeps nothing alive."""
+    return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where an array's first element is."""
+    return int(array.__array_interface__["data"][0])
