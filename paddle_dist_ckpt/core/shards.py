@@ -30,6 +30,7 @@ __all__ = [
     "LayoutRecord",
     "ShardTable",
     "column_size",
+    "grid_starts",
     "pack_column",
     "unpack_column",
 ]
@@ -129,12 +130,8 @@ class Layout:
 
     def cuts(self) -> list[list[int]] | None:
         """For each dimension where the grid's boxes but the first start; None if the boxes are not a whole grid."""
-        starts = [np.unique(self.offsets[:, d]) for d in range(len(self.shape))]
-        if math.prod(map(len, starts)) != self.count or any(len(s) and s[0] for s in starts):
-            return None
-        grid = Layout.from_cuts(self.shape, [s[1:].tolist() for s in starts])
-        same = np.array_equal(grid.offsets, self.offsets) and np.array_equal(grid.extents, self.extents)
-        return [s[1:].tolist() for s in starts] if same else None
+        starts = grid_starts(self.offsets, self.extents, np.zeros(len(self.shape), np.int64), self.shape)
+        return [s[1:].tolist() for s in starts] if starts is not None else None
 
     @classmethod
     def from_cuts(cls, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:
@@ -203,6 +200,41 @@ class LayoutCollection:
         return self._places[key]
 
 
+def grid_starts(
+    offsets: IntArray, extents: IntArray, low: Sequence[int] | IntArray, high: Sequence[int] | IntArray
+) -> list[IntArray] | None:
+    """For each dimension where the boxes start, if they are a grid over a whole region, in row-major order; or None.
+
+    Takes time in O(boxes).
+
+    Args:
+        offsets: Where each box starts, ``[n, d]``.
+        extents: Its shape, ``[n, d]``.
+        low: Where the region starts, ``[d]``.
+        high: Where it ends, ``[d]``.
+    """
+    count, dimensions = offsets.shape
+    starts: list[IntArray] = []
+    inner = 1
+    for d in range(dimensions - 1, -1, -1):
+        column = offsets[::inner, d]
+        falls = np.flatnonzero(column[1:] <= column[:-1])
+        size = int(falls[0]) + 1 if len(falls) else len(column)
+        starts.insert(0, column[:size])
+        inner *= size
+    if inner != count or count == 0:
+        return None
+    sizes = [len(s) for s in starts]
+    for d, (places, first, stop) in enumerate(zip(starts, low, high, strict=True)):
+        lengths = np.diff(places, append=stop)
+        shape = [-1 if e == d else 1 for e in range(dimensions)]
+        if places[0] != first or not (offsets[:, d].reshape(sizes) == places.reshape(shape)).all():
+            return None
+        if not (extents[:, d].reshape(sizes) == lengths.reshape(shape)).all():
+            return None
+    return starts
+
+
 def _row_major(columns: Sequence[IntArray]) -> IntArray:
     mesh = np.meshgrid(*columns, indexing="ij")
     return np.stack([m.reshape(-1) for m in mesh], axis=1)
@@ -269,10 +301,17 @@ class ShardTable:
         return {path: i for i, path in enumerate(self.paths)}
 
     @cached_property
+    def shard_layout_row(self) -> IntArray:
+        """For each shard the place of its box among the boxes of all layouts, one after the other, ``[shards]``."""
+        counts = np.array([layout.count for layout in self.layouts], np.int64)
+        base = (np.cumsum(counts) - counts)[self.layout_of] - self.first_shard[:-1]
+        return np.repeat(base, np.diff(self.first_shard)) + np.arange(self.first_shard[-1])
+
+    @cached_property
     def shard_bytes(self) -> IntArray:
         """Size of each shard, ``[shards]``."""
-        volumes = [layout.volumes for layout in self.layouts]
-        elements: IntArray = np.concatenate([np.zeros(0, np.int64), *(volumes[i] for i in self.layout_of)])
+        volumes = np.concatenate([np.zeros(0, np.int64), *(layout.volumes for layout in self.layouts)])
+        elements: IntArray = volumes[self.shard_layout_row]
         return elements * self.itemsizes[self.shard_tensor]
 
     @cached_property
@@ -291,21 +330,26 @@ class ShardTable:
         """Item size of each tensor, ``[tensors]``."""
         return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
 
+    def layout_boxes(self, dimensions: int) -> tuple[IntArray, IntArray]:
+        """Offsets and extents of the boxes of all layouts, one after the other, each ``[boxes, dimensions]``.
+
+        They are padded with offset 0 and extent 1.
+        """
+        none = np.zeros((0, dimensions), np.int64)
+        padded = [_padded(layout, dimensions) for layout in self.layouts]
+        return np.concatenate([none, *(p[0] for p in padded)]), np.concatenate([none, *(p[1] for p in padded)])
+
     def box_columns(self, dimensions: int) -> tuple[IntArray, IntArray]:
         """Offsets and extents of every shard, each ``[shards, dimensions]``, padded with offset 0 and extent 1."""
-        padded = [_padded(layout, dimensions) for layout in self.layouts]
-        if not len(self.layout_of):
-            return np.zeros((0, dimensions), np.int64), np.zeros((0, dimensions), np.int64)
-        return (
-            np.concatenate([padded[i][0] for i in self.layout_of]),
-            np.concatenate([padded[i][1] for i in self.layout_of]),
-        )
+        offsets, extents = self.layout_boxes(dimensions)
+        return offsets[self.shard_layout_row], extents[self.shard_layout_row]
 
     @cached_property
     def file_order(self) -> IntArray:
         """The shards by file and, within a file, in the order in which they stand in it, ``[shards]``."""
-        order: IntArray = np.lexsort((-self.itemsizes[self.shard_tensor], self.shard_file)).astype(np.int64)
-        return order
+        largest = 64  # of any item, and more
+        key = self.shard_file * largest + (largest - 1 - self.itemsizes[self.shard_tensor])
+        return np.argsort(key, kind="stable").astype(np.int64)
 
     @cached_property
     def data_offsets(self) -> IntArray:
@@ -320,14 +364,12 @@ class ShardTable:
     def _places(self, sizes: IntArray) -> tuple[IntArray, IntArray]:
         """Where each shard starts in its file if the shards have these sizes, and where each file ends."""
         order = self.file_order
-        files = self.shard_file[order]
-        ends = np.cumsum(sizes[order])
-        totals = np.zeros(int(files.max(initial=-1)) + 1, np.int64)
-        np.add.at(totals, files, sizes[order])
-        before = np.cumsum(totals) - totals
+        files, ordered = self.shard_file[order], sizes[order]
+        ends = np.concatenate([[0], np.cumsum(ordered)])
+        edges = ends[np.searchsorted(files, np.arange(int(files[-1]) + 2 if len(files) else 1))]
         places = np.empty_like(sizes)
-        places[order] = ends - sizes[order] - before[files]
-        return places, totals
+        places[order] = ends[:-1] - edges[files]
+        return places, np.diff(edges)
 
     def select(self, tensors: Sequence[int]) -> tuple[ShardTable, IntArray]:
         """The table of some tensors (ascending), and the shards of this table that it has. Files keep their numbers."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.codec import table_from_record
+from ..core.grouping import group_rows
 from ..core.metadata import FileInfo
 from ..core.paths import plain_key
 from ..core.shards import IntArray, ShardTable, unpack_column
@@ -74,35 +75,27 @@ class Fit:
         low = _padded([box.offset for box in boxes], dimensions, 0)
         extents = _padded([box.shape for box in boxes], dimensions, 1)
         wanted = WantedBoxes(targets.tensor, low[targets.cell], extents[targets.cell])
-        items = self._without_uncovered(plan_load(self._table, wanted))
-        self._wanted, self._shard, self._shape = items.wanted, items.shard, items.shape
-        self._in_target = items.offset - wanted.offset[items.wanted]
-        entry_low, self._entry_shape = self._entry_boxes(items.shard, dimensions)
-        self._in_entry = items.offset - entry_low
+        plan = plan_load(self._table, wanted)
+        kept = self._covered(plan)
+        self._wanted, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
+        self._shape, self._entry_shape = plan.shape, plan.stored_shape
+        self._in_entry = plan.offset - plan.stored_offset
+        # Items that are alike have wanted boxes that are alike; any of them will do.
+        owner = np.zeros(len(plan.shape), np.int64)
+        owner[plan.like] = plan.wanted
+        self._in_target = plan.offset - wanted.offset[owner]
 
-    def _entry_boxes(self, shards: IntArray, dimensions: int) -> tuple[IntArray, IntArray]:
-        """Offset and shape of each of these shards, padded."""
-        table = self._table
-        tensor = table.shard_tensor[shards]
-        layout, row = table.layout_of[tensor], shards - table.first_shard[tensor]
-        first = np.cumsum([0, *(layout.count for layout in table.layouts)])
-        offsets = [_widened(x.offsets, dimensions, 0) for x in table.layouts]
-        extents = [_widened(x.extents, dimensions, 1) for x in table.layouts]
-        none = np.zeros((0, dimensions), np.int64)
-        place = first[layout] + row
-        return np.concatenate([none, *offsets])[place], np.concatenate([none, *extents])[place]
-
-    def _without_uncovered(self, items: ReadItems) -> ReadItems:
-        for row in items.uncovered.tolist():
+    def _covered(self, plan: ReadItems) -> IntArray:
+        """The items of the targets that can be filled; the others become problems."""
+        for row in plan.uncovered.tolist():
             self.problems.append(
                 f"{plain_key(self.targets.path(row))}: the checkpoint does not hold the region "
                 f"{self.targets.box(row)} exactly once"
             )
-        if not len(items.uncovered):
-            return items
-        self.targets.without_shared(items.uncovered)
-        keep = ~np.isin(items.wanted, items.uncovered)
-        return ReadItems(items.wanted[keep], items.shard[keep], items.offset[keep], items.shape[keep], items.uncovered)
+        if not len(plan.uncovered):
+            return np.arange(len(plan.wanted))
+        self.targets.without_shared(plan.uncovered)
+        return np.flatnonzero(~np.isin(plan.wanted, plan.uncovered))
 
     def items(self, staged: bool) -> IntArray:
         """The items whose targets are looked at before they are used, or all the others."""
@@ -115,7 +108,7 @@ class Fit:
 
     def nbytes(self, items: IntArray) -> int:
         """Bytes of these items."""
-        return int((np.prod(self._shape[items], axis=1, dtype=np.int64) * self._itemsize[items]).sum())
+        return int((np.prod(self._shape, axis=1, dtype=np.int64)[self._like[items]] * self._itemsize[items]).sum())
 
     def needed_files(self) -> list[str]:
         """Names of the files that hold some item."""
@@ -123,7 +116,7 @@ class Fit:
 
     def split(self, items: IntArray) -> tuple[IntArray, IntArray]:
         """The items that can be read in batches, and the others: those of large entries, or with a cast."""
-        entry_bytes = np.prod(self._entry_shape[items], axis=1, dtype=np.int64) * self._itemsize[items]
+        entry_bytes = np.prod(self._entry_shape, axis=1, dtype=np.int64)[self._like[items]] * self._itemsize[items]
         stored = self._table.dtype_of[self._table.shard_tensor[self._shard[items]]]
         names = [dtype.name for dtype in self._table.dtype_list]
         wanted = np.array([names.index(g.dtype.name) if g.dtype.name in names else -1 for g, _ in self.targets.cells])
@@ -158,24 +151,23 @@ class Fit:
         """The different kinds of items, and which kind each is."""
         stride = {row: self.targets.strides(row) for row in np.flatnonzero(self.targets.staged).tolist()}
         row = self._wanted[items]
-        cell = self.targets.cell[row] * 2 + self.targets.staged[row]
-        boxes = [self._in_target[items], self._in_entry[items], self._shape[items], self._entry_shape[items]]
-        _, first, kind = np.unique(np.hstack([cell[:, None], *boxes]), axis=0, return_index=True, return_inverse=True)
+        columns = np.column_stack([self.targets.cell[row], self.targets.staged[row], self._like[items]])
+        first, kind = group_rows(columns)
         kinds = []
         for i in items[first].tolist():
             target, box, entry_box = self._boxes(i)
             geometry, piece = self.targets.cells[self.targets.cell[target]]
-            entry_shape = tuple(self._entry_shape[i][: len(box.shape)].tolist())
+            entry_shape = tuple(self._entry_shape[self._like[i]][: len(box.shape)].tolist())
             strides = stride.get(target, piece.strides)
             kinds.append(ItemKind(geometry.dtype, entry_shape, entry_box, piece.box.shape, box, strides))
-        return KindTable(kinds), kind.reshape(-1).astype(np.int64)
+        return KindTable(kinds), kind
 
     def _boxes(self, item: int) -> tuple[int, Box, Box]:
         """An item's target, and its box as counted from the target's corner and from the shard's."""
         row = int(self._wanted[item])
         ndim = len(self.targets.box(row).shape)
-        shape = tuple(self._shape[item][:ndim].tolist())
-        in_target, in_entry = (tuple(column[item][:ndim].tolist()) for column in (self._in_target, self._in_entry))
+        columns = self._shape, self._in_target, self._in_entry
+        shape, in_target, in_entry = (tuple(column[self._like[item]][:ndim].tolist()) for column in columns)
         return row, Box(in_target, shape), Box(in_entry, shape)
 
     def entries(self, items: IntArray, opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
@@ -197,7 +189,7 @@ class Fit:
             file=opened[self._answer.files[self._table.shard_file[shard]].name],
             start=int(self._starts[shard]),
             first_block=int(self._blocks[shard]),
-            shape=tuple(self._entry_shape[item][:ndim].tolist()),
+            shape=tuple(self._entry_shape[self._like[item]][:ndim].tolist()),
             dtype=self._table.dtypes[tensor],
             key=self._key(shard),
         )
@@ -227,7 +219,3 @@ class Fit:
 
 def _padded(rows: Sequence[tuple[int, ...]], dimensions: int, fill: int) -> IntArray:
     return np.array([row + (fill,) * (dimensions - len(row)) for row in rows], np.int64).reshape(-1, dimensions)
-
-
-def _widened(rows: IntArray, dimensions: int, fill: int) -> IntArray:
-    return np.pad(rows, ((0, 0), (0, dimensions - rows.shape[1])), constant_values=fill)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.box import Box
+from ..core.grouping import group_blocks
 from ..core.paths import plain_key
-from ..core.shards import IntArray, LayoutCollection, ShardTable, pack_column
-from ..planning.save_plan import LocalShards, SavePlan, Tensors, plan_save
+from ..core.shards import IntArray, Layout, ShardTable, pack_column
+from ..planning.save_plan import LocalShards, SavePlan, Tensors, box_order, plan_save
 from .global_state import GlobalState, merge_structures
 from .messages import RankPlan, Transfer, encode, pack_signed
 
@@ -63,7 +64,7 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
     state = merge_structures(structures, coordinator)
     shards, state.shards = state.shards, None
     assert shards is not None
-    plan = plan_save(_tensors(state, shards), shards, len(state.ranks), state.coordinator)
+    plan = plan_save(_tensors(state, shards.offset.shape[1]), shards, len(state.ranks), state.coordinator)
     itemsizes = np.array([dtype.itemsize for dtype in state.dtypes], np.int64)
     nbytes = np.prod(plan.shape, axis=1, dtype=np.int64) * itemsizes[plan.tensor]
     bounds = np.searchsorted(plan.rank, np.arange(len(state.ranks) + 1))
@@ -79,8 +80,7 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
     )
 
 
-def _tensors(state: GlobalState, shards: LocalShards) -> Tensors:
-    dimensions = shards.offset.shape[1]
+def _tensors(state: GlobalState, dimensions: int) -> Tensors:
     padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(state.shapes)}
     return Tensors(
         [state.keys[path] for path in state.paths],
@@ -144,14 +144,16 @@ def _transfer(
 
 
 def _table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTable:
-    keys = [plan.offset[:, d] for d in range(plan.offset.shape[1] - 1, -1, -1)]
-    order = np.lexsort([*keys, plan.tensor])
+    """The checkpoint's table; tensors that are cut alike share a layout. Ordered by tensor, then by offset."""
+    order = box_order(_tensors(state, plan.offset.shape[1]), plan.tensor, plan.offset)
     tensor, offset, shape = plan.tensor[order], plan.offset[order], plan.shape[order]
-    bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1)).tolist()
-    collection = LayoutCollection()
-    layout_of = np.zeros(len(state.paths), np.int64)
-    for t, global_shape in enumerate(state.shapes):
-        rows, ndim = slice(bounds[t], bounds[t + 1]), len(global_shape)
-        layout_of[t] = collection.add_arrays(global_shape, offset[rows, :ndim], shape[rows, :ndim])
+    bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1))
+    shapes = {shape: i for i, shape in enumerate(dict.fromkeys(state.shapes))}
+    heads = np.array([shapes[shape] for shape in state.shapes], np.int64).reshape(-1, 1)
+    first, layout_of = group_blocks(bounds, np.hstack([offset, shape]), heads)
+    layouts = []
+    for t in first.tolist():
+        rows, global_shape = slice(int(bounds[t]), int(bounds[t + 1])), state.shapes[t]
+        layouts.append(Layout(global_shape, offset[rows, : len(global_shape)], shape[rows, : len(global_shape)]))
     kinds = np.array(state.kinds, np.int64)
-    return ShardTable(state.paths, state.dtypes, kinds, collection.layouts, layout_of, file[order], state.names)
+    return ShardTable(state.paths, state.dtypes, kinds, layouts, layout_of, file[order], state.names)

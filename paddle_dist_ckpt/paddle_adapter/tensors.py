@@ -187,12 +187,12 @@ class _Identity:
 
 
 def _versions(values: Sequence[Any]) -> list[int]:
-    return [value.inplace_version for value in values]
+    return list(map(paddle.Tensor._inplace_version, values))
 
 
 def _addresses(values: Sequence[Any]) -> list[int]:
     try:
-        return [value.data_ptr() for value in values]
+        return list(map(paddle.Tensor.data_ptr, values))
     except RuntimeError:  # of a tensor that has no memory on this rank
         return [value.data_ptr() if value._is_initialized() else 0 for value in values]
 

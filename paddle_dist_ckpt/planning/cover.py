@@ -8,12 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
-from ..core.shards import IntArray
+from ..core.grouping import group_blocks
+from ..core.shards import IntArray, grid_starts
 
-__all__ = ["covers_exactly", "first_gap"]
+__all__ = ["covers_exactly", "first_gap", "tensors_covered"]
 
 _PRIME = np.uint64(2**31 - 1)
 _ROUNDS = 3
+_MANY = 64  # boxes of one region, from which on it is worth to look whether they are a grid
 _U64 = npt.NDArray[np.uint64]
 
 
@@ -37,6 +39,54 @@ def covers_exactly(
     Returns:
         ``[g]``. A region of no elements is covered by no boxes.
     """
+    bounds = np.searchsorted(groups, np.arange(len(region_low) + 1))
+    grids = [
+        g
+        for g in np.flatnonzero(np.diff(bounds) >= _MANY).tolist()
+        if _is_grid(g, bounds, low, high, region_low, region_high)
+    ]
+    if grids:
+        rest = np.setdiff1d(np.arange(len(region_low)), grids)
+        rows = np.flatnonzero(~np.isin(groups, grids))
+        exact = np.ones(len(region_low), bool)
+        exact[rest] = _measures_agree(
+            np.searchsorted(rest, groups[rows]), low[rows], high[rows], region_low[rest], region_high[rest]
+        )
+        return exact
+    return _measures_agree(groups, low, high, region_low, region_high)
+
+
+def tensors_covered(
+    tensor: IntArray, offset: IntArray, shape: IntArray, global_shape: IntArray
+) -> npt.NDArray[np.bool_]:
+    """For each tensor whether its boxes make it up exactly. Tensors that are cut alike are looked at once.
+
+    Args:
+        tensor: The tensor of each box, ascending, ``[n]``.
+        offset: Where each box starts, ``[n, d]``, ascending within a tensor.
+        shape: Its shape, ``[n, d]``. No box may be empty.
+        global_shape: The tensors' shapes, ``[tensors, d]``.
+    """
+    bounds = np.searchsorted(tensor, np.arange(len(global_shape) + 1))
+    first, alike = group_blocks(bounds, np.hstack([offset, shape]), global_shape)
+    counts = np.diff(bounds)[first]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.repeat(bounds[:-1][first], counts) + within
+    groups, high = np.repeat(np.arange(len(first)), counts), global_shape[first]
+    covered = covers_exactly(groups, offset[rows], (offset + shape)[rows], np.zeros_like(high), high)
+    return covered[alike]
+
+
+def _is_grid(
+    group: int, bounds: IntArray, low: IntArray, high: IntArray, region_low: IntArray, region_high: IntArray
+) -> bool:
+    rows = slice(int(bounds[group]), int(bounds[group + 1]))
+    return grid_starts(low[rows], high[rows] - low[rows], region_low[group], region_high[group]) is not None
+
+
+def _measures_agree(
+    groups: IntArray, low: IntArray, high: IntArray, region_low: IntArray, region_high: IntArray
+) -> npt.NDArray[np.bool_]:
     inside = (low >= region_low[groups]).all(axis=1) & (high <= region_high[groups]).all(axis=1)
     exact: npt.NDArray[np.bool_] = np.bincount(groups[~inside], minlength=len(region_low)) == 0
     for _ in range(_ROUNDS):
@@ -50,8 +100,15 @@ def _measure(low: IntArray, high: IntArray, seeds: _U64) -> _U64:
     product = np.ones(len(low), np.uint64)
     for d, seed in enumerate(seeds):
         span = _random_numbers(high[:, d], seed) + _PRIME - _random_numbers(low[:, d], seed)
-        product = product * (span % _PRIME) % _PRIME
+        product = _reduced(product * _reduced(span))
     return product
+
+
+def _reduced(x: _U64) -> _U64:
+    """``x`` modulo the prime 2**31 - 1, by folding, which is several times faster than division."""
+    x = (x & _PRIME) + (x >> np.uint64(31))
+    x = (x & _PRIME) + (x >> np.uint64(31))
+    return np.where(x >= _PRIME, x - _PRIME, x)
 
 
 def _random_numbers(coordinates: IntArray, seed: np.uint64) -> _U64:
@@ -59,8 +116,7 @@ def _random_numbers(coordinates: IntArray, seed: np.uint64) -> _U64:
     x = coordinates.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    numbers: _U64 = (x ^ (x >> np.uint64(31))) % _PRIME
-    return numbers
+    return _reduced(x ^ (x >> np.uint64(31)))
 
 
 def _group_sums(values: _U64, groups: IntArray, count: int) -> _U64:
@@ -68,8 +124,7 @@ def _group_sums(values: _U64, groups: IntArray, count: int) -> _U64:
     if len(groups):
         starts = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
         sums[groups[starts]] = np.add.reduceat(values, starts)  # each term is below 2**31, so 2**33 of them fit
-    remainders: _U64 = sums % _PRIME
-    return remainders
+    return _reduced(sums)
 
 
 def first_gap(region: Box, boxes: list[Box]) -> Box | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.grouping import group_rows
 from ..core.shards import IntArray, ShardTable
 from .cover import covers_exactly
 from .overlap import overlapping_pairs
@@ -26,56 +27,88 @@ class WantedBoxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadItems:
-    """What to read: a row for each overlap of a wanted box with a stored shard.
+    """What to read: a row for each overlap of a wanted box with a stored shard, by wanted box, then shard.
 
     Attributes:
         wanted: Row of the wanted box.
         shard: The shard's place in the table.
-        offset: Where the overlap starts in the global tensor, ``[n, d]``.
-        shape: Its shape, ``[n, d]``.
+        like: Items with one number have equal boxes in equally shaped wanted boxes and shards, ``[n]``.
+        offset: Where the overlap starts in the global tensor, by ``like``, ``[different, d]``.
+        shape: Its shape, by ``like``.
+        stored_offset: Where the shard starts, by ``like``.
+        stored_shape: The shard's shape, by ``like``.
         uncovered: Rows of wanted boxes of which some element is in no shard, or in several.
     """
 
     wanted: IntArray
     shard: IntArray
+    like: IntArray
     offset: IntArray
     shape: IntArray
+    stored_offset: IntArray
+    stored_shape: IntArray
     uncovered: IntArray
 
 
 def plan_load(table: ShardTable, wanted: WantedBoxes) -> ReadItems:
     """Find the overlaps between the wanted boxes and the table's shards.
 
-    Takes time in O((n + m) log(n + m) + overlaps) for n wanted boxes and m shards of the same tensors.
+    Wanted boxes that are equal, of tensors that are cut alike, are planned once. For n wanted boxes, of which k are
+    different, and m boxes in the different layouts it takes time in O(n + items + (k + m) log(k + m)).
     """
-    dimensions = wanted.offset.shape[1]
-    stored_low, stored_shape = table.box_columns(dimensions)
+    keys = np.column_stack([table.layout_of[wanted.tensor], wanted.offset, wanted.shape])
+    first, alike = group_rows(keys)
+    layout, low, shape = keys[first, 0], wanted.offset[first], wanted.shape[first]
+    high = low + shape
+    counts = np.array([one.count for one in table.layouts], np.int64)
+    base = np.cumsum(counts) - counts
+    stored_low, stored_shape = table.layout_boxes(wanted.offset.shape[1])
     stored_high = stored_low + stored_shape
-    rows, shards = _candidates(table, wanted, stored_low, stored_high)
-    low = np.maximum(wanted.offset[rows], stored_low[shards])
-    high = np.minimum((wanted.offset + wanted.shape)[rows], stored_high[shards])
-    real = (low < high).all(axis=1)
-    rows, shards, low, high = rows[real], shards[real], low[real], high[real]
-    nonempty = (wanted.shape > 0).all(axis=1)
-    exact = covers_exactly(rows, low, high, wanted.offset, wanted.offset + wanted.shape)
-    return ReadItems(rows, shards, low, high - low, np.flatnonzero(nonempty & ~exact))
+    rows, boxes = _candidates(layout, base, counts, low, high, stored_low, stored_high)
+    common_low, common_high = np.maximum(low[rows], stored_low[boxes]), np.minimum(high[rows], stored_high[boxes])
+    real = (common_low < common_high).all(axis=1)
+    rows, boxes, common_low, common_high = rows[real], boxes[real], common_low[real], common_high[real]
+    uncovered = (shape > 0).all(axis=1) & ~covers_exactly(rows, common_low, common_high, low, high)
+    each = np.bincount(rows, minlength=len(first))
+    per_wanted = each[alike]
+    place = np.repeat((np.cumsum(each) - each)[alike], per_wanted) + _within(per_wanted)
+    start = table.first_shard[wanted.tensor] - base[table.layout_of[wanted.tensor]]
+    return ReadItems(
+        wanted=np.repeat(np.arange(len(alike)), per_wanted),
+        shard=boxes[place] + np.repeat(start, per_wanted),
+        like=place,
+        offset=common_low,
+        shape=common_high - common_low,
+        stored_offset=stored_low[boxes],
+        stored_shape=stored_shape[boxes],
+        uncovered=np.flatnonzero(uncovered[alike]),
+    )
+
+
+def _within(counts: IntArray) -> IntArray:
+    """0, 1, ... within each run of that many."""
+    within: IntArray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return within
 
 
 def _candidates(
-    table: ShardTable, wanted: WantedBoxes, stored_low: IntArray, stored_high: IntArray
+    layout: IntArray,
+    base: IntArray,
+    counts: IntArray,
+    low: IntArray,
+    high: IntArray,
+    stored_low: IntArray,
+    stored_high: IntArray,
 ) -> tuple[IntArray, IntArray]:
-    """Pairs of wanted box and shard of one tensor that may overlap, ordered by wanted box, then shard."""
-    first = table.first_shard[wanted.tensor]
-    counts = table.first_shard[wanted.tensor + 1] - first
-    pairs = int(counts.sum())
-    if pairs <= _FEW_PAIRS * (len(wanted.tensor) + len(stored_low)):
-        rows = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(pairs) - np.repeat(np.cumsum(counts) - counts, counts)
-        return rows, first[rows] + within
-    column, stored = wanted.tensor[:, None], table.shard_tensor[:, None]
+    """Pairs of wanted box and box of its layout that may overlap, ordered by wanted box, then the other."""
+    each = counts[layout]
+    pairs = int(each.sum())
+    if pairs <= _FEW_PAIRS * (len(layout) + len(stored_low)):
+        return np.repeat(np.arange(len(each)), each), np.repeat(base[layout], each) + _within(each)
+    column, stored = layout[:, None], np.repeat(np.arange(len(counts)), counts)[:, None]
     return overlapping_pairs(
-        np.hstack([column, wanted.offset]),
-        np.hstack([column + 1, wanted.offset + wanted.shape]),
+        np.hstack([column, low]),
+        np.hstack([column + 1, high]),
         np.hstack([stored, stored_low]),
         np.hstack([stored + 1, stored_high]),
     )

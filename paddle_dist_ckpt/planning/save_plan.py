@@ -9,15 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, subtract, whole
+from ..core.grouping import group_rows
 from ..core.shards import IntArray
 from ..errors import UnsupportedValueError
 from .balance import ReplicaSet, balanced_shares, deal
-from .cover import covers_exactly, first_gap
+from .cover import first_gap, tensors_covered
 from .overlap import overlapping_pairs
 
 Mask = npt.NDArray[np.bool_]
 
-__all__ = ["LocalShards", "SavePlan", "Tensors", "plan_save"]
+__all__ = ["LocalShards", "SavePlan", "Tensors", "box_order", "plan_save"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,12 +102,12 @@ def plan_save(tensors: Tensors, shards: LocalShards, ranks: int, coordinator: in
         UnsupportedValueError: shards that reach outside their tensor or leave a part of it uncovered. Lists them all.
     """
     chosen = _chosen_whole(tensors, shards, coordinator)
-    divided = _Boxes.unique(shards.take(_divisible(tensors, shards)))
+    kept = _divisible(tensors, shards)
+    divided = _Boxes.unique(tensors, shards if len(kept) == len(shards.tensor) else shards.take(kept))
     divided = _without_overlaps(tensors, divided, shards, chosen)
     parts = [_whole_columns(shards, chosen), *_divide(tensors, divided, shards, chosen, ranks)]
     tensor, rank, row, offset, shape = (np.concatenate([p[i] for p in parts]) for i in range(5))
-    keys = [offset[:, d] for d in range(offset.shape[1] - 1, -1, -1)]
-    order = np.lexsort([*keys, tensor, -tensors.itemsize[tensor], rank])
+    order = _file_order(tensors, tensor, rank, offset)
     tensor, rank, row, offset, shape = (column[order] for column in (tensor, rank, row, offset, shape))
     transfers = _reductions(tensors, shards, tensor, rank, row, offset, shape)
     return SavePlan(tensor, rank, row, offset, shape, transfers)
@@ -152,10 +153,8 @@ class _Boxes:
     member_row: IntArray
 
     @classmethod
-    def unique(cls, shards: LocalShards) -> _Boxes:
-        dimensions = shards.offset.shape[1]
-        keys = [column[:, d] for column in (shards.shape, shards.offset) for d in reversed(range(dimensions))]
-        s = shards.take(np.lexsort([shards.rank, *keys, shards.tensor]))
+    def unique(cls, tensors: Tensors, shards: LocalShards) -> _Boxes:
+        s = shards.take(_box_order(tensors, shards))
         same = s.tensor[1:] == s.tensor[:-1]
         for column in (s.offset, s.shape):
             same &= (column[1:] == column[:-1]).all(axis=1)
@@ -175,11 +174,57 @@ class _Boxes:
         )
 
 
+def _places(tensors: Tensors, tensor: IntArray, offset: IntArray) -> IntArray | None:
+    """One number for each (tensor, offset), in the same order; None if some would not be unique, or too large."""
+    sizes = np.prod(tensors.shape, axis=1, dtype=np.float64)
+    outside = (offset < 0).any() or (offset >= np.maximum(tensors.shape, 1)[tensor]).any()
+    if outside or sizes.sum() + len(sizes) >= 2**62:
+        return None
+    shape = np.maximum(tensors.shape, 1)
+    elements = np.prod(shape, axis=1, dtype=np.int64)
+    place = offset[:, 0].copy()
+    for d in range(1, offset.shape[1]):
+        place *= shape[tensor, d]
+        place += offset[:, d]
+    place += (np.cumsum(elements) - elements)[tensor]
+    return place
+
+
+def _box_order(tensors: Tensors, shards: LocalShards) -> IntArray:
+    """The order of shards by tensor, offset, shape, rank."""
+    place = _places(tensors, shards.tensor, shards.offset)
+    if place is not None:
+        by_rank = np.argsort(shards.rank, kind="stable") if (np.diff(shards.rank) < 0).any() else slice(None)
+        order = np.arange(len(place))[by_rank]
+        order = order[np.argsort(place[by_rank], kind="stable")]
+        place = place[order]
+        again = np.flatnonzero(place[1:] == place[:-1])
+        if (shards.shape[order[again]] == shards.shape[order[again + 1]]).all():
+            return order
+    keys = [column[:, d] for column in (shards.shape, shards.offset) for d in reversed(range(shards.offset.shape[1]))]
+    return np.lexsort([shards.rank, *keys, shards.tensor])
+
+
+def box_order(tensors: Tensors, tensor: IntArray, offset: IntArray) -> IntArray:
+    """The order of boxes by tensor, then by offset."""
+    place = _places(tensors, tensor, offset)
+    if place is not None:
+        return np.argsort(place, kind="stable")
+    return np.lexsort([*(offset[:, d] for d in range(offset.shape[1] - 1, -1, -1)), tensor])
+
+
+def _file_order(tensors: Tensors, tensor: IntArray, rank: IntArray, offset: IntArray) -> IntArray:
+    """The order of boxes by rank, item size (largest first), tensor, offset."""
+    order = box_order(tensors, tensor, offset)
+    largest = 64  # of any item, and more
+    group = rank[order] * largest + (largest - 1 - tensors.itemsize[tensor[order]])
+    return order[np.argsort(group, kind="stable")]
+
+
 def _without_overlaps(tensors: Tensors, boxes: _Boxes, shards: LocalShards, chosen: IntArray) -> _Boxes:
     """The boxes, cut where they overlap, after checking that they cover every tensor."""
     count = len(tensors.names)
-    low, high = boxes.offset, boxes.offset + boxes.shape
-    exact = covers_exactly(boxes.tensor, low, high, np.zeros_like(tensors.shape), tensors.shape)
+    exact = tensors_covered(boxes.tensor, boxes.offset, boxes.shape, tensors.shape)
     exact[shards.tensor[chosen]] = True
     if exact.all():
         return boxes
@@ -265,10 +310,12 @@ def _replica_sets(boxes: _Boxes, nbytes: IntArray, holders: IntArray) -> tuple[l
     for count in np.unique(holders[holders > 1]).tolist():
         rows = np.flatnonzero(holders == count)
         members = boxes.member_rank[boxes.first[boxes.source[rows]][:, None] + np.arange(count)]
-        different, which = np.unique(members, axis=0, return_inverse=True)
-        for i, ranks in enumerate(different):
-            mine = rows[which.reshape(-1) == i]
-            sets.append(ReplicaSet(ranks, int(nbytes[mine].sum())))
+        first, which = group_rows(members)
+        order = np.argsort(which, kind="stable")
+        bounds = np.searchsorted(which[order], np.arange(len(first) + 1)).tolist()
+        for i in np.lexsort(members[first].T[::-1]).tolist():
+            mine = rows[order[bounds[i] : bounds[i + 1]]]
+            sets.append(ReplicaSet(members[first[i]], int(nbytes[mine].sum())))
             rows_of.append(mine)
     return sets, rows_of
 

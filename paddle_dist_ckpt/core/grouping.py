@@ -1,0 +1,75 @@
+"""Finding equal rows among many, exactly and without sorting rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .shards import IntArray
+
+__all__ = ["group_blocks", "group_rows"]
+
+_U64 = npt.NDArray[np.uint64]
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def group_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Which rows of a matrix are equal.
+
+    Rows are told apart by a 64-bit hash, and then compared with the one that stands for their group; should different
+    rows ever have one hash, they are sorted instead. Time is O(n log n) in rows, with small constants.
+
+    Args:
+        rows: ``[n, k]``.
+
+    Returns:
+        The first row of each group, in the order in which they stand (``[groups]``); and the group of each row
+        (``[n]``).
+    """
+    _, first, group = np.unique(_row_hashes(rows), return_index=True, return_inverse=True)
+    group = group.reshape(-1)
+    if not (rows[first][group] == rows).all():
+        _, first, group = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        group = group.reshape(-1)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return first[order].astype(np.int64), rank[group].astype(np.int64)
+
+
+def group_blocks(starts: IntArray, rows: IntArray, heads: IntArray) -> tuple[IntArray, IntArray]:
+    """Which runs of rows are equal, row by row.
+
+    Args:
+        starts: Where each run begins in ``rows``, and behind the last the end, ``[runs + 1]``.
+        rows: ``[n, k]``.
+        heads: What else must be equal of a run, ``[runs, h]``.
+
+    Returns:
+        The first run of each group, and the group of each run, as :func:`group_rows` has them.
+    """
+    counts = np.diff(starts)
+    within = np.arange(len(rows)) - np.repeat(starts[:-1], counts)
+    sums = np.zeros(len(rows) + 1, np.uint64)
+    np.cumsum(_mixed(_row_hashes(rows) + _mixed(within.astype(np.uint64))), out=sums[1:])
+    keys = np.column_stack([heads, counts, (sums[starts[1:]] - sums[starts[:-1]]).view(np.int64)])
+    first, group = group_rows(keys)
+    same = np.repeat(starts[:-1][first][group], counts) + within
+    if len(rows) and not (rows[same] == rows).all():  # different runs of one hash
+        return np.arange(len(counts)), np.arange(len(counts))
+    return first, group
+
+
+def _row_hashes(rows: IntArray) -> _U64:
+    hashes = np.zeros(len(rows), np.uint64)
+    for column in range(rows.shape[1]):
+        hashes = _mixed(hashes + rows[:, column].astype(np.uint64))
+    return hashes
+
+
+def _mixed(x: _U64) -> _U64:
+    """The finalizer of splitmix64."""
+    x = x + np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
