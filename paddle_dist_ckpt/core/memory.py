@@ -7,14 +7,17 @@ the engine keeps addresses in columns and makes arrays only where it needs one.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["address_of", "array_at", "bytes_at", "copy_bytes"]
+__all__ = ["address_of", "array_at", "bytes_at", "copy_bytes", "fresh_pages"]
 
+_HUGE_PAGE = 2 << 20
 _SMALL = 64 << 10  # below it, to let other threads run meanwhile costs more than the copy
 
 
@@ -74,3 +77,14 @@ def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
 def address_of(array: npt.NDArray[Any]) -> int:
     """Where an array's first element is."""
     return int(array.__array_interface__["data"][0])
+
+
+def fresh_pages(size: int) -> npt.NDArray[np.uint8]:
+    """Fresh pages, huge ones if the size is worth it: the first copy into small ones costs three times as much."""
+    if size < _HUGE_PAGE:
+        return np.frombuffer(mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    memory = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

@@ -143,7 +143,7 @@ def _read_run(batch: Batch, first: int, last: int, buffers: Buffers, progress: C
     size = int(starts[-1]) + int(batch.kinds.entry_bytes[kind[-1]]) - low
     with buffers.borrow(size) as buffer:
         try:
-            batch.file.file.read_into([buffer], batch.file.data_start + low)
+            batch.file.file.read_into([buffer], batch.file.data_start + low, batch.file.once)
         except EOFError as error:
             raise CheckpointCorruptedError(f"{batch.names(first)}: {error}") from error
         _verify(batch, first, starts - low, batch.kinds.entry_bytes[kind], buffer)

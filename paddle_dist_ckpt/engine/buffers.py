@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import queue
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-import numpy as np
-
+from ..core.memory import fresh_pages
 from ..core.ports import Bytes1D
 
 __all__ = ["Buffers"]
-
-_HUGE_PAGE = 2 << 20
 
 
 class Buffers:
@@ -34,18 +30,7 @@ class Buffers:
         buffer = self._free.get()
         try:
             if buffer is None or len(buffer) < size:
-                buffer = _pages(size)
+                buffer = fresh_pages(size)
             yield buffer[:size]
         finally:
             self._free.put(buffer)
-
-
-def _pages(size: int) -> Bytes1D:
-    """Fresh pages, huge ones if the size is worth it: the first copy into small ones costs three times as much."""
-    if size < _HUGE_PAGE:
-        return np.frombuffer(mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-    memory = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..core.box import Box
+from ..core.box import Box, flat_range
 from ..core.codec import table_from_record
 from ..core.grouping import group_rows
 from ..core.metadata import FileInfo
@@ -110,9 +110,19 @@ class Fit:
         """Bytes of these items."""
         return int((np.prod(self._shape, axis=1, dtype=np.int64)[self._like[items]] * self._itemsize[items]).sum())
 
-    def needed_files(self) -> list[str]:
-        """Names of the files that hold some item."""
-        return sorted(self._answer.files[i].name for i in np.unique(self._table.shard_file[self._shard]).tolist())
+    def file_bytes(self) -> dict[str, int]:
+        """How many bytes this rank would read of each file that holds some item.
+
+        An estimate: all of an entry for an item that is not contiguous in it.
+        """
+        shapes = zip(self._in_entry.tolist(), self._shape.tolist(), self._entry_shape.tolist(), strict=True)
+        contiguous = [flat_range(Box(tuple(offset), tuple(n)), entry) is not None for offset, n, entry in shapes]
+        columns = np.prod(self._shape, axis=1, dtype=np.int64), np.prod(self._entry_shape, axis=1, dtype=np.int64)
+        elements = np.where(np.array(contiguous, bool), *columns)
+        file = self._table.shard_file[self._shard]
+        nbytes = np.zeros(len(self._answer.files), np.int64)
+        np.add.at(nbytes, file, elements[self._like] * self._itemsize)
+        return {self._answer.files[i].name: int(nbytes[i]) for i in np.unique(file).tolist()}
 
     def split(self, items: IntArray) -> tuple[IntArray, IntArray]:
         """The items that can be read in batches, and the others: those of large entries, or with a cast."""

@@ -13,6 +13,7 @@ If files are gone because a save has replaced the checkpoint meanwhile, the load
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import errno
 import logging
 import time
@@ -124,6 +125,9 @@ class _Loading:
             decision = decode(decided, Decision)
         if decision.restart:
             return None
+        for name in decision.shared:
+            if name in self._opened:
+                self._opened[name] = dataclasses.replace(self._opened[name], once=False)
         if decision.exchange:
             with self._timed("open"):
                 order = self._agree_on_exchange(decision, coordinator, files)
@@ -155,7 +159,7 @@ class _Loading:
     def _plan(self, files: ExitStack) -> bytes:
         assert self._wishes is not None
         self._fit = fit = Fit(self._answer, self._wishes, self._options.cast)
-        needed = fit.needed_files()
+        needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if self._options.exchange != "always" or len(self._session.ranks) == 1:
             unreachable = self._open(files, {name: fit.files[name] for name in needed})

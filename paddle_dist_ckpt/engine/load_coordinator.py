@@ -39,6 +39,7 @@ from .messages import (
 __all__ = ["LoadCoordinator", "check_sizes", "read_checkpoint"]
 
 _RESTARTS = 3
+_SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
 _MOST_HINTS = 20  # each costs a comparison with every key
 _ADVICE = "rebuild_metadata can make a damaged .metadata again; to load another checkpoint, give its unique_id"
 
@@ -140,7 +141,7 @@ class LoadCoordinator:
             )
         staged = any(n.staged for n in needs.values())
         if not self._exchange_wanted(needs, bool(missing)):
-            return dict.fromkeys(messages, encode(Decision(staged=staged)))
+            return dict.fromkeys(messages, encode(Decision(staged=staged, shared=self._shared_files(needs))))
         assert self._metadata is not None
         wanted = {name for n in needs.values() for name in n.files}
         _, counts = self._metadata.table.blocks(self._metadata.block_bytes, len(self._metadata.files))
@@ -148,6 +149,17 @@ class LoadCoordinator:
         files, block_counts = [self._metadata.files[i] for i in chosen], counts[chosen].tolist()
         probing = {group[0] for group in self._folder_groups()}
         return {rank: encode(Decision(False, True, staged, files, block_counts, rank in probing)) for rank in messages}
+
+    def _shared_files(self, needs: Mapping[int, Needs]) -> list[str]:
+        """The files of which the ranks of some host read more than there is, and so partly the same."""
+        assert self._metadata is not None
+        sizes = {info.name: info.size for info in self._metadata.files}
+        wanted: Counter[tuple[str, str]] = Counter()
+        for rank, need in needs.items():
+            folder = self._requests[rank].folder
+            for name, nbytes in need.files.items():
+                wanted[folder.host if folder is not None else "", name] += nbytes
+        return sorted({name for (_, name), nbytes in wanted.items() if nbytes > sizes[name] * _SHARED})
 
     def _folder_groups(self) -> list[list[int]]:
         """The ranks that see each folder, ascending. A rank without a folder reaches nothing, so it is in none."""

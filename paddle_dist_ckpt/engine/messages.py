@@ -208,10 +208,11 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Needs(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank found when it planned: problems, the files that it needs, and why it cannot read some of them."""
+    """What a rank found when it planned: problems, the files that it needs and how many bytes of each it would read,
+    and why it cannot read some of them."""
 
     problems: list[str]
-    files: list[str]
+    files: dict[str, int]
     unreachable: dict[str, str]
     staged: bool
 
@@ -219,7 +220,8 @@ class Needs(msgspec.Struct, frozen=True, array_like=True):
 class Decision(msgspec.Struct, frozen=True, array_like=True):
     """How the load goes on: ``restart``, or with an exchange of these files or without, staged pass first or not.
 
-    ``probe`` tells a rank to find out which of the files its folder has.
+    ``probe`` tells a rank to find out which of the files its folder has. ``shared`` are files of which ranks of one
+    host read the same data.
     """
 
     restart: bool = False
@@ -228,6 +230,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     files: list[FileInfo] = []
     block_counts: list[int] = []
     probe: bool = False
+    shared: list[str] = []
 
 
 class ShardNeed(msgspec.Struct, frozen=True, array_like=True):

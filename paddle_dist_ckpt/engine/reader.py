@@ -42,12 +42,14 @@ class OpenFile:
         file: To read from.
         data_start: Where the data section starts.
         hashes: Digest of each block.
+        once: Whether no other rank of this host wants much of the same data.
     """
 
     name: str
     file: ReadableFile
     data_start: int
     hashes: Hashes
+    once: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +209,7 @@ class _Reading:
 
 def _read_into(entry: StoredEntry, buffers: Sequence[Bytes1D], place: int) -> None:
     try:
-        entry.file.file.read_into(buffers, place)
+        entry.file.file.read_into(buffers, place, entry.file.once)
     except EOFError as error:
         raise CheckpointCorruptedError(f"{entry.key}: {error}") from error
 

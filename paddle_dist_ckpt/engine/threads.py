@@ -14,7 +14,7 @@ _MOST_THREADS = 4
 def io_threads(ranks_on_host: int) -> int:
     """How many threads a rank should use for I/O and hashing: its part of the host's cores, from 1 to 4."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_THREADS, cores // max(1, ranks_on_host)))
+    return max(2, min(_MOST_THREADS, cores // max(1, ranks_on_host)))
 
 
 def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from .overlap import overlapping_pairs
 
 __all__ = ["ReadItems", "WantedBoxes", "plan_load"]
 
+_MANY = 64  # boxes of a layout, from which on it is worth to look whether they are a grid
 _FEW_PAIRS = 4  # per wanted box and stored shard: compare them all rather than search
 
 
@@ -64,11 +66,14 @@ def plan_load(table: ShardTable, wanted: WantedBoxes) -> ReadItems:
     base = np.cumsum(counts) - counts
     stored_low, stored_shape = table.layout_boxes(wanted.offset.shape[1])
     stored_high = stored_low + stored_shape
-    rows, boxes = _candidates(layout, base, counts, low, high, stored_low, stored_high)
+    rows, boxes, in_grid = _candidates(table, layout, base, counts, low, high, stored_low, stored_high)
     common_low, common_high = np.maximum(low[rows], stored_low[boxes]), np.minimum(high[rows], stored_high[boxes])
     real = (common_low < common_high).all(axis=1)
     rows, boxes, common_low, common_high = rows[real], boxes[real], common_low[real], common_high[real]
-    uncovered = (shape > 0).all(axis=1) & ~covers_exactly(rows, common_low, common_high, low, high)
+    uncovered = np.asarray((shape > 0).all(axis=1))
+    uncovered[in_grid] = False
+    if uncovered.any():
+        uncovered &= ~covers_exactly(rows, common_low, common_high, low, high)
     each = np.bincount(rows, minlength=len(first))
     per_wanted = each[alike]
     place = np.repeat((np.cumsum(each) - each)[alike], per_wanted) + _within(per_wanted)
@@ -92,6 +97,53 @@ def _within(counts: IntArray) -> IntArray:
 
 
 def _candidates(
+    table: ShardTable,
+    layout: IntArray,
+    base: IntArray,
+    counts: IntArray,
+    low: IntArray,
+    high: IntArray,
+    stored_low: IntArray,
+    stored_high: IntArray,
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Pairs of wanted box and box of its layout that may overlap, ordered by wanted box, then the other.
+
+    Also which wanted boxes lie in a layout that is a whole grid, and so are covered exactly.
+    """
+    parts, in_grid = [], []
+    for number in np.flatnonzero(counts >= _MANY).tolist():
+        wanted = np.flatnonzero(layout == number)
+        one = table.layouts[number]
+        cuts = one.cuts() if len(wanted) else None
+        if cuts is not None:
+            parts += [(w, base[number] + _in_grid(cuts, one.shape, low[w], high[w])) for w in wanted.tolist()]
+            in_grid += [w for w in wanted.tolist() if _is_inside(one.shape, low[w], high[w])]
+    done = [w for w, _ in parts]
+    rest = np.setdiff1d(np.arange(len(layout)), done)
+    rows, boxes = _pairs(layout[rest], base, counts, low[rest], high[rest], stored_low, stored_high)
+    rows = np.concatenate([rest[rows], *(np.full(len(found), w) for w, found in parts)])
+    boxes = np.concatenate([boxes, *(found for _, found in parts)])
+    order = np.argsort(rows, kind="stable") if parts else slice(None)
+    return rows[order], boxes[order], np.array(in_grid, np.int64)
+
+
+def _is_inside(shape: Sequence[int], low: IntArray, high: IntArray) -> bool:
+    ndim = len(shape)
+    return bool((low[:ndim] >= 0).all() and (high[:ndim] <= shape).all() and (low < high).all())
+
+
+def _in_grid(cuts: Sequence[Sequence[int]], shape: Sequence[int], low: IntArray, high: IntArray) -> IntArray:
+    """The boxes of a grid that a box reaches into, ascending."""
+    found = np.zeros(1, np.int64)
+    for d, places in enumerate(cuts):
+        starts = np.array([0, *places], np.int64)
+        first = max(0, int(np.searchsorted(starts, low[d], side="right")) - 1)
+        stop = int(np.searchsorted(starts, high[d], side="left"))
+        found = (found[:, None] * len(starts) + np.arange(first, stop)).reshape(-1)
+    return found
+
+
+def _pairs(
     layout: IntArray,
     base: IntArray,
     counts: IntArray,
@@ -100,7 +152,7 @@ def _candidates(
     stored_low: IntArray,
     stored_high: IntArray,
 ) -> tuple[IntArray, IntArray]:
-    """Pairs of wanted box and box of its layout that may overlap, ordered by wanted box, then the other."""
+    """The same for layouts of any kind: all pairs if they are few, else by search."""
     each = counts[layout]
     pairs = int(each.sum())
     if pairs <= _FEW_PAIRS * (len(layout) + len(stored_low)):

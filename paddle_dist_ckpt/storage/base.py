@@ -38,8 +38,18 @@ class ReadableFile(Protocol):
     @property
     def size(self) -> int: ...
 
-    def read_into(self, buffers: Sequence[Bytes1D], offset: int) -> None:
-        """Fill the buffers, one behind the other, from ``offset``. Raises EOFError if the file ends before."""
+    def read_into(self, buffers: Sequence[Bytes1D], offset: int, once: bool = False) -> None:
+        """Fill the buffers, one behind the other, from ``offset``.
+
+        Args:
+            buffers: What to fill.
+            offset: Where to start.
+            once: A hint that nobody on this host is about to read the same bytes too, so that a cache has no use for
+                what it does not hold already.
+
+        Raises:
+            EOFError: the file ends before.
+        """
         ...
 
     def close(self) -> None: ...

@@ -6,7 +6,9 @@ import errno
 import functools
 import logging
 import os
+import queue
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,12 +16,13 @@ import numpy as np
 
 from ..core.ports import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
-from .direct import ALIGNMENT, open_direct
+from .direct import ALIGNMENT, DirectReader, is_cached, open_direct
 
 __all__ = ["LocalStorage", "as_storage"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
+_LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -46,6 +49,7 @@ class LocalStorage:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(path)))
+        self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of readers past the cache
 
     @property
     def location(self) -> str:
@@ -79,7 +83,7 @@ class LocalStorage:
         return _LocalWritable(self._root / name)
 
     def open(self, name: str) -> ReadableFile:
-        return _LocalReadable(self._root / name)
+        return _LocalReadable(self._root / name, self._buffers)
 
     def size(self, name: str) -> int:
         return (self._root / name).stat().st_size
@@ -190,7 +194,7 @@ class _LocalWritable:
         self._path = path
         self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            self._direct = open_direct(path)
+            self._direct = open_direct(path, os.O_WRONLY)
         except BaseException:
             os.close(self._cached)
             raise
@@ -232,19 +236,29 @@ class _LocalWritable:
 
 
 class _LocalReadable:
-    def __init__(self, path: Path) -> None:
+    """A file that is read through the page cache, or past it where the cache does not hold what is wanted."""
+
+    def __init__(self, path: Path, buffers: queue.SimpleQueue[Bytes1D]) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._path = path
+        self._path, self._buffers = path, buffers
         self._size = os.fstat(self._descriptor).st_size
+        self._lock = threading.Lock()
+        self._direct: DirectReader | None = None
+        self._may_be_direct = True
 
     @property
     def size(self) -> int:
         return self._size
 
-    def read_into(self, buffers: Sequence[Bytes1D], offset: int) -> None:
+    def read_into(self, buffers: Sequence[Bytes1D], offset: int, once: bool = False) -> None:
         views = [buffer.data for buffer in buffers if len(buffer)]
+        nbytes = sum(map(len, views))
+        past_cache = once and nbytes >= _LEAST_DIRECT and not is_cached(self._descriptor, offset, nbytes)
+        reader = self._direct_reader() if past_cache else None
         while views:
-            got = os.preadv(self._descriptor, views[:_MOST_BUFFERS], offset)
+            got = reader.read(views, offset) if reader is not None and len(views[0]) >= _LEAST_DIRECT else 0
+            if got == 0:
+                got = os.preadv(self._descriptor, views[:1] if reader is not None else views[:_MOST_BUFFERS], offset)
             if got <= 0:
                 raise EOFError(f"{self._path} ends at byte {offset}")
             offset += got
@@ -253,5 +267,18 @@ class _LocalReadable:
             if got:
                 views[0] = views[0][got:]
 
+    def _direct_reader(self) -> DirectReader | None:
+        with self._lock:
+            if self._direct is None and self._may_be_direct:
+                try:  # the very file that is open, whatever its name means by now
+                    descriptor = open_direct(Path(f"/proc/self/fd/{self._descriptor}"), os.O_RDONLY)
+                except OSError:  # no /proc, or too many open files: the descriptor that there is will do
+                    descriptor = None
+                self._may_be_direct = descriptor is not None
+                self._direct = DirectReader(descriptor, self._buffers) if descriptor is not None else None
+            return self._direct
+
     def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
         os.close(self._descriptor)

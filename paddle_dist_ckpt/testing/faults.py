@@ -120,9 +120,9 @@ class _FaultyReadable:
     def size(self) -> int:
         return self._inner.size
 
-    def read_into(self, buffers: Sequence[Bytes1D], offset: int) -> None:
+    def read_into(self, buffers: Sequence[Bytes1D], offset: int, once: bool = False) -> None:
         self._hook("read_into", self._name)
-        self._inner.read_into(buffers, offset)
+        self._inner.read_into(buffers, offset, once)
 
     def close(self) -> None:
         self._inner.close()

@@ -341,9 +341,9 @@ class _CountingReadable:
         self.size = inner.size
         self.close = inner.close
 
-    def read_into(self, buffers: Sequence[Any], offset: int) -> None:
+    def read_into(self, buffers: Sequence[Any], offset: int, once: bool = False) -> None:
         self._log.append((self._name, offset, offset + sum(len(buffer) for buffer in buffers)))
-        self._inner.read_into(buffers, offset)
+        self._inner.read_into(buffers, offset, once)
 
 
 def data_reads(folder: Path, log: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

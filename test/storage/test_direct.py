@@ -94,7 +94,7 @@ def test_a_disk_that_stops_taking_direct_writes(
 def _has_direct(folder: Path) -> bool:
     probe = folder / "probe"
     probe.touch()
-    descriptor = direct.open_direct(probe)
+    descriptor = direct.open_direct(probe, os.O_WRONLY)
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is not None
@@ -115,7 +115,7 @@ def test_other_filesystems_are_written_through_the_cache(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(direct, "_filesystem", lambda device: kind)
-    assert direct.open_direct(tmp_path / "file") is None
+    assert direct.open_direct(tmp_path / "file", os.O_WRONLY) is None
 
 
 def test_the_type_of_a_filesystem_is_found() -> None:
