@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.dtypes import DTYPES
+from ..core.memory import fresh_pages
 from ..core.ports import Bytes1D, Transport
 from .messages import Incoming, Round, UnitRead
 from .reader import Consumer, OpenFile, StoredEntry, read_entries
@@ -19,6 +20,8 @@ __all__ = ["Exchange"]
 
 Array = npt.NDArray[Any]
 _ALL = -1
+_Address = tuple[int, int]
+"""A message: the position it goes to, or all of them, and which of several."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class Exchange:
     progress: Callable[[int], None]
     failure: Exception | None = None
     received: int = field(default=0)
+    _buffers: dict[object, Bytes1D] = field(default_factory=dict)
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Run all rounds."""
@@ -56,22 +60,32 @@ class Exchange:
             self._broadcast(one.broadcasts, outgoing)
             self._scatter(one, outgoing)
 
-    def _read(self, units: Sequence[UnitRead]) -> dict[int, Bytes1D]:
-        """Read this round's units; returns for each destination the bytes that go there."""
-        outgoing = {dest: np.empty(size, np.uint8) for dest, size in self._outgoing_sizes(units).items()}
-        at = dict.fromkeys(outgoing, 0)
+    def _read(self, units: Sequence[UnitRead]) -> dict[_Address, Bytes1D]:
+        """Read this round's units; returns the messages with the bytes to be sent."""
+        sizes = self._outgoing_sizes(units)
+        outgoing: dict[_Address, Bytes1D] = {}
+        at: dict[_Address, int] = {}
         entries: dict[tuple[str, int], tuple[StoredEntry, list[Consumer]]] = {}
         for unit in units:
             entry, consumers = entries.setdefault((unit.file, unit.start), (self._entry(unit), []))
             for piece in unit.pieces:
-                box = Box(*piece.box)
-                if piece.destination != self.place and piece.destination != _ALL:
-                    consumers.append(self._packed(entry, box, outgoing, at, piece.destination))
+                box, address = Box(*piece.box), (piece.destination, piece.message)
+                mine = (
+                    self.consumer(piece.row, box)
+                    if piece.row >= 0 and piece.destination in (_ALL, self.place)
+                    else None
+                )
+                if mine is not None:
+                    consumers.append(mine)
+                if piece.destination == self.place:
                     continue
-                if piece.destination == _ALL:
-                    consumers.append(self._packed(entry, box, outgoing, at, _ALL))
-                if piece.row >= 0:
-                    consumers.append(self.consumer(piece.row, box))
+                memory = _whole_memory(mine) if piece.message else None
+                if memory is not None:
+                    outgoing[address] = memory
+                    continue
+                if address not in outgoing:
+                    outgoing[address] = self._buffer(address, sizes[address])
+                consumers.append(self._packed(entry, box, outgoing, at, address))
         try:
             if self.failure is None:
                 # A gap may be what another rank reads.
@@ -80,13 +94,21 @@ class Exchange:
             self.failure = error
         return outgoing
 
-    def _outgoing_sizes(self, units: Sequence[UnitRead]) -> dict[int, int]:
-        sizes: dict[int, int] = {}
+    def _buffer(self, address: object, size: int) -> Bytes1D:
+        """Memory for a message, its content arbitrary; the same for every round, since fresh pages are slow."""
+        buffer = self._buffers.get(address)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[address] = fresh_pages(size)
+        return buffer[:size]
+
+    def _outgoing_sizes(self, units: Sequence[UnitRead]) -> dict[_Address, int]:
+        sizes: dict[_Address, int] = {}
         for unit in units:
             for piece in unit.pieces:
                 if piece.destination != self.place:
                     nbytes = Box(*piece.box).size * DTYPES[unit.dtype].itemsize
-                    sizes[piece.destination] = sizes.get(piece.destination, 0) + nbytes
+                    address = (piece.destination, piece.message)
+                    sizes[address] = sizes.get(address, 0) + nbytes
         return sizes
 
     def _entry(self, unit: UnitRead) -> StoredEntry:
@@ -95,31 +117,41 @@ class Exchange:
 
     @staticmethod
     def _packed(
-        entry: StoredEntry, box: Box, outgoing: Mapping[int, Bytes1D], at: dict[int, int], destination: int
+        entry: StoredEntry, box: Box, outgoing: Mapping[_Address, Bytes1D], at: dict[_Address, int], address: _Address
     ) -> Consumer:
-        start = at[destination]
-        at[destination] = start + box.size * entry.dtype.itemsize
+        start = at.get(address, 0)
+        at[address] = start + box.size * entry.dtype.itemsize
         # A piece may start anywhere in the message; numpy copies unaligned items as well.
-        target = np.frombuffer(outgoing[destination], entry.dtype.raw, box.size, start).reshape(box.shape)
+        target = np.frombuffer(outgoing[address], entry.dtype.raw, box.size, start).reshape(box.shape)
         return Consumer(box, target)
 
-    def _broadcast(self, incoming: Sequence[Incoming], outgoing: dict[int, Bytes1D]) -> None:
+    def _broadcast(self, incoming: Sequence[Incoming], outgoing: Mapping[_Address, Bytes1D]) -> None:
+        number: dict[int, int] = {}
         for message in incoming:
             source = self.ranks[message.source]
-            if message.source == self.place:
-                self.transport.broadcast(outgoing.pop(_ALL), source)
+            k = number[message.source] = number.get(message.source, -1) + 1
+            if not message.sizes:
                 continue
-            data = np.empty(sum(message.sizes), np.uint8)
+            if message.source == self.place:
+                self.transport.broadcast(outgoing[_ALL, k], source)
+                continue
+            alone = len(message.rows) == 1 and message.rows[0] >= 0
+            memory = _whole_memory(self.consumer(message.rows[0], Box(*message.boxes[0]))) if alone else None
+            if memory is not None:
+                self.transport.broadcast(memory, source)
+                self.received += len(memory)
+                continue
+            data = self._buffer("incoming", sum(message.sizes))
             self.transport.broadcast(data, source)
             self._unpack(message, data)
 
-    def _scatter(self, one: Round, outgoing: Mapping[int, Bytes1D]) -> None:
+    def _scatter(self, one: Round, outgoing: Mapping[_Address, Bytes1D]) -> None:
         """Send and receive what is for single ranks. All ranks take part in each operation, in the plan's order."""
         incoming = {message.source: message for message in one.receives}
-        parts = {self.ranks[destination]: data for destination, data in outgoing.items()}
+        parts = {self.ranks[destination]: data for (destination, _), data in outgoing.items() if destination != _ALL}
         for source, size in one.scatters:
             message = incoming.get(source)
-            data = np.empty(sum(message.sizes) if message is not None else 0, np.uint8)
+            data = self._buffer("incoming", sum(message.sizes) if message is not None else 0)
             self.transport.scatter(parts if source == self.place else {}, data, size, self.ranks[source])
             if message is not None:
                 self._unpack(message, data)
@@ -144,6 +176,13 @@ class Exchange:
                 consumer.target[...] = items
         except Exception as error:
             self.failure = error
+
+
+def _whole_memory(consumer: Consumer | None) -> Bytes1D | None:
+    """A consumer's target as bytes if a message can be sent from it, or received in it, as it is."""
+    if consumer is None or consumer.convert is not None or not consumer.target.flags.c_contiguous:
+        return None
+    return consumer.target.reshape(-1).view(np.uint8)
 
 
 _RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}

@@ -11,6 +11,8 @@ from .messages import ExchangeOrder, Incoming, Piece, Round, ShardNeed, UnitRead
 
 __all__ = ["ExchangePlanner"]
 
+_ALONE_BYTES = 256 << 10
+
 
 class ExchangePlanner:
     """Plans the exchange of one load. Ranks are positions inside, global ranks outside."""
@@ -82,24 +84,27 @@ class ExchangePlanner:
         return sorted(largest.items())
 
     def _round(self, units: Sequence[Unit], scatters: list[tuple[int, int]], place: int) -> Round:
-        reads = [self._read(unit) for unit in units if unit.reader == place]
-        broadcasts: dict[int, list[tuple[int, Parcel]]] = {}
+        broadcasts: dict[int, list[list[tuple[int, Parcel]]]] = {}
         receives: dict[int, list[tuple[int, Parcel]]] = {}
+        reads = []
         for unit in units:
             itemsize = self._shards[unit.shard].itemsize
+            messages = broadcasts.setdefault(unit.reader, [[]])
+            numbers = []
             for parcel in unit.parcels:
-                if parcel.destination == ALL:
-                    broadcasts.setdefault(unit.reader, []).append((itemsize, parcel))
-                elif parcel.destination == place and unit.reader != place:
+                numbers.append(_message(messages, itemsize, parcel) if parcel.destination == ALL else 0)
+                if parcel.destination == place and unit.reader != place:
                     receives.setdefault(unit.reader, []).append((itemsize, parcel))
+            if unit.reader == place:
+                reads.append(self._read(unit, numbers))
         return Round(
             reads,
-            [_incoming(source, broadcasts[source], place) for source in sorted(broadcasts)],
+            [_incoming(source, parcels, place) for source in sorted(broadcasts) for parcels in broadcasts[source]],
             [_incoming(source, receives[source], place) for source in sorted(receives)],
             scatters,
         )
 
-    def _read(self, unit: Unit) -> UnitRead:
+    def _read(self, unit: Unit, messages: Sequence[int]) -> UnitRead:
         table = self._metadata.table
         tensor, _, shape = table.shard_place(unit.shard)
         pieces = [
@@ -107,8 +112,9 @@ class ExchangePlanner:
                 p.destination,
                 p.rows.get(unit.reader, -1) if p.destination == ALL else p.row,
                 (p.box.offset, p.box.shape),
+                message,
             )
-            for p in unit.parcels
+            for p, message in zip(unit.parcels, messages, strict=True)
         ]
         return UnitRead(
             file=self._metadata.files[table.shard_file[unit.shard]].name,
@@ -119,6 +125,16 @@ class ExchangePlanner:
             key=self._metadata.key(table.paths[tensor]),
             pieces=pieces,
         )
+
+
+def _message(messages: list[list[tuple[int, Parcel]]], itemsize: int, parcel: Parcel) -> int:
+    """Put a parcel for all in one of its reader's messages: a large one alone, so that it can be sent from its target
+    and received in its target, and all others together in the first. Returns the message's number."""
+    if parcel.box.size * itemsize < _ALONE_BYTES:
+        messages[0].append((itemsize, parcel))
+        return 0
+    messages.append([(itemsize, parcel)])
+    return len(messages) - 1
 
 
 def _incoming(source: int, parcels: Sequence[tuple[int, Parcel]], place: int) -> Incoming:

@@ -247,7 +247,7 @@ class _Loading:
                 consumer=self._fit.consumer,
                 transport=WatchedTransport(self._context.transport, watch),
                 block_bytes=self._answer.block_bytes,
-                threads=self._threads,
+                threads=1,
                 check=self._session.check,
                 progress=progress,
             )

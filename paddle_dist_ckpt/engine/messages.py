@@ -254,11 +254,15 @@ class Reach(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a shard on its way to a rank position (-1: to all), for that rank's need ``row``."""
+    """A box of a shard on its way to a rank position (-1: to all), for that rank's need ``row``.
+
+    ``message`` says, of what goes to all, in which of this reader's broadcasts of the round it goes.
+    """
 
     destination: int
     row: int
     box: Box2
+    message: int = 0
 
 
 class UnitRead(msgspec.Struct, frozen=True, array_like=True):

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box, cut_flat_range, flat_range, intersect
 from ..core.dtypes import DType
+from ..core.memory import address_of, bytes_at
 from ..core.ports import Bytes1D
 from ..errors import CheckpointCorruptedError
 from ..formats.datafile import Hashes
@@ -135,11 +135,22 @@ def _segments(entry: StoredEntry, consumers: Sequence[Consumer], block_bytes: in
         return [_Segment(entry, 0, nbytes, consumers)] if nbytes else []
     chunk = max(1, CHUNK_BYTES // block_bytes)
     ranges = touched_blocks(entry.shape, entry.dtype.itemsize, (c.box for c in consumers), block_bytes)
-    return [
-        _Segment(entry, block * block_bytes, min(min(block + chunk, stop) * block_bytes, nbytes), consumers)
-        for start, stop in ranges
-        for block in range(start, stop, chunk)
-    ]
+    bounds = [(*_bounds(entry, consumer.box), consumer) for consumer in consumers]
+    segments = []
+    for first, last in ranges:
+        for block in range(first, last, chunk):
+            start, stop = block * block_bytes, min(min(block + chunk, last) * block_bytes, nbytes)
+            here = [consumer for low, high, consumer in bounds if low < stop and high > start]
+            segments.append(_Segment(entry, start, stop, here))
+    return segments
+
+
+def _bounds(entry: StoredEntry, box: Box) -> tuple[int, int]:
+    """Where in an entry the first byte of a box is, and the one behind its last."""
+    first = last = 0
+    for n, offset, extent in zip(entry.shape, box.offset, box.shape, strict=True):
+        first, last = first * n + offset, last * n + offset + extent - 1
+    return first * entry.dtype.itemsize, (last + 1) * entry.dtype.itemsize
 
 
 class _Reading:
@@ -226,23 +237,40 @@ class _Direct:
 
 
 def _direct_target(segment: _Segment, block_bytes: int) -> _Direct | None:
-    """How to read a segment without a buffer, or None if several want it, or its box is in pieces, or it is small."""
+    """How to read a segment without a buffer; None if what is wanted of it is not one stretch of memory, or small."""
+    spans = _spans(segment)
+    if not spans:
+        return None
+    low, high, address = spans[0]
+    for start, stop, place in spans[1:]:
+        if start != high or place != address + high - low:
+            return None
+        high = stop
     entry = segment.entry
-    if len(segment.consumers) != 1:
-        return None
-    consumer = segment.consumers[0]
-    elements = flat_range(consumer.box, entry.shape)
-    if consumer.convert is not None or elements is None or not consumer.target.flags.c_contiguous:
-        return None
-    start, stop = elements[0] * entry.dtype.itemsize, elements[1] * entry.dtype.itemsize
-    low, high = max(start, segment.start), min(stop, segment.stop)
     lead = low - segment.start
     skip = -(-lead // block_bytes) * block_bytes
     end = high - segment.start
     inner = end - skip if high == entry.nbytes else (end - skip) // block_bytes * block_bytes
     if inner <= 0:
         return None
-    return _Direct(consumer.target.reshape(-1).view(np.uint8)[low - start : high - start], lead, skip, inner)
+    return _Direct(bytes_at(address, high - low), lead, skip, inner)
+
+
+def _spans(segment: _Segment) -> list[tuple[int, int, int]]:
+    """The bytes of an entry that the consumers want of a segment, with the addresses where they go; ascending.
+
+    Empty if some consumer's part is in pieces, in the entry or in its target, or is converted.
+    """
+    entry, spans = segment.entry, []
+    for consumer in segment.consumers:
+        elements = flat_range(consumer.box, entry.shape)
+        if consumer.convert is not None or elements is None or not consumer.target.flags.c_contiguous:
+            return []
+        start, stop = elements[0] * entry.dtype.itemsize, elements[1] * entry.dtype.itemsize
+        low, high = max(start, segment.start), min(stop, segment.stop)
+        if low < high:
+            spans.append((low, high, address_of(consumer.target) + low - start))
+    return sorted(spans)
 
 
 def _scatter(segment: _Segment, data: Bytes1D) -> None:

@@ -12,8 +12,8 @@ from .blocks import touched_blocks
 __all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
 
 ALL = -1
-_UNIT_BYTES = 4 << 20
-_ROUND_BYTES = 32 << 20
+_UNIT_BYTES = 8 << 20
+_ROUND_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ def test_what_all_ranks_need_is_broadcast() -> None:
     assert all(
         parcel.destination == ALL and parcel.rows == dict.fromkeys(range(4), 7) for u in units for parcel in u.parcels
     )
-    assert sum(parcel.box.size for unit in units for parcel in unit.parcels) == 16 << 20
+    assert sum(parcel.box.size for unit in units for parcel in unit.parcels) == 32 << 20
     assert len(rounds) == 2
 
 
