@@ -160,7 +160,7 @@ def test_the_same_needs_make_the_same_plan(job: Job) -> None:
 
 
 def test_what_all_ranks_need_is_broadcast() -> None:
-    shard = ExchangeShard(0, (1 << 20, 16), 4)
+    shard = ExchangeShard(0, (2 << 20, 16), 4)
     needs = {0: [Need(rank, 7, whole(shard.shape)) for rank in range(4)]}
     rounds = plan_exchange({0: shard}, needs, {0: [0, 1, 2, 3]}, 4, 1 << 20)
     units = [unit for turn in rounds for unit in turn]
