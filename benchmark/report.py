@@ -8,28 +8,31 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.goals import goals_table
+from benchmark.ratios import median_of, paired_ratio
 from benchmark.schedule import JOBS, Peer
 
 __all__ = ["Results", "as_json", "as_markdown"]
 
-_RESAMPLES = 4000
 _FEWEST_FOR_INTERVAL = 3
 _STATES = {
     "A": "State A: 6 layers of hidden size 1536, float32, 0.68 GB",
     "B": "State B: 20,000 float32 tensors of 8 x 8, 5 MB",
 }
 _NOTES = """
-Two ranks on this machine over gloo, for every library. All processes live through the whole run and sleep while it is
-another's turn. In every round the libraries take turns in shuffled order; a rank first waits for the other one, and a
-round's time is that of the slower rank. Saves go to a new folder each, which is deleted afterwards; pending writes are
-flushed between measurements. Loads find the files in the page cache. Every kind of load was compared once, value by
-value. Cells show the median, and how it relates to that of paddle_dist_ckpt, with a 95 % bootstrap interval where there
-are three rounds or more.
+Two ranks on this machine over gloo, on the number of cores given above, for every library. All processes live through
+the whole run and sleep while it is another's turn. In every round the libraries take turns in shuffled order; a rank
+first waits for the other one, and a round's time is that of the slower rank. Saves go to a new folder each, which is
+deleted afterwards; pending writes are flushed between measurements. Loads find the files in the page cache, but for the
+cold ones, before which it is dropped. Every kind of load was compared once, value by value. Cells show the median time,
+and the median over the rounds of its ratio to that of paddle_dist_ckpt in the same round, with a 95 % bootstrap
+interval where there are three rounds or more.
 
 What is compared is not alike: paddle_dist_ckpt computes a checksum for every block, checks it on load, and syncs files
 to the disk. torch DCP syncs but has no checksums. Paddle's own has neither, and on CPU can load at all only because its
-calls of `Tensor.cuda` are made to do nothing. The plain probe is no library: each rank writes (with fsync) or reads one
-buffer and hashes it in chunks of 2 MiB, without tensors or metadata; it shows what the machine allows.
+calls of `Tensor.cuda` are made to do nothing. The probes are no libraries: each rank writes (with fsync) or reads one
+buffer and hashes it in chunks of 2 MiB, without tensors or metadata; they show what the machine allows. Memory is the
+growth of the process's resident set to its peak (VmHWM, reset before the call).
 """.strip()
 
 
@@ -42,16 +45,16 @@ class Results:
         versions: Of everything that was measured.
         settings: Of the run.
         peers: Who took part.
-        seconds: Samples by state, work and peer's name.
-        memory: Bytes by work and peer's name: ``peak`` and ``kept``, a sample each.
+        seconds: Samples by state, work and peer's name: by round.
+        memory: Bytes by state, work and peer's name: ``peak`` and ``kept``, a sample each.
     """
 
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
     peers: Sequence[Peer]
-    seconds: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
-    memory: dict[tuple[str, str], list[dict[str, int]]] = field(default_factory=dict)
+    seconds: dict[tuple[str, str, str], dict[int, float]] = field(default_factory=dict)
+    memory: dict[tuple[str, str, str], list[dict[str, int]]] = field(default_factory=dict)
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -61,12 +64,12 @@ def as_json(results: Results) -> dict[str, Any]:
         "versions": dict(results.versions),
         "settings": dict(results.settings),
         "seconds": [
-            {"state": state, "work": work, "peer": peer, "median": float(np.median(samples)), "samples": samples}
+            {"state": state, "work": work, "peer": peer, "median": median_of(samples), "samples": samples}
             for (state, work, peer), samples in results.seconds.items()
         ],
         "memory": [
-            {"state": "A", "work": work, "peer": peer, "samples": samples}
-            for (work, peer), samples in results.memory.items()
+            {"state": state, "work": work, "peer": peer, "samples": samples}
+            for (state, work, peer), samples in results.memory.items()
         ],
     }
 
@@ -78,14 +81,16 @@ def as_markdown(results: Results) -> str:
     lines = [
         "# Benchmark",
         "",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['filesystem']}, "
+        f"{machine['cpu']}, {results.settings['cores']} of {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB of memory, {machine['filesystem']}, "
         f"{machine['kernel']}, Python {machine['python']}; {versions}. Load average before the run: "
         f"{machine['load_before']}.",
     ]
     for state in dict.fromkeys(state for state, _, _ in results.seconds):
         lines += ["", f"## {_STATES[state]}", "", *_time_table(results, state)]
     if results.memory:
-        lines += ["", "## Memory that a call needs beyond the tensors, state A", "", *_memory_table(results)]
+        lines += ["", "## Memory that a call needs beyond the tensors", "", *_memory_table(results)]
+    lines += ["", "## Goals", "", *_table(*goals_table(results.seconds, results.memory))]
     return "\n".join([*lines, "", "## How it was measured", "", _NOTES, ""])
 
 
@@ -98,28 +103,15 @@ def _time_table(results: Results, state: str) -> list[str]:
     return _table(["", *(peer.title for peer in results.peers)], rows)
 
 
-def _time_cell(samples: Sequence[float] | None, ours: Sequence[float] | None) -> str:
+def _time_cell(samples: Mapping[int, float] | None, ours: Mapping[int, float] | None) -> str:
     if not samples:
         return "–"
-    median = _duration(float(np.median(samples)))
-    if ours is None or samples is ours:
+    median = _duration(median_of(samples))
+    ratio = paired_ratio(samples, ours) if ours and samples is not ours else None
+    if ratio is None:
         return median
-    ratio = f"{np.median(samples) / np.median(ours):.3g}x"
-    if min(len(samples), len(ours)) < _FEWEST_FOR_INTERVAL:
-        return f"{median}: {ratio}"
-    low, high = _ratio_interval(samples, ours)
-    return f"{median}: {ratio} ({low:.3g} to {high:.3g})"
-
-
-def _ratio_interval(samples: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the ratio of the medians."""
-    generator = np.random.default_rng(0)
-    medians = []
-    for values in (samples, base):
-        drawn = generator.choice(np.array(values), (_RESAMPLES, len(values)))
-        medians.append(np.median(drawn, axis=1))
-    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
-    return float(low), float(high)
+    middle, low, high = ratio
+    return f"{median}: {middle:.3g}x" + (f" ({low:.3g} to {high:.3g})" if len(samples) >= _FEWEST_FOR_INTERVAL else "")
 
 
 def _duration(seconds: float) -> str:
@@ -127,15 +119,18 @@ def _duration(seconds: float) -> str:
 
 
 def _memory_table(results: Results) -> list[str]:
-    peers = [peer for peer in results.peers if any(name == peer.name for _, name in results.memory)]
+    peers = [peer for peer in results.peers if any(name == peer.name for _, _, name in results.memory)]
     rows = []
-    for work in dict.fromkeys(work for work, _ in results.memory):
+    for state, work in dict.fromkeys((state, work) for state, work, _ in results.memory):
         cells = []
         for peer in peers:
-            samples = results.memory[work, peer.name]
-            peak, kept = (np.median([sample[kind] for sample in samples]) / 1e6 for kind in ("peak", "kept"))
-            cells.append(f"{peak:.0f} MB, {max(0, kept):.0f} MB kept")
-        rows.append([work, *cells])
+            samples = results.memory.get((state, work, peer.name))
+            if not samples:
+                cells.append("–")
+                continue
+            peak, kept = (np.median([sample[kind] for sample in samples]) / 2**20 for kind in ("peak", "kept"))
+            cells.append(f"{peak:.0f} MiB, {max(0, kept):.0f} MiB kept")
+        rows.append([f"state {state}: {work}", *cells])
     return _table(["most at any moment, worse rank", *(peer.title for peer in peers)], rows)
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from benchmark import machine
 from benchmark.processes import BenchmarkError, Ranks, started
 from benchmark.report import Results, as_json, as_markdown
-from benchmark.schedule import JOBS, PEERS, Job, Peer, Plan
+from benchmark.schedule import JOBS, PEERS, PROBES, Job, Peer, Plan
 from benchmark.states import LAYOUTS
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +58,7 @@ class Run:
             for peer, job in jobs:
                 _say(f"state {state}: round {i + 1} of {self._plan.rounds}: {peer.title}: {job.works[0]}")
                 for work, seconds in self._do(peer, job):
-                    self._results.seconds.setdefault((state, work, peer.name), []).append(seconds)
+                    self._results.seconds.setdefault((state, work, peer.name), {})[i] = seconds
         if state == "A":
             self._measure_memory()
         for peer in self._plan.peers:
@@ -73,6 +74,7 @@ class Run:
     def _call(self, peer: Peer, job: Job, memory: bool = False) -> list[dict[str, Any]]:
         """Save to a new folder, or load from the page cache; each rank's measurement."""
         ranks = self._peers[peer.name]
+        time.sleep(job.idle)
         if job.layout is None:
             self._saves += 1
             path = self._scratch / f"save-{self._saves}"
@@ -83,7 +85,7 @@ class Run:
         unchecked = (peer.name, job.layout) in self._unchecked
         if unchecked:
             ranks.do("zero", layout=job.layout)
-        _read_all(self._checkpoint(peer))
+        (_drop_cache if job.cold else _read_all)(self._checkpoint(peer))
         answers = ranks.do("load", path=str(self._checkpoint(peer)), layout=job.layout, memory=memory)
         if unchecked:
             ranks.do("check", layout=job.layout)
@@ -92,14 +94,32 @@ class Run:
 
     def _measure_memory(self) -> None:
         for peer in self._plan.peers:
-            if peer.name == "probe":
+            if peer.name in PROBES:
                 continue
-            for job in (job for job in JOBS if job.state == "A"):
+            for job in (job for job in JOBS if job.state == "A" and not job.idle):
                 _say(f"memory: {peer.title}: {job.works[0]}")
                 for _ in range(_MEMORY_ROUNDS):
                     answers = self._call(peer, job, memory=True)
                     worse = max(answers, key=lambda answer: answer["peak"])
-                    self._results.memory.setdefault((job.works[0], peer.name), []).append(worse)
+                    self._results.memory.setdefault(("A", job.works[0], peer.name), []).append(worse)
+
+    def measure_large(self) -> None:
+        """The memory that this library needs for a state of 4 GB."""
+        ranks = self._peers["ours"]
+        ranks.do("check_memory_probe")
+        ranks.do("build", state="C", layouts=["same"])
+        path = self._scratch / "large"
+        for work in ("save", "load, same layout"):
+            for _ in range(2):  # the first time connects the ranks
+                if work == "save":
+                    shutil.rmtree(path, ignore_errors=True)
+                    answers = ranks.do("save", path=str(path), memory=True)
+                else:
+                    answers = ranks.do("load", path=str(path), layout="same", memory=True)
+            worse = max(answers, key=lambda answer: answer["peak"])
+            self._results.memory.setdefault(("C", work, "ours"), []).append(worse)
+        ranks.do("drop")
+        shutil.rmtree(path)
 
     def _checkpoint(self, peer: Peer) -> Path:
         """The checkpoint that a peer loads from."""
@@ -113,6 +133,14 @@ def _read_all(folder: Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def _drop_cache(folder: Path) -> None:
+    """Have the page cache forget a checkpoint."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -138,7 +166,15 @@ def run(args: argparse.Namespace) -> Results:
         if not pythons[peer.name].exists():
             raise BenchmarkError(f"{peer.title}: there is no {pythons[peer.name]}; make bench makes it")
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = {"quick": args.quick, "rounds": plan.rounds, "seed": args.seed, "states": args.states}
+    cores = sorted(os.sched_getaffinity(0))[: args.cores]
+    os.sched_setaffinity(0, cores)  # the ranks inherit it
+    settings = {
+        "cores": len(cores),
+        "quick": args.quick,
+        "rounds": plan.rounds,
+        "seed": args.seed,
+        "states": args.states,
+    }
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=args.scratch or args.out) as folder:
         scratch = Path(folder)
         results = Results(machine.describe(scratch), {}, settings, peers)
@@ -148,6 +184,9 @@ def run(args: argparse.Namespace) -> Results:
             this_run = Run(plan, {ranks.peer: ranks for ranks in all_ranks}, scratch, results)
             for state in args.states:
                 this_run.measure(state)
+            if "A" in args.states and not args.quick and "ours" in args.peers:
+                _say("memory for a state of 4 GB")
+                this_run.measure_large()
     _say("")
     return results
 
@@ -160,6 +199,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, help="existing folder for checkpoints, 4 GB; default: that of --out")
     parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
     parser.add_argument("--rounds", type=int, help="how often what is not slow is measured; default: 15, or 5")
+    parser.add_argument("--cores", type=int, default=2, help="how many cores all processes may use together")
     parser.add_argument("--states", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)

@@ -24,6 +24,7 @@ from benchmark.states import TensorSpec, layout
 
 WORLD_SIZE = 2
 _STATUS = Path("/proc/self/status")
+_KNOWN_BYTES = 50_000_000
 _RESET_PEAK = "5"  # for /proc/self/clear_refs
 
 
@@ -83,7 +84,17 @@ class Worker:
             if not np.array_equal(arrays[spec.name], spec.local_part(self._rank, WORLD_SIZE)):
                 raise ValueError(f"{spec.name} came back different")
 
-    def _measure(self, work: Callable[[], None], memory: bool) -> dict[str, Any]:
+    def check_memory_probe(self) -> None:
+        """Allocate a known amount in what is measured, and see whether it is found.
+
+        Raises:
+            ValueError: it is not.
+        """
+        found = self._measure(lambda: np.ones(_KNOWN_BYTES, np.uint8).sum(), True)
+        if not _KNOWN_BYTES <= found["peak"] < _KNOWN_BYTES * 1.3:
+            raise ValueError(f"{_KNOWN_BYTES} bytes were allocated, and {found} was measured")
+
+    def _measure(self, work: Callable[[], Any], memory: bool) -> dict[str, Any]:
         gc.collect()
         before: Mapping[str, int] = {}
         if memory:

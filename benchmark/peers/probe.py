@@ -2,13 +2,13 @@
 
 Every rank writes its bytes from one buffer into one file in chunks, hashes each chunk while it is in the cache, and
 syncs; a load reads into one buffer and checks the hashes. There are no tensors, no metadata and no talk between ranks,
-so it cannot load another layout than was saved.
+so it cannot load another layout than was saved. :mod:`.probe_range` and :mod:`.probe_direct` write in other ways.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,22 @@ import xxhash
 
 from benchmark.states import Array, TensorSpec
 
-__all__ = ["build", "load", "local_arrays", "save", "setup", "versions", "zero"]
+__all__ = [
+    "CHUNK_BYTES",
+    "State",
+    "build",
+    "load",
+    "local_arrays",
+    "save",
+    "save_by",
+    "setup",
+    "versions",
+    "write_all",
+    "zero",
+]
 
-_CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 2 << 20
+Writer = Callable[[int, Path, Array], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +74,18 @@ def zero(state: State) -> None:
 
 
 def save(state: State, path: Path) -> None:
-    """Chunks, then their hashes, then how many there are."""
+    """Through the page cache, all of it synced at the end."""
+    save_by(state, path, write_chunks)
+
+
+def save_by(state: State, path: Path, write: Writer) -> None:
+    """Chunks, then their hashes, then how many there are; ``write`` does the chunks and returns the hashes."""
     path.mkdir(exist_ok=True)
-    file = os.open(path / str(state.rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    name = path / str(state.rank)
+    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        hashes = []
-        for start in range(0, len(state.data), _CHUNK_BYTES):
-            chunk = state.data[start : start + _CHUNK_BYTES].data
-            hashes.append(xxhash.xxh3_64_intdigest(chunk))
-            _write(file, chunk, start)
-        _write(file, np.array([*hashes, len(hashes)], np.uint64).view(np.uint8).data, len(state.data))
+        hashes = write(file, name, state.data)
+        write_all(file, np.array([*hashes, len(hashes)], np.uint64).view(np.uint8).data, len(state.data))
         os.fsync(file)
     finally:
         os.close(file)
@@ -81,6 +96,16 @@ def save(state: State, path: Path) -> None:
         os.close(folder)
 
 
+def write_chunks(file: int, name: Path, data: Array) -> list[int]:
+    """Write and hash chunk by chunk."""
+    hashes = []
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES].data
+        hashes.append(xxhash.xxh3_64_intdigest(chunk))
+        write_all(file, chunk, start)
+    return hashes
+
+
 def load(state: State, path: Path) -> None:
     """Read the first chunks, as many as the state needs."""
     file = os.open(path / str(state.rank), os.O_RDONLY)
@@ -89,14 +114,14 @@ def load(state: State, path: Path) -> None:
         count = int(np.frombuffer(os.pread(file, 8, size - 8), np.uint64)[0])
         end = size - 8 * (count + 1)  # of the chunks
         hashes = np.frombuffer(os.pread(file, 8 * count, end), np.uint64).tolist()
-        spare = np.empty(_CHUNK_BYTES, np.uint8)
-        for start in range(0, len(state.data), _CHUNK_BYTES):
-            wanted = state.data[start : start + _CHUNK_BYTES]
-            chunk = spare[: min(_CHUNK_BYTES, end - start)]
+        spare = np.empty(CHUNK_BYTES, np.uint8)
+        for start in range(0, len(state.data), CHUNK_BYTES):
+            wanted = state.data[start : start + CHUNK_BYTES]
+            chunk = spare[: min(CHUNK_BYTES, end - start)]
             target = wanted if len(wanted) == len(chunk) else chunk
             if os.preadv(file, [target.data], start) != len(target):
                 raise EOFError(f"{path / str(state.rank)} is too short")
-            if xxhash.xxh3_64_intdigest(target.data) != hashes[start // _CHUNK_BYTES]:
+            if xxhash.xxh3_64_intdigest(target.data) != hashes[start // CHUNK_BYTES]:
                 raise ValueError(f"{path / str(state.rank)} is damaged at {start}")
             if target is chunk:
                 wanted[...] = chunk[: len(wanted)]
@@ -104,7 +129,8 @@ def load(state: State, path: Path) -> None:
         os.close(file)
 
 
-def _write(file: int, data: memoryview, start: int) -> None:
+def write_all(file: int, data: memoryview, start: int) -> None:
+    """Write all of it, however often that takes."""
     while data:
         written = os.pwrite(file, data, start)
         data, start = data[written:], start + written

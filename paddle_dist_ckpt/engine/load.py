@@ -234,7 +234,8 @@ class _Loading:
 
     @property
     def _threads(self) -> int:
-        return io_threads(self._answer.ranks_on_host.get(self._session.rank, 1))
+        waits = not all(opened.file.is_cached() for opened in self._opened.values())
+        return io_threads(self._answer.ranks_on_host.get(self._session.rank, 1), waits)
 
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""

@@ -185,7 +185,7 @@ class _Saving:
         assert state is not None
         reduced = self._prepare(order, state)
         remove_saves(self._storage, order.clean)  # after what other ranks may wait for
-        threads = io_threads(order.ranks_on_host)
+        threads = io_threads(order.ranks_on_host, waits=True)
         is_coordinator = self._context.is_coordinator
         with Progress("save", memory.total_bytes, self._options.progress, is_coordinator) as progress:
             for part in memory.parts:

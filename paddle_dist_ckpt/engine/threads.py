@@ -11,10 +11,15 @@ __all__ = ["io_threads", "run_all"]
 _MOST_THREADS = 4
 
 
-def io_threads(ranks_on_host: int) -> int:
-    """How many threads a rank should use for I/O and hashing: its part of the host's cores, from 1 to 4."""
+def io_threads(ranks_on_host: int, waits: bool) -> int:
+    """How many threads a rank should use for I/O and hashing: its part of the host's cores, at most 4.
+
+    Args:
+        ranks_on_host: How many ranks share the cores.
+        waits: Whether threads wait for a disk, so that even on one core two of them get more done than one.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(_MOST_THREADS, cores // max(1, ranks_on_host)))
+    return max(2 if waits else 1, min(_MOST_THREADS, cores // max(1, ranks_on_host)))
 
 
 def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[], None]) -> None:

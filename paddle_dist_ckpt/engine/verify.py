@@ -88,7 +88,7 @@ def _check_entries(entries: Sequence[StoredEntry], block_bytes: int, progress: P
         if entry.nbytes
     ]
     try:
-        read_entries(wanted, block_bytes, io_threads(1), _go_on, progress)
+        read_entries(wanted, block_bytes, io_threads(1, waits=True), _go_on, progress)
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     return []

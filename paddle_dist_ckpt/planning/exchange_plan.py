@@ -13,6 +13,7 @@ __all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
 
 ALL = -1
 _UNIT_BYTES = 8 << 20
+_UNITS_PER_RANK = 8  # so that what ranks read can be balanced
 _ROUND_BYTES = 64 << 20
 
 
@@ -75,12 +76,14 @@ def plan_exchange(
     Returns:
         Rounds of units, the same for all ranks.
     """
+    total = sum(math.prod(shards[number].shape) * shards[number].itemsize for number in needs)
+    unit_bytes = min(_UNIT_BYTES, max(block_bytes, total // (_UNITS_PER_RANK * ranks)))
     loads = [0] * ranks
     units: list[tuple[Unit, int]] = []
     for number in sorted(needs, key=lambda n: (shards[n].file, n)):
         shard, wanted = shards[number], needs[number]
         blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
-        for start, stop in _unit_ranges(blocks, block_bytes):
+        for start, stop in _unit_ranges(blocks, block_bytes, unit_bytes):
             parcels = _parcels(shard, wanted, start, stop)
             if not parcels:
                 continue
@@ -92,8 +95,8 @@ def plan_exchange(
     return _in_rounds(units, ranks)
 
 
-def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:
-    step = max(1, _UNIT_BYTES // block_bytes)
+def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
+    step = max(1, unit_bytes // block_bytes)
     return [
         (block * block_bytes, min(block + step, stop) * block_bytes)
         for start, stop in blocks

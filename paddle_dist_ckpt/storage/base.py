@@ -52,6 +52,10 @@ class ReadableFile(Protocol):
         """
         ...
 
+    def is_cached(self) -> bool:
+        """Whether most of it can be read without waiting for a disk, as far as is known."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -267,6 +267,9 @@ class _LocalReadable:
             if got:
                 views[0] = views[0][got:]
 
+    def is_cached(self) -> bool:
+        return is_cached(self._descriptor, 0, self._size)
+
     def _direct_reader(self) -> DirectReader | None:
         with self._lock:
             if self._direct is None and self._may_be_direct:

@@ -124,5 +124,8 @@ class _FaultyReadable:
         self._hook("read_into", self._name)
         self._inner.read_into(buffers, offset, once)
 
+    def is_cached(self) -> bool:
+        return self._inner.is_cached()
+
     def close(self) -> None:
         self._inner.close()

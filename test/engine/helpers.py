@@ -345,6 +345,9 @@ class _CountingReadable:
         self._log.append((self._name, offset, offset + sum(len(buffer) for buffer in buffers)))
         self._inner.read_into(buffers, offset, once)
 
+    def is_cached(self) -> bool:
+        return bool(self._inner.is_cached())
+
 
 def data_reads(folder: Path, log: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """The noted reads that are of tensor data, not of headers, in order of their place."""
