@@ -98,18 +98,16 @@ class Worker:
         gc.collect()
         before: Mapping[str, int] = {}
         if memory:
-            _give_back_memory()
-            Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-            before = _memory()
+            before = reset_peak_memory()
         self._meet()
         start = time.perf_counter()
         work()
         seconds = time.perf_counter() - start
         if not memory:
             return {"seconds": seconds}
-        peak = _memory()["VmHWM"]  # counts mapped files too, but nobody maps any in a save or load
+        peak = used_memory()["VmHWM"]  # counts mapped files too, but nobody maps any in a save or load
         _give_back_memory()
-        return {"peak": peak - before["VmRSS"], "kept": _memory()["RssAnon"] - before["RssAnon"]}
+        return {"peak": peak - before["VmRSS"], "kept": used_memory()["RssAnon"] - before["RssAnon"]}
 
     def _meet(self) -> None:
         """Wait for the other rank, by the same means for every peer."""
@@ -118,7 +116,14 @@ class Worker:
             raise ConnectionError("the other rank has died")
 
 
-def _memory() -> dict[str, int]:
+def reset_peak_memory() -> dict[str, int]:
+    """Begin to watch for the highest use of memory; returns the use now."""
+    _give_back_memory()
+    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+    return used_memory()
+
+
+def used_memory() -> dict[str, int]:
     """This process's memory in bytes, as the kernel names it."""
     lines = [line.split() for line in _STATUS.read_text().splitlines()]
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}

@@ -36,7 +36,7 @@ from .messages import (
     encode,
 )
 
-__all__ = ["LoadCoordinator", "check_sizes", "read_checkpoint"]
+__all__ = ["Answering", "LoadCoordinator", "check_sizes", "read_checkpoint"]
 
 _RESTARTS = 3
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
@@ -118,7 +118,7 @@ class LoadCoordinator:
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         hosts = {rank: request.folder.host for rank, request in self._requests.items() if request.folder is not None}
         sharing = Counter(hosts.values())
-        answering = _Answering(metadata, {rank: sharing[host] for rank, host in hosts.items()})
+        answering = Answering(metadata, {rank: sharing[host] for rank, host in hosts.items()})
         by_wish: dict[bytes, bytes] = {}
         for request in self._requests.values():
             if request.wanted not in by_wish:
@@ -259,7 +259,7 @@ def _missing_text(reasons: Mapping[str, str], more: str) -> str:
     return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
 
 
-class _Answering:
+class Answering:
     """Looks up in one checkpoint what ranks want."""
 
     def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int]) -> None:
