@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, intersect, whole
-from paddle_dist_ckpt.planning.cover import covers_exactly, first_gap
+from paddle_dist_ckpt.planning import cover
+from paddle_dist_ckpt.planning.cover import covers_exactly, first_gap, tensors_covered
 from test.strategies import boxes_in, columns, examples, paint, shapes, tilings
+
+
+@pytest.fixture(scope="module", autouse=True, params=[1, 1 << 30], ids=["grids are looked for", "no grids"])
+def grids(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds however many boxes a tensor must have to be looked at as a grid."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cover, "_MANY", request.param)
+        yield
 
 
 def check(shapes_and_boxes: list[tuple[tuple[int, ...], list[Box]]], dimensions: int = 4) -> list[bool]:
@@ -85,3 +96,22 @@ def test_first_gap_is_a_region_that_no_box_has(data: st.DataObject) -> None:
         assert gap.size
         assert paint(shape, [gap]).sum() == gap.size
         assert all(intersect(gap, box) is None for box in boxes)
+
+
+@examples(100)
+@given(st.data())
+def test_tensors_that_are_cut_alike_are_judged_alike(data: st.DataObject) -> None:
+    """Several tensors of a few kinds, whole or not, against painting each by itself."""
+    kinds = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(shapes(least=1))
+        boxes = [box for box in data.draw(tilings(shape)) if box.size]
+        if data.draw(st.booleans()) and boxes:
+            boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        kinds.append((shape, sorted(boxes)))
+    tensors = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
+    number = np.array([t for t, (_, boxes) in enumerate(tensors) for _ in boxes], np.int64)
+    offsets, extents = columns([box for _, boxes in tensors for box in boxes], 4)
+    _, global_shape = columns([whole(shape) for shape, _ in tensors], 4)
+    found = tensors_covered(number, offsets, extents, global_shape)
+    assert found.tolist() == [bool((paint(shape, boxes) == 1).all()) for shape, boxes in tensors]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -20,6 +20,14 @@ from test.strategies import boxes_in, columns, examples, paint, shapes, tilings
 DIMENSIONS = 4
 Stored = Sequence[tuple[tuple[int, ...], list[Box]]]
 Wanted = Sequence[tuple[int, Box]]
+
+
+@pytest.fixture(scope="module", autouse=True, params=[1, 1 << 30], ids=["grids are looked for", "no grids"])
+def grids(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds however many boxes a layout must have for its grid to be used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_plan, "_MANY", request.param)
+        yield
 
 
 def make_table(stored: Stored) -> ShardTable:

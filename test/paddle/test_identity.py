@@ -1,0 +1,96 @@
+"""Tensors are recognised while they are the same ones in the same memory, and never otherwise."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+from paddle_dist_ckpt.core.tensors import Identity
+from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
+
+
+def tensors() -> list[Any]:
+    mesh = dist.ProcessMesh([0], dim_names=["x"])
+    plain = [paddle.arange(12, dtype="float32").reshape([3, 4]) for _ in range(2)]
+    return [*plain, dtensor_from_local(paddle.ones([4, 4]), mesh, [dist.Shard(0)])]
+
+
+def identity_of(values: list[Any]) -> Identity:
+    adapter = PaddleAdapter(0)
+    addresses = [address for value in values for address in adapter.view(value, "/t").addresses]
+    found = adapter.identity(values, addresses)
+    assert found is not None
+    return found
+
+
+def test_untouched_and_updated_tensors_are_the_same() -> None:
+    layer = paddle.nn.Linear(4, 4)
+    optimizer = paddle.optimizer.AdamW(1e-2, parameters=layer.parameters())
+    layer(paddle.ones([2, 4])).sum().backward()
+    optimizer.step()
+    values = [
+        *tensors(),
+        *layer.parameters(),
+        *(v for v in optimizer.state_dict().values() if isinstance(v, paddle.Tensor)),
+    ]
+    identity = identity_of(values)
+    assert identity.matches(values)
+    before = values[0].data_ptr()
+    layer(paddle.ones([2, 4])).sum().backward()
+    optimizer.step()
+    values[0].set_value(paddle.zeros([3, 4]))
+    assert identity.matches(values) is (values[0].data_ptr() == before)
+
+
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "another object": lambda t: t.__setitem__(0, t[0].clone()),
+    "another order": lambda t: t.reverse(),
+    "one more": lambda t: t.append(paddle.ones([1])),
+    "one less": lambda t: t.pop(),
+    "reshape_": lambda t: t[0].reshape_([4, 3]),
+    "reshape_ of a DistTensor": lambda t: t[2].reshape_([2, 8]),
+    "squeeze_": lambda t: t[1].unsqueeze_(0),
+    "cast_": lambda t: t[0].cast_("int32"),
+    "t_": lambda t: t[0].t_(),
+    "no memory any more": lambda t: t[0]._clear_data(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_a_tensor_is_noticed(change: str) -> None:
+    values = tensors()
+    identity = identity_of(values)
+    CHANGES[change](values)
+    assert not identity.matches(values)
+
+
+def test_it_keeps_no_tensor_alive() -> None:
+    values = tensors()
+    identity = identity_of(values)
+    watched = [weakref.ref(value) for value in values]
+    values = tensors()
+    gc.collect()
+    assert not any(reference() for reference in watched)
+    assert not identity.matches(values)
+
+
+def test_arrays_are_not_recognised() -> None:
+    assert PaddleAdapter(0).identity([np.ones(3)], [0]) is None
+
+
+def test_tensors_that_are_alike_share_a_geometry() -> None:
+    adapter = PaddleAdapter(0)
+    a, b, c = (adapter.view(value, "/t") for value in tensors())
+    assert a.geometry is b.geometry
+    assert a.addresses != b.addresses
+    assert c.geometry is not a.geometry
+    assert adapter.view(paddle.ones([4, 3]).t(), "/t").geometry is not a.geometry
+    assert adapter.view(paddle.ones([3, 4], "int32"), "/t").geometry is not a.geometry
