@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .shards import IntArray
+from .shards import IntArray, places_within
 
 __all__ = ["group_blocks", "group_rows"]
 
@@ -49,7 +49,7 @@ def group_blocks(starts: IntArray, rows: IntArray, heads: IntArray) -> tuple[Int
         The first run of each group, and the group of each run, as :func:`group_rows` has them.
     """
     counts = np.diff(starts)
-    within = np.arange(len(rows)) - np.repeat(starts[:-1], counts)
+    within = places_within(counts)
     sums = np.zeros(len(rows) + 1, np.uint64)
     np.cumsum(_mixed(_row_hashes(rows) + _mixed(within.astype(np.uint64))), out=sums[1:])
     keys = np.column_stack([heads, counts, (sums[starts[1:]] - sums[starts[:-1]]).view(np.int64)])

@@ -32,6 +32,7 @@ __all__ = [
     "column_size",
     "grid_starts",
     "pack_column",
+    "places_within",
     "unpack_column",
 ]
 
@@ -235,6 +236,12 @@ def grid_starts(
     return starts
 
 
+def places_within(counts: IntArray) -> IntArray:
+    """0, 1, 2, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
+    places: IntArray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places
+
+
 def _row_major(columns: Sequence[IntArray]) -> IntArray:
     mesh = np.meshgrid(*columns, indexing="ij")
     return np.stack([m.reshape(-1) for m in mesh], axis=1)
@@ -375,7 +382,7 @@ class ShardTable:
         """The table of some tensors (ascending), and the shards of this table that it has. Files keep their numbers."""
         chosen = np.array(tensors, np.int64)
         counts = np.diff(self.first_shard)[chosen]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        within = places_within(counts)
         shards = np.repeat(self.first_shard[chosen], counts) + within
         used, layout_of = np.unique(self.layout_of[chosen], return_inverse=True)
         table = ShardTable(

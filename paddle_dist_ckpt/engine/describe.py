@@ -14,7 +14,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DTYPES
 from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
-from ..core.shards import IntArray, Kind, pack_column
+from ..core.shards import IntArray, Kind, pack_column, places_within
 from ..core.state_dict import Leaves, flatten
 from ..core.tensors import Geometry, Identity, Piece, TensorAdapter, TensorView
 from ..core.values import encode_value
@@ -100,8 +100,7 @@ class Pieces:
         first = np.cumsum(counts) - counts
         per_tensor = counts[geometry]
         self.tensor: IntArray = np.repeat(np.arange(len(geometry)), per_tensor)
-        within = np.arange(len(self.tensor)) - np.repeat(np.cumsum(per_tensor) - per_tensor, per_tensor)
-        self.cell: IntArray = np.repeat(first[geometry], per_tensor) + within
+        self.cell: IntArray = np.repeat(first[geometry], per_tensor) + places_within(per_tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.dtypes import DTYPES, DType
 from ..core.paths import containers_of, flat_keys, mixed_containers, plain_key
-from ..core.shards import IntArray, Kind, unpack_column
+from ..core.shards import IntArray, Kind, places_within, unpack_column
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import LocalShards
 from .messages import Description, SaveRequest, Structure, TensorList, ValueRecord, decode, unpack_signed
@@ -283,8 +283,7 @@ def _shards_of(
     first = np.cumsum(counts) - counts
     per_tensor = counts[geometry]
     owner = np.repeat(np.arange(len(tensor)), per_tensor)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(per_tensor) - per_tensor, per_tensor)
-    cell = np.repeat(first[geometry], per_tensor) + within
+    cell = np.repeat(first[geometry], per_tensor) + places_within(per_tensor)
     rows = np.flatnonzero(tensor[owner] >= 0)
     owner, cell = owner[rows], cell[rows]
     offset, shape = np.zeros((len(rows), dimensions), np.int64), np.ones((len(rows), dimensions), np.int64)

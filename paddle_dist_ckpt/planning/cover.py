@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
 from ..core.grouping import group_blocks
-from ..core.shards import IntArray, grid_starts
+from ..core.shards import IntArray, grid_starts, places_within
 
 __all__ = ["covers_exactly", "first_gap", "tensors_covered"]
 
@@ -70,8 +70,7 @@ def tensors_covered(
     bounds = np.searchsorted(tensor, np.arange(len(global_shape) + 1))
     first, alike = group_blocks(bounds, np.hstack([offset, shape]), global_shape)
     counts = np.diff(bounds)[first]
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = np.repeat(bounds[:-1][first], counts) + within
+    rows = np.repeat(bounds[:-1][first], counts) + places_within(counts)
     groups, high = np.repeat(np.arange(len(first)), counts), global_shape[first]
     covered = covers_exactly(groups, offset[rows], (offset + shape)[rows], np.zeros_like(high), high)
     return covered[alike]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.grouping import group_rows
-from ..core.shards import IntArray, ShardTable
+from ..core.shards import IntArray, ShardTable, places_within
 from .cover import covers_exactly
 from .overlap import overlapping_pairs
 
@@ -76,7 +76,7 @@ def plan_load(table: ShardTable, wanted: WantedBoxes) -> ReadItems:
         uncovered &= ~covers_exactly(rows, common_low, common_high, low, high)
     each = np.bincount(rows, minlength=len(first))
     per_wanted = each[alike]
-    place = np.repeat((np.cumsum(each) - each)[alike], per_wanted) + _within(per_wanted)
+    place = np.repeat((np.cumsum(each) - each)[alike], per_wanted) + places_within(per_wanted)
     start = table.first_shard[wanted.tensor] - base[table.layout_of[wanted.tensor]]
     return ReadItems(
         wanted=np.repeat(np.arange(len(alike)), per_wanted),
@@ -88,12 +88,6 @@ def plan_load(table: ShardTable, wanted: WantedBoxes) -> ReadItems:
         stored_shape=stored_shape[boxes],
         uncovered=np.flatnonzero(uncovered[alike]),
     )
-
-
-def _within(counts: IntArray) -> IntArray:
-    """0, 1, ... within each run of that many."""
-    within: IntArray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return within
 
 
 def _candidates(
@@ -156,7 +150,7 @@ def _pairs(
     each = counts[layout]
     pairs = int(each.sum())
     if pairs <= _FEW_PAIRS * (len(layout) + len(stored_low)):
-        return np.repeat(np.arange(len(each)), each), np.repeat(base[layout], each) + _within(each)
+        return np.repeat(np.arange(len(each)), each), np.repeat(base[layout], each) + places_within(each)
     column, stored = layout[:, None], np.repeat(np.arange(len(counts)), counts)[:, None]
     return overlapping_pairs(
         np.hstack([column, low]),
