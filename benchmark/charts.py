@@ -119,7 +119,8 @@ def _memory(memory: Samples) -> Figure:
         for peer in _with(memory, state, work):
             peak = _median([sample["peak"] / 2**20 for sample in memory[state, work, peer]])
             text = f"{_short(peak)} MiB" if peak >= _LEAST_MIB else f"less than {_LEAST_MIB:g} MiB"
-            bars.append((peer, *[max(_LEAST_MIB, peak)] * 3, text))
+            length = max(_LEAST_MIB, peak)
+            bars.append((peer, length, length, length, text))
     figure, axes = _bars(groups, start=_LEAST_MIB)
     axes.set_title("Memory that a call needs beyond the tensors, worse rank\n(state C: 4.1 GB); shorter is better")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} MiB"))
@@ -150,7 +151,7 @@ def _bars(groups: Mapping[str, Sequence[Bar]], start: float) -> tuple[Figure, Ax
     axes.set_xlim(min(start, *lengths) / 1.08, max(start, *lengths) * 1.6)
     axes.set_yticks(middles, [textwrap.fill(name, _WRAP) for name in groups])
     axes.set_ylim(place - _ROOM, -1)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(lengths) < 100 * min(lengths) else (1,)))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(lengths) < 1000 * min(lengths) else (1,)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)

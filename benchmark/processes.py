@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmark.worker import WORLD_SIZE
 
-__all__ = ["BenchmarkError", "Ranks", "started"]
+__all__ = ["ROOT", "BenchmarkError", "Ranks", "environments", "started"]
 
 ROOT = Path(__file__).resolve().parent.parent
 _ANSWER_SECONDS = 900.0
@@ -42,8 +42,9 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         barriers = socket.socketpair()
-        environments = _environments()
-        for rank, (barrier, environment, log) in enumerate(zip(barriers, environments, self._logs, strict=True)):
+        for rank, (barrier, environment, log) in enumerate(
+            zip(barriers, environments(WORLD_SIZE), self._logs, strict=True)
+        ):
             mine, theirs = socket.socketpair()
             arguments = {"peer": peer, "rank": rank, "control": theirs.fileno(), "barrier": barrier.fileno()}
             options = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
@@ -133,20 +134,20 @@ def started(pythons: dict[str, Path], logs: Path) -> Iterator[list[Ranks]]:
             ranks.stop()
 
 
-def _environments() -> list[dict[str, str]]:
+def environments(world_size: int) -> list[dict[str, str]]:
     """What Paddle's and torch's launchers would set, and each rank's part of the cores."""
-    master, *ports = _free_ports(WORLD_SIZE + 1)
+    master, *ports = _free_ports(world_size + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports]
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master),
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // WORLD_SIZE)),
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // world_size)),
         "PADDLE_DISTRI_BACKEND": "gloo",
         "PADDLE_MASTER": f"127.0.0.1:{master}",
-        "PADDLE_TRAINERS_NUM": str(WORLD_SIZE),
+        "PADDLE_TRAINERS_NUM": str(world_size),
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
     }
-    environments = []
+    found = []
     for rank, endpoint in enumerate(endpoints):
         own = {
             "FLAGS_selected_cpus": str(rank),
@@ -155,8 +156,8 @@ def _environments() -> list[dict[str, str]]:
             "PADDLE_RANK_IN_NODE": str(rank),
             "PADDLE_TRAINER_ID": str(rank),
         }
-        environments.append({**os.environ, **common, **own})
-    return environments
+        found.append({**os.environ, **common, **own})
+    return found
 
 
 def _free_ports(count: int) -> list[int]:

@@ -103,10 +103,13 @@ class Run:
                     worse = max(answers, key=lambda answer: answer["peak"])
                     self._results.memory.setdefault(("A", job.works[0], peer.name), []).append(worse)
 
+    def check_memory_probe(self) -> None:
+        """See whether memory is measured rightly, before anything else takes long."""
+        self._peers["ours"].do("check_memory_probe")
+
     def measure_large(self) -> None:
         """The memory that this library needs for a state of 4 GB."""
         ranks = self._peers["ours"]
-        ranks.do("check_memory_probe")
         ranks.do("build", state="C", layouts=["same"])
         path = self._scratch / "large"
         for work in ("save", "load, same layout"):
@@ -182,6 +185,8 @@ def run(args: argparse.Namespace) -> Results:
         with started(pythons, scratch) as all_ranks:
             results.versions = {k: v for ranks in all_ranks for k, v in ranks.do("versions")[0].items()}
             this_run = Run(plan, {ranks.peer: ranks for ranks in all_ranks}, scratch, results)
+            if "ours" in args.peers:
+                this_run.check_memory_probe()
             for state in args.states:
                 this_run.measure(state)
             if "A" in args.states and not args.quick and "ours" in args.peers:

@@ -26,9 +26,10 @@ from benchmark.worker import reset_peak_memory, used_memory
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.codec import decode_metadata, encode_metadata
+from paddle_dist_ckpt.core.columns import pack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.metadata import FileInfo, Metadata
-from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable, pack_column
+from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, Piece, TensorView
 from paddle_dist_ckpt.engine.fit import Fit
 from paddle_dist_ckpt.engine.load_coordinator import Answering

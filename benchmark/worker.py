@@ -91,7 +91,7 @@ class Worker:
             ValueError: it is not.
         """
         found = self._measure(lambda: np.ones(_KNOWN_BYTES, np.uint8).sum(), True)
-        if not _KNOWN_BYTES <= found["peak"] < _KNOWN_BYTES * 1.3:
+        if not _KNOWN_BYTES * 0.95 < found["peak"] < _KNOWN_BYTES * 1.3:  # the kernel counts in batches of pages
             raise ValueError(f"{_KNOWN_BYTES} bytes were allocated, and {found} was measured")
 
     def _measure(self, work: Callable[[], Any], memory: bool) -> dict[str, Any]:

@@ -17,10 +17,11 @@ import numpy as np
 import xxhash
 
 from ..errors import CheckpointCorruptedError, CheckpointError
+from .columns import Column, IntArray, column_size, pack_column, unpack_column
 from .dtypes import DTYPES
 from .metadata import FileInfo, Metadata
 from .paths import ListIndex, TupleIndex, containers_of, mixed_containers, parse_path
-from .shards import Column, IntArray, Kind, Layout, LayoutRecord, ShardTable, column_size, pack_column, unpack_column
+from .shards import Kind, Layout, LayoutRecord, ShardTable
 from .values import DECODE_ERRORS, from_jsonable
 
 __all__ = [

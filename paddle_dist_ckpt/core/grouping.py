@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .shards import IntArray, places_within
+from .columns import IntArray, places_within
 
 __all__ = ["group_blocks", "group_rows"]
 

@@ -15,28 +15,20 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CheckpointCorruptedError
 from .box import Box
+from .columns import Column, IntArray, pack_column, places_within, unpack_column
 from .dtypes import DType
 
 __all__ = [
-    "Column",
-    "IntArray",
     "Kind",
     "Layout",
     "LayoutCollection",
     "LayoutRecord",
     "ShardTable",
-    "column_size",
     "grid_starts",
-    "pack_column",
-    "places_within",
-    "unpack_column",
 ]
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Kind(IntEnum):
@@ -45,50 +37,6 @@ class Kind(IntEnum):
     TENSOR = 0
     ARRAY = 1
     VALUE = 2
-
-
-class Column(msgspec.Struct, frozen=True, array_like=True):
-    """Unsigned integers in the narrowest little-endian type that holds them; base64 where the codec is JSON."""
-
-    dtype: str
-    data: bytes
-
-
-_COLUMN_DTYPES = ("<u1", "<u2", "<u4", "<u8")
-
-
-def pack_column(values: npt.ArrayLike) -> Column:
-    """Non-negative integers as a column."""
-    array = np.asarray(values, dtype=np.int64)
-    top = int(array.max()) if array.size else 0
-    dtype = next(name for name in _COLUMN_DTYPES if top <= np.iinfo(name).max)
-    return Column(dtype, array.astype(dtype).tobytes())
-
-
-def column_size(column: Column, what: str) -> int:
-    """How many integers a column has.
-
-    Raises:
-        CheckpointCorruptedError: it is no column.
-    """
-    if column.dtype not in _COLUMN_DTYPES or len(column.data) % int(column.dtype[-1]):
-        raise CheckpointCorruptedError(f"{what} is not a column of integers")
-    return len(column.data) // int(column.dtype[-1])
-
-
-def unpack_column(column: Column, size: int, bound: int, what: str) -> IntArray:
-    """The integers of a column, checked to be ``size`` of them, each from 0 to below ``bound``.
-
-    Raises:
-        CheckpointCorruptedError: they are not.
-    """
-    found = column_size(column, what)
-    if found != size:
-        raise CheckpointCorruptedError(f"{what}: expected {size} integers, found {found}")
-    raw = np.frombuffer(column.data, column.dtype)
-    if raw.size and int(raw.max()) >= bound:
-        raise CheckpointCorruptedError(f"{what}: a value of {int(raw.max())} where less than {bound} is allowed")
-    return raw.astype(np.int64)
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -215,6 +163,8 @@ def grid_starts(
         high: Where it ends, ``[d]``.
     """
     count, dimensions = offsets.shape
+    if count == 0:
+        return None
     starts: list[IntArray] = []
     inner = 1
     for d in range(dimensions - 1, -1, -1):
@@ -223,7 +173,7 @@ def grid_starts(
         size = int(falls[0]) + 1 if len(falls) else len(column)
         starts.insert(0, column[:size])
         inner *= size
-    if inner != count or count == 0:
+    if inner != count:
         return None
     sizes = [len(s) for s in starts]
     for d, (places, first, stop) in enumerate(zip(starts, low, high, strict=True)):
@@ -234,12 +184,6 @@ def grid_starts(
         if not (extents[:, d].reshape(sizes) == lengths.reshape(shape)).all():
             return None
     return starts
-
-
-def places_within(counts: IntArray) -> IntArray:
-    """0, 1, 2, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
-    places: IntArray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places
 
 
 def _row_major(columns: Sequence[IntArray]) -> IntArray:

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box, flat_range
+from ..core.columns import IntArray
 from ..core.dtypes import DType
 from ..core.memory import address_of, array_at, copy_bytes
 from ..core.ports import Bytes1D
-from ..core.shards import IntArray
 from ..errors import CheckpointCorruptedError
 from .buffers import Buffers
 from .reader import CHUNK_BYTES, GAP_BYTES, OpenFile, view_at

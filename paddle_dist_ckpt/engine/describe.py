@@ -11,10 +11,11 @@ import numpy as np
 import xxhash
 
 from ..core.box import Box, whole
+from ..core.columns import IntArray, pack_column, places_within
 from ..core.dtypes import DTYPES
 from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
-from ..core.shards import IntArray, Kind, pack_column, places_within
+from ..core.shards import Kind
 from ..core.state_dict import Leaves, flatten
 from ..core.tensors import Geometry, Identity, Piece, TensorAdapter, TensorView
 from ..core.values import encode_value

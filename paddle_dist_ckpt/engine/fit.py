@@ -10,10 +10,11 @@ import numpy as np
 
 from ..core.box import Box, flat_range
 from ..core.codec import table_from_record
+from ..core.columns import IntArray, unpack_column
 from ..core.grouping import group_rows
 from ..core.metadata import FileInfo
 from ..core.paths import plain_key
-from ..core.shards import IntArray, ShardTable, unpack_column
+from ..core.shards import ShardTable
 from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
 from .batch import Batch, ItemKind, KindTable
 from .messages import LoadAnswer, ShardNeed

@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 
 from ..core.codec import decode_metadata, table_to_record
+from ..core.columns import pack_column
 from ..core.metadata import Metadata
 from ..core.paths import plain_key
 from ..core.ports import ControlSession
-from ..core.shards import Kind, pack_column
+from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
 from ..formats.names import metadata_name
 from ..options import LoadOptions

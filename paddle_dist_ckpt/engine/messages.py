@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.codec import TableRecord
+from ..core.columns import Column, IntArray
 from ..core.metadata import FileInfo
-from ..core.shards import Column, IntArray
 from ..errors import CheckpointError
 
 __all__ = ["decode", "encode", "pack_signed", "unpack_signed"]

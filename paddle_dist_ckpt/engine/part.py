@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from ..core.box import Box, flat_range
 from ..core.codec import VERSION, table_to_record
+from ..core.columns import IntArray, unpack_column
 from ..core.paths import plain_key
 from ..core.ports import ControlSession
-from ..core.shards import IntArray, LayoutCollection, ShardTable, unpack_column
+from ..core.shards import LayoutCollection, ShardTable
 from ..core.values import to_jsonable
 from ..formats.datafile import (
     FORMAT,

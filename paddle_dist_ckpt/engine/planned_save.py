@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.box import Box
+from ..core.columns import IntArray, pack_column
 from ..core.grouping import group_blocks
 from ..core.paths import plain_key
-from ..core.shards import IntArray, Layout, ShardTable, pack_column
-from ..planning.save_plan import LocalShards, SavePlan, Tensors, box_order, plan_save
+from ..core.shards import Layout, ShardTable
+from ..planning.order import box_order
+from ..planning.save_plan import LocalShards, SavePlan, Tensors, plan_save
 from .global_state import GlobalState, merge_structures
 from .messages import RankPlan, Transfer, encode, pack_signed
 
@@ -145,7 +147,7 @@ def _transfer(
 
 def _table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTable:
     """The checkpoint's table; tensors that are cut alike share a layout. Ordered by tensor, then by offset."""
-    order = box_order(_tensors(state, plan.offset.shape[1]), plan.tensor, plan.offset)
+    order = box_order(_tensors(state, plan.offset.shape[1]).shape, plan.tensor, plan.offset)
     tensor, offset, shape = plan.tensor[order], plan.offset[order], plan.shape[order]
     bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1))
     shapes = {shape: i for i, shape in enumerate(dict.fromkeys(state.shapes))}

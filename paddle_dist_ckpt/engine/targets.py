@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
+from ..core.columns import IntArray
 from ..core.dtypes import DTYPES, DType, can_cast, cast_array
 from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
-from ..core.shards import IntArray, Kind, ShardTable
+from ..core.shards import Kind, ShardTable
 from ..core.state_dict import Leaves
 from ..core.tensors import Geometry, Piece, TensorAdapter
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError

@@ -27,9 +27,9 @@ import xxhash
 
 from ..core.box import Box
 from ..core.codec import VERSION, TableRecord, check_block_bytes
+from ..core.columns import IntArray
 from ..core.dtypes import DType
 from ..core.metadata import FileInfo
-from ..core.shards import IntArray
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,9 +157,7 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         if not all(isinstance(value, paddle.Tensor) for value in values):
             return None
-        references = [weakref.ref(value) for value in values]
-        known = list(addresses) if len(addresses) == len(values) else _addresses(values)
-        return _Identity(references, known, _versions(values))
+        return _Identity.of(values, list(addresses) if len(addresses) == len(values) else _addresses(values))
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -171,23 +169,43 @@ class PaddleAdapter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Identity:
-    """Tensors by weak references. What else could change in place changes an address (``set_value``, ``_clear_data``)
-    or a version (``reshape_``, ``cast_``, ``t_``)."""
+    """Tensors by weak references, with all that could change in place: memory by ``set_value``, or anything but the
+    object by ``x.data = ...``. (What a DistTensor's mesh and placements are follows from its global and local shape but
+    for the order of ranks, which only that could change too.)"""
 
     references: list[weakref.ref[Any]]
     addresses: list[int]
     versions: list[int]
+    names: list[str]
+    shapes: list[Any]
+    dtypes: list[Any]
+    strides: list[Any]
+
+    @classmethod
+    def of(cls, values: Sequence[Any], addresses: list[int]) -> _Identity:
+        """The identity of tensors at these addresses."""
+        references = [weakref.ref(value) for value in values]
+        versions, names, shapes, dtypes, strides = _columns(values)
+        return cls(references, addresses, list(versions), list(names), list(shapes), list(dtypes), list(strides))
 
     def matches(self, values: Sequence[Any]) -> bool:
         if len(values) != len(self.references):
             return False
         if not all(map(operator.is_, (reference() for reference in self.references), values)):
             return False
-        return _versions(values) == self.versions and _addresses(values) == self.addresses
+        expected = (self.versions, self.names, self.shapes, self.dtypes, self.strides)
+        same = all(list(column) == known for column, known in zip(_columns(values), expected, strict=True))
+        return same and _addresses(values) == self.addresses
 
 
-def _versions(values: Sequence[Any]) -> list[int]:
-    return list(map(paddle.Tensor._inplace_version, values))
+def _columns(values: Sequence[Any]) -> Iterator[Iterable[Any]]:
+    """Attributes of tensors, one after the other. Methods and getters, mapped, read them much faster than a loop."""
+    tensor = paddle.Tensor
+    yield map(tensor._inplace_version, values)
+    for name in ("name", "shape", "dtype"):
+        yield map(getattr(tensor, name).__get__, values)
+    contiguous = map(tensor.is_contiguous, values)  # ... whose strides follow from the shape
+    yield (() if is_so else value.strides for is_so, value in zip(contiguous, values, strict=True))
 
 
 def _addresses(values: Sequence[Any]) -> list[int]:

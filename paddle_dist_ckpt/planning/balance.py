@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.box import Box, cut_flat_range
-from ..core.shards import IntArray
+from ..core.columns import IntArray
 
 __all__ = ["Dealt", "ReplicaSet", "balanced_shares", "deal"]
 

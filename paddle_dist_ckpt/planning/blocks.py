@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..core.box import Box
-from ..core.shards import IntArray
+from ..core.columns import IntArray
 
 __all__ = ["touched_blocks"]
 

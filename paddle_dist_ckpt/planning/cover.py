@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
+from ..core.columns import IntArray, places_within
 from ..core.grouping import group_blocks
-from ..core.shards import IntArray, grid_starts, places_within
+from ..core.shards import grid_starts
 
 __all__ = ["covers_exactly", "first_gap", "tensors_covered"]
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.columns import IntArray, places_within
 from ..core.grouping import group_rows
-from ..core.shards import IntArray, ShardTable, places_within
+from ..core.shards import ShardTable
 from .cover import covers_exactly
 from .overlap import overlapping_pairs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..core.shards import IntArray
+from ..core.columns import IntArray
 
 __all__ = ["overlapping_pairs"]
 

@@ -9,16 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, subtract, whole
+from ..core.columns import IntArray
 from ..core.grouping import group_rows
-from ..core.shards import IntArray
 from ..errors import UnsupportedValueError
 from .balance import ReplicaSet, balanced_shares, deal
 from .cover import first_gap, tensors_covered
+from .order import file_order, shard_order
 from .overlap import overlapping_pairs
 
 Mask = npt.NDArray[np.bool_]
 
-__all__ = ["LocalShards", "SavePlan", "Tensors", "box_order", "plan_save"]
+__all__ = ["LocalShards", "SavePlan", "Tensors", "plan_save"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +108,7 @@ def plan_save(tensors: Tensors, shards: LocalShards, ranks: int, coordinator: in
     divided = _without_overlaps(tensors, divided, shards, chosen)
     parts = [_whole_columns(shards, chosen), *_divide(tensors, divided, shards, chosen, ranks)]
     tensor, rank, row, offset, shape = (np.concatenate([p[i] for p in parts]) for i in range(5))
-    order = _file_order(tensors, tensor, rank, offset)
+    order = file_order(tensors.shape, tensors.itemsize, tensor, offset, rank)
     tensor, rank, row, offset, shape = (column[order] for column in (tensor, rank, row, offset, shape))
     transfers = _reductions(tensors, shards, tensor, rank, row, offset, shape)
     return SavePlan(tensor, rank, row, offset, shape, transfers)
@@ -154,7 +155,7 @@ class _Boxes:
 
     @classmethod
     def unique(cls, tensors: Tensors, shards: LocalShards) -> _Boxes:
-        s = shards.take(_box_order(tensors, shards))
+        s = shards.take(shard_order(tensors.shape, shards.tensor, shards.offset, shards.shape, shards.rank))
         same = s.tensor[1:] == s.tensor[:-1]
         for column in (s.offset, s.shape):
             same &= (column[1:] == column[:-1]).all(axis=1)
@@ -172,53 +173,6 @@ class _Boxes:
             s.rank,
             s.row,
         )
-
-
-def _places(tensors: Tensors, tensor: IntArray, offset: IntArray) -> IntArray | None:
-    """One number for each (tensor, offset), in the same order; None if some would not be unique, or too large."""
-    sizes = np.prod(tensors.shape, axis=1, dtype=np.float64)
-    outside = (offset < 0).any() or (offset >= np.maximum(tensors.shape, 1)[tensor]).any()
-    if outside or sizes.sum() + len(sizes) >= 2**62:
-        return None
-    shape = np.maximum(tensors.shape, 1)
-    elements = np.prod(shape, axis=1, dtype=np.int64)
-    place = offset[:, 0].copy()
-    for d in range(1, offset.shape[1]):
-        place *= shape[tensor, d]
-        place += offset[:, d]
-    place += (np.cumsum(elements) - elements)[tensor]
-    return place
-
-
-def _box_order(tensors: Tensors, shards: LocalShards) -> IntArray:
-    """The order of shards by tensor, offset, shape, rank."""
-    place = _places(tensors, shards.tensor, shards.offset)
-    if place is not None:
-        by_rank = np.argsort(shards.rank, kind="stable") if (np.diff(shards.rank) < 0).any() else slice(None)
-        order = np.arange(len(place))[by_rank]
-        order = order[np.argsort(place[by_rank], kind="stable")]
-        place = place[order]
-        again = np.flatnonzero(place[1:] == place[:-1])
-        if (shards.shape[order[again]] == shards.shape[order[again + 1]]).all():
-            return order
-    keys = [column[:, d] for column in (shards.shape, shards.offset) for d in reversed(range(shards.offset.shape[1]))]
-    return np.lexsort([shards.rank, *keys, shards.tensor])
-
-
-def box_order(tensors: Tensors, tensor: IntArray, offset: IntArray) -> IntArray:
-    """The order of boxes by tensor, then by offset."""
-    place = _places(tensors, tensor, offset)
-    if place is not None:
-        return np.argsort(place, kind="stable")
-    return np.lexsort([*(offset[:, d] for d in range(offset.shape[1] - 1, -1, -1)), tensor])
-
-
-def _file_order(tensors: Tensors, tensor: IntArray, rank: IntArray, offset: IntArray) -> IntArray:
-    """The order of boxes by rank, item size (largest first), tensor, offset."""
-    order = box_order(tensors, tensor, offset)
-    largest = 64  # of any item, and more
-    group = rank[order] * largest + (largest - 1 - tensors.itemsize[tensor[order]])
-    return order[np.argsort(group, kind="stable")]
 
 
 def _without_overlaps(tensors: Tensors, boxes: _Boxes, shards: LocalShards, chosen: IntArray) -> _Boxes:

@@ -51,6 +51,9 @@ class LocalStorage:
         self._root = Path(os.path.abspath(os.fspath(path)))
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of readers past the cache
 
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+        return LocalStorage, (self.location,)  # without the buffers
+
     @property
     def location(self) -> str:
         return str(self._root)

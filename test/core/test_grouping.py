@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core import grouping
+from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.core.grouping import group_blocks, group_rows
-from paddle_dist_ckpt.core.shards import IntArray, Layout, grid_starts
+from paddle_dist_ckpt.core.shards import Layout, grid_starts
 from test.strategies import examples
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.columns import Column, pack_column, unpack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.shards import Column, Kind, Layout, LayoutRecord, ShardTable, pack_column, unpack_column
+from paddle_dist_ckpt.core.shards import Kind, Layout, LayoutRecord, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from test.strategies import columns, examples, grids, shapes, tilings
 

@@ -60,6 +60,13 @@ CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "squeeze_": lambda t: t[1].unsqueeze_(0),
     "cast_": lambda t: t[0].cast_("int32"),
     "t_": lambda t: t[0].t_(),
+    "data transposed": lambda t: setattr(t[2], "data", t[2].t()) or setattr(t[0], "data", t[0].t()),
+    "data of another shape": lambda t: setattr(t[0], "data", t[0].reshape([4, 3])),
+    "data of another dtype": lambda t: setattr(t[0], "data", t[0].view("int32")),
+    "data of fewer elements": lambda t: setattr(t[0], "data", t[0][:1]),
+    "tensor set to another shape": lambda t: t[0].get_tensor().set(np.ones((2, 6), "float32"), paddle.CPUPlace()),
+    "tensor set to another dtype": lambda t: t[0].get_tensor().set(np.ones((3, 4), "int32"), paddle.CPUPlace()),
+    "name": lambda t: setattr(t[0], "name", "new"),
     "no memory any more": lambda t: t[0]._clear_data(),
 }
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, intersect
-from paddle_dist_ckpt.core.shards import IntArray
+from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.planning import overlap
 from paddle_dist_ckpt.planning.overlap import overlapping_pairs
 from test.strategies import boxes_in, columns, examples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import stat
 import threading
 from collections.abc import Callable
@@ -299,3 +300,8 @@ def test_the_faulty_storage_calls_its_hook_before_each_operation(tmp_path: Path)
         ("read_into", "f"),
         ("publish", "m"),
     ]
+
+
+def test_a_storage_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    copy = pickle.loads(pickle.dumps(LocalStorage(tmp_path)))
+    assert copy.location == LocalStorage(tmp_path).location

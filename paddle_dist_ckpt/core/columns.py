@@ -1,0 +1,63 @@
+"""Columns of integers: many numbers of one kind together, in memory and in messages."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointCorruptedError
+
+__all__ = ["Column", "IntArray", "column_size", "pack_column", "places_within", "unpack_column"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """Unsigned integers in the narrowest little-endian type that holds them; base64 where the codec is JSON."""
+
+    dtype: str
+    data: bytes
+
+
+_COLUMN_DTYPES = ("<u1", "<u2", "<u4", "<u8")
+
+
+def pack_column(values: npt.ArrayLike) -> Column:
+    """Non-negative integers as a column."""
+    array = np.asarray(values, dtype=np.int64)
+    top = int(array.max()) if array.size else 0
+    dtype = next(name for name in _COLUMN_DTYPES if top <= np.iinfo(name).max)
+    return Column(dtype, array.astype(dtype).tobytes())
+
+
+def column_size(column: Column, what: str) -> int:
+    """How many integers a column has.
+
+    Raises:
+        CheckpointCorruptedError: it is no column.
+    """
+    if column.dtype not in _COLUMN_DTYPES or len(column.data) % int(column.dtype[-1]):
+        raise CheckpointCorruptedError(f"{what} is not a column of integers")
+    return len(column.data) // int(column.dtype[-1])
+
+
+def unpack_column(column: Column, size: int, bound: int, what: str) -> IntArray:
+    """The integers of a column, checked to be ``size`` of them, each from 0 to below ``bound``.
+
+    Raises:
+        CheckpointCorruptedError: they are not.
+    """
+    found = column_size(column, what)
+    if found != size:
+        raise CheckpointCorruptedError(f"{what}: expected {size} integers, found {found}")
+    raw = np.frombuffer(column.data, column.dtype)
+    if raw.size and int(raw.max()) >= bound:
+        raise CheckpointCorruptedError(f"{what}: a value of {int(raw.max())} where less than {bound} is allowed")
+    return raw.astype(np.int64)
+
+
+def places_within(counts: IntArray) -> IntArray:
+    """0, 1, 2, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
+    places: IntArray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places

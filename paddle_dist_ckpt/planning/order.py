@@ -1,0 +1,76 @@
+"""The orders in which boxes stand: in the table of a checkpoint, in files, and next to their replicas.
+
+All tensors' elements, one tensor behind the other, make a line, and where a box begins in it is one integer. To sort
+these is several times faster than to sort by tensor and then by each dimension.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..core.columns import IntArray
+
+__all__ = ["box_order", "file_order", "shard_order"]
+
+_LONGEST_LINE = 2**62
+_LARGEST_ITEM = 64  # bytes, and more than any item has
+
+
+def box_order(shapes: IntArray, tensor: IntArray, offset: IntArray) -> IntArray:
+    """The order of boxes by tensor, then by offset.
+
+    Args:
+        shapes: The global shapes of all tensors, ``[tensors, d]``, padded with 1.
+        tensor: The tensor of each box, ``[n]``.
+        offset: Where it starts, ``[n, d]``.
+    """
+    place = _places(shapes, tensor, offset)
+    if place is not None:
+        return np.argsort(place, kind="stable")
+    return np.lexsort([*reversed(offset.T), tensor])
+
+
+def file_order(shapes: IntArray, itemsize: IntArray, tensor: IntArray, offset: IntArray, rank: IntArray) -> IntArray:
+    """The order of boxes by rank, item size (largest first), tensor, offset.
+
+    Args:
+        shapes, tensor, offset: See :func:`box_order`.
+        itemsize: Bytes of an element of each tensor, ``[tensors]``.
+        rank: Who writes each box, ``[n]``.
+    """
+    order = box_order(shapes, tensor, offset)
+    group = rank[order] * _LARGEST_ITEM + (_LARGEST_ITEM - 1 - itemsize[tensor[order]])
+    return order[np.argsort(group, kind="stable")]
+
+
+def shard_order(shapes: IntArray, tensor: IntArray, offset: IntArray, shape: IntArray, rank: IntArray) -> IntArray:
+    """The order of shards by tensor, offset, shape, rank.
+
+    Args:
+        shapes, tensor, offset: See :func:`box_order`.
+        shape: The shape of each shard, ``[n, d]``.
+        rank: Who has it, ``[n]``.
+    """
+    place = _places(shapes, tensor, offset)
+    if place is not None:
+        order = np.argsort(rank, kind="stable") if (np.diff(rank) < 0).any() else np.arange(len(rank))
+        order = order[np.argsort(place[order], kind="stable")]
+        again = np.flatnonzero(np.diff(place[order]) == 0)
+        if (shape[order[again]] == shape[order[again + 1]]).all():
+            return order
+    return np.lexsort([rank, *reversed(shape.T), *reversed(offset.T), tensor])
+
+
+def _places(shapes: IntArray, tensor: IntArray, offset: IntArray) -> IntArray | None:
+    """Where each box begins in the line; None if a box begins outside of its tensor, or the line is too long."""
+    shapes = np.maximum(shapes, 1)
+    outside = (offset < 0).any() or (offset >= shapes[tensor]).any()
+    if outside or np.prod(shapes, axis=1, dtype=np.float64).sum() >= _LONGEST_LINE:
+        return None
+    elements = np.prod(shapes, axis=1, dtype=np.int64)
+    place = offset[:, 0].copy()
+    for d in range(1, offset.shape[1]):
+        place *= shapes[tensor, d]
+        place += offset[:, d]
+    place += (np.cumsum(elements) - elements)[tensor]
+    return place
