@@ -31,6 +31,7 @@ bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint
 	$(PYTHON) -m benchmark.bytes_read
 	$(PYTHON) -m benchmark.exchange $(BENCH_OPTIONS)
 	$(BENCH_VENV)/bin/python -m benchmark.charts
+	$(PYTHON) -m benchmark.summary
 
 $(BENCH_VENV)/.installed: benchmark/requirements.txt | $(INSTALLED)
 	$(PYTHON) -m venv --clear $(BENCH_VENV)

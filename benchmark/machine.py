@@ -14,7 +14,7 @@ def describe(folder: Path) -> dict[str, str | int | float]:
     memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count() or 1,
         "memory_gib": round(int(memory.split()[1]) / (1 << 20), 1),
         "filesystem": filesystem(folder),
         "kernel": f"{platform.system()} {platform.release()}",

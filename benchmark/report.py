@@ -46,6 +46,7 @@ class Results:
         settings: Of the run.
         peers: Who took part.
         seconds: Samples by state, work and peer's name: by round.
+        planning: Seconds until this library knew what to write or read, slower rank, by state, work and peer's name.
         memory: Bytes by state, work and peer's name: ``peak`` and ``kept``, a sample each.
     """
 
@@ -54,6 +55,7 @@ class Results:
     settings: Mapping[str, Any]
     peers: Sequence[Peer]
     seconds: dict[tuple[str, str, str], dict[int, float]] = field(default_factory=dict)
+    planning: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
     memory: dict[tuple[str, str, str], list[dict[str, int]]] = field(default_factory=dict)
 
 
@@ -66,6 +68,10 @@ def as_json(results: Results) -> dict[str, Any]:
         "seconds": [
             {"state": state, "work": work, "peer": peer, "median": median_of(samples), "samples": samples}
             for (state, work, peer), samples in results.seconds.items()
+        ],
+        "planning": [
+            {"state": state, "work": work, "peer": peer, "median": float(np.median(samples)), "samples": samples}
+            for (state, work, peer), samples in results.planning.items()
         ],
         "memory": [
             {"state": state, "work": work, "peer": peer, "samples": samples}

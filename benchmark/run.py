@@ -14,19 +14,18 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmark import machine
+from benchmark import machine, pagecache
 from benchmark.processes import BenchmarkError, Ranks, started
 from benchmark.report import Results, as_json, as_markdown
 from benchmark.schedule import JOBS, PEERS, PROBES, Job, Peer, Plan
 from benchmark.states import LAYOUTS
 
 HERE = Path(__file__).resolve().parent
-_READ_BYTES = 8 << 20
 _MEMORY_ROUNDS = 3
+_SCRATCH_BYTES, _LARGE_BYTES = 6 * 10**9, 12 * 10**9  # with room for what is deleted but not yet gone
 
 
 class Run:
@@ -57,19 +56,25 @@ class Run:
         for i, jobs in enumerate(self._plan.in_rounds(state)):
             for peer, job in jobs:
                 _say(f"state {state}: round {i + 1} of {self._plan.rounds}: {peer.title}: {job.works[0]}")
-                for work, seconds in self._do(peer, job):
-                    self._results.seconds.setdefault((state, work, peer.name), {})[i] = seconds
+                for work, answers in self._do(peer, job):
+                    self._record(i, (state, work, peer.name), answers)
         if state == "A":
             self._measure_memory()
         for peer in self._plan.peers:
             self._peers[peer.name].do("drop")
             shutil.rmtree(self._checkpoint(peer))
 
-    def _do(self, peer: Peer, job: Job) -> list[tuple[str, float]]:
-        """Have a peer do a job; what it took, by work."""
+    def _do(self, peer: Peer, job: Job) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Have a peer do a job; each rank's measurement, by work."""
         if job.renew:
             self._peers[peer.name].do("build", state=job.state, layouts=[job.layout or "same"])
-        return [(work, max(answer["seconds"] for answer in self._call(peer, job))) for work in job.works]
+        return [(work, self._call(peer, job)) for work in job.works]
+
+    def _record(self, i: int, key: tuple[str, str, str], answers: list[dict[str, Any]]) -> None:
+        """Keep the slower rank's measurement."""
+        self._results.seconds.setdefault(key, {})[i] = max(answer["seconds"] for answer in answers)
+        if all(answer["plan"] is not None for answer in answers):
+            self._results.planning.setdefault(key, []).append(max(answer["plan"] for answer in answers))
 
     def _call(self, peer: Peer, job: Job, memory: bool = False) -> list[dict[str, Any]]:
         """Save to a new folder, or load from the page cache; each rank's measurement."""
@@ -85,7 +90,7 @@ class Run:
         unchecked = (peer.name, job.layout) in self._unchecked
         if unchecked:
             ranks.do("zero", layout=job.layout)
-        (_drop_cache if job.cold else _read_all)(self._checkpoint(peer))
+        (pagecache.drop if job.cold else pagecache.read_in)(self._checkpoint(peer))
         answers = ranks.do("load", path=str(self._checkpoint(peer)), layout=job.layout, memory=memory)
         if unchecked:
             ranks.do("check", layout=job.layout)
@@ -129,25 +134,10 @@ class Run:
         return self._scratch / f"{peer.name}-checkpoint"
 
 
-def _read_all(folder: Path) -> None:
-    """Bring a checkpoint into the page cache."""
-    buffer = memoryview(bytearray(_READ_BYTES))
-    for path in _files(folder):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def _drop_cache(folder: Path) -> None:
-    """Have the page cache forget a checkpoint."""
-    for path in _files(folder):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+def _check_space(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise BenchmarkError(f"{folder} has {free / 1e9:.1f} GB free, and {nbytes / 1e9:.0f} GB are needed")
 
 
 def _say(text: str) -> None:
@@ -169,6 +159,8 @@ def run(args: argparse.Namespace) -> Results:
         if not pythons[peer.name].exists():
             raise BenchmarkError(f"{peer.title}: there is no {pythons[peer.name]}; make bench makes it")
     args.out.mkdir(parents=True, exist_ok=True)
+    large = "A" in args.states and not args.quick and "ours" in args.peers
+    _check_space(args.scratch or args.out, _LARGE_BYTES if large else _SCRATCH_BYTES)
     cores = sorted(os.sched_getaffinity(0))[: args.cores]
     os.sched_setaffinity(0, cores)  # the ranks inherit it
     settings = {
@@ -189,7 +181,7 @@ def run(args: argparse.Namespace) -> Results:
                 this_run.check_memory_probe()
             for state in args.states:
                 this_run.measure(state)
-            if "A" in args.states and not args.quick and "ours" in args.peers:
+            if large:
                 _say("memory for a state of 4 GB")
                 this_run.measure_large()
     _say("")
@@ -201,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure this library against others, two ranks each.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and without the slowest works")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
-    parser.add_argument("--scratch", type=Path, help="existing folder for checkpoints, 4 GB; default: that of --out")
+    parser.add_argument("--scratch", type=Path, help="existing folder for checkpoints, 12 GB; default: that of --out")
     parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
     parser.add_argument("--rounds", type=int, help="how often what is not slow is measured; default: 15, or 5")
     parser.add_argument("--cores", type=int, default=2, help="how many cores all processes may use together")

@@ -101,10 +101,10 @@ class Worker:
             before = reset_peak_memory()
         self._meet()
         start = time.perf_counter()
-        work()
+        plan = work()
         seconds = time.perf_counter() - start
         if not memory:
-            return {"seconds": seconds}
+            return {"seconds": seconds, "plan": plan}
         peak = used_memory()["VmHWM"]  # counts mapped files too, but nobody maps any in a save or load
         _give_back_memory()
         return {"peak": peak - before["VmRSS"], "kept": used_memory()["RssAnon"] - before["RssAnon"]}

@@ -30,11 +30,15 @@ class Peer(Protocol):
     def zero(self, state: Any) -> None:
         """Set all of it to zero."""
 
-    def save(self, state: Any, path: Path) -> None:
-        """Save into a folder that does not exist yet."""
+    def save(self, state: Any, path: Path) -> float | None:
+        """Save into a folder that does not exist yet.
 
-    def load(self, state: Any, path: Path) -> None:
-        """Fill the state from a folder."""
+        Returns:
+            The seconds after which it was known what to write, if the library tells.
+        """
+
+    def load(self, state: Any, path: Path) -> float | None:
+        """Fill the state from a folder; returns as :meth:`save` does."""
 
 
 def peer_named(name: str) -> Peer:

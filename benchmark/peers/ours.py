@@ -18,11 +18,11 @@ def versions() -> dict[str, str]:
     return {"paddle_dist_ckpt": paddle_dist_ckpt.__version__, "paddle": paddle.__version__}
 
 
-def save(state: dict[str, Any], path: Path) -> None:
+def save(state: dict[str, Any], path: Path) -> float:
     """See :class:`benchmark.peers.Peer`."""
-    paddle_dist_ckpt.save_state_dict(state, path)
+    return paddle_dist_ckpt.save_state_dict(state, path).seconds["plan"]
 
 
-def load(state: dict[str, Any], path: Path) -> None:
+def load(state: dict[str, Any], path: Path) -> float:
     """See :class:`benchmark.peers.Peer`."""
-    paddle_dist_ckpt.load_state_dict(state, path)
+    return paddle_dist_ckpt.load_state_dict(state, path).seconds["plan"]
