@@ -125,9 +125,10 @@ class _Loading:
             decision = decode(decided, Decision)
         if decision.restart:
             return None
-        for name in decision.shared:
-            if name in self._opened:
-                self._opened[name] = dataclasses.replace(self._opened[name], once=False)
+        self._opened = {
+            name: dataclasses.replace(opened, once=name not in decision.shared and not opened.file.is_cached())
+            for name, opened in self._opened.items()
+        }
         if decision.exchange:
             with self._timed("open"):
                 order = self._agree_on_exchange(decision, coordinator, files)
@@ -234,7 +235,7 @@ class _Loading:
 
     @property
     def _threads(self) -> int:
-        waits = not all(opened.file.is_cached() for opened in self._opened.values())
+        waits = any(opened.once for opened in self._opened.values())
         return io_threads(self._answer.ranks_on_host.get(self._session.rank, 1), waits)
 
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:

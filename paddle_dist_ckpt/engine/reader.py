@@ -42,7 +42,7 @@ class OpenFile:
         file: To read from.
         data_start: Where the data section starts.
         hashes: Digest of each block.
-        once: Whether no other rank of this host wants much of the same data.
+        once: Whether the page cache lacks it, and no other rank of this host wants much of the same data.
     """
 
     name: str

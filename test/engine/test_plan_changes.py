@@ -190,10 +190,8 @@ class Job:
         array.reshape(-1).view(np.uint8)[0] ^= 1
 
     def text_of_the_same_length(self) -> None:
-        text = self.states[0].get("text")
         for state in self.states:
-            if isinstance(text, str):
-                state["text"] = chr(ord("a") + self._count % 26) * len(text)
+            state["text"] = chr(ord("a") + self._count % 26) * len(state["text"])
         self.number()
 
     # -- what does
@@ -419,6 +417,7 @@ def dealt(count: int, rows: int = 12) -> list[dict[str, Any]]:
 def test_one_rank_alone_changes_and_the_others_are_asked(tmp_path: Path, seen: Seen, victim: int) -> None:
     """The others send fingerprints alone; only when one rank says something new must they say more."""
     states, memories = dealt(3), fresh(3)
+    seen.take()
     all_ok(save_with(memories, states, tmp_path))
     assert seen.take() == (1, 0), "at first all ranks say it all"
     all_ok(save_with(memories, states, tmp_path))
@@ -556,6 +555,7 @@ def test_files_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         getattr(job, change)()
 
 
+@pytest.mark.xfail(strict=True, reason="issue3.md, 6")
 def test_a_value_of_ever_new_length_does_not_make_the_memory_grow(tmp_path: Path) -> None:
     """A log that is longer in each save, say."""
     states, memories = dealt(2), fresh(2)
