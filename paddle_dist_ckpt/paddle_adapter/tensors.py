@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ class _Known:
     shape: list[int]
     dtype: Any
     strides: list[int]
+    contiguous: bool
     local_shape: list[int] | None
     placements: Any
     mesh: Any
@@ -57,6 +59,7 @@ class PaddleAdapter:
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[_Known]] = {}
         self._last: _Known | None = None
+        self._viewed: list[_Known] = []  # of each Paddle tensor that was looked at
         self._host_only = not _has_devices()
 
     @property
@@ -76,30 +79,30 @@ class PaddleAdapter:
         if not is_dist:
             _check_plain(value, path)
         known = self._last
-        if known is not None and known.dtype is value.dtype and known.is_of(value, is_dist):
-            geometry = known.geometry
-        else:
-            geometry = self._geometry(value, is_dist, path)
+        if known is None or known.dtype is not value.dtype or not known.is_of(value, is_dist):
+            known = self._find(value, is_dist, path)
+        self._viewed.append(known)
+        geometry = known.geometry
         if not geometry.pieces:
             return TensorView(geometry, (), value, value.name)
         return TensorView(geometry, (self._address(value, geometry, path),), value, value.name)
 
-    def _geometry(self, value: Any, is_dist: bool, path: str) -> Geometry:
+    def _find(self, value: Any, is_dist: bool, path: str) -> _Known:
         """The geometry of a tensor that is not like the one before."""
         shape, dtype = tuple(value.shape), value.dtype
         candidates = self._known.setdefault((shape, dtype), [])
         for known in candidates:
             if known.is_of(value, is_dist):
                 self._last = known
-                return known.geometry
+                return known
         make, key = self._dist_geometry if is_dist else self._plain_geometry, plain_key(path)
         geometry = make(value, shape, self._dtype(dtype, key), key)
         local, placements, mesh = None, None, None
         if is_dist:
             local, placements, mesh = _local_shape(value), value.placements, value.process_mesh
-        self._last = _Known(value.shape, dtype, value.strides, local, placements, mesh, geometry)
+        self._last = _Known(value.shape, dtype, value.strides, value.is_contiguous(), local, placements, mesh, geometry)
         candidates.append(self._last)
-        return geometry
+        return self._last
 
     @staticmethod
     def _plain_geometry(value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
@@ -157,7 +160,14 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         if not all(isinstance(value, paddle.Tensor) for value in values):
             return None
-        return _Identity.of(values, list(addresses) if len(addresses) == len(values) else _addresses(values))
+        references = [weakref.ref(value) for value in values]
+        known = list(addresses) if len(addresses) == len(values) else _addresses(values)
+        if len(self._viewed) != len(values):  # others were looked at meanwhile, so these are looked at again
+            return _Identity(references, known, *map(list, _columns(values)))
+        versions, names = (list(column) for column in itertools.islice(_columns(values), 2))
+        shapes, dtypes = [one.shape for one in self._viewed], [one.dtype for one in self._viewed]
+        strides = [() if one.contiguous else one.strides for one in self._viewed]
+        return _Identity(references, known, versions, names, shapes, dtypes, strides)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -180,13 +190,6 @@ class _Identity:
     shapes: list[Any]
     dtypes: list[Any]
     strides: list[Any]
-
-    @classmethod
-    def of(cls, values: Sequence[Any], addresses: list[int]) -> _Identity:
-        """The identity of tensors at these addresses."""
-        references = [weakref.ref(value) for value in values]
-        versions, names, shapes, dtypes, strides = _columns(values)
-        return cls(references, addresses, list(versions), list(names), list(shapes), list(dtypes), list(strides))
 
     def matches(self, values: Sequence[Any]) -> bool:
         if len(values) != len(self.references):

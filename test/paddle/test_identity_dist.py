@@ -1,0 +1,245 @@
+"""Saves by a process that remembers notice whatever becomes of a tensor in place, also of a DistTensor."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_dist_ckpt import load_merged_state_dict, read_metadata
+from paddle_dist_ckpt.control import SoloHub
+from paddle_dist_ckpt.control.no_transport import NoTransport
+from paddle_dist_ckpt.core.tensors import Identity
+from paddle_dist_ckpt.engine.context import Context
+from paddle_dist_ckpt.engine.save import save
+from paddle_dist_ckpt.engine.save_memory import SaveMemory
+from paddle_dist_ckpt.errors import UnsupportedValueError
+from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
+from paddle_dist_ckpt.storage import LocalStorage
+
+PAIR = dist.ProcessMesh([0, 1], dim_names=["x"])
+ALONE = dist.ProcessMesh([0], dim_names=["x"])
+
+
+def numbers(*shape: int) -> Any:
+    return paddle.to_tensor(np.arange(np.prod(shape), dtype="float32").reshape(shape))
+
+
+def spread(local: Any, shape: list[int], placement: Any, mesh: Any = PAIR) -> Any:
+    """A DistTensor of this local value, made without communication."""
+    return paddle.Tensor(local, dims=shape, process_mesh=mesh, placements=[placement])
+
+
+def identity_of(values: list[Any]) -> Identity:
+    adapter = PaddleAdapter(0)
+    addresses = [address for value in values for address in adapter.view(value, "/t").addresses]
+    found = adapter.identity(values, addresses)
+    assert found is not None
+    return found
+
+
+def save_by(memory: SaveMemory, state: dict[str, Any], folder: Path) -> None:
+    with SoloHub().session("save", 30) as session:
+        context = Context(LocalStorage(folder), session, NoTransport(), PaddleAdapter(0), memory)
+        save(state, context, None, SaveOptions())
+
+
+# -- what may become of a DistTensor in place
+
+DIST: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "other dimension": (
+        lambda: spread(numbers(2, 4), [4, 4], dist.Shard(0)),
+        lambda x: spread(x._local_value().reshape([4, 2]), [4, 4], dist.Shard(1)),
+    ),
+    "becomes partial": (
+        lambda: spread(numbers(4, 4), [4, 4], dist.Replicate()),
+        lambda x: spread(x._local_value(), [4, 4], dist.Partial()),
+    ),
+    "was partial": (
+        lambda: spread(numbers(4, 4), [4, 4], dist.Partial()),
+        lambda x: spread(x._local_value(), [4, 4], dist.Replicate()),
+    ),
+    "other ranks": (
+        lambda: spread(numbers(2, 4), [4, 4], dist.Shard(0)),
+        lambda x: spread(x._local_value(), [4, 4], dist.Shard(0), dist.ProcessMesh([1, 0], dim_names=["x"])),
+    ),
+    "no longer distributed": (
+        lambda: spread(numbers(4, 4), [4, 4], dist.Replicate()),
+        lambda x: x._local_value(),
+    ),
+    "now distributed": (
+        lambda: numbers(4, 4),
+        lambda x: spread(x[:2], [4, 4], dist.Shard(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["data", "_share_underline_tensor_to"])
+@pytest.mark.parametrize("change", DIST)
+@pytest.mark.xfail(strict=True, reason="issue3.md, 7")
+def test_another_distribution_of_the_same_memory_is_noticed(change: str, how: str) -> None:
+    make, make_other = DIST[change]
+    tensor = make()
+    identity, place = identity_of([tensor]), tensor.data_ptr()
+    assert identity.matches([tensor])
+    other = make_other(tensor)
+    if how == "data":
+        tensor.data = other
+    else:
+        other._share_underline_tensor_to(tensor)
+    assert tensor.data_ptr() == place, "or this test shows nothing"
+    assert not identity.matches([tensor])
+
+
+def test_a_dist_tensor_that_is_updated_in_place_is_the_same() -> None:
+    layer = paddle.nn.Linear(4, 4)
+    for name, parameter in list(layer._parameters.items()):
+        layer._parameters[name] = dist.shard_tensor(parameter, ALONE, [dist.Replicate()])
+    optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+    values = layer.parameters()
+    assert all(value.is_dist() for value in values)
+    identity = identity_of(values)
+    inputs = dist.shard_tensor(paddle.ones([2, 4]), ALONE, [dist.Replicate()])
+    before = values[0]._local_value().numpy().copy()
+    layer(inputs).sum().backward()
+    optimizer.step()
+    assert not np.array_equal(values[0]._local_value().numpy(), before)
+    assert identity.matches(values)
+
+
+# -- end to end
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda x: None,
+    "set_value": lambda x: x.set_value(paddle.ones([3, 3])),
+    "add_": lambda x: x.add_(paddle.ones([3, 3])),
+    "an element": lambda x: x.__setitem__((1, 2), -5.0),
+    "data transposed": lambda x: setattr(x, "data", x.T),
+    "data reshaped": lambda x: setattr(x, "data", x.reshape([9])),
+    "data of a part": lambda x: setattr(x, "data", x[:2]),
+    "data of columns": lambda x: setattr(x, "data", x[:, :2]),
+    "data of another dtype": lambda x: setattr(x, "data", x.view("int32")),
+    "data of its own": lambda x: setattr(x, "data", x),
+    "other data": lambda x: setattr(x, "data", paddle.full([2, 5], 3.0)),
+    "tensor set": lambda x: x.get_tensor().set(np.full((1, 9), 2.0, "float32"), paddle.CPUPlace()),
+    "dimensions set": lambda x: x.get_tensor()._set_dims([9, 1]),
+    "tensor shared": lambda x: x.get_tensor()._share_data_with(x.T.get_tensor()),
+    "impl transposed": lambda x: x.T._share_underline_tensor_to(x),
+    "reshape_": lambda x: x.reshape_([1, 9]),
+    "flatten_": lambda x: x.flatten_(),
+    "cast_": lambda x: x.cast_("float64"),
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_([1, 0]),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "set_": lambda x: x.set_(x, [2, 2], [3, 1], 0),
+    "resize_": lambda x: x.resize_([2, 4]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_second_save_has_what_is_there(tmp_path: Path, change: str) -> None:
+    memory = SaveMemory()
+    tensor, other = numbers(3, 3), numbers(2, 2)
+    for _ in range(3):
+        save_by(memory, {"x": tensor, "y": other}, tmp_path)
+        found = load_merged_state_dict(tmp_path)
+        assert (found["x"].shape, found["x"].dtype) == (tensor.shape, tensor.dtype)
+        assert found["x"].numpy().tobytes() == np.ascontiguousarray(tensor.numpy()).tobytes()
+        assert np.array_equal(found["y"].numpy(), np.arange(4, dtype="float32").reshape(2, 2))
+        if change != "set_value" or tensor.shape == [3, 3]:
+            try:
+                CHANGES[change](tensor)
+            except ValueError:  # cannot be done twice
+                return
+
+
+def test_data_that_come_to_lie_where_others_were(tmp_path: Path) -> None:
+    """Memory that was freed is given out again: the same address and version, another tensor."""
+    memory, tensor = SaveMemory(), paddle.full([40, 60], 0.0)
+    again = 0
+    for i, shape in enumerate([(40, 60), (60, 40), (2400,), (30, 80), (40, 60), (20, 120), (60, 40), (120, 20)]):
+        place = tensor.data_ptr()
+        tensor.data = paddle.zeros([1])
+        gc.collect()
+        tensor.data = paddle.full(list(shape), float(i))
+        again += tensor.data_ptr() == place
+        save_by(memory, {"x": tensor}, tmp_path)
+        found = load_merged_state_dict(tmp_path)["x"]
+        assert found.shape == list(shape)
+        assert (found.numpy() == i).all()
+    if not again:
+        pytest.skip("the allocator gave no memory out again")
+
+
+def test_another_tensor_at_the_same_key_and_place(tmp_path: Path) -> None:
+    """The old object is gone, and the new one may well have its id and its memory."""
+    memory = SaveMemory()
+    for i in range(20):
+        tensor = paddle.full([4, 6] if i % 2 else [6, 4], float(i))
+        save_by(memory, {"x": tensor}, tmp_path)
+        found = load_merged_state_dict(tmp_path)["x"]
+        assert found.shape == tensor.shape
+        assert (found.numpy() == i).all()
+        del tensor
+
+
+def test_names_are_those_of_now(tmp_path: Path) -> None:
+    memory, tensor = SaveMemory(), numbers(2, 2)
+    for name in ("first", "second", "first"):
+        tensor.name = name
+        save_by(memory, {"x": tensor}, tmp_path)
+        assert read_metadata(tmp_path).variable_names == {"x": name}
+
+
+@pytest.mark.xfail(strict=True, reason="issue3.md, 7")
+def test_a_tensor_that_cannot_be_saved_any_more_is_refused(tmp_path: Path) -> None:
+    memory, tensor = SaveMemory(), numbers(2, 2)
+    save_by(memory, {"x": tensor}, tmp_path)
+    tensor.is_distributed = True
+    with pytest.raises(UnsupportedValueError, match="is_distributed"):
+        save_by(memory, {"x": tensor}, tmp_path)
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="issue3.md, 8")
+def test_a_tensor_without_memory_is_refused(tmp_path: Path) -> None:
+    memory, tensor = SaveMemory(), numbers(2, 2)
+    save_by(memory, {"x": tensor}, tmp_path)
+    tensor._clear_data()
+    with pytest.raises(UnsupportedValueError):
+        save_by(memory, {"x": tensor}, tmp_path)
+
+
+def test_a_memory_keeps_no_tensor_alive_and_forgets_none_too_early(tmp_path: Path) -> None:
+    memory, state = SaveMemory(), {f"t{i}": numbers(3, i + 1) for i in range(10)}
+    state["d"] = spread(numbers(4, 4), [4, 4], dist.Replicate(), ALONE)
+    save_by(memory, state, tmp_path)
+    watched = {key: weakref.ref(value) for key, value in state.items()}
+    del state["t3"]
+    gc.collect()
+    assert [key for key, reference in watched.items() if reference() is None] == ["t3"]
+    save_by(memory, state, tmp_path)
+    assert set(load_merged_state_dict(tmp_path)) == set(state)
+    state.clear()
+    gc.collect()
+    assert not any(reference() for reference in watched.values())
+
+
+def test_tensors_and_arrays_together(tmp_path: Path) -> None:
+    """An array cannot be referenced weakly, so then nothing is recognised, and all is saved rightly nevertheless."""
+    memory, array, tensor = SaveMemory(), np.zeros(5), numbers(2, 2)
+    for i in range(3):
+        array += i
+        tensor.set_value(paddle.full([2, 2], float(i)))
+        save_by(memory, {"a": array, "t": tensor}, tmp_path)
+        assert memory.known is None
+        found = load_merged_state_dict(tmp_path)
+        assert np.array_equal(found["a"], array)
+        assert (found["t"].numpy() == i).all()
