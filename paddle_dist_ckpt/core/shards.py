@@ -236,10 +236,14 @@ class ShardTable:
     names: list[str | None]
 
     @cached_property
+    def layout_counts(self) -> IntArray:
+        """How many boxes each layout has, ``[layouts]``."""
+        return np.array([len(layout.offsets) for layout in self.layouts], np.int64)
+
+    @cached_property
     def first_shard(self) -> IntArray:
         """Where each tensor's shards start among all, ``[tensors + 1]``."""
-        counts = np.array([layout.count for layout in self.layouts], np.int64)[self.layout_of]
-        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return np.concatenate([[0], np.cumsum(self.layout_counts[self.layout_of])]).astype(np.int64)
 
     @cached_property
     def shard_tensor(self) -> IntArray:
@@ -254,14 +258,14 @@ class ShardTable:
     @cached_property
     def shard_layout_row(self) -> IntArray:
         """For each shard the place of its box among the boxes of all layouts, one after the other, ``[shards]``."""
-        counts = np.array([layout.count for layout in self.layouts], np.int64)
-        base = (np.cumsum(counts) - counts)[self.layout_of] - self.first_shard[:-1]
+        base = (np.cumsum(self.layout_counts) - self.layout_counts)[self.layout_of] - self.first_shard[:-1]
         return np.repeat(base, np.diff(self.first_shard)) + np.arange(self.first_shard[-1])
 
     @cached_property
     def shard_bytes(self) -> IntArray:
         """Size of each shard, ``[shards]``."""
-        volumes = np.concatenate([np.zeros(0, np.int64), *(layout.volumes for layout in self.layouts)])
+        dimensions = max((layout.extents.shape[1] for layout in self.layouts), default=0)
+        volumes = np.prod(_padded([layout.extents for layout in self.layouts], dimensions, 1), axis=1, dtype=np.int64)
         elements: IntArray = volumes[self.shard_layout_row]
         return elements * self.itemsizes[self.shard_tensor]
 
@@ -286,9 +290,8 @@ class ShardTable:
 
         They are padded with offset 0 and extent 1.
         """
-        none = np.zeros((0, dimensions), np.int64)
-        padded = [_padded(layout, dimensions) for layout in self.layouts]
-        return np.concatenate([none, *(p[0] for p in padded)]), np.concatenate([none, *(p[1] for p in padded)])
+        offsets = _padded([layout.offsets for layout in self.layouts], dimensions, 0)
+        return offsets, _padded([layout.extents for layout in self.layouts], dimensions, 1)
 
     def box_columns(self, dimensions: int) -> tuple[IntArray, IntArray]:
         """Offsets and extents of every shard, each ``[shards, dimensions]``, padded with offset 0 and extent 1."""
@@ -357,8 +360,13 @@ def _padded_to(values: IntArray, size: int) -> IntArray:
     return np.concatenate([values, np.zeros(size - len(values), np.int64)])
 
 
-def _padded(layout: Layout, dimensions: int) -> tuple[IntArray, IntArray]:
-    n, ndim = layout.offsets.shape
-    offsets, extents = np.zeros((n, dimensions), np.int64), np.ones((n, dimensions), np.int64)
-    offsets[:, :ndim], extents[:, :ndim] = layout.offsets, layout.extents
-    return offsets, extents
+def _padded(parts: Sequence[IntArray], dimensions: int, fill: int) -> IntArray:
+    """Matrices one below the other, each with columns of ``fill`` behind its own."""
+    widths = [part.shape[1] for part in parts]
+    if len(parts) and set(widths) == {dimensions}:
+        return np.concatenate(parts)
+    rows = np.repeat(np.array(widths, np.int64), [len(part) for part in parts])
+    padded = np.full((len(rows), dimensions), fill, np.int64)
+    for width in set(widths):
+        padded[rows == width, :width] = np.concatenate([part for part in parts if part.shape[1] == width])
+    return padded

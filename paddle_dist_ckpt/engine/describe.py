@@ -56,16 +56,17 @@ class LocalTensors:
     def with_owners(self, owners: Sequence[Any]) -> LocalTensors:
         """The first tensors, as many as there are owners, with these owners; a copy."""
         count = len(owners)
+        used = 1 + max(self.geometry[:count], default=-1)  # what comes behind is of values
         pieces = np.array([len(g.pieces) for g in self.geometries], np.int64)[self.geometry[:count]]
         return LocalTensors(
             self.paths[:count],
             self.names[:count],
-            list(self.geometries),
+            self.geometries[:used],
             self.geometry[:count],
             self.addresses[: int(pieces.sum())],
             list(owners),
-            dict(self._numbers),
-            dict(self._equal),
+            {key: number for key, number in self._numbers.items() if number < used},
+            {geometry: number for geometry, number in self._equal.items() if number < used},
         )
 
     def add(self, path: str, view: TensorView) -> None:

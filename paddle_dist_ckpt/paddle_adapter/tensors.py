@@ -140,7 +140,7 @@ class PaddleAdapter:
                 f"{plain_key(path)}: is on {value.place}; only tensors in host memory are supported so far"
             )
         try:
-            address = int(value.data_ptr())
+            address = int(value.data_ptr() or 0)
         except (RuntimeError, ValueError):
             address = 0
         if not address:
@@ -164,10 +164,10 @@ class PaddleAdapter:
         known = list(addresses) if len(addresses) == len(values) else _addresses(values)
         if len(self._viewed) != len(values):  # others were looked at meanwhile, so these are looked at again
             return _Identity(references, known, *map(list, _columns(values)))
-        versions, names = (list(column) for column in itertools.islice(_columns(values), 2))
+        versions, distributed, names = (list(column) for column in itertools.islice(_columns(values), 3))
         shapes, dtypes = [one.shape for one in self._viewed], [one.dtype for one in self._viewed]
         strides = [() if one.contiguous else one.strides for one in self._viewed]
-        return _Identity(references, known, versions, names, shapes, dtypes, strides)
+        return _Identity(references, known, versions, distributed, names, shapes, dtypes, strides)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -179,13 +179,14 @@ class PaddleAdapter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Identity:
-    """Tensors by weak references, with all that could change in place: memory by ``set_value``, or anything but the
-    object by ``x.data = ...``. (What a DistTensor's mesh and placements are follows from its global and local shape but
-    for the order of ranks, which only that could change too.)"""
+    """Tensors by weak references, with what could change in place: memory by ``set_value``, or anything but the object
+    by ``x.data = ...``. A DistTensor's mesh and placements are not compared, because to read them takes longer than all
+    the rest: only by assigning to ``data`` another DistTensor over the very same memory could they change."""
 
     references: list[weakref.ref[Any]]
     addresses: list[int]
     versions: list[int]
+    distributed: list[bool]
     names: list[str]
     shapes: list[Any]
     dtypes: list[Any]
@@ -196,7 +197,7 @@ class _Identity:
             return False
         if not all(map(operator.is_, (reference() for reference in self.references), values)):
             return False
-        expected = (self.versions, self.names, self.shapes, self.dtypes, self.strides)
+        expected = (self.versions, self.distributed, self.names, self.shapes, self.dtypes, self.strides)
         same = all(list(column) == known for column, known in zip(_columns(values), expected, strict=True))
         return same and _addresses(values) == self.addresses
 
@@ -205,6 +206,7 @@ def _columns(values: Sequence[Any]) -> Iterator[Iterable[Any]]:
     """Attributes of tensors, one after the other. Methods and getters, mapped, read them much faster than a loop."""
     tensor = paddle.Tensor
     yield map(tensor._inplace_version, values)
+    yield map(tensor.is_dist, values)
     for name in ("name", "shape", "dtype"):
         yield map(getattr(tensor, name).__get__, values)
     contiguous = map(tensor.is_contiguous, values)  # ... whose strides follow from the shape

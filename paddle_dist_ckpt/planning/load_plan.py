@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core.columns import IntArray, places_within
 from ..core.grouping import group_rows
@@ -15,7 +16,7 @@ from .overlap import overlapping_pairs
 
 __all__ = ["ReadItems", "WantedBoxes", "plan_load"]
 
-_MANY = 64  # boxes of a layout, from which on it is worth to look whether they are a grid
+_MANY = 300  # pairs of wanted box and box of a layout, from which on it is worth to look whether the latter are a grid
 _FEW_PAIRS = 4  # per wanted box and stored shard: compare them all rather than search
 
 
@@ -57,24 +58,26 @@ def plan_load(table: ShardTable, wanted: WantedBoxes) -> ReadItems:
     """Find the overlaps between the wanted boxes and the table's shards.
 
     Wanted boxes that are equal, of tensors that are cut alike, are planned once. For n wanted boxes, of which k are
-    different, and m boxes in the different layouts it takes time in O(n + items + (k + m) log(k + m)).
+    different, and m boxes in the different layouts it takes time in O(n + items + (k + m) log(k + m)). Layouts that
+    are grids and of which much is wanted are not even searched.
     """
     keys = np.column_stack([table.layout_of[wanted.tensor], wanted.offset, wanted.shape])
     first, alike = group_rows(keys)
     layout, low, shape = keys[first, 0], wanted.offset[first], wanted.shape[first]
     high = low + shape
-    counts = np.array([one.count for one in table.layouts], np.int64)
+    counts = table.layout_counts
     base = np.cumsum(counts) - counts
     stored_low, stored_shape = table.layout_boxes(wanted.offset.shape[1])
     stored_high = stored_low + stored_shape
     rows, boxes, in_grid = _candidates(table, layout, base, counts, low, high, stored_low, stored_high)
+    rows, boxes = _overlapping(rows, boxes, low, high, stored_low, stored_high)
     common_low, common_high = np.maximum(low[rows], stored_low[boxes]), np.minimum(high[rows], stored_high[boxes])
-    real = (common_low < common_high).all(axis=1)
-    rows, boxes, common_low, common_high = rows[real], boxes[real], common_low[real], common_high[real]
     uncovered = np.asarray((shape > 0).all(axis=1))
     uncovered[in_grid] = False
     if uncovered.any():
-        uncovered &= ~covers_exactly(rows, common_low, common_high, low, high)
+        unsure, some = np.flatnonzero(uncovered), uncovered[rows]
+        groups = np.searchsorted(unsure, rows[some])
+        uncovered[unsure] = ~covers_exactly(groups, common_low[some], common_high[some], low[unsure], high[unsure])
     each = np.bincount(rows, minlength=len(first))
     per_wanted = each[alike]
     place = np.repeat((np.cumsum(each) - each)[alike], per_wanted) + places_within(per_wanted)
@@ -105,37 +108,54 @@ def _candidates(
 
     Also which wanted boxes lie in a layout that is a whole grid, and so are covered exactly.
     """
-    parts, in_grid = [], []
-    for number in np.flatnonzero(counts >= _MANY).tolist():
-        wanted = np.flatnonzero(layout == number)
+    order = np.argsort(layout, kind="stable")
+    edges = np.searchsorted(layout[order], np.arange(len(counts) + 1))
+    parts, in_grid = [], [order[:0]]
+    unsure = np.ones(len(layout), bool)
+    for number in np.flatnonzero(counts * np.diff(edges) >= _MANY).tolist():
         one = table.layouts[number]
-        cuts = one.cuts() if len(wanted) else None
+        cuts = one.cuts()
         if cuts is not None:
-            parts += [(w, base[number] + _in_grid(cuts, one.shape, low[w], high[w])) for w in wanted.tolist()]
-            in_grid += [w for w in wanted.tolist() if _is_inside(one.shape, low[w], high[w])]
-    done = [w for w, _ in parts]
-    rest = np.setdiff1d(np.arange(len(layout)), done)
+            wanted = order[edges[number] : edges[number + 1]]
+            rows, boxes = _in_grid(cuts, low[wanted], high[wanted])
+            parts.append((wanted[rows], base[number] + boxes))
+            in_grid.append(wanted[_is_inside(one.shape, low[wanted], high[wanted])])
+            unsure[wanted] = False
+    rest = np.flatnonzero(unsure)
     rows, boxes = _pairs(layout[rest], base, counts, low[rest], high[rest], stored_low, stored_high)
-    rows = np.concatenate([rest[rows], *(np.full(len(found), w) for w, found in parts)])
+    rows = np.concatenate([rest[rows], *(found for found, _ in parts)])
     boxes = np.concatenate([boxes, *(found for _, found in parts)])
-    order = np.argsort(rows, kind="stable") if parts else slice(None)
-    return rows[order], boxes[order], np.array(in_grid, np.int64)
+    by_row = np.argsort(rows, kind="stable") if parts else slice(None)
+    return rows[by_row], boxes[by_row], np.concatenate(in_grid)
 
 
-def _is_inside(shape: Sequence[int], low: IntArray, high: IntArray) -> bool:
+def _is_inside(shape: Sequence[int], low: IntArray, high: IntArray) -> npt.NDArray[np.bool_]:
     ndim = len(shape)
-    return bool((low[:ndim] >= 0).all() and (high[:ndim] <= shape).all() and (low < high).all())
+    fits = (low[:, :ndim] >= 0) & (high[:, :ndim] <= np.array(shape, np.int64))
+    return np.asarray(fits.all(axis=1) & (low < high).all(axis=1))
 
 
-def _in_grid(cuts: Sequence[Sequence[int]], shape: Sequence[int], low: IntArray, high: IntArray) -> IntArray:
-    """The boxes of a grid that a box reaches into, ascending."""
-    found = np.zeros(1, np.int64)
+def _in_grid(cuts: Sequence[Sequence[int]], low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
+    """Pairs of some boxes and the boxes of a grid that they reach into, ordered by the former, then the latter."""
+    rows, boxes = np.arange(len(low)), np.zeros(len(low), np.int64)
     for d, places in enumerate(cuts):
         starts = np.array([0, *places], np.int64)
-        first = max(0, int(np.searchsorted(starts, low[d], side="right")) - 1)
-        stop = int(np.searchsorted(starts, high[d], side="left"))
-        found = (found[:, None] * len(starts) + np.arange(first, stop)).reshape(-1)
-    return found
+        first = np.maximum(0, np.searchsorted(starts, low[:, d], side="right") - 1)
+        each = np.maximum(0, np.searchsorted(starts, high[:, d], side="left") - first)[rows]
+        boxes = np.repeat(boxes * len(starts) + first[rows], each) + places_within(each)
+        rows = np.repeat(rows, each)
+    return rows, boxes
+
+
+def _overlapping(
+    rows: IntArray, boxes: IntArray, low: IntArray, high: IntArray, stored_low: IntArray, stored_high: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Those of the pairs that have an element in common."""
+    for d in range(low.shape[1]):
+        real = np.maximum(low[rows, d], stored_low[boxes, d]) < np.minimum(high[rows, d], stored_high[boxes, d])
+        if not real.all():
+            rows, boxes = rows[real], boxes[real]
+    return rows, boxes
 
 
 def _pairs(

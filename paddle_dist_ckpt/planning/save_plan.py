@@ -10,10 +10,9 @@ import numpy.typing as npt
 
 from ..core.box import Box, subtract, whole
 from ..core.columns import IntArray
-from ..core.grouping import group_rows
 from ..errors import UnsupportedValueError
-from .balance import ReplicaSet, balanced_shares, deal
 from .cover import first_gap, tensors_covered
+from .divide import HeldBoxes, divide
 from .order import file_order, shard_order
 from .overlap import overlapping_pairs
 
@@ -104,14 +103,22 @@ def plan_save(tensors: Tensors, shards: LocalShards, ranks: int, coordinator: in
     """
     chosen = _chosen_whole(tensors, shards, coordinator)
     kept = _divisible(tensors, shards)
-    divided = _Boxes.unique(tensors, shards if len(kept) == len(shards.tensor) else shards.take(kept))
+    divided = _different(tensors, shards if len(kept) == len(shards.tensor) else shards.take(kept))
     divided = _without_overlaps(tensors, divided, shards, chosen)
-    parts = [_whole_columns(shards, chosen), *_divide(tensors, divided, shards, chosen, ranks)]
+    fixed = np.zeros(ranks, np.int64)
+    np.add.at(fixed, shards.rank[chosen], _bytes(tensors, shards.tensor[chosen], shards.shape[chosen]))
+    nbytes = _bytes(tensors, divided.tensor, divided.shape)
+    parts = [_whole_columns(shards, chosen), *divide(divided, nbytes, tensors.itemsize[divided.tensor], fixed)]
     tensor, rank, row, offset, shape = (np.concatenate([p[i] for p in parts]) for i in range(5))
     order = file_order(tensors.shape, tensors.itemsize, tensor, offset, rank)
     tensor, rank, row, offset, shape = (column[order] for column in (tensor, rank, row, offset, shape))
     transfers = _reductions(tensors, shards, tensor, rank, row, offset, shape)
     return SavePlan(tensor, rank, row, offset, shape, transfers)
+
+
+def _bytes(tensors: Tensors, tensor: IntArray, shape: IntArray) -> IntArray:
+    elements: IntArray = np.prod(shape, axis=1, dtype=np.int64)
+    return elements * tensors.itemsize[tensor]
 
 
 def _is_whole_kind(tensors: Tensors, shards: LocalShards) -> Mask:
@@ -138,44 +145,27 @@ def _whole_columns(shards: LocalShards, rows: IntArray) -> tuple[IntArray, ...]:
     return shards.tensor[rows], shards.rank[rows], shards.row[rows], shards.offset[rows], shards.shape[rows]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Boxes:
-    """Different boxes, and the ranks that hold each: members ``first[i]:first[i + 1]`` of the columns behind.
-
-    ``source`` names, for a box that was cut from another, the box whose members hold it.
-    """
-
-    tensor: IntArray
-    offset: IntArray
-    shape: IntArray
-    source: IntArray
-    first: IntArray
-    member_rank: IntArray
-    member_row: IntArray
-
-    @classmethod
-    def unique(cls, tensors: Tensors, shards: LocalShards) -> _Boxes:
-        s = shards.take(shard_order(tensors.shape, shards.tensor, shards.offset, shards.shape, shards.rank))
-        same = s.tensor[1:] == s.tensor[:-1]
-        for column in (s.offset, s.shape):
-            same &= (column[1:] == column[:-1]).all(axis=1)
-        twice = same & (s.rank[1:] == s.rank[:-1])
-        if twice.any():
-            kept = np.flatnonzero(~np.concatenate([[False], twice]))
-            s, same = s.take(kept), same[~twice]
-        starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(s.tensor) else np.zeros(0, np.int64)
-        return cls(
-            s.tensor[starts],
-            s.offset[starts],
-            s.shape[starts],
-            np.arange(len(starts)),
-            np.append(starts, len(s.tensor)),
-            s.rank,
-            s.row,
-        )
+def _different(tensors: Tensors, shards: LocalShards) -> HeldBoxes:
+    """The different boxes of the shards, by tensor, offset and shape, each with its holders by rank."""
+    order = shard_order(tensors.shape, shards.tensor, shards.offset, shards.shape, shards.rank)
+    columns = (shards.tensor, shards.offset, shards.shape, shards.rank, shards.row)
+    tensor, offset, shape, rank, row = (column[order] for column in columns)
+    same = tensor[1:] == tensor[:-1]
+    for column in (offset, shape):
+        same &= (column[1:] == column[:-1]).all(axis=1)
+    twice = same & (rank[1:] == rank[:-1])
+    if twice.any():
+        kept = np.flatnonzero(~np.concatenate([[False], twice]))
+        tensor, offset, shape, rank, row = (column[kept] for column in (tensor, offset, shape, rank, row))
+        same = same[~twice]
+    starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(tensor) else np.zeros(0, np.int64)
+    first = np.append(starts, len(tensor))
+    if len(starts) < len(tensor):
+        tensor, offset, shape = tensor[starts], offset[starts], shape[starts]
+    return HeldBoxes(tensor, offset, shape, np.arange(len(starts)), first, rank, row)
 
 
-def _without_overlaps(tensors: Tensors, boxes: _Boxes, shards: LocalShards, chosen: IntArray) -> _Boxes:
+def _without_overlaps(tensors: Tensors, boxes: HeldBoxes, shards: LocalShards, chosen: IntArray) -> HeldBoxes:
     """The boxes, cut where they overlap, after checking that they cover every tensor."""
     count = len(tensors.names)
     exact = tensors_covered(boxes.tensor, boxes.offset, boxes.shape, tensors.shape)
@@ -192,7 +182,9 @@ def _without_overlaps(tensors: Tensors, boxes: _Boxes, shards: LocalShards, chos
     return _replaced(boxes, exact[boxes.tensor], pieces, count)
 
 
-def _cut_tensor(tensors: Tensors, t: int, boxes: _Boxes, rows: IntArray, problems: list[str]) -> list[tuple[Box, int]]:
+def _cut_tensor(
+    tensors: Tensors, t: int, boxes: HeldBoxes, rows: IntArray, problems: list[str]
+) -> list[tuple[Box, int]]:
     """One tensor's boxes without their overlaps, the larger boxes kept whole; each with the row that it is from."""
     shape = tuple(tensors.shape[t].tolist())
     rows = rows[np.argsort(-np.prod(boxes.shape[rows], axis=1), kind="stable")]
@@ -222,12 +214,12 @@ def _cut_tensor(tensors: Tensors, t: int, boxes: _Boxes, rows: IntArray, problem
     return kept
 
 
-def _replaced(boxes: _Boxes, keep: Mask, pieces: list[tuple[int, Box, int]], count: int) -> _Boxes:
+def _replaced(boxes: HeldBoxes, keep: Mask, pieces: list[tuple[int, Box, int]], count: int) -> HeldBoxes:
     rows = np.flatnonzero(keep)
     dimensions = boxes.offset.shape[1]
     offsets = np.array([box.offset for _, box, _ in pieces], np.int64).reshape(-1, dimensions)
     extents = np.array([box.shape for _, box, _ in pieces], np.int64).reshape(-1, dimensions)
-    return _Boxes(
+    return HeldBoxes(
         np.concatenate([boxes.tensor[rows], np.array([t for t, _, _ in pieces], np.int64)]),
         np.concatenate([boxes.offset[rows], offsets]),
         np.concatenate([boxes.shape[rows], extents]),
@@ -236,73 +228,6 @@ def _replaced(boxes: _Boxes, keep: Mask, pieces: list[tuple[int, Box, int]], cou
         boxes.member_rank,
         boxes.member_row,
     )
-
-
-def _divide(
-    tensors: Tensors, boxes: _Boxes, shards: LocalShards, chosen: IntArray, ranks: int
-) -> list[tuple[IntArray, ...]]:
-    """Give each box to one of the ranks that hold it, or in pieces to several of them."""
-    nbytes = np.prod(boxes.shape, axis=1, dtype=np.int64) * tensors.itemsize[boxes.tensor]
-    holders = (boxes.first[1:] - boxes.first[:-1])[boxes.source]
-    single = np.flatnonzero(holders == 1)
-    single_rank = boxes.member_rank[boxes.first[boxes.source[single]]]
-    whole_bytes = np.prod(shards.shape[chosen], axis=1, dtype=np.int64) * tensors.itemsize[shards.tensor[chosen]]
-    fixed = np.zeros(ranks, np.int64)
-    np.add.at(fixed, single_rank, nbytes[single])
-    np.add.at(fixed, shards.rank[chosen], whole_bytes)
-    parts = [_box_columns(boxes, single, single_rank)]
-    sets, rows_of = _replica_sets(boxes, nbytes, holders)
-    tolerance = (int(nbytes.sum()) + int(whole_bytes.sum())) // ranks // 128
-    for replica_set, rows, shares in zip(sets, rows_of, balanced_shares(fixed, sets), strict=True):
-        parts += _deal_set(tensors, boxes, replica_set, rows, shares, nbytes[rows], tolerance)
-    return parts
-
-
-def _replica_sets(boxes: _Boxes, nbytes: IntArray, holders: IntArray) -> tuple[list[ReplicaSet], list[IntArray]]:
-    sets: list[ReplicaSet] = []
-    rows_of: list[IntArray] = []
-    for count in np.unique(holders[holders > 1]).tolist():
-        rows = np.flatnonzero(holders == count)
-        members = boxes.member_rank[boxes.first[boxes.source[rows]][:, None] + np.arange(count)]
-        first, which = group_rows(members)
-        order = np.argsort(which, kind="stable")
-        bounds = np.searchsorted(which[order], np.arange(len(first) + 1)).tolist()
-        for i in np.lexsort(members[first].T[::-1]).tolist():
-            mine = rows[order[bounds[i] : bounds[i + 1]]]
-            sets.append(ReplicaSet(members[first[i]], int(nbytes[mine].sum())))
-            rows_of.append(mine)
-    return sets, rows_of
-
-
-def _deal_set(
-    tensors: Tensors,
-    boxes: _Boxes,
-    replica_set: ReplicaSet,
-    rows: IntArray,
-    shares: IntArray,
-    nbytes: IntArray,
-    tolerance: int,
-) -> list[tuple[IntArray, ...]]:
-    as_boxes = [Box((), tuple(shape)) for shape in boxes.shape[rows].tolist()]
-    dealt = deal(shares, nbytes, as_boxes, tensors.itemsize[boxes.tensor[rows]], tolerance)
-    parts = [_box_columns(boxes, rows[dealt.item], replica_set.members[dealt.member])]
-    if dealt.pieces:
-        source = rows[[i for i, _, _ in dealt.pieces]]
-        ranks = replica_set.members[[member for _, member, _ in dealt.pieces]]
-        tensor, rank, row, offset, _ = _box_columns(boxes, source, ranks)
-        offset = offset + np.array([box.offset for _, _, box in dealt.pieces], np.int64)
-        parts.append((tensor, rank, row, offset, np.array([box.shape for _, _, box in dealt.pieces], np.int64)))
-    return parts
-
-
-def _box_columns(boxes: _Boxes, rows: IntArray, ranks: IntArray) -> tuple[IntArray, ...]:
-    """The columns of these boxes, each written by the rank given, with that rank's local shard that holds it."""
-    group = boxes.source[rows]
-    stride = int(boxes.member_rank.max(initial=0)) + 1
-    owner = np.repeat(np.arange(len(boxes.first) - 1), np.diff(boxes.first))
-    place = np.searchsorted(owner * stride + boxes.member_rank, group * stride + ranks)
-    row = boxes.member_row[place] if len(place) else np.zeros(0, np.int64)
-    return boxes.tensor[rows], ranks, row, boxes.offset[rows], boxes.shape[rows]
 
 
 def _check_addends(

@@ -555,7 +555,6 @@ def test_files_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         getattr(job, change)()
 
 
-@pytest.mark.xfail(strict=True, reason="issue3.md, 6")
 def test_a_value_of_ever_new_length_does_not_make_the_memory_grow(tmp_path: Path) -> None:
     """A log that is longer in each save, say."""
     states, memories = dealt(2), fresh(2)

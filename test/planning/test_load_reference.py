@@ -1,0 +1,111 @@
+"""Read items, column by column, against comparing every wanted box with every shard of its tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_dist_ckpt.core.box import Box, intersect, whole
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.core.shards import Layout, ShardTable
+from paddle_dist_ckpt.planning import load_plan
+from paddle_dist_ckpt.planning.load_plan import ReadItems, WantedBoxes, plan_load
+from test.strategies import boxes_in, columns, examples, grids, paint, shapes, tilings
+
+DIMENSIONS = 4
+Problem = tuple[ShardTable, list[tuple[int, Box]]]
+
+
+def table_of(layouts: list[Layout], layout_of: Sequence[int]) -> ShardTable:
+    count = len(layout_of)
+    zeros = np.zeros(sum(layouts[i].count for i in layout_of), np.int64)
+    paths, numbers = [f"/{i:04}" for i in range(count)], np.array(layout_of, np.int64)
+    return ShardTable(paths, [DTYPES["float32"]] * count, zeros[:0], layouts, numbers, zeros, [None] * count)
+
+
+def plan(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> ReadItems:
+    offsets, extents = columns([box for _, box in wanted], DIMENSIONS)
+    return plan_load(table, WantedBoxes(np.array([t for t, _ in wanted], np.int64), offsets, extents))
+
+
+def check(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> None:
+    expected = []
+    uncovered = []
+    places = [table.shard_place(shard) for shard in range(int(table.first_shard[-1]))]
+    for row, (t, box) in enumerate(wanted):
+        overlaps = []
+        for shard, (tensor, offset, extent) in enumerate(places):
+            part = intersect(box, Box(offset, extent)) if tensor == t else None
+            if part is not None:
+                overlaps.append(part)
+                expected.append((row, shard, part, Box(offset, extent)))
+        inside = [part.relative_to(box.offset) for part in overlaps]
+        if box.size and not (paint(box.shape, inside) == 1).all():
+            uncovered.append(row)
+    items = plan(table, wanted)
+    assert items.wanted.tolist() == [row for row, *_ in expected]
+    assert items.shard.tolist() == [shard for _, shard, *_ in expected]
+    for found, boxes in [
+        ((items.offset, items.shape), [part for *_, part, _ in expected]),
+        ((items.stored_offset, items.stored_shape), [stored for *_, stored in expected]),
+    ]:
+        for column, numbers in zip(found, columns(boxes, DIMENSIONS), strict=True):
+            assert column[items.like].tolist() == numbers.tolist()
+    assert items.uncovered.tolist() == uncovered
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Tensors of a few layouts: grids, other tilings, gaps, doubles, nothing; boxes wanted, outside and empty ones."""
+    layouts = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = draw(shapes(most=6))
+        boxes = list(draw(st.one_of(grids(shape), tilings(shape, 12)))) if min(shape, default=1) else [whole(shape)]
+        if len(shape) < 2 or len(boxes) > 1:  # a layout of several dimensions has a box
+            boxes = draw(st.sampled_from([boxes, boxes, boxes[1:], [*boxes, *boxes[:1]]]))
+        layouts.append(Layout(shape, *columns(sorted(boxes), len(shape))))
+    layout_of = draw(st.lists(st.integers(0, len(layouts) - 1), min_size=1, max_size=8))
+    wanted = []
+    for t in draw(st.lists(st.integers(0, len(layout_of) - 1), max_size=12)):
+        shape = layouts[layout_of[t]].shape
+        box = draw(st.one_of(boxes_in(shape), st.just(whole(shape))))
+        if shape and draw(st.integers(0, 5)) == 0:
+            step = draw(st.sampled_from([-2, 1, 3]))
+            box = Box((box.offset[0] + step, *box.offset[1:]), box.shape)
+        wanted.append((t, box))
+    return table_of(layouts, layout_of), wanted
+
+
+@pytest.fixture(scope="module", autouse=True, params=[1, 12, 1 << 40], ids=["grids", "some grids", "no grids"])
+def thresholds(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_plan, "_MANY", request.param)
+        yield
+
+
+@examples(300)
+@given(problems())
+def test_items_are_all_overlaps_in_order(problem: Problem) -> None:
+    check(*problem)
+
+
+@examples(100)
+@given(problems())
+def test_items_found_by_search_are_all_overlaps_in_order(problem: Problem) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_plan, "_FEW_PAIRS", 0)
+        check(*problem)
+
+
+def test_many_different_boxes_of_one_grid() -> None:
+    layout = Layout.from_cuts((30, 20), [[3, 4, 11, 29], [1, 10]])
+    random = np.random.default_rng(0)
+    wanted = []
+    for _ in range(60):
+        low = random.integers(-1, [30, 20]).tolist()
+        wanted.append((int(random.integers(3)), Box(tuple(low), tuple(random.integers(0, 12, 2).tolist()))))
+    check(table_of([layout], [0, 0, 0]), wanted)
