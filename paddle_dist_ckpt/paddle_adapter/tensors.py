@@ -197,9 +197,16 @@ class _Identity:
             return False
         if not all(map(operator.is_, (reference() for reference in self.references), values)):
             return False
-        expected = (self.versions, self.distributed, self.names, self.shapes, self.dtypes, self.strides)
-        same = all(list(column) == known for column, known in zip(_columns(values), expected, strict=True))
-        return same and _addresses(values) == self.addresses
+        versions, distributed, names, shapes, dtypes, strides = _columns(values)
+        return (
+            list(versions) == self.versions
+            and list(distributed) == self.distributed
+            and list(names) == self.names
+            and all(map(operator.eq, shapes, self.shapes))
+            and all(map(operator.is_, dtypes, self.dtypes))  # singletons; others would only be looked at anew
+            and list(strides) == self.strides
+            and _addresses(values) == self.addresses
+        )
 
 
 def _columns(values: Sequence[Any]) -> Iterator[Iterable[Any]]:
