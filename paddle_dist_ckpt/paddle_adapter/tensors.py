@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,8 +166,9 @@ class PaddleAdapter:
             return _Identity(references, known, *map(list, _columns(values)))
         versions, distributed, names = (list(column) for column in itertools.islice(_columns(values), 3))
         shapes, dtypes = [one.shape for one in self._viewed], [one.dtype for one in self._viewed]
-        strides = [() if one.contiguous else one.strides for one in self._viewed]
-        return _Identity(references, known, versions, distributed, names, shapes, dtypes, strides)
+        contiguous = [one.contiguous for one in self._viewed]
+        strides = [one.strides for one in self._viewed if not one.contiguous]
+        return _Identity(references, known, versions, distributed, names, shapes, dtypes, contiguous, strides)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -190,6 +191,7 @@ class _Identity:
     names: list[str]
     shapes: list[Any]
     dtypes: list[Any]
+    contiguous: list[bool]
     strides: list[Any]
 
     def matches(self, values: Sequence[Any]) -> bool:
@@ -197,27 +199,30 @@ class _Identity:
             return False
         if not all(map(operator.is_, (reference() for reference in self.references), values)):
             return False
-        versions, distributed, names, shapes, dtypes, strides = _columns(values)
+        versions, distributed, names, shapes, dtypes, contiguous, strides = _columns(values)
         return (
             list(versions) == self.versions
             and list(distributed) == self.distributed
             and list(names) == self.names
             and all(map(operator.eq, shapes, self.shapes))
             and all(map(operator.is_, dtypes, self.dtypes))  # singletons; others would only be looked at anew
-            and list(strides) == self.strides
+            and contiguous == self.contiguous
+            and strides == self.strides
             and _addresses(values) == self.addresses
         )
 
 
-def _columns(values: Sequence[Any]) -> Iterator[Iterable[Any]]:
+def _columns(values: Sequence[Any]) -> Iterator[Any]:
     """Attributes of tensors, one after the other. Methods and getters, mapped, read them much faster than a loop."""
     tensor = paddle.Tensor
     yield map(tensor._inplace_version, values)
     yield map(tensor.is_dist, values)
     for name in ("name", "shape", "dtype"):
         yield map(getattr(tensor, name).__get__, values)
-    contiguous = map(tensor.is_contiguous, values)  # ... whose strides follow from the shape
-    yield (() if is_so else value.strides for is_so, value in zip(contiguous, values, strict=True))
+    contiguous = list(map(tensor.is_contiguous, values))
+    yield contiguous
+    # Those of a contiguous tensor follow from its shape.
+    yield [value.strides for value in itertools.compress(values, map(operator.not_, contiguous))]
 
 
 def _addresses(values: Sequence[Any]) -> list[int]:
