@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class PaddleAdapter:
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[_Known]] = {}
         self._last: _Known | None = None
-        self._viewed: list[_Known] = []  # of each Paddle tensor that was looked at
+        self._viewed: dict[int, _Known] = {}  # by the id of each Paddle tensor that was looked at
         self._host_only = not _has_devices()
 
     @property
@@ -81,7 +81,7 @@ class PaddleAdapter:
         known = self._last
         if known is None or known.dtype is not value.dtype or not known.is_of(value, is_dist):
             known = self._find(value, is_dist, path)
-        self._viewed.append(known)
+        self._viewed[id(value)] = known
         geometry = known.geometry
         if not geometry.pieces:
             return TensorView(geometry, (), value, value.name)
@@ -158,17 +158,13 @@ class PaddleAdapter:
 
     def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> _Identity | None:
         """See :class:`..core.tensors.TensorAdapter`."""
-        if not all(isinstance(value, paddle.Tensor) for value in values):
+        known = [self._viewed.get(id(value)) for value in values]
+        if None in known:  # a numpy array, or a tensor that was not looked at
             return None
         references = [weakref.ref(value) for value in values]
-        known = list(addresses) if len(addresses) == len(values) else _addresses(values)
-        if len(self._viewed) != len(values):  # others were looked at meanwhile, so these are looked at again
-            return _Identity(references, known, *map(list, _columns(values)))
-        versions, distributed, names = (list(column) for column in itertools.islice(_columns(values), 3))
-        shapes, dtypes = [one.shape for one in self._viewed], [one.dtype for one in self._viewed]
-        contiguous = [one.contiguous for one in self._viewed]
-        strides = [one.strides for one in self._viewed if not one.contiguous]
-        return _Identity(references, known, versions, distributed, names, shapes, dtypes, contiguous, strides)
+        where = list(addresses) if len(addresses) == len(values) else _addresses(values)
+        attributes = _Attributes.of([one for one in known if one is not None])
+        return _Identity(references, where, _versions(values), _names(values), attributes)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -180,49 +176,91 @@ class PaddleAdapter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Identity:
-    """Tensors by weak references, with what could change in place: memory by ``set_value``, or anything but the object
-    by ``x.data = ...``. A DistTensor's mesh and placements are not compared, because to read them takes longer than all
-    the rest: only by assigning to ``data`` another DistTensor over the very same memory could they change."""
+    """Tensors by weak references, with all that could change in place: contents apart, anything but the object can, by
+    ``x.data = ...``, which may leave address and version as they were."""
 
     references: list[weakref.ref[Any]]
     addresses: list[int]
     versions: list[int]
-    distributed: list[bool]
     names: list[str]
-    shapes: list[Any]
-    dtypes: list[Any]
-    contiguous: list[bool]
-    strides: list[Any]
+    attributes: _Attributes
 
     def matches(self, values: Sequence[Any]) -> bool:
-        if len(values) != len(self.references):
-            return False
-        if not all(map(operator.is_, (reference() for reference in self.references), values)):
-            return False
-        versions, distributed, names, shapes, dtypes, contiguous, strides = _columns(values)
         return (
-            list(versions) == self.versions
-            and list(distributed) == self.distributed
-            and list(names) == self.names
-            and all(map(operator.eq, shapes, self.shapes))
-            and all(map(operator.is_, dtypes, self.dtypes))  # singletons; others would only be looked at anew
-            and contiguous == self.contiguous
-            and strides == self.strides
+            len(values) == len(self.references)
+            and all(map(operator.is_, (reference() for reference in self.references), values))
+            and _versions(values) == self.versions
             and _addresses(values) == self.addresses
+            and _names(values) == self.names
+            and self.attributes.are_of(values)
         )
 
 
-def _columns(values: Sequence[Any]) -> Iterator[Any]:
-    """Attributes of tensors, one after the other. Methods and getters, mapped, read them much faster than a loop."""
-    tensor = paddle.Tensor
-    yield map(tensor._inplace_version, values)
-    yield map(tensor.is_dist, values)
-    for name in ("name", "shape", "dtype"):
-        yield map(getattr(tensor, name).__get__, values)
-    contiguous = list(map(tensor.is_contiguous, values))
-    yield contiguous
-    # Those of a contiguous tensor follow from its shape.
-    yield [value.strides for value in itertools.compress(values, map(operator.not_, contiguous))]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attributes:
+    """What a :class:`_Known` says of each of many tensors, in columns.
+
+    Methods and getters, mapped, read many tensors several times faster than a loop over the tensors does.
+    """
+
+    dist: list[bool]
+    contiguous: list[bool]
+    dtypes: list[Any]
+    shapes: list[list[int]]
+    strides: list[list[int]]  # only of those that are not contiguous: the others' follow from the shape
+    local_shapes: list[Any]  # this and the following only of DistTensors
+    placements: list[Any]
+    meshes: list[Any]
+
+    @staticmethod
+    def of(known: Sequence[_Known]) -> _Attributes:
+        dist = [one for one in known if one.mesh is not None]
+        return _Attributes(
+            [one.mesh is not None for one in known],
+            [one.contiguous for one in known],
+            [one.dtype for one in known],
+            [one.shape for one in known],
+            [one.strides for one in known if not one.contiguous],
+            [one.local_shape for one in dist],
+            [one.placements for one in dist],
+            [one.mesh for one in dist],
+        )
+
+    def are_of(self, values: Sequence[Any]) -> bool:
+        tensor = paddle.Tensor
+        return (
+            list(map(tensor.is_dist, values)) == self.dist
+            and list(map(tensor.is_contiguous, values)) == self.contiguous
+            # dtypes are singletons; should they not be, the tensors are only looked at anew
+            and all(map(operator.is_, map(tensor.dtype.__get__, values), self.dtypes))
+            and _all_equal("shape", values, self.shapes)
+            and _all_equal("strides", _without(values, self.contiguous), self.strides)
+            and not any(getattr(value, "is_distributed", False) for value in _without(values, self.dist))
+            and self._are_distributed_so(list(itertools.compress(values, self.dist)))
+        )
+
+    def _are_distributed_so(self, values: Sequence[Any]) -> bool:
+        return (
+            all(map(operator.eq, map(_local_shape, values), self.local_shapes))
+            and _all_equal("placements", values, self.placements)
+            and _all_equal("process_mesh", values, self.meshes)
+        )
+
+
+def _without(values: Sequence[Any], left_out: Sequence[bool]) -> list[Any]:
+    return list(itertools.compress(values, map(operator.not_, left_out)))
+
+
+def _all_equal(name: str, values: Sequence[Any], expected: Sequence[Any]) -> bool:
+    return all(map(operator.eq, map(getattr(paddle.Tensor, name).__get__, values), expected))
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    return list(map(paddle.Tensor._inplace_version, values))
+
+
+def _names(values: Sequence[Any]) -> list[str]:
+    return list(map(paddle.Tensor.name.__get__, values))
 
 
 def _addresses(values: Sequence[Any]) -> list[int]:
@@ -245,9 +283,12 @@ def _check_plain(value: Any, path: str) -> None:
         )
 
 
-def _local_shape(value: Any) -> list[int]:
-    shape: list[int] = value._local_shape if hasattr(value, "_local_shape") else value._local_value().shape
-    return shape
+def _local_shape(value: Any) -> Any:
+    return value._local_value().shape
+
+
+if hasattr(paddle.Tensor, "_local_shape"):  # not in Paddle 2.6
+    _local_shape = paddle.Tensor._local_shape.__get__
 
 
 def _strides(local: Any, dtype: DType) -> tuple[int, ...] | None:

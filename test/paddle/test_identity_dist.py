@@ -82,16 +82,8 @@ DIST: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-NOT_COMPARED = ("other dimension", "becomes partial", "was partial", "other ranks")
-UNREAD = pytest.mark.xfail(strict=True, reason="mesh and placements are not compared: reading them takes too long")
-
-CASES = [pytest.param(name, marks=UNREAD) if name in NOT_COMPARED else name for name in DIST]
-
-
 @pytest.mark.parametrize("how", ["data", "_share_underline_tensor_to"])
-@pytest.mark.parametrize(
-    "change", [pytest.param(name, marks=UNREAD) if name in NOT_COMPARED else name for name in DIST]
-)
+@pytest.mark.parametrize("change", DIST)
 def test_another_distribution_of_the_same_memory_is_noticed(change: str, how: str) -> None:
     make, make_other = DIST[change]
     tensor = make()
@@ -206,7 +198,6 @@ def test_names_are_those_of_now(tmp_path: Path) -> None:
         assert read_metadata(tmp_path).variable_names == {"x": name}
 
 
-@pytest.mark.xfail(strict=True, reason="the mark is looked at when a tensor is first saved")
 def test_a_tensor_that_cannot_be_saved_any_more_is_refused(tmp_path: Path) -> None:
     memory, tensor = SaveMemory(), numbers(2, 2)
     save_by(memory, {"x": tensor}, tmp_path)
