@@ -15,6 +15,7 @@ from .api import (
 )
 from .core.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
 from .core.reports import LoadReport, SaveReport, VerifyReport
+from .engine.async_save import AsyncSave
 from .errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -29,6 +30,7 @@ from .storage import LocalStorage, Storage
 from .version import __version__
 
 __all__ = [
+    "AsyncSave",
     "CheckpointCorruptedError",
     "CheckpointError",
     "CheckpointNotFoundError",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import Any, Literal, TypeVar, overload
 
 from .core.metadata import Metadata
 from .core.reports import LoadReport, SaveReport, VerifyReport
+from .engine.async_save import AsyncSave
 from .engine.commit import committed_ids
 from .engine.context import Context
 from .engine.load import load
 from .engine.load_coordinator import read_checkpoint
 from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
-from .engine.save import save
+from .engine.save import save, save_in_background
 from .engine.save_memory import SaveMemory
 from .engine.verify import verify_checkpoint
 from .formats.names import MOST_IDS
@@ -34,6 +36,32 @@ __all__ = [
 ]
 
 
+@overload
+def save_state_dict(
+    state_dict: dict[Any, Any],
+    path: Any,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    async_save: Literal[False] = False,
+    *,
+    options: SaveOptions | None = None,
+) -> SaveReport: ...
+
+
+@overload
+def save_state_dict(
+    state_dict: dict[Any, Any],
+    path: Any,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    *,
+    async_save: Literal[True],
+    options: SaveOptions | None = None,
+) -> AsyncSave: ...
+
+
 def save_state_dict(
     state_dict: dict[Any, Any],
     path: Any,
@@ -43,7 +71,7 @@ def save_state_dict(
     async_save: bool = False,
     *,
     options: SaveOptions | None = None,
-) -> SaveReport:
+) -> SaveReport | AsyncSave:
     """Save a state_dict whose tensors are spread over ranks, together with the other ranks of the group.
 
     Every rank of the group calls it with its own state_dict. Every byte of every global tensor is written once; the
@@ -56,11 +84,13 @@ def save_state_dict(
         process_group: The Paddle group whose ranks save together; None for the default group.
         coordinator_rank: Global rank of the one that plans and commits; the same on every rank.
         unique_id: The checkpoint's number in the folder. None takes the newest one + 1. One that exists is replaced.
-        async_save: Not available yet; must be False.
+        async_save: Return as soon as what is to be written has been copied. Writing and the commit go on in the
+            background, without collectives; the process does not end before they have.
         options: See :class:`SaveOptions`.
 
     Returns:
-        What was saved, in bytes and seconds.
+        What was saved, in bytes and seconds; with ``async_save`` a handle whose ``result()`` gives that, or raises what
+        went wrong.
 
     Raises:
         UnsupportedValueError: the state_dict holds something that cannot be stored, or the ranks' parts do not make up
@@ -71,16 +101,18 @@ def save_state_dict(
         TypeError, ValueError: an argument is not what it should be.
     """
     options = _checked("options", options, SaveOptions) or SaveOptions()
-    if async_save:
-        raise NotImplementedError("async_save=True is not available in this version; save with async_save=False")
+    kind = "save_state_dict(async_save=True)" if async_save else "save_state_dict"
     from .paddle_adapter import PaddleAdapter, connect  # paddle is imported only when it is used
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
-    with ranks.hub.session("save_state_dict", options.timeout) as session:
+    with ExitStack() as opened:
+        session = opened.enter_context(ranks.hub.session(kind, options.timeout))
         unique_id = _checked_id(unique_id)
         storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
         memory = ranks.memory.setdefault("save", SaveMemory())
         context = Context(storage, session, ranks.transport, adapter, memory)
+        if async_save:
+            return save_in_background(state_dict, opened, context, unique_id, options)
         return save(state_dict, context, unique_id, options)
 
 

@@ -24,7 +24,12 @@ class SaveOptions:
             logs their names, ``"error"`` raises before anything is written, ``"off"`` does not compare.
         user_metadata: Values to store in ``.metadata`` beside the state (the coordinator's are kept).
         block_bytes: Bytes that share a checksum; a power of two. Smaller blocks let slices be read with less waste.
-        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
+        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal, but not for a save in
+            the background.
+        when_busy: What a save does while an earlier one of this group still goes on in the background: ``"wait"`` for
+            its end, or ``"raise"``, on every rank.
+        snapshot_bytes: The most memory, in bytes on each rank, that the snapshot of a save in the background may take.
+            What does not fit in it is written before the call returns. None sets no bound.
     """
 
     timeout: float = 300.0
@@ -33,11 +38,17 @@ class SaveOptions:
     user_metadata: Mapping[str, Any] | None = None
     block_bytes: int = 1 << 20
     progress: bool | None = None
+    when_busy: Literal["wait", "raise"] = "wait"
+    snapshot_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_choice("check_replicas", self.check_replicas, ("warn", "error", "off"))
         _check_bools(no_dist=self.no_dist, progress=False if self.progress is None else self.progress)
+        _check_choice("when_busy", self.when_busy, ("wait", "raise"))
+        bound = self.snapshot_bytes
+        if bound is not None and (type(bound) is not int or bound < 0):
+            raise ValueError(f"snapshot_bytes must be None or a number of bytes, not {bound!r}")
         size = self.block_bytes
         if type(size) is not int or size < 4096 or size > _MAX_BLOCK_BYTES or size & (size - 1):
             raise ValueError(f"block_bytes must be a power of two from 4096 to {_MAX_BLOCK_BYTES}, not {size!r}")

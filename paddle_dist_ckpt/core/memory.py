@@ -79,12 +79,25 @@ def address_of(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def fresh_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Fresh pages, huge ones if the size is worth it: the first copy into small ones costs three times as much."""
-    if size < _HUGE_PAGE:
-        return np.frombuffer(mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-    memory = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+def fresh_pages(size: int, inherited: bool = True) -> npt.NDArray[np.uint8]:
+    """Fresh pages, huge ones if the size is worth it: the first copy into small ones costs three times as much.
+
+    Args:
+        size: How many bytes.
+        inherited: Whether processes that are forked from this one have the memory too. For as long as they live, the
+            first write to each page of such memory makes a copy of the page.
+
+    Raises:
+        MemoryError: there is not so much.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    length = max(size, 1) if size < _HUGE_PAGE else -(-size // _HUGE_PAGE) * _HUGE_PAGE
+    try:
+        memory = mmap.mmap(-1, length, private)
+    except OSError as error:
+        raise MemoryError(f"{length:,} bytes of memory cannot be had: {error}") from error
+    advice = ["MADV_HUGEPAGE"] if size >= _HUGE_PAGE else []
+    for name in [*advice, *([] if inherited else ["MADV_DONTFORK"])]:
+        with suppress(OSError, AttributeError):  # a kernel, or a platform, without it
+            memory.madvise(getattr(mmap, name))
     return np.frombuffer(memory, np.uint8)

@@ -1,9 +1,15 @@
-"""What is remembered from one save to the next of the same group, so that an unchanged state is not planned again."""
+"""What is remembered from one save to the next of the same group: plans, buffers, and the save that still goes on."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from ..core.memory import fresh_pages
+from ..core.ports import Bytes1D
+from .async_save import AsyncSave
 from .describe import KnownState
 from .messages import Transfer
 from .part import FilePart
@@ -17,6 +23,8 @@ class SaveMemory:
     """One rank's memory, kept with its connection to the group.
 
     Attributes:
+        turn: Held by the save that uses the memory: one at a time, until its last byte is written.
+        last: The latest save in the background, which may still hold the turn.
         known: The state that was saved last.
         plan_id: Names the plan by which ``parts`` were made, 0 for none.
         block_bytes: The block size by which they were made.
@@ -26,6 +34,8 @@ class SaveMemory:
         planned: On the coordinator: the last plan.
     """
 
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    last: AsyncSave | None = None
     known: KnownState | None = None
     plan_id: int = 0
     block_bytes: int = 0
@@ -33,3 +43,15 @@ class SaveMemory:
     transfers: list[Transfer] = field(default_factory=list)
     parts: list[FilePart] = field(default_factory=list)
     planned: PlannedSave | None = None
+    _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    def snapshot_buffer(self, nbytes: int) -> Bytes1D:
+        """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.
+
+        Raises:
+            MemoryError: there is not so much.
+        """
+        if len(self._buffer) < nbytes:
+            self._buffer = np.empty(0, np.uint8)  # first of all make room
+            self._buffer = fresh_pages(nbytes, inherited=False)
+        return self._buffer[:nbytes]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
-__all__ = ["io_threads", "run_all"]
+__all__ = ["io_threads", "lower_priority", "run_all"]
 
 _MOST_THREADS = 4
+_LOWEST_PRIORITY = 19
 
 
 def io_threads(ranks_on_host: int, waits: bool) -> int:
@@ -20,6 +24,16 @@ def io_threads(ranks_on_host: int, waits: bool) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(2 if waits else 1, min(_MOST_THREADS, cores // max(1, ranks_on_host)))
+
+
+def lower_priority() -> None:
+    """Let this thread alone (Linux) run only where nothing else wants the core, for it is in nobody's way then.
+
+    Not SCHED_IDLE: on a host whose cores are all busy, that may never run.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):  # not allowed here; it then competes as an equal
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,11 +64,11 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
         raise TypeError(f"process_group must be a paddle.distributed group, not {type(process_group).__name__}")
     rank = dist.get_rank()
     if no_dist:
-        return Ranks(rank, SoloHub(rank), NoTransport())
+        return _alone(os.getpid(), rank)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if coordinator_rank != 0:
             raise ValueError(f"coordinator_rank is {coordinator_rank}, but this process works alone")
-        return Ranks(rank, SoloHub(rank), NoTransport())
+        return _alone(os.getpid(), rank)
     group = process_group if process_group is not None else dist.get_group(0)
     members = tuple(sorted(group.ranks))
     if rank not in members:
@@ -76,6 +78,12 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
             raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
         coordinator_rank = members[0]
     return _connection(group, members, rank, coordinator_rank, timeout)
+
+
+@functools.lru_cache(maxsize=1)
+def _alone(pid: int, rank: int) -> Ranks:
+    """A rank that works alone. A process that was forked from another begins anew."""
+    return Ranks(rank, SoloHub(rank), NoTransport())
 
 
 @dataclass(slots=True)
@@ -90,7 +98,7 @@ class _Kept:
 def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
     """The group's connection, made when it is first used and kept with the group."""
     if len(members) == 1:
-        return Ranks(rank, SoloHub(rank), NoTransport())
+        return _alone(os.getpid(), rank)
     kept: _Kept | None = group.__dict__.get(_ATTRIBUTE)
     if kept is None:
         kept = group.__dict__[_ATTRIBUTE] = _Kept(PaddleTransport(group))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..control import InProcessWorld
 from ..core.ports import ControlHub, Transport
 from ..core.reports import LoadReport, SaveReport
+from ..engine.async_save import AsyncSave
 from ..engine.context import Context
 from ..engine.load import load
-from ..engine.save import save
+from ..engine.save import save, save_in_background
 from ..engine.save_memory import SaveMemory
 from ..options import LoadOptions, SaveOptions
 from ..storage import as_storage
@@ -41,6 +43,16 @@ class SimulatedRank:
         with self.hub.session("save", options.timeout) as session:
             context = Context(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
             return save(state_dict, context, unique_id, options)
+
+    def save_in_background(
+        self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: SaveOptions | None = None
+    ) -> AsyncSave:
+        """Save together with the other ranks; return when the snapshot is taken."""
+        options = options or SaveOptions(timeout=60)
+        with ExitStack() as opened:
+            session = opened.enter_context(self.hub.session("save in background", options.timeout))
+            context = Context(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
+            return save_in_background(state_dict, opened, context, unique_id, options)
 
     def load(
         self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: LoadOptions | None = None

@@ -367,12 +367,6 @@ def test_wrong_argument_of_merged_load(tmp_path: Path, name: str) -> None:
         load_merged_state_dict(**{"path": tmp_path, **arguments})
 
 
-def test_async_save_is_not_there_yet(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="async_save"):
-        save_state_dict({"x": 1}, tmp_path, async_save=True)
-    assert not list(tmp_path.iterdir())
-
-
 def test_importing_the_package_does_not_import_paddle() -> None:
     code = "import sys, paddle_dist_ckpt; sys.exit('paddle' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,0 +1,103 @@
+"""The handle of a save that goes on in the background, and the thread that it goes on in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from ..core.reports import SaveReport
+from ..errors import CheckpointError
+from .threads import lower_priority
+
+__all__ = ["AsyncSave"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+class AsyncSave:
+    """A save whose snapshot is taken, and which is written and committed in the background.
+
+    A failure that nobody asks for is logged at once and raised by the group's next save. The process does not end
+    before the save has, unless it is killed; then nothing is committed.
+
+    Args:
+        path: The folder.
+        finish: What is left to do.
+    """
+
+    def __init__(self, path: str, finish: Callable[[], SaveReport]) -> None:
+        self._path, self._finish = path, finish
+        self._pid = os.getpid()
+        self._future: Future[SaveReport] = Future()
+        self._observed = False
+
+    def start(self) -> None:
+        """Start the thread. Called once."""
+        # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
+        # possible any more by then.
+        threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False).start()
+
+    def _run(self) -> None:
+        lower_priority()
+        try:
+            report = self._finish()
+        except BaseException as error:
+            _logger.error("the background save to %s failed: %s", self._path, error)
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(report)
+        del self._finish  # and with it the last that keeps tensors or buffers alive
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Does not wait."""
+        self._check_process()
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, for at most ``timeout`` seconds; returns whether it has. Raises no failure of it."""
+        self._check_process()
+        try:
+            self._future.exception(timeout)
+        except (TimeoutError, FutureTimeoutError):
+            return False
+        return True
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until it is committed.
+
+        Args:
+            timeout: The most seconds to wait; None for as long as it takes.
+
+        Returns:
+            What was saved.
+
+        Raises:
+            TimeoutError: it has not ended in time. It goes on.
+            CheckpointError, OSError: it failed; the same as :func:`paddle_dist_ckpt.save_state_dict` raises.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"the save to {self._path} has not ended within {timeout} s; it goes on")
+        self._observed = True
+        return self._future.result()
+
+    def raise_unobserved(self) -> None:
+        """Wait until it has ended; raise its failure, once, if nobody has seen it.
+
+        Raises:
+            CheckpointError: it failed, and nobody asked for its result.
+        """
+        error = self._future.exception()
+        if error is not None and not self._observed:
+            self._observed = True
+            raise CheckpointError(
+                f"an earlier save in the background, to {self._path}, failed, and its result() was not asked for: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise CheckpointError("this save goes on in the process that this one was forked from")
