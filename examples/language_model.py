@@ -9,7 +9,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-__all__ = ["CONTEXT", "LanguageModel", "evaluation_batch", "language_loss", "training_batch"]
+__all__ = ["CONTEXT", "LanguageModel", "evaluation_batch", "language_loss", "training_batch", "training_text"]
 
 TEXT_FILE = Path(__file__).with_name("data") / "english.txt"
 VOCABULARY = 128
@@ -71,9 +71,14 @@ def language_loss(logits: paddle.Tensor, targets: paddle.Tensor) -> paddle.Tenso
     return F.cross_entropy(logits, targets.unsqueeze(-1)).mean()
 
 
+def training_text() -> np.ndarray:
+    """Return the characters to train on, int64."""
+    return _text()[:-_EVALUATION_CHARACTERS]
+
+
 def training_batch(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs and targets of one step, each int64 [size, CONTEXT]. The same step gives the same batch."""
-    text = _text()[:-_EVALUATION_CHARACTERS]
+    text = training_text()
     starts = np.random.default_rng(step).integers(0, len(text) - CONTEXT, size)
     return _windows(text, starts)
 

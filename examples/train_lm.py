@@ -51,9 +51,9 @@ class Trainer:
         optimizer = paddle.optimizer.AdamW(self.scheduler, parameters=self.model.parameters())
         self.optimizer = dist.shard_optimizer(optimizer)
 
-    def update(self, step: int) -> float:
-        """Change the weights by the batch of one step, and return its loss."""
-        loss = self._loss(*training_batch(step, BATCH))
+    def update(self, inputs: np.ndarray, targets: np.ndarray) -> float:
+        """Change the weights by one batch, and return its loss."""
+        loss = self._loss(inputs, targets)
         loss.backward()
         self.optimizer.step()
         self.optimizer.clear_grad()
@@ -64,8 +64,12 @@ class Trainer:
         with paddle.no_grad():
             return float(_whole(self._loss(*evaluation_batch())))
 
+    def objects(self, step: int) -> dict[str, Any]:
+        """Return all that a run needs to go on after ``step``, as it is saved and loaded."""
+        return {"model": self.model, "optimizer": self.optimizer, "lr": self.scheduler, "step": step}
+
     def state(self, step: int) -> dict[str, Any]:
-        """Return all that a run needs to go on after ``step``. The tensors are the live ones, not copies."""
+        """Return the same as tensors and values, to be compared. The tensors are the live ones, not copies."""
         optimizer = self.optimizer.state_dict()
         optimizer.pop("LR_Scheduler", None)  # it is kept under "lr"
         return {
@@ -117,21 +121,18 @@ def main() -> None:
 
     done = 0
     if args.resume:
-        # An optimizer has no moments before its first step, so take one: loading then has tensors to fill in place.
-        trainer.update(step=0)
-        state = trainer.state(step=0)
+        state = trainer.objects(step=0)
         seconds = seconds_of(load_state_dict, state, args.checkpoint)
-        trainer.scheduler.set_state_dict(state["lr"])
         done = state["step"]
         events.write("loaded", step=done, seconds=seconds)
         events.write("state", digests=digests(trainer.state(done)), evaluation=trainer.evaluate())
 
     for step in range(done + 1, args.steps + 1):
-        loss = trainer.update(step)
+        loss = trainer.update(*training_batch(step, BATCH))
         trainer.scheduler.step()
         events.write("step", step=step, loss=loss)
         if step == args.save_after:
-            seconds = seconds_of(save_state_dict, trainer.state(step), args.checkpoint)
+            seconds = seconds_of(save_state_dict, trainer.objects(step), args.checkpoint)
             events.write("saved", step=step, seconds=seconds)
             events.write("state", digests=digests(trainer.state(step)), evaluation=trainer.evaluate())
 

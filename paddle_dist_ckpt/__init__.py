@@ -10,10 +10,13 @@ from .api import (
     load_state_dict,
     read_metadata,
     rebuild_metadata,
+    rng_state,
     save_state_dict,
+    set_rng_state,
     verify,
 )
 from .core.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
+from .core.per_rank import PerRank
 from .core.reports import LoadReport, SaveReport, VerifyReport
 from .engine.async_save import AsyncSave
 from .errors import (
@@ -41,6 +44,7 @@ __all__ = [
     "LocalTensorIndex",
     "LocalTensorMetadata",
     "Metadata",
+    "PerRank",
     "RankFailureError",
     "SaveOptions",
     "SaveReport",
@@ -55,6 +59,8 @@ __all__ = [
     "load_state_dict",
     "read_metadata",
     "rebuild_metadata",
+    "rng_state",
     "save_state_dict",
+    "set_rng_state",
     "verify",
 ]

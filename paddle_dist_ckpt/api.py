@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
-from contextlib import ExitStack
 from typing import Any, Literal, TypeVar, overload
 
 from .core.metadata import Metadata
 from .core.reports import LoadReport, SaveReport, VerifyReport
 from .engine.async_save import AsyncSave
 from .engine.commit import committed_ids
-from .engine.context import Context
-from .engine.load import load
 from .engine.load_coordinator import read_checkpoint
 from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
-from .engine.save import save, save_in_background
-from .engine.save_memory import SaveMemory
 from .engine.verify import verify_checkpoint
-from .formats.names import MOST_IDS
 from .options import LoadOptions, SaveOptions
 from .storage import as_storage
+from .wiring import checked_id, load_with, save_with
 
 T = TypeVar("T")
 
@@ -31,7 +25,9 @@ __all__ = [
     "load_state_dict",
     "read_metadata",
     "rebuild_metadata",
+    "rng_state",
     "save_state_dict",
+    "set_rng_state",
     "verify",
 ]
 
@@ -101,19 +97,10 @@ def save_state_dict(
         TypeError, ValueError: an argument is not what it should be.
     """
     options = _checked("options", options, SaveOptions) or SaveOptions()
-    kind = "save_state_dict(async_save=True)" if async_save else "save_state_dict"
-    from .paddle_adapter import PaddleAdapter, connect  # paddle is imported only when it is used
+    from .paddle_adapter import connect  # paddle is imported only when it is used
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
-    with ExitStack() as opened:
-        session = opened.enter_context(ranks.hub.session(kind, options.timeout))
-        unique_id = _checked_id(unique_id)
-        storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
-        memory = ranks.memory.setdefault("save", SaveMemory())
-        context = Context(storage, session, ranks.transport, adapter, memory)
-        if async_save:
-            return save_in_background(state_dict, opened, context, unique_id, options)
-        return save(state_dict, context, unique_id, options)
+    return save_with(ranks, state_dict, path, unique_id, async_save, options)
 
 
 def load_state_dict(
@@ -154,13 +141,10 @@ def load_state_dict(
         TypeError, ValueError: an argument is not what it should be.
     """
     options = _checked("options", options, LoadOptions) or LoadOptions()
-    from .paddle_adapter import PaddleAdapter, connect  # paddle is imported only when it is used
+    from .paddle_adapter import connect  # paddle is imported only when it is used
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
-    with ranks.hub.session("load_state_dict", options.timeout) as session:
-        unique_id = _checked_id(unique_id)
-        storage, adapter = as_storage(path), PaddleAdapter(ranks.rank)
-        return load(state_dict, Context(storage, session, ranks.transport, adapter), unique_id, options)
+    return load_with(ranks, state_dict, path, unique_id, options)
 
 
 def load_merged_state_dict(
@@ -192,7 +176,7 @@ def load_merged_state_dict(
         CheckpointCorruptedError: stored bytes are not what was written.
     """
     options = _checked("options", options, LoadOptions) or LoadOptions()
-    unique_id = _checked_id(unique_id)
+    unique_id = checked_id(unique_id)
     _checked("prefix", prefix, str)
     wanted = [keys] if isinstance(keys, str) else keys
     if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
@@ -214,7 +198,7 @@ def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: the file is damaged.
     """
-    unique_id = _checked_id(unique_id)
+    unique_id = checked_id(unique_id)
     return read_checkpoint(as_storage(path), unique_id)
 
 
@@ -260,24 +244,38 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
     """
-    unique_id = _checked_id(unique_id)
+    unique_id = checked_id(unique_id)
     options = _checked("options", options, LoadOptions) or LoadOptions()
     return verify_checkpoint(as_storage(path), unique_id, options.progress)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the random generators of Python, numpy (its global one) and Paddle, to be stored as a PerRank.
+
+    Returns:
+        A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, ``cpu`` always, one state for each
+        device) and ``fleet`` (by name, those of the tracker for model parallelism, if it has any).
+    """
+    from .paddle_adapter import random_state  # paddle is imported only when it is used
+
+    return random_state.rng_state()
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue with the random numbers that followed :func:`rng_state`.
+
+    Args:
+        state: What it returned, on as many devices of the same kind.
+
+    Raises:
+        ValueError: it is not such a state, or this process has other generators. Then nothing has changed.
+    """
+    from .paddle_adapter import random_state  # paddle is imported only when it is used
+
+    random_state.set_rng_state(state)
 
 
 def _checked(name: str, value: T | None, kind: type[T]) -> T | None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
     return value
-
-
-def _checked_id(unique_id: int | None) -> int | None:
-    if unique_id is None:
-        return None
-    try:
-        number = None if isinstance(unique_id, bool) else operator.index(unique_id)
-    except TypeError:
-        number = None
-    if number is None or not 0 <= number < MOST_IDS:
-        raise ValueError(f"unique_id must be None or an integer from 0 to below 10**18, not {unique_id!r}")
-    return number

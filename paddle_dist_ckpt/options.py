@@ -67,6 +67,9 @@ class LoadOptions:
             names the rest.
         cast: Convert where dtypes differ: float to float, int to a wider int, bool to int, real to complex. A finite
             value that the target cannot hold is an error.
+        per_rank: What becomes of :class:`PerRank` values that another number of ranks has saved: ``"refuse"`` raises,
+            ``"by_rank"`` gives each rank that of the rank of its number and leaves ranks of higher numbers as they are,
+            ``"coordinator"`` gives all that of the lowest rank.
         exchange: ``"auto"`` reads a file on every rank of a host that wants it, and sends data between ranks when some
             cannot reach the file or when several hosts want it; ``"always"`` reads each byte once in the whole job;
             ``"never"`` makes every rank read for itself.
@@ -77,11 +80,13 @@ class LoadOptions:
     no_dist: bool = False
     strict: bool = True
     cast: bool = False
+    per_rank: Literal["refuse", "by_rank", "coordinator"] = "refuse"
     exchange: Literal["auto", "always", "never"] = "auto"
     progress: bool | None = None
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
+        _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
         _check_bools(no_dist=self.no_dist, strict=self.strict, cast=self.cast)
         _check_bools(progress=False if self.progress is None else self.progress)

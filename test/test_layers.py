@@ -16,7 +16,8 @@ _CORE = {"errors", "options"}
 _PLANNING = _CORE | {"core"}
 _FORMATS = _PLANNING | {"storage"}
 _ENGINE = _FORMATS | {"planning", "control", "formats", "version"}
-_API = _ENGINE | {"engine", "paddle_adapter"}
+_WIRING = _ENGINE | {"engine", "paddle_adapter"}
+_API = _WIRING | {"wiring"}
 _ABOVE = _API | {"api", "manager"}
 # What each part may import beside itself.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -30,8 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paddle_adapter": _PLANNING | {"control"},
     "formats": _FORMATS,
     "engine": _ENGINE,
+    "wiring": _WIRING,
     "api": _API,
-    "manager": _API | {"api"},
+    "manager": _API,
     "testing": _ABOVE,
     "cli": _ABOVE | {"testing"},
     "__main__": _ABOVE | {"testing", "cli"},

@@ -20,7 +20,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError
 from .columns import Column, IntArray, column_size, pack_column, unpack_column
 from .dtypes import DTYPES
 from .metadata import FileInfo, Metadata
-from .paths import ListIndex, TupleIndex, containers_of, mixed_containers, parse_path
+from .paths import ListIndex, TupleIndex, containers_of, is_own, mixed_containers, parse_path
 from .shards import Kind, Layout, LayoutRecord, ShardTable
 from .values import DECODE_ERRORS, from_jsonable
 
@@ -42,7 +42,8 @@ MAX_HEAD_BYTES = 4096
 _NO_DIGEST = "0" * 16
 _MAX_PARTS = 256  # more than a state_dict that can be saved has levels
 _MAX_TOTAL_BYTES = 2**60
-FEATURES: frozenset[str] = frozenset()
+PER_RANK = "per_rank"
+FEATURES = frozenset({PER_RANK})
 
 
 class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -196,7 +197,8 @@ def encode_metadata(metadata: Metadata, user_metadata: Any) -> bytes:
             values=metadata.value_records,
         )
     )
-    head = _Head(FORMAT, VERSION, sorted(FEATURES), metadata.save_id, len(body), _NO_DIGEST)
+    features = [PER_RANK] if any(is_own(path) for path in metadata.table.paths) else []
+    head = _Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
     at = blank.index(b"\n") - len(_NO_DIGEST) - 2
     return blank[:at] + xxhash.xxh3_64_hexdigest(blank).encode() + blank[at + len(_NO_DIGEST) :]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,10 @@ import numpy.typing as npt
 __all__ = ["address_of", "array_at", "bytes_at", "copy_bytes", "fresh_pages"]
 
 _HUGE_PAGE = 2 << 20
+_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", -1)
+# MADV_WIPEONFORK. With MADV_DONTFORK a child would have a hole there, use it for something else, and lose that when it
+# drops the mapping.
+_EMPTY_IN_CHILDREN = 18 if sys.platform == "linux" else -1
 _SMALL = 64 << 10  # below it, to let other threads run meanwhile costs more than the copy
 
 
@@ -84,8 +89,8 @@ def fresh_pages(size: int, inherited: bool = True) -> npt.NDArray[np.uint8]:
 
     Args:
         size: How many bytes.
-        inherited: Whether processes that are forked from this one have the memory too. For as long as they live, the
-            first write to each page of such memory makes a copy of the page.
+        inherited: Whether processes that are forked from this one see what is in the memory. For as long as they live,
+            the first write to each page of such memory makes a copy of the page.
 
     Raises:
         MemoryError: there is not so much.
@@ -96,8 +101,8 @@ def fresh_pages(size: int, inherited: bool = True) -> npt.NDArray[np.uint8]:
         memory = mmap.mmap(-1, length, private)
     except OSError as error:
         raise MemoryError(f"{length:,} bytes of memory cannot be had: {error}") from error
-    advice = ["MADV_HUGEPAGE"] if size >= _HUGE_PAGE else []
-    for name in [*advice, *([] if inherited else ["MADV_DONTFORK"])]:
-        with suppress(OSError, AttributeError):  # a kernel, or a platform, without it
-            memory.madvise(getattr(mmap, name))
+    advice = [_HUGE_PAGES] if size >= _HUGE_PAGE else []
+    for number in [*advice, *([] if inherited else [_EMPTY_IN_CHILDREN])]:
+        with suppress(OSError, ValueError, AttributeError):  # a kernel, or a platform, without it
+            memory.madvise(number)
     return np.frombuffer(memory, np.uint8)

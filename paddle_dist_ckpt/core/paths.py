@@ -2,7 +2,8 @@
 
 A path is written like a JSON pointer (RFC 6901), ``/model/layers.0.weight``, so that ``{"a.b": x}`` and
 ``{"a": {"b": x}}`` stay apart whatever their keys contain. Where a part is not a str key, ``~i`` stands before an int
-key, ``~l`` before a list's index and ``~t`` before a tuple's; ``~0`` and ``~1`` mean ``~`` and ``/``.
+key, ``~l`` before a list's index, ``~t`` before a tuple's, and ``~r`` before the rank whose own value it is; ``~0`` and
+``~1`` mean ``~`` and ``/``.
 
 The flat key of a path is its parts joined by dots, as Paddle's own checkpoints have it. Where two paths would get one
 flat key, each of them is escaped instead (:func:`flat_keys`).
@@ -19,10 +20,12 @@ _MAX_INDEX = 100_000_000  # more than any list of tensors has
 __all__ = [
     "ListIndex",
     "Part",
+    "RankIndex",
     "TupleIndex",
     "containers_of",
     "flat_keys",
     "format_path",
+    "is_own",
     "join",
     "mixed_containers",
     "parse_path",
@@ -42,7 +45,14 @@ class TupleIndex(NamedTuple):
     at: int
 
 
-Part = str | int | ListIndex | TupleIndex
+class RankIndex(NamedTuple):
+    """The rank whose own value it is, as the last part of a path."""
+
+    at: int
+
+
+Part = str | int | ListIndex | TupleIndex | RankIndex
+_SIGNS = {ListIndex: "~l", TupleIndex: "~t", RankIndex: "~r"}
 
 
 def join(parent: str, part: Part) -> str:
@@ -51,10 +61,8 @@ def join(parent: str, part: Part) -> str:
         if "~" in part or "/" in part:
             part = part.replace("~", "~0").replace("/", "~1")
         return f"{parent}/{part}"
-    if isinstance(part, ListIndex):
-        return f"{parent}/~l{part.at}"
-    if isinstance(part, TupleIndex):
-        return f"{parent}/~t{part.at}"
+    if isinstance(part, (ListIndex, TupleIndex, RankIndex)):
+        return f"{parent}/{_SIGNS[type(part)]}{part.at}"
     return f"{parent}/~i{part}"
 
 
@@ -81,7 +89,7 @@ def _parse_part(text: str) -> Part:
     if "~" not in text:
         return text
     kind, digits = text[:2], text[2:]
-    makers: dict[str, Callable[[int], Part]] = {"~i": int, "~l": ListIndex, "~t": TupleIndex}
+    makers: dict[str, Callable[[int], Part]] = {"~i": int, "~l": ListIndex, "~t": TupleIndex, "~r": RankIndex}
     if kind in makers:
         number = int(digits)
         if str(number) != digits or (kind != "~i" and not 0 <= number < _MAX_INDEX):
@@ -91,6 +99,11 @@ def _parse_part(text: str) -> Part:
     if join("", plain) != "/" + text:
         raise ValueError(f"not a part of a path: {text!r}")
     return plain
+
+
+def is_own(path: str) -> bool:
+    """Whether it is the path of one rank's own value. Its parent is where each rank has its own."""
+    return path.rpartition("/")[2].startswith("~r")
 
 
 def containers_of(paths: Iterable[str]) -> set[str]:
@@ -107,8 +120,8 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
     """The flat key of each path, all different; a function of the set of paths alone.
 
     A path's key is its parts joined by dots. A path whose key another path also has, or whose parts contain a
-    backslash, gets its parts escaped first: ``\\`` before each dot and backslash, and ``\\i``, ``\\l``, ``\\t`` before
-    the number of an int key, a list's index, a tuple's.
+    backslash, gets its parts escaped first: ``\\`` before each dot and backslash, and ``\\i``, ``\\l``, ``\\t``,
+    ``\\r`` before the number of an int key, a list's index, a tuple's, a rank.
     """
     plain = [plain_key(path) for path in paths]
     shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
@@ -144,10 +157,8 @@ def _escaped(path: str) -> str:
     for part in parse_path(path):
         if isinstance(part, str):
             words.append(part.replace("\\", "\\\\").replace(".", "\\."))
-        elif isinstance(part, ListIndex):
-            words.append(f"\\l{part.at}")
-        elif isinstance(part, TupleIndex):
-            words.append(f"\\t{part.at}")
+        elif isinstance(part, (ListIndex, TupleIndex, RankIndex)):
+            words.append(f"\\{_SIGNS[type(part)][1]}{part.at}")
         else:
             words.append(f"\\i{part}")
     return ".".join(words)

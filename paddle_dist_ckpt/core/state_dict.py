@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import UnsupportedValueError
-from .paths import ListIndex, Part, TupleIndex, join, parse_path, plain_key
+from .naming import canonical_paths
+from .paths import ListIndex, Part, RankIndex, TupleIndex, join, parse_path, plain_key
+from .per_rank import PerRank
+from .stateful import ObjectKind, OpenedObject, is_stateful
 
-__all__ = ["Leaves", "assign", "build_tree", "flatten"]
+__all__ = ["LeafAdapter", "Leaves", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
 
 _MAX_DEPTH = 200
 _KEYS = "keys above a tensor must be str or int (of 64 bits)"
@@ -18,19 +21,44 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaves:
-    """The entries of a flattened state_dict in its own order, tensors and values apart."""
+    """The entries of a flattened state_dict in its own order (those of objects last), tensors and values apart.
+
+    ``objects`` are the objects that have a state_dict of their own, an outer one before those in it.
+    """
 
     tensor_paths: list[str] = field(default_factory=list)
     tensors: list[Any] = field(default_factory=list)
     value_paths: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    objects: list[OpenedObject] = field(default_factory=list)
 
 
-def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> Leaves:
+class LeafAdapter(Protocol):
+    """What flattening needs to know of a framework: a part of :class:`.tensors.TensorAdapter`."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether it is a tensor."""
+        ...
+
+    def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
+        """What kind an object (as :func:`.stateful.is_stateful` has it) is of, and its state_dict.
+
+        Raises:
+            UnsupportedValueError: it has none.
+        """
+        ...
+
+    def names(self, tensors: Sequence[Any]) -> list[str | None]:
+        """The framework's names of the tensors' variables."""
+        ...
+
+
+def flatten(state_dict: dict[Any, Any], adapter: LeafAdapter) -> Leaves:
     """The leaves of a state_dict.
 
-    Dicts with str and int keys are taken apart, and lists and tuples that hold a tensor somewhere. Everything else is a
-    leaf: tensors, values, empty dicts, lists of values.
+    Dicts with str and int keys are taken apart, and lists and tuples that hold a tensor or an object somewhere. Objects
+    are replaced by their state_dicts; an optimizer's entries are called after the parameters if these are there too.
+    Everything else is a leaf: tensors, values, empty dicts, lists of values.
 
     Raises:
         TypeError: ``state_dict`` is not a dict.
@@ -38,54 +66,91 @@ def flatten(state_dict: dict[Any, Any], is_tensor: Callable[[Any], bool]) -> Lea
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
-    leaves = Leaves()
     for key in state_dict:
         if not _is_plain_key(key):
             raise UnsupportedValueError(f"state_dict has the key {_shown(key)}; {_KEYS}")
-    _flatten_parts(leaves, "", state_dict.items(), is_tensor, 0)
-    return leaves
+    flattening = _Flattening(adapter)
+    flattening.add("", state_dict.items(), 0)
+    flattening.open_objects()
+    return flattening.leaves
 
 
-def _flatten_parts(
-    leaves: Leaves, path: str, parts: Iterable[tuple[Part, Any]], is_tensor: Callable[[Any], bool], depth: int
-) -> None:
-    for part, value in parts:
-        child = join(path, part)
-        if is_tensor(value):
-            leaves.tensor_paths.append(child)
-            leaves.tensors.append(value)
-            continue
-        try:
-            below = _children(child, value, is_tensor, depth)
-            if below is not None:
-                _flatten_parts(leaves, child, below, is_tensor, depth + 1)
+class _Flattening:
+    """Collects the leaves of one state_dict."""
+
+    def __init__(self, adapter: LeafAdapter) -> None:
+        self.leaves = Leaves()
+        self._adapter, self._is_tensor = adapter, adapter.is_tensor
+        self._found: list[tuple[str, Any, int]] = []  # objects that are not open yet, with the depth at which they are
+
+    def add(self, path: str, parts: Iterable[tuple[Part, Any]], depth: int) -> None:
+        """Add what is in a container."""
+        leaves, is_tensor = self.leaves, self._is_tensor
+        for part, value in parts:
+            child = join(path, part)
+            if is_tensor(value):
+                leaves.tensor_paths.append(child)
+                leaves.tensors.append(value)
                 continue
-        except RecursionError:
-            raise UnsupportedValueError(f"{plain_key(child)[:80]}: nested too deeply, or contains itself") from None
-        leaves.value_paths.append(child)
-        leaves.values.append(value)
+            try:
+                below = self._children(child, value, depth)
+                if below is not None:
+                    self.add(child, below, depth + 1)
+                    continue
+            except RecursionError:
+                raise UnsupportedValueError(f"{plain_key(child)[:80]}: nested too deeply, or contains itself") from None
+            if is_stateful(value):
+                self._found.append((child, value, depth))
+            else:
+                leaves.value_paths.append(child)
+                leaves.values.append(value)
 
-
-def _children(path: str, value: Any, is_tensor: Callable[[Any], bool], depth: int) -> Iterable[tuple[Part, Any]] | None:
-    """The parts of a container that is taken apart, or None for a leaf."""
-    if depth > _MAX_DEPTH:
-        raise UnsupportedValueError(
-            f"{plain_key(path)[:80]}: nested deeper than {_MAX_DEPTH} levels, or contains itself"
-        )
-    if isinstance(value, dict) and value:
-        odd = [key for key in value if not _is_plain_key(key)]
-        if not odd:
-            return value.items()
-        if _holds_tensor(value.values(), is_tensor, set()):
-            raise UnsupportedValueError(f"{plain_key(path)}: holds tensors, and has the key {_shown(odd[0])}; {_KEYS}")
-    elif isinstance(value, (list, tuple)) and _holds_tensor(value, is_tensor, set()):
-        if type(value) not in (list, tuple):
+    def _children(self, path: str, value: Any, depth: int) -> Iterable[tuple[Part, Any]] | None:
+        """The parts of a container that is taken apart, or None for a leaf."""
+        if depth > _MAX_DEPTH:
             raise UnsupportedValueError(
-                f"{plain_key(path)}: a {type(value).__name__} of tensors cannot be stored; use a tuple"
+                f"{plain_key(path)[:80]}: nested deeper than {_MAX_DEPTH} levels, or contains itself"
             )
-        place = ListIndex if type(value) is list else TupleIndex
-        return [(place(i), child) for i, child in enumerate(value)]
-    return None
+        if isinstance(value, dict) and value:
+            odd = [key for key in value if not _is_plain_key(key)]
+            if not odd:
+                return value.items()
+            if _holds(value.values(), self._is_apart, set()):
+                raise UnsupportedValueError(
+                    f"{plain_key(path)}: holds tensors, and has the key {_shown(odd[0])}; {_KEYS}"
+                )
+        elif isinstance(value, (list, tuple)) and _holds(value, self._is_apart, set()):
+            if type(value) not in (list, tuple):
+                raise UnsupportedValueError(
+                    f"{plain_key(path)}: a {type(value).__name__} of tensors cannot be stored; use a tuple"
+                )
+            place = ListIndex if type(value) is list else TupleIndex
+            return [(place(i), child) for i, child in enumerate(value)]
+        return None
+
+    def _is_apart(self, value: Any) -> bool:
+        """Whether a value is never a part of a larger one."""
+        return self._is_tensor(value) or isinstance(value, PerRank) or is_stateful(value)
+
+    def open_objects(self) -> None:
+        """Replace the objects by their state_dicts."""
+        leaves, optimizers = self.leaves, []
+        while self._found:
+            path, value, depth = self._found.pop(0)
+            kind, state = self._adapter.open_object(value, plain_key(path))
+            if kind is ObjectKind.OPTIMIZER:
+                optimizers.append(path)
+            leaves.objects.append(OpenedObject(path, value, kind, state))
+            if state:
+                self.add(path, state.items(), depth + 1)
+            else:
+                leaves.value_paths.append(path)
+                leaves.values.append({})
+        if optimizers:
+            canonical = canonical_paths(leaves.tensor_paths, self._adapter.names(leaves.tensors))
+            for i, old in enumerate(leaves.tensor_paths):
+                if old in canonical and any(old.startswith(path + "/") for path in optimizers):
+                    leaves.tensor_paths[i] = canonical[old]
 
 
 def _is_plain_key(key: Any) -> bool:
@@ -96,17 +161,58 @@ def _shown(key: Any) -> str:
     return "of more than 64 bits" if type(key) is int else repr(key)[:80]
 
 
-def _holds_tensor(values: Iterable[Any], is_tensor: Callable[[Any], bool], seen: set[int]) -> bool:
-    """Whether there is a tensor among the values or in containers among them. ``seen`` are containers without one."""
+def _holds(values: Iterable[Any], is_apart: Callable[[Any], bool], seen: set[int]) -> bool:
+    """Whether one such is among the values or in containers among them. ``seen`` are containers without one."""
     for value in values:
-        if is_tensor(value):
+        if is_apart(value):
             return True
         if not isinstance(value, (dict, list, tuple)) or id(value) in seen:
             continue
         seen.add(id(value))
-        if _holds_tensor(value.values() if isinstance(value, dict) else value, is_tensor, seen):
+        if _holds(value.values() if isinstance(value, dict) else value, is_apart, seen):
             return True
     return False
+
+
+def owner_of(path: str, objects: Mapping[str, OpenedObject]) -> str | None:
+    """The path of the innermost object that has what is at a path, or below which it is."""
+    while path:
+        if path in objects:
+            return path
+        path = path.rpartition("/")[0]
+    return None
+
+
+def assign_all(
+    state_dict: dict[Any, Any], leaves: Leaves, values: Mapping[str, Any]
+) -> list[tuple[OpenedObject, dict[Any, Any]]]:
+    """Set the values at these paths, in the state_dict itself and in the state_dicts of its objects.
+
+    Returns:
+        Each object with the state that it is to be given; those in other objects first.
+    """
+    objects = {opened.path: opened for opened in leaves.objects}
+    by_owner: dict[str | None, dict[str, Any]] = {None: {}, **{path: {} for path in objects}}
+    for path, value in values.items():
+        by_owner[owner_of(path, objects)][path] = value
+    assign(state_dict, by_owner[None])
+    free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
+    if free:
+        inner = [(path, opened.value) for path, opened in objects.items()]
+        for path, value in (*zip(leaves.tensor_paths, leaves.tensors, strict=True), *inner):
+            owner = owner_of(path if path not in objects else path.rpartition("/")[0], objects)
+            if owner in free:
+                by_owner[owner].setdefault(path, value)
+    found = []
+    for path, opened in reversed(objects.items()):
+        own = {name[len(path) :]: value for name, value in by_owner[path].items()}
+        if path in free:
+            if own:
+                found.append((opened, build_tree(own.items())))
+        else:
+            assign(opened.state, own)
+            found.append((opened, opened.state))
+    return found
 
 
 def assign(state_dict: dict[Any, Any], values: Mapping[str, Any]) -> None:
@@ -159,6 +265,8 @@ def _settle(node: Any) -> Any:
     if isinstance(node, _Set):
         return node.value
     kinds = {type(part) for part in node}
+    if kinds == {RankIndex}:
+        return {part.at: _settle(child) for part, child in node.items()}
     if (kinds <= {ListIndex} and node) or (kinds <= {TupleIndex} and node):
         items: list[Any] = [None] * (1 + max(part.at for part in node))
         for part, child in node.items():

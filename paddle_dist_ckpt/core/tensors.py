@@ -16,6 +16,7 @@ from .box import Box, whole
 from .dtypes import DTYPES, DType
 from .memory import address_of
 from .shards import Kind
+from .state_dict import LeafAdapter
 
 __all__ = [
     "Geometry",
@@ -104,11 +105,20 @@ class Identity(Protocol):
         ...
 
 
-class TensorAdapter(Protocol):
-    """Makes a framework's tensors accessible."""
+class TensorAdapter(LeafAdapter, Protocol):
+    """Makes a framework's tensors accessible, and objects that have a state_dict of their own."""
 
     def is_tensor(self, value: Any) -> bool:
         """Whether :meth:`view` takes it."""
+        ...
+
+    def restore(self, value: Any, state: dict[Any, Any]) -> None:
+        """Give an object its state back, of which the tensors that it has already are filled.
+
+        Args:
+            value: The object.
+            state: The dict that :meth:`open_object` gave, with other values; or another one, for a FREE object.
+        """
         ...
 
     def view(self, value: Any, path: str) -> TensorView:

@@ -46,11 +46,12 @@ class AsyncSave:
         try:
             report = self._finish()
         except BaseException as error:
-            _logger.error("the background save to %s failed: %s", self._path, error)
             self._future.set_exception(error)
+            _logger.error("the background save to %s failed: %s", self._path, error)
         else:
             self._future.set_result(report)
-        del self._finish  # and with it the last that keeps tensors or buffers alive
+        finally:
+            del self._finish  # and with it what keeps buffers alive
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""

@@ -38,6 +38,7 @@ __all__ = [
     "claimed_saves",
     "committed_ids",
     "committed_saves",
+    "is_abandoned",
     "newest_id",
     "next_id",
     "nothing_text",
@@ -184,6 +185,21 @@ def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: C
         return [parsed.save_id]
     has_replaced = record.replaces is not None and parsed.save_id in committed
     return [parsed.save_id, *([record.replaces] if has_replaced and record.replaces else []), *record.removes]
+
+
+def is_abandoned(storage: Storage, now: float) -> bool:
+    """Whether nobody is saving to a folder any more, judged by the claims in it.
+
+    Args:
+        storage: The folder.
+        now: The time by the folder's own clock: when a file near it was changed just now.
+    """
+    try:
+        claims = [name for name in storage.names() if parse_claim(name) is not None]
+        changed = [storage.modified(name) for name in [*claims, "."]]  # one that is about to be claimed has changed
+    except FileNotFoundError:
+        return False
+    return all(now - then > _EXPIRES_AFTER for then in changed)
 
 
 def remove_saves(storage: Storage, saves: Iterable[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,8 @@ from ..core.box import Box, whole
 from ..core.columns import IntArray, pack_column, places_within
 from ..core.dtypes import DTYPES
 from ..core.memory import address_of, array_at
-from ..core.paths import plain_key
+from ..core.paths import RankIndex, join, plain_key
+from ..core.per_rank import PerRank
 from ..core.shards import Kind
 from ..core.state_dict import Leaves, flatten
 from ..core.tensors import Geometry, Identity, Piece, TensorAdapter, TensorView
@@ -27,6 +28,8 @@ __all__ = ["KnownState", "LocalState", "LocalTensors", "describe", "digests_of"]
 
 _INLINE_BYTES = 4096  # a larger value becomes an entry of a data file
 _INLINE_TOTAL_BYTES = 8 << 20  # so do all further ones when those of one rank are this large together
+_ENTRY_STEP = 256  # values that become entries are padded with blanks to multiples of it
+_MOST_BLANKS = 4096  # and further, to the size that they had before
 _HASH_CHUNK = 4 << 20
 _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
@@ -217,30 +220,36 @@ def _cell(geometry: Geometry, box: Box, dimensions: int) -> list[int]:
     return [*box.offset, *(0,) * pad, *box.shape, *(1,) * pad, addend]
 
 
-def describe(state_dict: dict[Any, Any], adapter: TensorAdapter, known: KnownState | None) -> LocalState:
+def describe(state_dict: dict[Any, Any], adapter: TensorAdapter, rank: int, known: KnownState | None) -> LocalState:
     """Look at everything in a state_dict, copying nothing but values.
 
     Args:
         state_dict: The state.
         adapter: Makes its tensors accessible.
+        rank: This rank.
         known: The state from before; if its tensors are the same ones, they are not looked at again.
 
     Raises:
         UnsupportedValueError: something in it cannot be stored; lists every such entry.
         TypeError: it is not a dict.
     """
-    leaves = flatten(state_dict, adapter.is_tensor)
+    leaves = flatten(state_dict, adapter)
     problems = [
         f"{plain_key(path)!r}: a key with a lone surrogate cannot be stored"
         for path in (*leaves.tensor_paths, *leaves.value_paths)
         if not path.isascii() and not _can_be_encoded(path)
     ]
+    before = {path: nbytes for path, _, nbytes in known.outline} if known is not None else {}
     if known is not None and known.fits(leaves):
         tensors = known.tensors.with_owners(leaves.tensors)
     else:
         known, tensors = None, _look_at(leaves, adapter, problems)
-    state = LocalState(tensors, leaves.value_paths, [], [], known)
-    _add_values(state, leaves.values, problems)
+    paths = [
+        join(path, RankIndex(rank)) if isinstance(value, PerRank) else path
+        for path, value in zip(leaves.value_paths, leaves.values, strict=True)
+    ]
+    state = LocalState(tensors, paths, [], [], known)
+    _add_values(state, leaves.values, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
     return state
@@ -264,16 +273,29 @@ def _can_be_encoded(path: str) -> bool:
     return True
 
 
-def _add_values(state: LocalState, values: Sequence[Any], problems: list[str]) -> None:
-    """Encode the values; those that are too large for `.metadata` become tensors of bytes."""
+def _room_for(nbytes: int, before: int) -> int:
+    """The size of the entry of a value, the same as before if possible: another one would need another plan."""
+    if nbytes <= before <= nbytes + _MOST_BLANKS:
+        return before
+    return -(-(nbytes + nbytes // 64) // _ENTRY_STEP) * _ENTRY_STEP
+
+
+def _add_values(state: LocalState, values: Sequence[Any], before: Mapping[str, int], problems: list[str]) -> None:
+    """Encode the values; those that are too large for `.metadata` become tensors of bytes.
+
+    ``before`` says how many bytes values had before, by path.
+    """
     total = 0
     for path, value in zip(state.value_paths, values, strict=True):
+        own = isinstance(value, PerRank)
         try:
-            json = encode_value(value, plain_key(path))
+            json = encode_value(value.value if own else value, plain_key(path))
         except UnsupportedValueError as error:
             problems.append(str(error))
             continue
-        inline = len(json) <= _INLINE_BYTES and total + len(json) <= _INLINE_TOTAL_BYTES
+        inline = not own and len(json) <= _INLINE_BYTES and total + len(json) <= _INLINE_TOTAL_BYTES
+        if not inline:
+            json = json.ljust(_room_for(len(json), before.get(path, 0)))
         total += len(json) if inline else 0
         state.value_json.append(json)
         state.inline.append(inline)

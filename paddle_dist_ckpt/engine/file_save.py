@@ -32,7 +32,6 @@ class FileSave:
         self.name, self.table = name, table
         self._storage, self._info = storage, info
         self._writer: DataFileWriter | None = None
-        self._tensors: Tensors | None = contents
         self._left: tuple[range, Tensors | Snapshot] = (range(table.nbytes), contents)
 
     @cached_property

@@ -18,6 +18,7 @@ from ..core.shards import ShardTable
 from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
 from .batch import Batch, ItemKind, KindTable
 from .messages import LoadAnswer, ShardNeed
+from .own_values import OwnValues
 from .reader import Consumer, OpenFile, StoredEntry
 from .targets import Targets, Wishes, check_value_rows
 
@@ -35,6 +36,7 @@ class Fit:
         answer: What the checkpoint has of this rank's wishes.
         wishes: The wishes.
         cast: Whether dtypes are converted.
+        own: Which values it takes of those that every rank has its own of.
 
     Attributes:
         targets: What is filled.
@@ -45,7 +47,7 @@ class Fit:
         CheckpointCorruptedError: the answer contradicts itself.
     """
 
-    def __init__(self, answer: LoadAnswer, wishes: Wishes, cast: bool) -> None:
+    def __init__(self, answer: LoadAnswer, wishes: Wishes, cast: bool, own: OwnValues) -> None:
         self._answer = answer
         self._table: ShardTable = table_from_record(answer.tensors, len(answer.files))
         check_value_rows(self._table)
@@ -56,17 +58,21 @@ class Fit:
         self.files: dict[str, tuple[FileInfo, int]] = {
             info.name: (info, count) for info, count in zip(answer.files, counts, strict=True)
         }
-        self.problems = list(wishes.problems)
+        self.problems = wishes.problems + own.problems
         self._add_odd(wishes)
-        self.targets = Targets(wishes, self._table, cast)
+        self.targets = Targets(wishes, self._table, cast, answer.stored, own.others)
         self.problems += self.targets.problems
         self._plan()
 
     def _add_odd(self, wishes: Wishes) -> None:
-        present = {"none": "None", "dict": "a dict", "other": "a value"}
+        present = {"none": "None", "dict": "a dict", "own": "a PerRank", "object": "an object", "other": "a value"}
         tensors = set(wishes.tensors.paths) if self._answer.odd else set()
         for path, found in self._answer.odd.items():
-            has = "a tensor" if path in tensors else present[wishes.values[path]]
+            has = (
+                "a tensor"
+                if path in tensors
+                else present.get(wishes.values.get(path, ""), "no such entry in its object")
+            )
             self.problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}")
 
     def _plan(self) -> None:

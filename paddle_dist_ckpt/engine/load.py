@@ -6,6 +6,7 @@
     open      ... and whether the readers have their files
     staged    values stored as entries, and tied tensors, are read to buffers and looked at
     read      everything else is read to where it belongs
+    restore   if there are objects: they are given their states
 
 If files are gone because a save has replaced the checkpoint meanwhile, the load starts again.
 """
@@ -17,14 +18,17 @@ import dataclasses
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..core.metadata import FileInfo
+from ..core.naming import canonical_paths
+from ..core.paths import is_own, plain_key
+from ..core.per_rank import PerRank
 from ..core.ports import CollectiveWatch
 from ..core.reports import LoadReport
-from ..core.state_dict import Leaves, assign, build_tree, flatten
+from ..core.state_dict import Leaves, assign_all, build_tree, flatten
 from ..core.values import decode_value, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..formats.datafile import read_header
@@ -49,6 +53,7 @@ from .messages import (
     decode,
     encode,
 )
+from .own_values import OwnValues, parent_of
 from .progress import Progress
 from .reader import OpenFile, read_entries
 from .targets import Wishes, collect
@@ -64,22 +69,46 @@ _PARTLY = "\nTargets are partly written: load again, or do not use them."
 def load(state_dict: dict[Any, Any], context: Context, unique_id: int | None, options: LoadOptions) -> LoadReport:
     """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
 
-    def scan() -> Leaves:
-        return flatten(state_dict, context.adapter.is_tensor)
+    found: list[Leaves] = []
 
-    values, report = load_leaves(scan, context, unique_id, options, _PARTLY)
-    assign(state_dict, values)
-    return report
+    def scan() -> Leaves:
+        found.append(flatten(state_dict, context.adapter))
+        return found[-1]
+
+    def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
+        for opened, state in assign_all(state_dict, found[-1], values):
+            if opened.path in missing:
+                continue
+            try:
+                context.adapter.restore(opened.value, state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{plain_key(opened.path)}: the {type(opened.value).__name__} did not take its state: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    return load_leaves(scan, restore, context, unique_id, options, _PARTLY)
 
 
 def load_leaves(
-    scan: Callable[[], Leaves], context: Context, unique_id: int | None, options: LoadOptions, warning: str = ""
-) -> tuple[dict[str, Any], LoadReport]:
-    """Fill the tensors among the leaves that ``scan`` finds; returns the values for the others, by path.
+    scan: Callable[[], Leaves],
+    restore: Callable[[Mapping[str, Any], Container[str]], None],
+    context: Context,
+    unique_id: int | None,
+    options: LoadOptions,
+    warning: str = "",
+) -> LoadReport:
+    """Fill the tensors among the leaves that ``scan`` finds, and have the values for the others restored.
 
-    ``warning`` is added to the message of an error that came after a tensor may have been touched.
+    Args:
+        scan: Finds what is to be filled.
+        restore: Given the values by path; also the paths of which the checkpoint has nothing, or something else.
+        context: This rank's surroundings.
+        unique_id: Which checkpoint; None for the newest.
+        options: How to load.
+        warning: Added to the message of an error that came after a tensor may have been touched.
     """
-    loading = _Loading(scan, context, unique_id, options)
+    loading = _Loading(scan, restore, context, unique_id, options)
     loading.warning = warning
     coordinator = LoadCoordinator(context.storage, context.session, options)
     while True:
@@ -89,7 +118,7 @@ def load_leaves(
             report = loading.report(result)
             level = logging.INFO if context.is_coordinator else logging.DEBUG
             _logger.log(level, "loaded id %d from %s: %s", report.unique_id, report.path, report)
-            return loading.values, report
+            return report
 
 
 class _Loading:
@@ -98,16 +127,21 @@ class _Loading:
     warning = ""
 
     def __init__(
-        self, scan: Callable[[], Leaves], context: Context, unique_id: int | None, options: LoadOptions
+        self,
+        scan: Callable[[], Leaves],
+        restore: Callable[[Mapping[str, Any], Container[str]], None],
+        context: Context,
+        unique_id: int | None,
+        options: LoadOptions,
     ) -> None:
-        self._scan, self._context, self._session = scan, context, context.session
+        self._scan, self._restore, self._context, self._session = scan, restore, context, context.session
         self._unique_id, self._options = unique_id, options
         self._wishes: Wishes | None = None
         self._opened: dict[str, OpenFile] = {}
         self._seconds: dict[str, float] = {}
         self._bytes_read = self._received = self._opened_count = 0
         self._skipped: list[str] = []
-        self.values: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -139,6 +173,10 @@ class _Loading:
         try:
             with self._timed("read"):
                 done = session.gather_scatter("read", lambda: self._read(order), coordinator.done)
+                if decision.objects:
+                    session.gather_scatter("restore", self._restore_values, coordinator.restored)
+                else:
+                    self._restore(self._values, self._answer.odd)
         except CheckpointError as error:
             error.args = (f"{error.args[0]}{self.warning}",)
             raise
@@ -153,19 +191,30 @@ class _Loading:
             folder = self._context.folder()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
-        wanted = Wanted(self._wishes.tensors.paths, list(self._wishes.values.items()))
-        choices = {name: str(getattr(self._options, name)) for name in ("exchange", "strict", "cast")}
+        tensors = self._wishes.tensors
+        canonical = canonical_paths(tensors.paths, tensors.names)
+        wanted = Wanted(tensors.paths, list(self._wishes.values.items()), canonical)
+        choices = {name: str(getattr(self._options, name)) for name in ("exchange", "strict", "cast", "per_rank")}
         return encode(LoadRequest(self._unique_id, choices, folder, encode(wanted)))
 
     def _plan(self, files: ExitStack) -> bytes:
         assert self._wishes is not None
-        self._fit = fit = Fit(self._answer, self._wishes, self._options.cast)
+        answer, session = self._answer, self._session
+        own = OwnValues.choose(
+            [path for path in answer.tensors.paths if path not in self._wishes.values],
+            answer.saved_by,
+            session.rank,
+            session.ranks,
+            self._options.per_rank,
+        )
+        self._fit = fit = Fit(answer, self._wishes, self._options.cast, own)
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if self._options.exchange != "always" or len(self._session.ranks) == 1:
             unreachable = self._open(files, {name: fit.files[name] for name in needed})
-        self._skipped = list(fit.problems)
-        return encode(Needs(fit.problems, needed, unreachable, bool(fit.targets.staged.any())))
+        self._skipped = fit.problems + own.left
+        staged = bool(fit.targets.staged.any())
+        return encode(Needs(fit.problems, needed, unreachable, staged, self._wishes.has_objects))
 
     def _open(self, files: ExitStack, expected: dict[str, tuple[FileInfo, int]]) -> dict[str, str]:
         """Open and check files; returns the ones that cannot be read, and why."""
@@ -265,13 +314,19 @@ class _Loading:
         assert self._wishes is not None
         values = {path: from_jsonable(tree) for path, tree in self._answer.values}
         values |= {path: decode_value(json) for path, json in self._fit.targets.values().items()}
+        for path in [path for path in values if is_own(path) and path not in self._wishes.values]:
+            values[parent_of(path)] = PerRank(values.pop(path))
         paths = sorted(values)
         for path, present in self._wishes.values.items():
             if present == "none" and path not in values:
                 first, last = bisect.bisect_left(paths, path + "/"), bisect.bisect_left(paths, path + "0")
                 if first < last:
                     values[path] = build_tree((p[len(path) :], values.pop(p)) for p in paths[first:last])
-        self.values = values
+        self._values = values
+
+    def _restore_values(self) -> bytes:
+        self._restore(self._values, self._answer.odd)
+        return b""
 
     def report(self, result: LoadResult) -> LoadReport:
         """What this rank tells its caller."""

@@ -6,6 +6,7 @@ import bisect
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ import numpy as np
 from ..core.codec import decode_metadata, table_to_record
 from ..core.columns import pack_column
 from ..core.metadata import Metadata
-from ..core.paths import plain_key
+from ..core.naming import canonical_paths
+from ..core.paths import is_own, plain_key
 from ..core.ports import ControlSession
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
@@ -36,6 +38,7 @@ from .messages import (
     decode,
     encode,
 )
+from .own_values import parent_of
 
 __all__ = ["Answering", "LoadCoordinator", "check_sizes", "read_checkpoint"]
 
@@ -140,16 +143,19 @@ class LoadCoordinator:
             raise CheckpointCorruptedError(
                 _missing_text(missing, "; exchange is 'never', so no other rank may read it")
             )
-        staged = any(n.staged for n in needs.values())
+        staged, objects = any(n.staged for n in needs.values()), any(n.objects for n in needs.values())
         if not self._exchange_wanted(needs, bool(missing)):
-            return dict.fromkeys(messages, encode(Decision(staged=staged, shared=self._shared_files(needs))))
+            shared = self._shared_files(needs)
+            return dict.fromkeys(messages, encode(Decision(staged=staged, shared=shared, objects=objects)))
         assert self._metadata is not None
         wanted = {name for n in needs.values() for name in n.files}
         _, counts = self._metadata.table.blocks(self._metadata.block_bytes, len(self._metadata.files))
         chosen = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
         files, block_counts = [self._metadata.files[i] for i in chosen], counts[chosen].tolist()
         probing = {group[0] for group in self._folder_groups()}
-        return {rank: encode(Decision(False, True, staged, files, block_counts, rank in probing)) for rank in messages}
+        decision = Decision(False, True, staged, files, block_counts, objects=objects)
+        probe = msgspec.structs.replace(decision, probe=True)
+        return {rank: encode(probe if rank in probing else decision) for rank in messages}
 
     def _shared_files(self, needs: Mapping[int, Needs]) -> list[str]:
         """The files of which the ranks of some host read more than there is, and so partly the same."""
@@ -220,6 +226,10 @@ class LoadCoordinator:
         unused = [self._metadata.key(path) for path in paths if path not in self._asked]
         return dict.fromkeys(messages, encode(LoadResult(unused)))
 
+    def restored(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``restore``: every rank has given its objects their states."""
+        return dict.fromkeys(messages, b"")
+
     def _location(self) -> str:
         assert self._metadata is not None
         return f"checkpoint {self._metadata.unique_id} in {self._storage.location}"
@@ -274,27 +284,62 @@ class Answering:
 
     def answer(self, wanted: Wanted) -> LoadAnswer:
         """What the checkpoint has of a wish."""
-        index = self._metadata.table.index
+        index, paths = self._metadata.table.index, self._metadata.table.paths
         tensors: set[int] = set()
         values: dict[str, Any] = {}
         odd: dict[str, str] = {}
+        stored: dict[str, str] = {}
         for path in wanted.tensors:
-            place = index.get(path)
+            place = index.get(path) if path not in wanted.canonical else None
+            if place is None:
+                place = self._place_of(path, wanted.canonical.get(path))
+                if place is not None and paths[place] != path:
+                    stored[path] = paths[place]
             if place is not None and place not in self._blobs:
                 tensors.add(place)
             else:
                 odd[path] = self._what_is(path)
         for path, present in wanted.values:
             self._answer_value(path, present, tensors, values, odd)
-        self.asked.update(self._metadata.table.paths[t] for t in tensors)
+        self.asked.update(paths[t] for t in tensors)
         self.asked.update(values)
-        return self._assemble(sorted(tensors), values, odd)
+        return self._assemble(sorted(tensors), values, odd, stored)
+
+    def _place_of(self, path: str, canonical: str | None) -> int | None:
+        """Where the tensor is that is wanted under a path, of which there is no tensor or which is not to be relied on.
+
+        Args:
+            path: The path.
+            canonical: What it is in terms that do not depend on the run, if the path does.
+        """
+        index = self._metadata.table.index
+        if canonical is None:
+            return self._by_canonical.get(path)
+        place = index.get(canonical, self._by_canonical.get(canonical))
+        if place is not None or path in self._canonical:
+            return place
+        return index.get(path)  # it is not known which parameter that is of, so only its name speaks for it
+
+    @cached_property
+    def _canonical(self) -> dict[str, str]:
+        """The stored tensors whose paths depend on the run that saved them, with what they are in other terms."""
+        return canonical_paths(self._metadata.table.paths, self._metadata.table.names)
+
+    @cached_property
+    def _by_canonical(self) -> dict[str, int]:
+        """Where the stored tensors are whose paths depend on the run, by what they are in other terms."""
+        index = self._metadata.table.index
+        return {canonical: index[path] for path, canonical in self._canonical.items()}
 
     def _answer_value(
         self, path: str, present: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]
     ) -> None:
         place = self._metadata.table.index.get(path)
-        if path in self._values:
+        if present == "object":
+            self._answer_object(path, tensors, values, odd)
+        elif present == "own":
+            self._answer_own(path, tensors, odd)
+        elif path in self._values:
             if (present == "dict") != _is_dict(self._values[path]) and present != "none":
                 odd[path] = "a dict" if _is_dict(self._values[path]) else "a value that is no dict"
             else:
@@ -306,7 +351,31 @@ class Answering:
         elif present != "dict" or place is not None:  # an empty dict wants nothing
             odd[path] = self._what_is(path)
 
+    def _answer_object(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
+        """All values at or below a path; the tensors there have to be wanted by themselves."""
+        below = [path] if path in self._values else self._below(path)
+        if not below or (path in self._values and not _is_dict(self._values[path])):
+            odd[path] = self._what_is(path)
+            return
+        for found in below:
+            place = self._metadata.table.index.get(found)
+            if place is None:
+                values[found] = self._values[found]
+            elif place in self._blobs:
+                tensors.add(place)
+            elif place not in tensors:
+                odd[found] = self._what_is(found)
+
+    def _answer_own(self, path: str, tensors: set[int], odd: dict[str, str]) -> None:
+        """What every rank has of its own at a path."""
+        below = self._below(path)
+        if not below or not all(is_own(found) and parent_of(found) == path for found in below):
+            odd[path] = self._what_is(path)
+            return
+        tensors.update(self._metadata.table.index[found] for found in below)
+
     def _answer_subtree(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
+        """All that is below a path, if that is values alone."""
         below = self._below(path)
         index = self._metadata.table.index
         held = [p for p in below if p in index and index[p] not in self._blobs]
@@ -350,7 +419,9 @@ class Answering:
         close = difflib.get_close_matches(key, keys, 1, cutoff=0.8) if len(keys) <= 5000 and len(key) > 3 else []
         return f"; is {close[0]!r} meant?" if close else ""
 
-    def _assemble(self, tensors: list[int], values: dict[str, Any], odd: dict[str, str]) -> LoadAnswer:
+    def _assemble(
+        self, tensors: list[int], values: dict[str, Any], odd: dict[str, str], stored: dict[str, str]
+    ) -> LoadAnswer:
         metadata = self._metadata
         table, shards = metadata.table.select(tensors)
         used, renumbered = np.unique(table.shard_file, return_inverse=True)
@@ -370,6 +441,8 @@ class Answering:
             values=sorted(values.items()),
             odd=odd,
             ranks_on_host=self._ranks_on_host,
+            stored=stored,
+            saved_by=metadata.world_size,
         )
 
 

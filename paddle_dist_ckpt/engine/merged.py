@@ -79,7 +79,7 @@ def _load(
     options: LoadOptions,
 ) -> dict[str, Any]:
     """The values and whole tensors at these paths."""
-    leaves = Leaves()
+    leaves, values = Leaves(), dict[str, Any]()
 
     def scan() -> Leaves:
         for path in paths:
@@ -88,7 +88,7 @@ def _load(
 
     with SoloHub().session("load", options.timeout) as session:
         context = Context(storage, session, NoTransport(), adapter)
-        values, _ = load_leaves(scan, context, metadata.unique_id, options)
+        load_leaves(scan, lambda found, _: values.update(found), context, metadata.unique_id, options)
     tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
     return {path: tensors[path] if path in tensors else values[path] for path in paths}
 

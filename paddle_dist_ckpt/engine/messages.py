@@ -170,10 +170,14 @@ class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank wants: the tensors' paths, and each value's path with what stands there now."""
+    """What one rank wants: the tensors' paths, and each value's path with what stands there now.
+
+    ``canonical`` has, for tensors whose path is of the framework's making, the path by which other runs know them.
+    """
 
     tensors: list[str]
     values: list[tuple[str, str]]
+    canonical: dict[str, str] = {}
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -190,7 +194,8 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     ``starts`` and ``blocks`` say for each shard where it starts in its file's data section and which is its first
     block; ``block_counts`` says for each file how many blocks it has, ``ranks_on_host`` for each rank how many are on
-    its host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value.
+    its host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value. ``stored`` has the stored
+    path of tensors that are not stored under the wanted one. ``saved_by`` is how many ranks have saved.
     """
 
     unique_id: int
@@ -205,23 +210,26 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     values: list[tuple[str, Any]]
     odd: dict[str, str]
     ranks_on_host: dict[int, int]
+    stored: dict[str, str] = {}
+    saved_by: int = 1
 
 
 class Needs(msgspec.Struct, frozen=True, array_like=True):
     """What a rank found when it planned: problems, the files that it needs and how many bytes of each it would read,
-    and why it cannot read some of them."""
+    why it cannot read some of them, and whether there are objects to be given their states in the end."""
 
     problems: list[str]
     files: dict[str, int]
     unreachable: dict[str, str]
     staged: bool
+    objects: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
     """How the load goes on: ``restart``, or with an exchange of these files or without, staged pass first or not.
 
     ``probe`` tells a rank to find out which of the files its folder has. ``shared`` are files of which ranks of one
-    host read the same data.
+    host read the same data. ``objects``: the load ends with round ``restore``.
     """
 
     restart: bool = False
@@ -231,6 +239,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     block_counts: list[int] = []
     probe: bool = False
     shared: list[str] = []
+    objects: bool = False
 
 
 class ShardNeed(msgspec.Struct, frozen=True, array_like=True):

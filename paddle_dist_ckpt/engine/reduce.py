@@ -51,7 +51,7 @@ def reduce_partials(
     Returns:
         The reduced values, as raw items, for each written box of a partial tensor.
     """
-    results = {(row, box): np.array(_part(state, row, box)) for row, box in written}
+    results = {(row, box): np.array(_part(state, row, box), order="C") for row, box in written}
     streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:
         streams.setdefault(transfer.source, {}).setdefault(transfer.destination, []).append(transfer)

@@ -18,13 +18,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 from ..core.box import Box
-from ..core.ports import CollectiveWatch
+from ..core.ports import CollectiveWatch, ControlSession
 from ..core.reports import SaveReport
 from ..core.values import encode_value
 from ..errors import CheckpointError, UnsupportedValueError
@@ -44,24 +44,41 @@ from .threads import io_threads
 from .watched import WatchedTransport
 from .writer import Tensors
 
-__all__ = ["save", "save_in_background"]
+__all__ = ["After", "save", "save_in_background"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+After = Callable[[ControlSession], None]
+"""What to do when a save is committed."""
 _USER_METADATA_BYTES = 1 << 20
 _POLL_SECONDS = 0.2
 _PAGE = 4096
 
 
-def save(state_dict: dict[Any, Any], context: Context, unique_id: int | None, options: SaveOptions) -> SaveReport:
-    """Save a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.save_state_dict`."""
-    with _Saving(context, options) as saving:
+def save(
+    state_dict: dict[Any, Any],
+    context: Context,
+    unique_id: int | None,
+    options: SaveOptions,
+    after: After | None = None,
+) -> SaveReport:
+    """Save a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
+
+    ``after`` is called on every rank when the save is committed, and may use the session for more rounds. What it
+    raises does not undo the commit, and so is only logged.
+    """
+    with _Saving(context, options, after) as saving:
         saving.plan(state_dict, unique_id)
         saving.prepare(in_background=False)
         return saving.finish()
 
 
 def save_in_background(
-    state_dict: dict[Any, Any], opened: ExitStack, context: Context, unique_id: int | None, options: SaveOptions
+    state_dict: dict[Any, Any],
+    opened: ExitStack,
+    context: Context,
+    unique_id: int | None,
+    options: SaveOptions,
+    after: After | None = None,
 ) -> AsyncSave:
     """Like :func:`save`, but return when what is to be written has been copied.
 
@@ -71,8 +88,9 @@ def save_in_background(
         context: This rank's surroundings.
         unique_id: The checkpoint's number, or None.
         options: How to save.
+        after: See :func:`save`; called in the background.
     """
-    saving = opened.enter_context(_Saving(context, options))
+    saving = opened.enter_context(_Saving(context, options, after))
     saving.plan(state_dict, unique_id)
     saving.prepare(in_background=True)
     rest = opened.pop_all()
@@ -95,8 +113,8 @@ def save_in_background(
 class _Saving:
     """One rank's part in one save; a context manager, which ends the save if it fails."""
 
-    def __init__(self, context: Context, options: SaveOptions) -> None:
-        self._context, self._options = context, options
+    def __init__(self, context: Context, options: SaveOptions, after: After | None) -> None:
+        self._context, self._options, self._after = context, options, after
         self._storage, self._session = context.storage, context.session
         self._coordinator = SaveCoordinator(
             context.storage, context.session, context.adapter.version, options, context.memory
@@ -121,7 +139,7 @@ class _Saving:
     ) -> None:
         # IMPORTANT: once this rank has reported its files they may be committed at any moment, known to it or not.
         if error is not None and not self._reported:
-            self._remove_files()
+            self._stack.callback(self._remove_files)
         self._stack.__exit__(kind, error, traceback)
 
     @contextmanager
@@ -145,7 +163,7 @@ class _Saving:
     def _request(self, state_dict: dict[Any, Any], unique_id: int | None) -> bytes:
         self._take_turn()
         memory, adapter = self._memory, self._context.adapter
-        state = self._state = describe(state_dict, adapter, memory.known)
+        state = self._state = describe(state_dict, adapter, self._session.rank, memory.known)
         self._storage.prepare()
         fingerprint, structure = state.fingerprint()
         if memory.known is None or state.known is None or fingerprint != memory.known.fingerprint:
@@ -260,6 +278,13 @@ class _Saving:
         """Write, commit, clean up, report."""
         result = self._write_and_commit()
         self._clean_up(result)
+        if self._after is not None:
+            try:
+                self._after(self._session)
+            except (OSError, CheckpointError) as error:
+                _logger.warning(
+                    "%s: saved, but not all that follows a save was done: %s", self._storage.location, error
+                )
         report = self._report(result)
         level = logging.INFO if self._context.is_coordinator else logging.DEBUG
         _logger.log(level, "saved id %d to %s: %s", report.unique_id, report.path, report)
@@ -293,7 +318,9 @@ class _Saving:
         assert self._order is not None
         remove_saves(self._storage, self._order.clean)
         is_coordinator = self._context.is_coordinator
-        shown = self._options.progress or (None if not self._in_background else False)
+        shown = self._options.progress
+        if shown is None and self._in_background:
+            shown = False
         with Progress("save", self._memory.total_bytes, shown, is_coordinator) as progress:
             for file in self._files:
                 info = file.finish(self._threads, self._session.check, progress)
@@ -313,8 +340,11 @@ class _Saving:
 
     def _remove_files(self) -> None:
         for file in self._files:
-            file.close()
-            self._storage.delete(file.name)
+            try:
+                file.close()
+                self._storage.delete(file.name)
+            except OSError as error:  # what made the save fail is what the caller has to hear of
+                _logger.warning("%s/%s is left to a later save: %s", self._storage.location, file.name, error)
 
     def _seal(self, answer: WriteAnswer) -> bytes:
         if answer.files:

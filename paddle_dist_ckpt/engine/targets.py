@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,10 @@ from ..core.columns import IntArray
 from ..core.dtypes import DTYPES, DType, can_cast, cast_array
 from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
+from ..core.per_rank import PerRank
 from ..core.shards import Kind, ShardTable
-from ..core.state_dict import Leaves
+from ..core.state_dict import Leaves, owner_of
+from ..core.stateful import ObjectKind
 from ..core.tensors import Geometry, Piece, TensorAdapter
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from .describe import LocalTensors, Pieces
@@ -31,12 +33,13 @@ Array = npt.NDArray[Any]
 class Wishes:
     """What a load's caller has: tensors, values' paths with what is there now, and what cannot be loaded.
 
-    A value is there as ``"none"``, ``"dict"`` or ``"other"``.
+    A value is there as ``"none"``, ``"dict"``, ``"own"`` (a PerRank), ``"object"`` (one of any values) or ``"other"``.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
     values: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    has_objects: bool = False
 
 
 def collect(leaves: Leaves, adapter: TensorAdapter) -> Wishes:
@@ -47,9 +50,21 @@ def collect(leaves: Leaves, adapter: TensorAdapter) -> Wishes:
             wishes.tensors.add(path, adapter.view(value, path))
         except UnsupportedValueError as error:
             wishes.problems.append(str(error))
+    objects = {opened.path: opened for opened in leaves.objects}
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
-        wishes.values[path] = "none" if value is None else "dict" if isinstance(value, dict) else "other"
+        owner = owner_of(path, objects) if objects else None
+        if owner is None or objects[owner].kind is not ObjectKind.FREE:
+            wishes.values[path] = _present(value)
+    free = [path for path, opened in objects.items() if opened.kind is ObjectKind.FREE]
+    wishes.values.update(dict.fromkeys(free, "object"))
+    wishes.has_objects = bool(objects)
     return wishes
+
+
+def _present(value: Any) -> str:
+    if value is None:
+        return "none"
+    return "dict" if isinstance(value, dict) else "own" if isinstance(value, PerRank) else "other"
 
 
 class Targets:
@@ -59,6 +74,8 @@ class Targets:
         wishes: What the caller has.
         table: What the checkpoint has of it.
         cast: Whether dtypes are converted.
+        stored: The stored paths of tensors that are stored under another than the wanted one.
+        left_out: Stored values that are not read.
 
     Attributes:
         cells: The different pieces: geometry of the tensor, and which part of it.
@@ -70,7 +87,9 @@ class Targets:
         problems: What does not fit, a line each.
     """
 
-    def __init__(self, wishes: Wishes, table: ShardTable, cast: bool) -> None:
+    def __init__(
+        self, wishes: Wishes, table: ShardTable, cast: bool, stored: Mapping[str, str], left_out: Container[str]
+    ) -> None:
         self._wishes, self._table = wishes, table
         self.problems: list[str] = []
         self.zeros: list[Array] = []
@@ -78,7 +97,7 @@ class Targets:
         tensors = wishes.tensors
         pieces = Pieces(tensors.geometries, np.array(tensors.geometry, np.int64))
         self.cells = list(pieces.cells)
-        place = np.array([table.index.get(path, -1) for path in tensors.paths], np.int64)
+        place = np.array([table.index.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
         place[self._unfit(place, cast)] = -1
         rows = np.flatnonzero(place[pieces.tensor] >= 0)
         not_empty = np.array([0 not in piece.box.shape for _, piece in self.cells], bool)
@@ -89,7 +108,7 @@ class Targets:
         self._address: IntArray = np.array(tensors.addresses, np.int64)[rows]
         self.staged = np.zeros(len(rows), bool)
         self._without_addends()
-        self._add_values()
+        self._add_values(left_out)
         self.shared = find_shared_memory(self)
 
     def __len__(self) -> int:
@@ -140,10 +159,10 @@ class Targets:
         for name in ("_owner", "tensor", "cell", "_address", "staged"):
             setattr(self, name, getattr(self, name)[rows])
 
-    def _add_values(self) -> None:
+    def _add_values(self, left_out: Container[str]) -> None:
         """Add a buffer for each value that is stored as an entry."""
         values = np.flatnonzero(self._table.kinds == Kind.VALUE).tolist()
-        for t in values:
+        for t in (t for t in values if self._table.paths[t] not in left_out):
             size = self._table.layouts[self._table.layout_of[t]].shape
             geometry = Geometry(Kind.VALUE, DTYPES["uint8"], size, True, (Piece(whole(size)),))
             self.cells.append((geometry, geometry.pieces[0]))

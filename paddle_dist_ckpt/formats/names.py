@@ -11,6 +11,7 @@ __all__ = [
     "DataFileName",
     "claim_name",
     "data_file_name",
+    "is_ours",
     "metadata_id",
     "metadata_name",
     "parse_claim",
@@ -25,6 +26,7 @@ _SAVE = r"([0-9a-f]{16})"
 _METADATA = re.compile(rf"{_ID}\.metadata")
 _DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.safetensors")
 _CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim(?:\.tmp)?")
+_TEMPORARY = re.compile(rf"{_ID}\.{_SAVE}\.metadata\.tmp")
 _FOREIGN = re.compile(rf"{_ID}_{_ID}\.(?:distcp|safetensors)")
 
 
@@ -80,6 +82,11 @@ def parse_claim(name: str) -> ClaimName | None:
 def temporary_name(unique_id: int, save_id: str) -> str:
     """Name that a `.metadata` file has until it is published."""
     return f"{unique_id}.{save_id}.metadata.tmp"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of this name is a part of a checkpoint of this format, or left over from making one."""
+    return any(pattern.fullmatch(name) for pattern in (_METADATA, _DATA, _CLAIM, _TEMPORARY))
 
 
 def parse_foreign_id(name: str) -> int | None:

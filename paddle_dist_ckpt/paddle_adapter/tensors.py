@@ -16,8 +16,10 @@ from ..core.box import whole
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.paths import plain_key
 from ..core.shards import Kind
+from ..core.stateful import ObjectKind, state_of
 from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
+from . import objects
 from .placement import local_box, mesh_coordinate, reduction_of
 
 __all__ = ["PaddleAdapter"]
@@ -70,6 +72,21 @@ class PaddleAdapter:
     def is_tensor(self, value: Any) -> bool:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, paddle.Tensor) or is_native_array(value)
+
+    def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        if objects.is_optimizer(value):
+            return ObjectKind.OPTIMIZER, objects.optimizer_state(value, {})
+        kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
+        return kind, state_of(value, key)
+
+    def restore(self, value: Any, state: dict[Any, Any]) -> None:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        objects.restore(value, state)
+
+    def names(self, tensors: Sequence[Any]) -> list[str | None]:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return [tensor.name if isinstance(tensor, paddle.Tensor) else None for tensor in tensors]
 
     def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""

@@ -13,6 +13,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of
 from ..core.shards import Kind
+from ..core.stateful import ObjectKind, set_state, state_of
 from ..core.tensors import Geometry, Piece, Reduction, TensorView, is_native_array, view_of_array
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
@@ -80,6 +81,18 @@ class NumpyAdapter:
     def is_tensor(self, value: Any) -> bool:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, ShardedArray) or is_native_array(value)
+
+    def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return ObjectKind.FREE, state_of(value, key)
+
+    def names(self, tensors: Sequence[Any]) -> list[str | None]:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return [None] * len(tensors)
+
+    def restore(self, value: Any, state: dict[Any, Any]) -> None:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        set_state(value, state)
 
     def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""

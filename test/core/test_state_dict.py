@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.state_dict import Leaves, assign, build_tree, flatten
 from paddle_dist_ckpt.errors import UnsupportedValueError
-from paddle_dist_ckpt.testing import run_ranks
+from paddle_dist_ckpt.testing import NumpyAdapter, run_ranks
 from test.strategies import equal, examples
 
 
@@ -22,12 +22,16 @@ class Tensor:
     """Stands for a tensor; equal only to itself."""
 
 
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+class Adapter(NumpyAdapter):
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, Tensor)
+
+
+ADAPTER = Adapter()
 
 
 def paths(state_dict: dict[Any, Any]) -> list[str]:
-    found = flatten(state_dict, is_tensor)
+    found = flatten(state_dict, ADAPTER)
     return [*found.tensor_paths, *found.value_paths]
 
 
@@ -48,7 +52,7 @@ def in_order(tree: Any) -> Any:
 def test_containers_of_tensors_are_taken_apart_and_others_are_leaves() -> None:
     t = Tensor()
     state = {"a": {"b.c": t, 5: {}}, "l": [1, t, (t, [])], "v": [1, {"x": (2,)}], "odd": {1.5: 1}, "e": {}}
-    found = flatten(state, is_tensor)
+    found = flatten(state, ADAPTER)
     assert found.tensor_paths == ["/a/b.c", "/l/~l1", "/l/~l2/~t0"]
     assert all(tensor is t for tensor in found.tensors)
     assert list(zip(found.value_paths, found.values, strict=True)) == [
@@ -79,17 +83,17 @@ trees = st.recursive(
 @examples(300)
 @given(st.dictionaries(state_keys, trees, max_size=4))
 def test_a_state_dict_comes_back_from_its_leaves(state: dict[Any, Any]) -> None:
-    found = flatten(state, is_tensor)
+    found = flatten(state, ADAPTER)
     assert len({path for path, _ in pairs(found)}) == len(pairs(found))
-    assert all(map(is_tensor, found.tensors))
-    assert not any(map(is_tensor, found.values))
+    assert all(map(ADAPTER.is_tensor, found.tensors))
+    assert not any(map(ADAPTER.is_tensor, found.values))
     assert equal(in_order(build_tree(pairs(found))), in_order(state))
 
 
 @examples(300)
 @given(st.dictionaries(state_keys, trees, max_size=4))
 def test_assign_sets_every_leaf_where_it_was(state: dict[Any, Any]) -> None:
-    found = flatten(state, is_tensor)
+    found = flatten(state, ADAPTER)
     values = {path: ("new", i) for i, (path, _) in enumerate(pairs(found))}
     expected = build_tree(values.items())
     assign(state, values)
@@ -126,7 +130,7 @@ def test_build_tree_refuses_a_leaf_that_is_a_container(order: tuple[str, ...]) -
 @pytest.mark.parametrize("state", [None, [], "x", [("a", 1)]])
 def test_what_is_no_dict_is_refused(state: Any) -> None:
     with pytest.raises(TypeError, match="state_dict"):
-        flatten(state, is_tensor)
+        flatten(state, ADAPTER)
 
 
 class Colour(enum.IntEnum):
@@ -137,25 +141,25 @@ class Colour(enum.IntEnum):
 def test_keys_above_a_tensor_are_str_or_int(key: Any) -> None:
     for state in ({key: Tensor()}, {"model": {key: Tensor()}}, {"model": {key: [{"x": Tensor()}]}}):
         with pytest.raises(UnsupportedValueError) as caught:
-            flatten(state, is_tensor)
+            flatten(state, ADAPTER)
         assert repr(key) in str(caught.value)
 
 
 def test_a_namedtuple_of_tensors_is_refused_by_name() -> None:
     pair = collections.namedtuple("pair", "x y")
     with pytest.raises(UnsupportedValueError, match=r"^model\.p"):
-        flatten({"model": {"p": pair(Tensor(), 1)}}, is_tensor)
+        flatten({"model": {"p": pair(Tensor(), 1)}}, ADAPTER)
 
 
 def test_a_tree_without_an_end_is_refused() -> None:
     endless: dict[str, Any] = {"t": Tensor()}
     endless["self"] = endless
     with pytest.raises(UnsupportedValueError, match="contains itself"):
-        flatten(endless, is_tensor)
+        flatten(endless, ADAPTER)
     items: list[Any] = [Tensor()]
     items.append(items)
     with pytest.raises(UnsupportedValueError, match="contains itself"):
-        flatten({"items": items}, is_tensor)
+        flatten({"items": items}, ADAPTER)
 
 
 AWKWARD = ["\ud800", 10**5_000, -(2**70), "", "~", "/", "a\\b", "\0", "__metadata__", "%", "[0:1]"]

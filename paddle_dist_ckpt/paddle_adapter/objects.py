@@ -1,0 +1,228 @@
+"""Paddle's own objects: the state of an optimizer without taking a step, and layers and optimizers given theirs back.
+
+An optimizer's first step makes its accumulators. To load into a fresh optimizer they have to be there before, and
+``state_dict()`` of an optimizer from ``shard_optimizer`` gets them by a step with gradients of zero, which changes the
+parameters under weight decay. Here they are made as the step makes them, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle.base import framework
+from paddle.distributed.auto_parallel import api
+
+from ..core.naming import optimizer_key
+from ..core.stateful import set_state
+
+__all__ = [
+    "is_optimizer",
+    "make_accumulators",
+    "optimizer_state",
+    "restore",
+    "restore_layer",
+    "restore_optimizer",
+]
+
+_SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
+_MASTERS = "master_weights"
+_SCHEDULER = "LR_Scheduler"
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether it is one of Paddle's optimizers, or what ``paddle.distributed.shard_optimizer`` made of one."""
+    return isinstance(value, paddle.optimizer.Optimizer)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that holds the state."""
+    return optimizer._inner_opt if isinstance(optimizer, _SHARD_OPTIMIZER) else optimizer
+
+
+# -- accumulators
+
+
+def make_accumulators(optimizer: Any) -> None:
+    """Make the accumulators and master weights that the first step would make for all parameters that are trained.
+
+    Parameters, learning rate and what exists already are left as they are. Accumulators of distributed parameters are
+    distributed likewise. Ranks that share parameters must call it together. Optimizers that have no such accumulators
+    are left alone.
+    """
+    create, groups = getattr(optimizer, "_create_accumulators", None), getattr(optimizer, "_param_groups", None)
+    if create is None or not groups or not paddle.in_dynamic_mode():
+        return
+    owner = _inner(optimizer)
+    masters = dict(getattr(owner, "_master_weights", {}))
+    block = framework.default_main_program().global_block()
+    with paddle.no_grad():
+        for group in groups if isinstance(groups[0], dict) else [None]:
+            parameters = [each for each in (groups if group is None else group["params"]) if _is_due(owner, each)]
+            if parameters:
+                create(block, parameters if group is None else {**group, "params": parameters})
+                for parameter in parameters:
+                    _distribute(owner, parameter)
+    if masters:  # shard_optimizer replaces those that exist by new tensors
+        owner._master_weights.update(masters)
+
+
+def _is_due(optimizer: Any, parameter: Any) -> bool:
+    """Whether the first step would make accumulators for this parameter.
+
+    A parameter without memory belongs to other ranks, which alone step it.
+    """
+    if parameter.stop_gradient or parameter.name in getattr(optimizer, "_already_create_accumulator", ()):
+        return False
+    names = _names(optimizer, parameter)
+    if any(name in accumulators for accumulators in optimizer._accumulators.values() for name in names):
+        return False
+    return bool(parameter._is_initialized())
+
+
+def _names(optimizer: Any, parameter: Any) -> tuple[str, ...]:
+    """The names under which a parameter's accumulators may be kept: its own, and its master weight's."""
+    master = getattr(optimizer, "_master_weights", {}).get(parameter.name)
+    return (parameter.name,) if master is None else (parameter.name, master.name)
+
+
+def _distribute(optimizer: Any, parameter: Any) -> None:
+    """Distribute a parameter's accumulators as the parameter is, and powers of the betas everywhere.
+
+    Paddle's first step takes them as whole tensors, and distributes them on the way. Accumulators of another shape
+    than the parameter's stay whole then, too.
+    """
+    if not parameter.is_dist():
+        return
+    mesh, everywhere = parameter.process_mesh, [dist.Replicate()] * len(parameter.process_mesh.shape)
+    for kind, accumulators in optimizer._accumulators.items():
+        for name in _names(optimizer, parameter):
+            whole = accumulators.get(name)
+            if whole is None or whole.is_dist() or ("beta" not in kind and whole.shape != parameter.shape):
+                continue
+            spread = dist.shard_tensor(whole, mesh, everywhere if "beta" in kind else parameter.placements)
+            spread.name = whole.name
+            accumulators[name] = spread
+
+
+# -- state
+
+
+def optimizer_state(optimizer: Any, structured: Mapping[str, str]) -> dict[str, Any]:
+    """All state of an optimizer, also of one that never took a step. The tensors are its own, not copies.
+
+    Args:
+        optimizer: One of Paddle's.
+        structured: The structured name for each parameter's variable name.
+
+    Returns:
+        The state by names such as ``fc.weight.moment1``. What is not recognised, and what would get the same name as
+        another entry, has Paddle's own name. Without ``structured``, all have, and it is nested as Paddle nests it.
+    """
+    make_accumulators(optimizer)
+    state = dict(_inner(optimizer).state_dict())  # that of shard_optimizer may take a step
+    if isinstance(state.get(_MASTERS), dict):
+        state[_MASTERS] = dict(state[_MASTERS])
+    return _renamed(state, structured) if structured else state
+
+
+def _renamed(state: dict[str, Any], structured: Mapping[str, str]) -> dict[str, Any]:
+    entries = [(container, key, _new_key(container, key, structured), value) for container, key, value in _flat(state)]
+    counts = Counter(new for _, _, new, _ in entries)
+    renamed: dict[str, Any] = {}
+    for container, key, new, value in entries:
+        if new is not None and counts[new] == 1 and new not in state:
+            renamed[new] = value
+        elif container is None:
+            renamed[key] = value
+        else:
+            renamed.setdefault(container, {})[key] = value
+    return renamed
+
+
+def _flat(state: dict[str, Any]) -> Iterator[tuple[str | None, str, Any]]:
+    """The entries of Paddle's state_dict, those of the master weights' own dict with its name."""
+    for key, value in state.items():
+        if key == _MASTERS and isinstance(value, dict):
+            yield from ((_MASTERS, name, master) for name, master in value.items())
+        else:
+            yield None, key, value
+
+
+def _new_key(container: str | None, key: str, structured: Mapping[str, str]) -> str | None:
+    return optimizer_key(key if container is None else f"{key}_fp32_master_0", structured)
+
+
+# -- given back
+
+
+def restore(value: Any, state: dict[str, Any]) -> None:
+    """Give an object its state back, whose tensors were filled in place."""
+    if isinstance(value, paddle.nn.Layer):
+        restore_layer(value, state)
+    elif is_optimizer(value):
+        restore_optimizer(value, state)
+    else:
+        set_state(value, state)
+
+
+def restore_layer(layer: Any, state: dict[str, Any]) -> None:
+    """Give a layer its state back: what ``state_dict()`` returned, with the tensors filled in place.
+
+    These are the layer's own, and there is nothing left to do, unless a hook on ``state_dict()`` has made copies of
+    another dtype (``amp.decorate(save_dtype=...)``), or the class has its own ``set_state_dict``.
+    """
+    if _overrides(layer, paddle.nn.Layer):
+        layer.set_state_dict(state)
+        return
+    own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    if any(id(value) not in own for value in state.values()):
+        layer.set_state_dict(_in_own_dtypes(layer, state))
+
+
+def _in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with each tensor in its dtype in the layer; ``set_state_dict`` takes no other."""
+    own = [*layer.named_parameters(), *layer.named_buffers()]
+    by_key, by_name = dict(own), {tensor.name: tensor for _, tensor in own}
+    converted = dict(state)
+    for key, value in state.items():
+        if isinstance(value, paddle.Tensor):
+            target = by_key.get(key, by_name.get(value.name))  # a shared parameter has only one key here
+            if target is not None and target.dtype != value.dtype:
+                converted[key] = value.cast(target.dtype)
+    return converted
+
+
+def restore_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Give an optimizer its state back: what :func:`optimizer_state` returned, with the tensors filled in place.
+
+    What is left to do is the learning rate's scheduler. A class with its own ``set_state_dict`` gets everything, by
+    Paddle's own names.
+    """
+    owner = _inner(optimizer)
+    if _overrides(owner, paddle.optimizer.Optimizer):
+        owner.set_state_dict(_with_own_keys(owner, state))
+        return
+    scheduler = getattr(owner, "_learning_rate", None)
+    if state.get(_SCHEDULER) and isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
+        scheduler.set_state_dict(state[_SCHEDULER])
+
+
+def _with_own_keys(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state by Paddle's names. What was renamed is found by the tensors themselves."""
+    own = optimizer_state(optimizer, {})
+    renamed = {id(value) for _, _, value in _flat(own)}
+    for key, value in state.items():
+        if key == _MASTERS and isinstance(own.get(key), dict):
+            own[key].update(value)
+        elif key in own or id(value) not in renamed:
+            own[key] = value
+    return own
+
+
+def _overrides(value: Any, base: Any) -> bool:
+    """Whether an object's ``set_state_dict`` is another one than that of its base class."""
+    return type(value).set_state_dict is not base.set_state_dict or "set_state_dict" in vars(value)

@@ -1,0 +1,120 @@
+"""The state of all random generators of a process, as plain values, and back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import paddle
+
+__all__ = ["rng_state", "set_rng_state"]
+
+_PARTS = {"python", "numpy", "paddle", "fleet"}
+_TRACKER = "paddle.distributed.fleet.layers.mpu.random"
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the random generators of Python, numpy (its global one) and Paddle.
+
+    Returns:
+        A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, ``cpu`` always, one state for each
+        device) and ``fleet`` (by name, those of the tracker for model parallelism, if it has any).
+    """
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "paddle": {kind: _plain(_states(kind)) for kind in _kinds()},
+        "fleet": {name: _plain(states) for name, states in _tracked().items()},
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue with the random numbers that followed :func:`rng_state`.
+
+    Args:
+        state: What it returned, on as many devices of the same kind.
+
+    Raises:
+        ValueError: it is not such a state, or this process has other generators. Then nothing has changed.
+    """
+    if not isinstance(state, dict) or set(state) != _PARTS:
+        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"not a state of random generators: a dict with {sorted(_PARTS)} is due, not {found}")
+    by_device = _restored(state["paddle"], {kind: _states(kind) for kind in _kinds()}, "Paddle")
+    tracked = _restored(state["fleet"], _tracked(), "fleet's tracker")
+    _set_python_and_numpy(state["python"], state["numpy"])
+    for kind, states in by_device.items():
+        paddle.set_rng_state(states, kind)
+    if tracked:
+        _tracker().set_states_tracker(tracked)
+
+
+def _set_python_and_numpy(for_python: Any, for_numpy: Any) -> None:
+    before = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        random.setstate(for_python)
+        np.random.set_state(for_numpy)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        raise ValueError(f"not a state of Python's and numpy's random generators: {error}") from error
+
+
+def _kinds() -> list[str]:
+    """The kinds of devices whose generators are kept: the CPU, and the device that is in use."""
+    return list(dict.fromkeys(["cpu", paddle.get_device().partition(":")[0]]))
+
+
+def _states(kind: str) -> list[Any]:
+    return list(paddle.get_rng_state(kind))
+
+
+def _tracker() -> Any:
+    """Fleet's tracker, or None if nothing has imported it: then it has no generators."""
+    module = sys.modules.get(_TRACKER)
+    return None if module is None else module.get_rng_state_tracker()
+
+
+def _tracked() -> dict[str, list[Any]]:
+    tracker = _tracker()
+    return {} if tracker is None else dict(tracker.get_states_tracker())
+
+
+def _plain(states: list[Any]) -> list[Any]:
+    """Paddle's states as tuples. A generator's engine is written as text, of which Paddle gives a list of codes."""
+    return [tuple(bytes(x) if isinstance(x, list) else x for x in state.__getstate__()) for state in states]
+
+
+def _restored(stored: Any, present: dict[str, list[Any]], what: str) -> dict[str, list[Any]]:
+    """Paddle's states of the generators that are present."""
+    if not isinstance(stored, dict):
+        raise ValueError(f"not a state of random generators: {what} has a {type(stored).__name__}; a dict is due")
+    if set(stored) != set(present):
+        raise ValueError(
+            f"the state of {what} is of generators {sorted(map(str, stored))}, but this process has {sorted(present)}"
+        )
+    restored = {}
+    for name, states in present.items():
+        plain = stored[name]
+        if not isinstance(plain, (list, tuple)) or len(plain) != len(states):
+            found = len(plain) if isinstance(plain, (list, tuple)) else type(plain).__name__
+            raise ValueError(f"the state of {what}, {name}: {len(states)} generators are due, not {found}")
+        restored[name] = [_from_plain(part, like, f"{what}, {name}") for part, like in zip(plain, states, strict=True)]
+    return restored
+
+
+def _from_plain(plain: Any, like: Any, what: str) -> Any:
+    """A state of Paddle's own type; there is no other way to make one than that of its pickles."""
+    try:
+        parts = tuple(list(part) if isinstance(part, bytes) else part for part in plain)
+        kind: Any = type(like)
+        state = kind.__new__(kind)
+        state.__setstate__(parts)
+        same = state.__getstate__() == parts
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the state of {what} is not that of a random generator: {error}") from error
+    if not same:
+        raise ValueError(f"the state of {what} is not that of a random generator: Paddle reads it otherwise")
+    return state
