@@ -1,4 +1,6 @@
-"""One rank's switchboard: numbers its sessions, routes messages to their state machines, lets user threads wait.
+"""One rank's switchboard: numbers its sessions, routes messages to their state machines and notes to their boxes.
+
+It lets user threads wait for either.
 
 It knows neither sockets nor threads: a :class:`Carrier` moves what it sends, and whoever drives the carrier calls
 :meth:`Board.deliver`, :meth:`Board.lose`, :meth:`Board.regain` and :meth:`Board.tick`.
@@ -12,14 +14,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
-from paddle_dist_ckpt.control import wire
+from paddle_dist_ckpt.control import failures, wire
 from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
+from paddle_dist_ckpt.control.notes import Box, Boxes
 from paddle_dist_ckpt.control.wire import ErrorRecord, Message
 
-__all__ = ["Board", "Carrier"]
+__all__ = ["LONGEST_WAIT", "Board", "Carrier"]
 
 T = TypeVar("T")
+LONGEST_WAIT = 3600.0
+"""In seconds: what the operating system takes as a timeout is bounded."""
 ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye
 
 
@@ -32,13 +37,17 @@ class Carrier(Protocol):
         """Get going what was sent since the last flush."""
         ...
 
+    def flush_soon(self) -> None:
+        """See that it is flushed, if possible by another thread, for whose work the caller need not wait."""
+        ...
+
     def reschedule(self) -> None:
         """Tick again: a deadline may have come nearer."""
         ...
 
 
 class Board:
-    """The sessions of one rank; on the coordinator also the table that decides them.
+    """The sessions and notes of one rank; on the coordinator also the table that decides the sessions.
 
     Args:
         rank: This rank.
@@ -64,6 +73,8 @@ class Board:
         self.changed = threading.Condition(lock)
         self._carrier = carrier
         self._table = CoordinatorTable(ranks, coordinator, self._emit) if rank == coordinator else None
+        self._boxes = Boxes(rank)
+        self._listeners = tuple(set(ranks) - {rank}) if rank == coordinator else (coordinator,)
         self._sessions: dict[int, MemberSession] = {}
         self._over: set[int] = set()
         self._opened = opened
@@ -98,7 +109,7 @@ class Board:
         """Close a session: the others no longer count on this rank in it."""
         with self.changed:
             if self._table is not None and session.verdict is None:
-                self._table.doubtful = False
+                self._table.dispel(session.number)
             del self._sessions[session.number]
             if not session.late:
                 self.post(wire.Bye(session.number))
@@ -180,6 +191,10 @@ class Board:
     def deliver(self, source: int, message: Message, payload: bytes) -> None:
         """Take in a message from another rank."""
         with self.changed:
+            if isinstance(message, wire.Note):
+                self._boxes.put(message, source, payload)
+                self.changed.notify_all()
+                return
             if self._table is None:
                 self._receive(message, payload)
             elif isinstance(message, (wire.Open, wire.Answer, wire.Fail, wire.Beat, wire.Bye)):
@@ -188,18 +203,18 @@ class Board:
 
     def _receive(self, message: Message, payload: bytes) -> None:
         """Take in a message from the coordinator."""
-        if isinstance(message, (wire.Hello, wire.Leave)):
+        if isinstance(message, (wire.Hello, wire.Leave, wire.Note)):
             return
         if isinstance(message, wire.Verdict) and message.notice:
             if message.session >= self._opened:
                 self._over.add(message.session)
             return
-        session = self._sessions.get(message.session)
-        if session is None:
-            return
         if isinstance(message, wire.Verdict):
             self._over = {number for number in self._over if number >= message.resume}
             self._opened = max(self._opened, message.resume)
+        session = self._sessions.get(message.session)
+        if session is None:
+            return
         session.handle(message, payload, time.monotonic())
         if not isinstance(message, wire.Beat):
             self.changed.notify_all()
@@ -220,9 +235,60 @@ class Board:
         """``rank`` is connected, for the first time or again."""
         with self.changed:
             if self._table is not None:
-                self._table.regain(rank)
+                again = self._table.regain(rank)
             elif rank == self.coordinator:
-                self._coordinator_lost = False
+                again, self._coordinator_lost = self._coordinator_lost, False
+            else:
+                return
+            if again:
+                self._repeat_notes(rank)
+
+    def make_box(self, topic: str) -> Box:
+        """The box of the topic's next channel."""
+        with self.changed:
+            return self._boxes.make(topic)
+
+    def announce(self, box: Box, data: bytes) -> None:
+        """Send a note to the coordinator; on the coordinator, to every other rank."""
+        with self.changed:
+            box.last = data
+            for rank in self._listeners:
+                self._carrier.send(rank, box.label, data)
+            self._carrier.flush_soon()
+
+    def _repeat_notes(self, rank: int) -> None:
+        """Send again what may have been lost with the connection, as far as it is the latest news."""
+        for label, data in self._boxes.last():
+            self._carrier.send(rank, label, data)
+        self._carrier.flush()
+
+    def hear(self, box: Box) -> list[tuple[int, bytes]]:
+        """Take what has arrived."""
+        with self.changed:
+            notes = list(box.notes)
+            box.notes.clear()
+            return notes
+
+    def wait_for_note(self, box: Box, timeout: float) -> None:
+        """See :class:`paddle_dist_ckpt.core.ports.Channel`."""
+        until = time.monotonic() + timeout
+        with self.changed:
+            while not box.notes:
+                left = until - time.monotonic()
+                error = self._silence(box.label.topic, timeout, left <= 0)
+                if error is not None:
+                    raise failures.copy_of(error)
+                self.changed.wait(min(left, LONGEST_WAIT))
+
+    def _silence(self, topic: str, timeout: float, over: bool) -> ErrorRecord | None:
+        """Why no note is to be expected, if so."""
+        if self._broken is not None:
+            return self._broken
+        waiting = f"waiting for news of {topic!r}"
+        if self._coordinator_lost:
+            lost = {self.coordinator: failures.record("connection lost")}
+            return failures.failure_of_ranks(f"{waiting} failed", lost, self.ranks)
+        return failures.timeout_error(waiting, self._listeners, timeout) if over else None
 
     def tick(self) -> float:
         """Send the beats that are due and see who has been silent for too long.

@@ -22,9 +22,8 @@ _LATE_GRACE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """A rank that has opened a session which is over: which, why it is, and until when the answer can wait."""
+    """Why a session is over that a rank has opened only now, and until when the answer to the rank can wait."""
 
-    number: int
     error: ErrorRecord
     until: float
 
@@ -45,9 +44,9 @@ class CoordinatorTable:
         self._sessions: dict[int, CoordinatorSession] = {}
         self._verdicts: dict[int, ErrorRecord] = {}
         self._lost: set[int] = set()
-        self._late: dict[int, _Late] = {}
+        self._late: dict[tuple[int, int], _Late] = {}  # by rank and session
         self._opened = 0
-        self.doubtful = False
+        self._doubted: int | None = None
 
     def handle(
         self, rank: int, message: wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye, payload: bytes, now: float
@@ -80,7 +79,7 @@ class CoordinatorTable:
         if over is None and number < self._opened and rank != self._coordinator:
             over = failures.record(f"the coordinator has closed session {number} ({message.kind}) already")
         if over is not None:
-            self._late[rank] = _Late(number, over, now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT))
+            self._late[rank, number] = _Late(over, now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT))
             self._catch_up(now)
             return None
         session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now)
@@ -92,20 +91,19 @@ class CoordinatorTable:
     def _catch_up(self, now: float) -> None:
         """Put ranks in step again that opened a session which was over.
 
-        If the others wait in a newer session, the rank has left out a call, or it makes one that they have given up. To
-        let it join would mix what belongs to different calls. So that session fails, and the next is the same for all.
+        If the others wait in newer sessions, the rank has left out a call, or it makes one that they have given up. To
+        let it join would mix what belongs to different calls. So those fail, and the next is the same for all.
         Otherwise the rank just comes late.
         """
-        for rank, late in list(self._late.items()):
-            newer = max((number for number in self._sessions if number > late.number), default=None)
-            if newer is not None and not self._sessions[newer].has_opened(rank):
-                text = (
-                    f"is {newer - late.number} call(s) behind the other ranks; from the next call on, all are in step"
-                )
-                self._sessions[newer].fail_rank(rank, failures.record(text), now)
-                self._answer_late(rank, late, resume=newer + 1)
+        for (rank, number), late in list(self._late.items()):
+            newer = [n for n, session in self._sessions.items() if n > number and not session.has_opened(rank)]
+            for n in newer:
+                text = f"is {n - number} call(s) behind the other ranks; from the next call on, all are in step"
+                self._sessions[n].fail_rank(rank, failures.record(text), now)
+            if newer:
+                self._answer_late(rank, number, resume=max(newer) + 1)
             elif now >= late.until:
-                self._answer_late(rank, late, resume=0)
+                self._answer_late(rank, number, resume=0)
         for number in sorted(self._sessions):
             self._fail_overtaken(number, now)
 
@@ -113,7 +111,7 @@ class CoordinatorTable:
         """Fail a session that a rank has left out, as its opening a newer one shows, and that newer one with it."""
         session = self._sessions[number]
         newer = [other for other in self._sessions if other > number]
-        ahead = {rank: n for n in newer for rank in self._ranks if self._sessions[n].has_opened(rank)}
+        ahead = {rank: n for n in sorted(newer) for rank in self._ranks if self._sessions[n].has_opened(rank)}
         left_out = {rank: n for rank, n in ahead.items() if not session.has_opened(rank)}
         if session.failing or not left_out:
             return
@@ -127,18 +125,29 @@ class CoordinatorTable:
                 text = f"is {newest - number} call(s) behind other ranks; from the next call on, all are in step"
                 self._sessions[newest].fail_rank(rank, failures.record(text), now)
 
-    def _answer_late(self, rank: int, late: _Late, resume: int) -> None:
-        del self._late[rank]
-        self._emit(rank, wire.Verdict(late.number, late.error, late=True, resume=resume), b"")
+    def _answer_late(self, rank: int, number: int, resume: int) -> None:
+        late = self._late.pop((rank, number))
+        self._emit(rank, wire.Verdict(number, late.error, late=True, resume=resume), b"")
 
     def _retire(self, number: int, session: CoordinatorSession) -> None:
         if session.verdict is not None:
-            self.doubtful = self.doubtful or session.left_out
+            if session.left_out:
+                self._doubted = max(number, self._doubted or 0)
             self._verdicts[number] = session.verdict
             if len(self._verdicts) > _REMEMBERED:
                 del self._verdicts[min(self._verdicts)]
         if session.verdict is not None or session.abandoned:
             self._sessions.pop(number, None)
+
+    @property
+    def doubtful(self) -> bool:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        return self._doubted is not None
+
+    def dispel(self, number: int) -> None:
+        """A session has succeeded. One that was opened before others were given up says nothing about those."""
+        if self._doubted is not None and number > self._doubted:
+            self._doubted = None
 
     @property
     def failing(self) -> bool:
@@ -163,9 +172,11 @@ class CoordinatorTable:
             session.lose(rank, now)
             self._retire(number, session)
 
-    def regain(self, rank: int) -> None:
-        """``rank`` has connected again."""
+    def regain(self, rank: int) -> bool:
+        """``rank`` has connected; returns whether it was lost before."""
+        lost = rank in self._lost
         self._lost.discard(rank)
+        return lost
 
     def tick(self, now: float) -> float:
         """Let time pass in every session; returns when to call again."""

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from paddle_dist_ckpt.control import bootstrap, failures
 from paddle_dist_ckpt.control.board import Board
 from paddle_dist_ckpt.control.bootstrap import BootstrapStore
+from paddle_dist_ckpt.control.channel import BoardChannel
 from paddle_dist_ckpt.control.session import Session
 from paddle_dist_ckpt.control.wire import Message
 from paddle_dist_ckpt.control.zmq_ports import DealerPort, RouterPort
@@ -87,9 +88,22 @@ class ZmqHub:
         Raises:
             CheckpointError: this process was forked from the one that made the hub.
         """
+        self._check_process()
+        return Session(self._board, kind, timeout, self._on_abandon)
+
+    def channel(self, topic: str) -> BoardChannel:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`.
+
+        Raises:
+            CheckpointError: this process was forked from the one that made the hub.
+            ValueError: the topic is too long.
+        """
+        self._check_process()
+        return BoardChannel(self._board, topic)
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise CheckpointError("the control hub belongs to the process that this one was forked from; make another")
-        return Session(self._board, kind, timeout, self._on_abandon)
 
     def close(self) -> None:
         """End the connection. Sessions that are open fail, here and on the other ranks."""
@@ -135,13 +149,17 @@ class _IoThread:
         self._thread.join()
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
-        self._outbox.append((destination, message, payload))
+        if not self._closed:
+            self._outbox.append((destination, message, payload))
 
     def flush(self) -> None:
         self._send_queued()
         # Sending may have taken the sign that something has arrived, for which the thread sleeps.
         if not self._closed and self._port.pending():
             self.reschedule()
+
+    def flush_soon(self) -> None:
+        self.reschedule()
 
     def reschedule(self) -> None:
         # The thread itself looks at the time anyway before it sleeps again.
@@ -159,6 +177,8 @@ class _IoThread:
                 self._sleep(due)
                 with self._board.changed:
                     due = self._step()
+            with self._board.changed:
+                self._send_queued()
         except Exception as error:
             _LOG.exception("the control hub's thread failed")
             self._board.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))

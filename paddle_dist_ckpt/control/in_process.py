@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 
 from paddle_dist_ckpt.control import failures
 from paddle_dist_ckpt.control.board import Board
+from paddle_dist_ckpt.control.channel import BoardChannel
 from paddle_dist_ckpt.control.in_process_transport import InProcessTransport, Pipes
 from paddle_dist_ckpt.control.session import Session
 from paddle_dist_ckpt.control.wire import Message
@@ -126,6 +127,9 @@ class _Carrier:
     def flush(self) -> None:
         self._world.flush()
 
+    def flush_soon(self) -> None:
+        self._world.flush()
+
     def reschedule(self) -> None:
         self._world.reschedule()
 
@@ -141,6 +145,10 @@ class InProcessHub:
     def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
         """See :class:`paddle_dist_ckpt.core.ports.ControlHub`."""
         return Session(self._board, kind, timeout, self._on_abandon)
+
+    def channel(self, topic: str) -> BoardChannel:
+        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`."""
+        return BoardChannel(self._board, topic)
 
     def close(self) -> None:
         """End the rank's connection; sessions that are open fail."""

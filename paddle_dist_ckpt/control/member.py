@@ -9,10 +9,11 @@ from paddle_dist_ckpt.control import failures, wire
 from paddle_dist_ckpt.control.coordinator import BEATS_PER_TIMEOUT, GRACE
 from paddle_dist_ckpt.control.wire import ErrorRecord, Message
 
-__all__ = ["MemberSession"]
+__all__ = ["MemberSession", "never"]
 
 
-def _never(_: float) -> bool:
+def never(_: float) -> bool:
+    """There is no work that may block in collectives."""
     return False
 
 
@@ -50,7 +51,7 @@ class MemberSession:
         self._timeout = timeout
         self._heard = now
         self._next_beat = now + timeout / BEATS_PER_TIMEOUT
-        self.moved_since: Callable[[float], bool] = _never
+        self.moved_since: Callable[[float], bool] = never
         self.group_moved = now
         self._coordinator_left = False
         self._round = -1

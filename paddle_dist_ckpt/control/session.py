@@ -10,15 +10,14 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from paddle_dist_ckpt.control import failures, wire
-from paddle_dist_ckpt.control.board import Board
-from paddle_dist_ckpt.control.member import MemberSession
+from paddle_dist_ckpt.control.board import LONGEST_WAIT, Board
+from paddle_dist_ckpt.control.member import MemberSession, never
 from paddle_dist_ckpt.core.ports import CollectiveWatch
 from paddle_dist_ckpt.errors import CheckpointError
 
 __all__ = ["Session", "check_payload", "check_replies"]
 
 T = TypeVar("T")
-_LONGEST_WAIT = 3600.0  # seconds; what the operating system takes as a timeout is bounded
 
 
 def check_payload(data: object, what: str) -> bytes:
@@ -170,6 +169,8 @@ class Session:
             if self._on_abandon is not None:
                 self._on_abandon()
             raise
+        finally:
+            self._member.moved_since = never  # the work holds on to all that it was for
 
     def _watch(self, task: _Task[T]) -> float:
         """Fail if the task's collective hangs, on every rank; returns in how many seconds to look again."""
@@ -178,7 +179,7 @@ class Session:
         if still > self._timeout and self._member.own_error is None:
             text = f"a collective made no progress for {still:.1f} s"
             self._report(CheckpointError(text), self._member.round_name)
-        return min(max(self._timeout - still, self._timeout / 10), _LONGEST_WAIT)
+        return min(max(self._timeout - still, self._timeout / 10), LONGEST_WAIT)
 
 
 class _Task(Generic[T]):

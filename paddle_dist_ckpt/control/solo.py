@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+from paddle_dist_ckpt.control.channel import check_note, check_topic
 from paddle_dist_ckpt.control.session import check_payload, check_replies
 from paddle_dist_ckpt.core.ports import CollectiveWatch
+from paddle_dist_ckpt.errors import CheckpointTimeoutError
 
-__all__ = ["SoloHub", "SoloSession"]
+__all__ = ["SoloChannel", "SoloHub", "SoloSession"]
 
 T = TypeVar("T")
 
@@ -61,6 +63,41 @@ class _NoWatch:
         return nullcontext()
 
 
+class SoloChannel:
+    """Implements :class:`paddle_dist_ckpt.core.ports.Channel` for one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self._rank,)
+
+    @property
+    def coordinator(self) -> int:
+        return self._rank
+
+    def announce(self, data: bytes) -> None:
+        """There is nobody to hear it."""
+        check_note(data)
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        """Nothing: there is nobody else."""
+        return []
+
+    def wait(self, timeout: float) -> None:
+        """Raises at once, as nothing will ever arrive.
+
+        Raises:
+            CheckpointTimeoutError: always.
+        """
+        raise CheckpointTimeoutError(f"rank {self._rank} waits for notes, but there is no other rank to send any")
+
+
 class SoloHub:
     """Implements :class:`paddle_dist_ckpt.core.ports.ControlHub` for one rank.
 
@@ -74,6 +111,11 @@ class SoloHub:
     def session(self, kind: str, timeout: float) -> AbstractContextManager[SoloSession]:
         """Open a session. There is nobody to agree with about ``kind``, nor to wait for until ``timeout``."""
         return nullcontext(SoloSession(self._rank))
+
+    def channel(self, topic: str) -> SoloChannel:
+        """Make a channel, on which there is never anything to hear."""
+        check_topic(topic)
+        return SoloChannel(self._rank)
 
     def close(self) -> None:
         """Does nothing: no connection is held."""

@@ -1,12 +1,12 @@
 """The messages between ranks, and their bytes.
 
 A message is one msgpack array, whose first item is its class's name, in a frame of its own; an ``Answer`` or ``Reply``
-has its payload in the next frame, so that tens of megabytes are neither packed nor unpacked. All but ``Hello`` and
-``Leave`` belong to a session; sessions are numbered in the order of opening, the same on every rank, and the rounds of
-a session are numbered from 0.
+has its payload in the next frame, so that tens of megabytes are neither packed nor unpacked; so has a ``Note``. All but
+``Note``, ``Hello`` and ``Leave`` belong to a session; sessions are numbered in the order of opening, the same on every
+rank, and the rounds of a session are numbered from 0.
 
-    member -> coordinator     Open, Answer, Fail, Beat, Bye, Hello, Leave
-    coordinator -> member     Reply, Verdict, Beat, Bye, Hello, Leave
+    member -> coordinator     Open, Answer, Fail, Beat, Bye, Note, Hello, Leave
+    coordinator -> member     Reply, Verdict, Beat, Bye, Note, Hello, Leave
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Annotated
 import msgspec
 
 __all__ = [
+    "MAX_NOTE",
     "MAX_PAYLOAD",
+    "MAX_TOPIC",
     "Answer",
     "Beat",
     "Bye",
@@ -25,6 +27,7 @@ __all__ = [
     "Hello",
     "Leave",
     "Message",
+    "Note",
     "Open",
     "Reply",
     "Verdict",
@@ -34,6 +37,9 @@ __all__ = [
 
 MAX_PAYLOAD = 1 << 30
 """Longest payload of a message, in bytes: whoever connects cannot make a rank allocate more."""
+MAX_NOTE = 1 << 16
+"""Longest payload of a note, in bytes."""
+MAX_TOPIC = 1024
 MAX_TEXT = 1 << 20
 MAX_PROBLEMS = 100_000
 MAX_RANKS = 1 << 20
@@ -134,7 +140,14 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True, tag=True):
     notice: bool = False
 
 
-Message = Hello | Leave | Open | Answer | Fail | Beat | Bye | Reply | Verdict
+class Note(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Something about a topic, for the ``number``-th channel of it; the payload is the next frame."""
+
+    topic: Annotated[str, msgspec.Meta(max_length=MAX_TOPIC)]
+    number: Number
+
+
+Message = Hello | Leave | Open | Answer | Fail | Beat | Bye | Reply | Verdict | Note
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[Number, Message])

@@ -11,6 +11,7 @@ import logging
 import math
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paddle_dist_ckpt.control import wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous, local_address
+from paddle_dist_ckpt.control.notes import KEPT
 from paddle_dist_ckpt.control.wire import Message
 
 __all__ = ["DealerPort", "Listener", "Port", "RouterPort"]
@@ -91,6 +93,11 @@ class Port:
         except (msgspec.DecodeError, RecursionError) as error:
             _LOG.warning("rank %d dropped a message that it does not understand: %s", self._rank, error)
             return None
+        if isinstance(message, wire.Note) and len(frames[2]) > wire.MAX_NOTE:
+            _LOG.warning(
+                "rank %d dropped a note of %d bytes; a note may have %d", self._rank, len(frames[2]), wire.MAX_NOTE
+            )
+            return None
         return source, message, frames[2]
 
     def events(self) -> Iterator[int]:
@@ -130,6 +137,7 @@ class RouterPort(Port):
         self._others = frozenset(ranks) - {rank}
         self._routes: dict[int, bytes] = {}
         self._unreachable: dict[int, bytes] = {}
+        self._unsent: dict[int, deque[tuple[wire.Note, bytes]]] = {}
         self._probes: list[float] = []
         self.endpoint = self._bind(bind_host)
 
@@ -143,16 +151,25 @@ class RouterPort(Port):
         return f"tcp://{local_address() if address in _ANYWHERE else bound}:{port}"
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
-        """Send to a rank. One without a connection gets nothing: it will hear of what it missed when it opens."""
+        """Send to a rank. To one without a connection only notes are sent, once it has one.
+
+        Of sessions it will hear what it missed when it opens them.
+        """
         route = self._routes.get(destination)
-        if route is None:
+        if route is not None and self._reach(destination, route, message, payload):
             return
+        if isinstance(message, wire.Note):
+            self._unsent.setdefault(destination, deque(maxlen=KEPT)).append((message, payload))
+
+    def _reach(self, destination: int, route: bytes, message: Message, payload: bytes) -> bool:
         try:
             self._send((route,), message, payload)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._unreachable[destination] = route
+            return False
+        return True
 
     def pending(self) -> bool:
         """Whether there is something to receive, or a lost connection to tell about."""
@@ -192,6 +209,8 @@ class RouterPort(Port):
             # What was under way on the old connection may be lost, so the sessions that were open cannot go on.
             listener.lose(rank)
         self._routes[rank] = route
+        for note, payload in self._unsent.pop(rank, ()):
+            self.send(rank, note, payload)
         listener.regain(rank)
 
     def on_event(self, event: int, listener: Listener) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CollectiveWatch", "ControlHub", "ControlSession", "Transport"]
+__all__ = ["Channel", "CollectiveWatch", "ControlHub", "ControlSession", "Transport"]
 
 T = TypeVar("T")
 Bytes1D = npt.NDArray[np.uint8]
@@ -91,8 +91,54 @@ class ControlSession(Protocol):
         ...
 
 
+class Channel(Protocol):
+    """One-way notes about one topic, from the coordinator to all other ranks and from each of those to it.
+
+    Notes between two ranks are heard in the order in which they were announced. Nobody waits for anybody: notes that
+    arrive before the other side has its channel, or is connected, are kept, the latest thousand of them. When a
+    connection breaks, notes on their way may be lost; once it is back, each side announces its last note again.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def coordinator(self) -> int: ...
+
+    def announce(self, data: bytes) -> None:
+        """On the coordinator: tell every other rank. On another rank: tell the coordinator.
+
+        It does not block. That a connection is lost, or the hub closed, is no error here.
+
+        Args:
+            data: At most 64 KiB.
+        """
+        ...
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        """What has arrived since the last call, oldest first, each with the rank that it is from."""
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Wait until there is something to be heard.
+
+        Raises:
+            RankFailureError: not on the coordinator: the connection to it is lost.
+            CheckpointTimeoutError: there was nothing for ``timeout`` seconds.
+            CheckpointError: the hub is closed.
+        """
+        ...
+
+
 class ControlHub(Protocol):
-    """The long-lived connection among a group's ranks. Sessions are opened in the same order on every rank."""
+    """The long-lived connection among a group's ranks. Sessions are opened in the same order on every rank.
+
+    Several may be open at once. One may be opened on one thread, used and closed on another; a failure of one is none
+    of the others, unless a connection is lost.
+    """
 
     def session(self, kind: str, timeout: float) -> AbstractContextManager[ControlSession]:
         """Open the next session.
@@ -100,6 +146,16 @@ class ControlHub(Protocol):
         Args:
             kind: What is being done ("save", "load"); ranks that disagree all raise.
             timeout: Longest silence of a rank, in seconds.
+        """
+        ...
+
+    def channel(self, topic: str) -> Channel:
+        """Make a channel, which needs no closing.
+
+        A rank's first channel of a topic talks to the other ranks' first ones, its second to their second ones.
+
+        Args:
+            topic: At most 1024 characters.
         """
         ...
 

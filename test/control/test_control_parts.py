@@ -12,7 +12,7 @@ import pytest
 
 from paddle_dist_ckpt.control import InProcessWorld, SoloHub, failures, wire
 from paddle_dist_ckpt.control.member import MemberSession
-from paddle_dist_ckpt.core.ports import ControlHub, Transport
+from paddle_dist_ckpt.core.ports import Channel, ControlHub, Transport
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -37,6 +37,7 @@ RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRec
         wire.Bye(3),
         wire.Reply(3, 1),
         wire.Verdict(3, RECORD, late=True),
+        wire.Note("steps", 2),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -55,6 +56,7 @@ def test_messages_come_back_equal(message: wire.Message) -> None:
         msgspec.msgpack.encode([0, ["Unknown"]]),
         msgspec.msgpack.encode([0, ["Beat", -1]]),
         msgspec.msgpack.encode([0, ["Beat", "1"]]),
+        msgspec.msgpack.encode([0, ["Note", "x" * (wire.MAX_TOPIC + 1), 0]]),
         msgspec.msgpack.encode([0, ["Answer", 0, 0, "x" * (wire.MAX_TEXT + 1)]]),
         # A list that claims four billion problems and has none.
         msgspec.msgpack.encode([0, ["Fail", 0, 0, "", ["A", "b", False]]])[:-5] + b"\xa1A\xa1b\xc2\xdd\xff\xff\xff\xff",
@@ -125,6 +127,15 @@ def test_solo_calls_straight_through() -> None:
         assert seen == [{3: b"mine"}]
         assert session.run_collectives(lambda watch: threading.get_ident()) == threading.get_ident()
     hub.close()
+
+
+def test_solo_has_nobody_to_talk_to() -> None:
+    channel: Channel = SoloHub(rank=3).channel("steps")
+    assert (channel.rank, channel.ranks, channel.coordinator) == (3, (3,), 3)
+    channel.announce(b"x")
+    assert channel.heard() == []
+    with pytest.raises(CheckpointTimeoutError, match="no other rank"):
+        channel.wait(60)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt(), UnsupportedValueError("x")])
