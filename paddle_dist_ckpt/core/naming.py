@@ -72,7 +72,7 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
     Returns:
         The new path for each path that ends in Paddle's own name of an optimizer variable.
     """
-    if not any(map(_may_be_variable, paths, names)):
+    if not any(map(_may_be_variable, paths)):
         return {}
     parameters, known = _find_parameters(paths, names)
     if not parameters:
@@ -93,9 +93,11 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
     return {old: new for old, new in translated.items() if counts[new] == 1 and new not in taken}
 
 
-def _may_be_variable(path: str, name: str | None) -> bool:
-    """Whether an entry may be an optimizer variable under Paddle's own name. Many a state has none of these."""
-    return name is not None and (path.endswith(name) or _MASTERS in path)
+def _may_be_variable(path: str) -> bool:
+    """Whether a path may end in Paddle's own name of an optimizer variable. Many a state has none of these."""
+    if path[-1:].isdigit() or path.endswith(_DIST):
+        return "_" in path.rpartition("/")[2] or _MASTERS in path
+    return _MASTERS in path
 
 
 def _parse(key: str, parameters: Mapping[str, object]) -> _Variable | None:

@@ -34,12 +34,18 @@ class AsyncSave:
         self._pid = os.getpid()
         self._future: Future[SaveReport] = Future()
         self._observed = False
+        # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
+        # possible any more by then.
+        self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False)
 
     def start(self) -> None:
         """Start the thread. Called once."""
-        # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
-        # possible any more by then.
-        threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False).start()
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether the thread was started."""
+        return self._thread.ident is not None
 
     def _run(self) -> None:
         lower_priority()

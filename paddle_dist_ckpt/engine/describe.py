@@ -28,7 +28,7 @@ __all__ = ["KnownState", "LocalState", "LocalTensors", "describe", "digests_of"]
 
 _INLINE_BYTES = 4096  # a larger value becomes an entry of a data file
 _INLINE_TOTAL_BYTES = 8 << 20  # so do all further ones when those of one rank are this large together
-_ENTRY_STEP = 256  # values that become entries are padded with blanks to multiples of it
+_OWN_STEP = 256  # ranks' own values are padded with blanks to multiples of it,
 _MOST_BLANKS = 4096  # and further, to the size that they had before
 _HASH_CHUNK = 4 << 20
 _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
@@ -274,10 +274,11 @@ def _can_be_encoded(path: str) -> bool:
 
 
 def _room_for(nbytes: int, before: int) -> int:
-    """The size of the entry of a value, the same as before if possible: another one would need another plan."""
+    """The size of the entry of a rank's own value. Such values change in every save, and sometimes a little in size;
+    another size of the entry would need another plan."""
     if nbytes <= before <= nbytes + _MOST_BLANKS:
         return before
-    return -(-(nbytes + nbytes // 64) // _ENTRY_STEP) * _ENTRY_STEP
+    return -(-(nbytes + nbytes // 64) // _OWN_STEP) * _OWN_STEP
 
 
 def _add_values(state: LocalState, values: Sequence[Any], before: Mapping[str, int], problems: list[str]) -> None:
@@ -294,7 +295,7 @@ def _add_values(state: LocalState, values: Sequence[Any], before: Mapping[str, i
             problems.append(str(error))
             continue
         inline = not own and len(json) <= _INLINE_BYTES and total + len(json) <= _INLINE_TOTAL_BYTES
-        if not inline:
+        if own:
             json = json.ljust(_room_for(len(json), before.get(path, 0)))
         total += len(json) if inline else 0
         state.value_json.append(json)

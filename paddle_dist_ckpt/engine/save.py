@@ -104,9 +104,10 @@ def save_in_background(
     try:
         pending.start()
     except BaseException:
-        context.memory.last = None
-        if not rest.__exit__(*sys.exc_info()):
-            raise
+        if not pending.started:
+            context.memory.last = None
+            rest.__exit__(*sys.exc_info())
+        raise
     return pending
 
 
@@ -226,14 +227,18 @@ class _Saving:
         for part in memory.parts:
             name = data_file_name(self._session.rank, order.unique_id, order.save_id, part.number)
             info = part.info(state, order, self._session, self._context.adapter.version, self._options)
-            contents = Tensors(part.table, part.sources(state, reduced), self._threads)
+            contents = Tensors(part.table, part.sources(state, reduced), self._foreground_threads)
             self._files.append(FileSave(self._storage, name, part.table, info, contents))
 
     @property
-    def _threads(self) -> int:
+    def _foreground_threads(self) -> int:
         assert self._order is not None
+        return io_threads(self._order.ranks_on_host, waits=True)
+
+    @property
+    def _threads(self) -> int:
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
-        return 1 if self._in_background else io_threads(self._order.ranks_on_host, waits=True)
+        return 1 if self._in_background else self._foreground_threads
 
     def _follow_plan(self, order: SaveOrder, state: LocalState) -> dict[tuple[int, Box], Any]:
         """Make this rank's parts by a new plan; reduce partial tensors. Returns the reduced boxes, by piece and box."""
@@ -256,15 +261,13 @@ class _Saving:
 
     def _take_snapshot(self) -> None:
         """Copy what will be written; write at once what the snapshot has no room for."""
-        assert self._order is not None
         bound = self._options.snapshot_bytes
         surplus = 0 if bound is None else max(0, sum(file.table.nbytes for file in self._files) - bound)
         kept = []
         for file in self._files:
             ahead = bytes_ahead(file.table.nbytes, surplus)
             if ahead:
-                threads = io_threads(self._order.ranks_on_host, waits=True)
-                file.write_ahead(ahead, threads, self._session.check)
+                file.write_ahead(ahead, self._foreground_threads, self._session.check)
             surplus = max(0, surplus - ahead)
             kept.append(file.table.nbytes - ahead)
         rooms = [-(-nbytes // _PAGE) * _PAGE for nbytes in kept]

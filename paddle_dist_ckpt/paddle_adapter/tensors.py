@@ -24,6 +24,8 @@ from .placement import local_box, mesh_coordinate, reduction_of
 
 __all__ = ["PaddleAdapter"]
 
+_NOT_RESTORED: tuple[Any, ...] = tuple(filter(None, [getattr(paddle.optimizer, "LBFGS", None)]))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
@@ -75,6 +77,11 @@ class PaddleAdapter:
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """See :class:`..core.tensors.TensorAdapter`."""
+        if isinstance(value, _NOT_RESTORED):
+            raise UnsupportedValueError(
+                f"{key}: set_state_dict() of Paddle's {type(value).__name__} ignores most of its state, so the object "
+                "could not be restored; save what you need of its state_dict()"
+            )
         if objects.is_optimizer(value):
             return ObjectKind.OPTIMIZER, objects.optimizer_state(value, {})
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE

@@ -1,0 +1,526 @@
+"""Layers and optimizers as they stand: their state without a step, and given back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_dist_ckpt.core.naming import canonical_paths, optimizer_key
+from paddle_dist_ckpt.paddle_adapter import objects
+
+ALONE = dist.ProcessMesh([0], dim_names=["x"])
+ELSEWHERE = dist.ProcessMesh([1], dim_names=["x"])
+SHARD, REPLICATE = dist.Shard(0), dist.Replicate()
+CLASSES = {
+    **{name: {} for name in ("Adam", "AdamW", "SGD", "Momentum", "Lamb", "Adagrad", "RMSProp", "Adadelta", "Adamax")},
+    "NAdam": {},
+    "RAdam": {},
+    "ASGD": {"batch_num": 2},
+    "Rprop": {},
+}
+STAGES = {
+    "no function": lambda: None,
+    "stage 1": lambda: dist.ShardingStage1("x", ALONE),
+    "stage 2": lambda: dist.ShardingStage2("x", ALONE),
+    "stage 3": lambda: dist.ShardingStage3("x", ALONE),
+}
+
+
+def layer_of(placement: Any = None, dtype: str = "float32", mesh: Any = ALONE) -> Any:
+    """A layer with always the same values; all its parameters are distributed if a placement is given."""
+    layer = paddle.nn.Linear(4, 3)
+    for parameter in layer.parameters():
+        count = int(np.prod(parameter.shape))
+        parameter.set_value(np.linspace(-1, 1, count, dtype="float32").reshape(parameter.shape))
+    if dtype != "float32":
+        layer.to(dtype=dtype)
+    for name, parameter in list(layer._parameters.items()):
+        if placement is not None:
+            layer._parameters[name] = dist.shard_tensor(parameter, mesh, [placement])
+    return layer
+
+
+def optimizer_for(layer: Any, kind: str = "AdamW", **more: Any) -> Any:
+    more = {"learning_rate": 0.1, **CLASSES[kind], **more}
+    return getattr(paddle.optimizer, kind)(parameters=layer.parameters(), **more)
+
+
+def step(layer: Any, optimizer: Any, number: int = 0) -> None:
+    inputs = paddle.to_tensor(np.arange(8, dtype="float32").reshape(2, 4) + number)
+    if layer.weight.is_dist():
+        inputs = dist.shard_tensor(inputs, ALONE, [REPLICATE])
+    (layer(inputs) ** 2).mean().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+def structured(layer: Any) -> dict[str, str]:
+    return {tensor.name: key for key, tensor in layer.named_parameters()}
+
+
+def array(tensor: Any) -> Any:
+    return (tensor._local_value() if tensor.is_dist() else tensor).cast("float64").numpy()
+
+
+def values(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {key: array(tensor) for key, tensor in tensors.items() if isinstance(tensor, paddle.Tensor)}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert np.array_equal(found[key], expected[key]), key
+
+
+def layout(optimizer: Any) -> dict[str, Any]:
+    """Shape and distribution of all tensors of an optimizer, by Paddle's own names."""
+    state = objects._inner(optimizer).state_dict()
+    return {
+        key: (tensor.shape, tensor.dtype, tensor.is_dist() and (tensor.placements, tensor.process_mesh))
+        for _, key, tensor in objects._flat(state)
+        if isinstance(tensor, paddle.Tensor)
+    }
+
+
+# -- which is one
+
+
+def test_what_is_an_optimizer() -> None:
+    layer = layer_of(REPLICATE)
+    optimizer = optimizer_for(layer)
+    assert objects.is_optimizer(optimizer)
+    assert objects.is_optimizer(dist.shard_optimizer(optimizer))
+    assert objects.is_optimizer(paddle.optimizer.LBFGS(parameters=layer.parameters()))
+    for other in (layer, paddle.optimizer.lr.StepDecay(0.1, 2), paddle.optimizer.Adam, {}, None):
+        assert not objects.is_optimizer(other)
+
+
+# -- accumulators
+
+
+@pytest.mark.parametrize("placement", [None, REPLICATE, SHARD])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_they_are_those_of_the_first_step(kind: str, placement: Any) -> None:
+    """The same names, values before, and results after; the parameters stay as they are."""
+    layer, other = layer_of(placement), layer_of(placement)
+    optimizer, stepped = optimizer_for(layer, kind), optimizer_for(other, kind)
+    before = values(layer.state_dict())
+    objects.make_accumulators(optimizer)
+    assert_equal(values(layer.state_dict()), before)
+    made = values(objects.optimizer_state(optimizer, structured(layer)))
+    step(other, stepped)
+    assert made.keys() == values(objects.optimizer_state(stepped, structured(other))).keys()
+    assert bool(made) == (kind != "SGD")
+    step(layer, optimizer)
+    for number in (1, 2):
+        step(layer, optimizer, number)
+        step(other, stepped, number)
+    assert_equal(values(layer.state_dict()), values(other.state_dict()))
+    states = (objects.optimizer_state(each, structured(of)) for each, of in ((optimizer, layer), (stepped, other)))
+    assert_equal(*map(values, states))
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_they_are_made_once(kind: str) -> None:
+    layer = layer_of()
+    optimizer = optimizer_for(layer, kind)
+    objects.make_accumulators(optimizer)
+    step(layer, optimizer)
+    first = objects.optimizer_state(optimizer, {})
+    before = values(first)
+    objects.make_accumulators(optimizer)
+    second = objects.optimizer_state(optimizer, {})
+    assert first.keys() == second.keys()
+    assert all(first[key] is second[key] for key in first)
+    assert_equal(values(second), before)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_they_are_distributed_as_the_first_step_does_it(kind: str) -> None:
+    """For Adam. Others' are distributed like the parameter, too; Paddle leaves these whole on every rank."""
+    layer, other = layer_of(SHARD), layer_of(SHARD)
+    optimizer, stepped = optimizer_for(layer, kind), optimizer_for(other, kind)
+    objects.make_accumulators(optimizer)
+    step(other, stepped)
+    made, expected = layout(optimizer), layout(stepped)
+    assert [*made.values()] == [*expected.values()]
+    weight = layer.weight.name
+    assert made[f"{weight}_moment1_0"][2] == ([SHARD], ALONE)
+    assert made[f"{weight}_beta1_pow_acc_0"][2] == ([REPLICATE], ALONE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_of_shard_optimizer(stage: str, kind: str, dtype: str) -> None:
+    layer = layer_of(REPLICATE, dtype)
+    optimizer = dist.shard_optimizer(optimizer_for(layer, kind, multi_precision=True), STAGES[stage]())
+    before = values(layer.state_dict())
+    objects.make_accumulators(optimizer)
+    assert_equal(values(layer.state_dict()), before)
+    expected = [SHARD] if stage != "no function" else [REPLICATE]
+    state = objects.optimizer_state(optimizer, structured(layer))
+    kinds = {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"} if kind == "AdamW" else set()
+    masters = {"master_weight"} if dtype == "bfloat16" else set()
+    assert state.keys() == {f"{name}.{each}" for name in ("weight", "bias") for each in kinds | masters}
+    for key, tensor in state.items():
+        assert tensor.placements == ([REPLICATE] if "beta" in key else expected), key
+        assert tensor.dtype == paddle.float32
+    again = objects.optimizer_state(optimizer, structured(layer))
+    assert all(again[key] is state[key] for key in state)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_of_shard_optimizer_a_step_goes_on_from_them(stage: str) -> None:
+    layer, other = layer_of(REPLICATE), layer_of(REPLICATE)
+    optimizer, stepped = (dist.shard_optimizer(optimizer_for(each), STAGES[stage]()) for each in (layer, other))
+    objects.make_accumulators(optimizer)
+    for number in range(3):
+        step(layer, optimizer, number)
+        step(other, stepped, number)
+    assert_equal(values(layer.state_dict()), values(other.state_dict()))
+    assert [*layout(optimizer).values()] == [*layout(stepped).values()]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_the_state_of_shard_optimizer_needs_no_step(kind: str) -> None:
+    """Paddle's own state_dict() steps, and under weight decay this changes the parameters."""
+    layer, other = layer_of(REPLICATE), layer_of(REPLICATE)
+    optimizer, paddles = (dist.shard_optimizer(optimizer_for(each, kind, weight_decay=0.5)) for each in (layer, other))
+    before = values(layer.state_dict())
+    paddles.state_dict()
+    assert not np.array_equal(array(other.weight), before["weight"]), "or this test shows nothing"
+    for _ in range(2):
+        objects.optimizer_state(optimizer, structured(layer))
+        assert_equal(values(layer.state_dict()), before)
+
+
+def test_parameter_groups() -> None:
+    layer, other = layer_of(), layer_of()
+
+    def grouped(of: Any) -> Any:
+        groups = [{"params": [of.weight], "beta1": 0.5}, {"params": [of.bias], "learning_rate": 0.1}]
+        return paddle.optimizer.Adam(0.1, parameters=groups)
+
+    optimizer, stepped = grouped(layer), grouped(other)
+    state = objects.optimizer_state(optimizer, structured(layer))
+    assert float(state["weight.beta1_pow_acc"]) == pytest.approx(0.5)
+    assert float(state["bias.beta1_pow_acc"]) == pytest.approx(0.9)
+    for number in range(2):
+        step(layer, optimizer, number)
+        step(other, stepped, number)
+    assert_equal(values(layer.state_dict()), values(other.state_dict()))
+
+
+def test_parameter_groups_of_shard_optimizer() -> None:
+    layer = layer_of(REPLICATE)
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias]}]
+    optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(0.1, parameters=groups))
+    state = objects.optimizer_state(optimizer, structured(layer))
+    assert len(state) == 8
+    assert all(tensor.is_dist() for tensor in state.values())
+
+
+def test_only_parameters_that_are_trained_and_are_here() -> None:
+    layer = layer_of()
+    layer.bias.stop_gradient = True
+    assert {key.partition(".")[0] for key in objects.optimizer_state(optimizer_for(layer), structured(layer))} == {
+        "weight"
+    }
+    far = layer_of(REPLICATE, mesh=ELSEWHERE)
+    assert objects.optimizer_state(optimizer_for(far), structured(far)) == {}
+
+
+def test_parameters_that_are_trained_later_get_theirs_later() -> None:
+    layer = layer_of()
+    layer.bias.stop_gradient = True
+    optimizer = optimizer_for(layer)
+    step(layer, optimizer)
+    before = values(objects.optimizer_state(optimizer, structured(layer)))
+    layer.bias.stop_gradient = False
+    after = values(objects.optimizer_state(optimizer, structured(layer)))
+    assert len(after) == 8
+    assert_equal({key: after[key] for key in before}, before)
+    step(layer, optimizer)
+
+
+def test_a_state_that_was_set_before_the_first_step_is_kept() -> None:
+    """Paddle holds it back until the accumulators are made."""
+    layer = layer_of()
+    trained = optimizer_for(layer)
+    step(layer, trained)
+    held = {key: tensor.clone() for key, tensor in trained.state_dict().items()}
+    fresh = optimizer_for(layer)
+    fresh.set_state_dict({key[:-1] + "1": tensor for key, tensor in held.items()})
+    state = objects.optimizer_state(fresh, {})
+    assert_equal({key[:-1] + "0": value for key, value in values(state).items()}, values(held))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_master_weights_that_were_set_before_the_first_step_are_kept(kind: str) -> None:
+    layer = layer_of(REPLICATE, "bfloat16")
+    optimizer = dist.shard_optimizer(optimizer_for(layer, kind, multi_precision=True), STAGES["stage 1"]())
+    masters = {each.name: each.detach().cast("float32") for each in layer.parameters()}
+    optimizer.set_state_dict({"master_weights": dict(masters)})
+    state = objects.optimizer_state(optimizer, {})
+    assert state["master_weights"].keys() == masters.keys()
+    assert all(state["master_weights"][name] is masters[name] for name in masters)
+
+
+def test_multi_tensor_optimizers() -> None:
+    layer, other = layer_of(), layer_of()
+    optimizer, stepped = (optimizer_for(each, "Adam", use_multi_tensor=True) for each in (layer, other))
+    objects.make_accumulators(optimizer)
+    for number in range(2):
+        step(layer, optimizer, number)
+        step(other, stepped, number)
+    assert_equal(values(layer.state_dict()), values(other.state_dict()))
+
+
+def test_optimizers_without_such_accumulators() -> None:
+    layer = layer_of()
+    before = values(layer.state_dict())
+    optimizer = paddle.optimizer.LBFGS(parameters=layer.parameters())
+    assert objects.optimizer_state(optimizer, structured(layer)) == {"state": {}}
+    objects.make_accumulators(object())
+    objects.make_accumulators(paddle.incubate.optimizer.LookAhead(optimizer_for(layer, "SGD")))
+    assert_equal(values(layer.state_dict()), before)
+
+
+# -- state
+
+
+def test_the_state_has_the_tensors_themselves() -> None:
+    layer = layer_of(dtype="bfloat16")
+    scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
+    optimizer = optimizer_for(layer, learning_rate=scheduler, multi_precision=True)
+    state = objects.optimizer_state(optimizer, structured(layer))
+    paddles = optimizer.state_dict()
+    masters = paddles["master_weights"]
+    assert state["weight.master_weight"] is masters[layer.weight.name]
+    assert state["bias.moment2"] is paddles[f"{masters[layer.bias.name].name}_moment2_0"]
+    assert state["LR_Scheduler"] == scheduler.state_dict()
+    assert len(state) == 11
+    own = objects.optimizer_state(optimizer, {})
+    assert own.keys() == paddles.keys()
+    assert all(own[key] is paddles[key] for key in own if key not in ("master_weights", "LR_Scheduler"))
+    assert own["master_weights"] == masters
+    own["master_weights"].clear()
+    assert masters, "the dict is another one"
+
+
+def test_what_is_not_recognised_or_clashes_keeps_its_name() -> None:
+    layer = layer_of(dtype="bfloat16")
+    weight, bias = layer.weight.name, layer.bias.name
+    optimizer = optimizer_for(layer, "SGD", multi_precision=True)
+    assert objects.optimizer_state(optimizer, {weight: "w"}).keys() == {"w.master_weight", "master_weights"}
+    assert objects.optimizer_state(optimizer, {weight: "w"})["master_weights"].keys() == {bias}
+    clash = objects.optimizer_state(optimizer, {weight: "same", bias: "same"})
+    assert clash.keys() == {"master_weights"}
+    assert clash["master_weights"].keys() == {weight, bias}
+
+
+def test_two_optimizers_of_one_layer() -> None:
+    layer = layer_of()
+    first, second = optimizer_for(layer), optimizer_for(layer)
+    states = [objects.optimizer_state(each, structured(layer)) for each in (first, second)]
+    assert states[0].keys() == states[1].keys()
+    assert {"weight.moment1", "bias.beta2_pow_acc"} < states[0].keys()
+    assert {tensor.name[-2:] for tensor in states[1].values()} == {"_1"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placement", [None, REPLICATE])
+def test_canonical_paths_know_what_paddle_makes(placement: Any, dtype: str) -> None:
+    layer = layer_of(placement, dtype)
+    optimizer = optimizer_for(layer, multi_precision=True)
+    entries = {f"/model/{key}": tensor for key, tensor in layer.state_dict().items()}
+    for container, key, tensor in objects._flat(objects.optimizer_state(optimizer, {})):
+        entries["/optimizer" + (f"/{container}" if container else "") + f"/{key}"] = tensor
+    found = canonical_paths(list(entries), [tensor.name for tensor in entries.values()])
+    expected = objects.optimizer_state(optimizer, structured(layer))
+    assert {f"/optimizer/{key}" for key in expected} == set(found.values())
+    assert all(expected[new.rpartition("/")[2]] is entries[old] for old, new in found.items())
+
+
+def test_a_copied_layer_is_not_taken_for_the_first() -> None:
+    layer = layer_of()
+    copied = copy.deepcopy(layer)
+    (key, *_) = objects.optimizer_state(optimizer_for(copied), {})
+    assert optimizer_key(key, structured(layer)) is None
+    assert optimizer_key(key, structured(copied)) == "weight.moment1"
+
+
+# -- given back
+
+
+@pytest.mark.parametrize("placement", [None, REPLICATE, SHARD])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_moments_come_back_exactly(kind: str, placement: Any) -> None:
+    """Into a layer and an optimizer of other variable names that never took a step."""
+
+    def make() -> tuple[Any, Any, Any]:
+        layer = layer_of(placement)
+        scheduler = paddle.optimizer.lr.ExponentialDecay(0.1, 0.5)
+        optimizer = optimizer_for(layer, kind, learning_rate=0.1 if kind == "Rprop" else scheduler)
+        return layer, optimizer, scheduler
+
+    layer, optimizer, scheduler = make()
+    for number in range(3):
+        step(layer, optimizer, number)
+        scheduler.step()
+    fresh, empty, behind = make()
+    assert fresh.weight.name != layer.weight.name
+    source = {**layer.state_dict(), **objects.optimizer_state(optimizer, structured(layer))}
+    state = objects.optimizer_state(empty, structured(fresh))
+    target = {**fresh.state_dict(), **state}
+    assert source.keys() == target.keys()
+    for key, tensor in target.items():
+        if isinstance(tensor, paddle.Tensor):
+            inner, stored = (each._local_value() if each.is_dist() else each for each in (tensor, source[key]))
+            with paddle.no_grad():
+                inner.set_value(stored.numpy())
+    if kind != "Rprop":  # which takes no scheduler
+        state["LR_Scheduler"] = dict(source["LR_Scheduler"])
+    objects.restore(fresh, fresh.state_dict())
+    objects.restore(empty, state)
+    assert empty.get_lr() == optimizer.get_lr()
+    assert behind.last_epoch == (0 if kind == "Rprop" else 3)
+    for number in (4, 5):
+        step(layer, optimizer, number)
+        step(fresh, empty, number)
+    assert_equal(values(fresh.state_dict()), values(layer.state_dict()))
+    states = (objects.optimizer_state(each, structured(of)) for each, of in ((empty, fresh), (optimizer, layer)))
+    assert_equal(*map(values, states))
+
+
+def test_shard_optimizer_gets_its_scheduler_back() -> None:
+    layer, scheduler = layer_of(REPLICATE), paddle.optimizer.lr.StepDecay(0.1, 2)
+    optimizer = dist.shard_optimizer(optimizer_for(layer, learning_rate=scheduler))
+    state = objects.optimizer_state(optimizer, {})
+    state["LR_Scheduler"]["last_epoch"] = 9
+    assert scheduler.last_epoch == 0
+    objects.restore_optimizer(optimizer, state)
+    assert scheduler.last_epoch == 9
+
+
+def test_optimizers_without_a_scheduler_or_without_its_state() -> None:
+    layer = layer_of()
+    objects.restore_optimizer(optimizer_for(layer), {"LR_Scheduler": {"last_epoch": 9}})
+    scheduler = paddle.optimizer.lr.LambdaDecay(0.1, lambda epoch: 0.5**epoch)
+    optimizer = optimizer_for(layer, learning_rate=scheduler)
+    objects.restore_optimizer(optimizer, {"LR_Scheduler": {}})
+    objects.restore_optimizer(optimizer, {})
+    assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_an_optimizer_with_its_own_setter_gets_everything(renamed: bool) -> None:
+    class Counting(paddle.optimizer.AdamW):
+        count, given = 0, None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "count": self.count}
+
+        def set_state_dict(self, state: dict[str, Any]) -> None:
+            self.given = dict(state)
+            self.count = state.pop("count")
+            super().set_state_dict(state)
+
+    layer = layer_of(dtype="bfloat16")
+    scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
+    optimizer = Counting(scheduler, parameters=layer.parameters(), multi_precision=True)
+    state = objects.optimizer_state(optimizer, structured(layer) if renamed else {})
+    own = objects.optimizer_state(optimizer, {})
+    for _, _, tensor in objects._flat(own):
+        if isinstance(tensor, paddle.Tensor):
+            tensor.fill_(0.25)
+    state["count"], state["LR_Scheduler"] = 7, {**state["LR_Scheduler"], "last_epoch": 4}
+    objects.restore(optimizer, state)
+    assert optimizer.given is not None
+    assert optimizer.given.keys() == own.keys()
+    assert (optimizer.count, scheduler.last_epoch) == (7, 4)
+    after = objects.optimizer_state(optimizer, structured(layer))
+    assert len(after) == 12
+    assert all((array(after[key]) == 0.25).all() for key in after if key not in ("count", "LR_Scheduler"))
+
+
+def watched(layer: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+    setter = paddle.nn.Layer.set_state_dict
+
+    def set_state_dict(self: Any, state: Any, *more: Any, **named: Any) -> Any:
+        calls.append(state)
+        return setter(self, state, *more, **named)
+
+    monkeypatch.setattr(paddle.nn.Layer, "set_state_dict", set_state_dict)
+    return calls
+
+
+@pytest.mark.parametrize("placement", [None, SHARD])
+def test_a_layers_own_tensors_need_nothing_more(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = paddle.nn.Sequential(layer_of(placement), paddle.nn.BatchNorm1D(3))
+    calls = watched(layer, monkeypatch)
+    objects.restore(layer, layer.state_dict())
+    assert calls == []
+    objects.restore(layer, {**layer.state_dict(), "0.bias": paddle.ones([3])} if placement is None else {})
+    assert len(calls) == (placement is None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_hook_that_made_copies_of_another_dtype(dtype: str) -> None:
+    """As ``amp.decorate(save_dtype=...)`` does it; Paddle's own set_state_dict would raise."""
+    layer = paddle.nn.Sequential(layer_of(dtype=dtype), layer_of())
+
+    def as_float32(state: dict[str, Any]) -> None:
+        for key, tensor in state.items():
+            name, state[key] = tensor.name, tensor.cast("float32")
+            state[key].name = name
+
+    layer.register_state_dict_hook(as_float32)
+    state = layer.state_dict()
+    assert state["0.weight"] is not layer[0].weight
+    for number, tensor in enumerate(state.values()):
+        tensor.set_value(paddle.full(tensor.shape, number + 0.5))
+    objects.restore(layer, state)
+    own = (layer[0].weight, layer[0].bias, layer[1].weight, layer[1].bias)
+    assert [float(tensor.flatten()[0].cast("float32")) for tensor in own] == [0.5, 1.5, 2.5, 3.5]
+    assert [str(tensor.dtype) for tensor in own] == [f"paddle.{dtype}"] * 2 + ["paddle.float32"] * 2
+
+
+def test_a_layer_with_its_own_setter() -> None:
+    class Own(paddle.nn.Linear):
+        given: Any = None
+
+        def set_state_dict(self, state: dict[str, Any], use_structured_name: bool = True) -> Any:
+            self.given = state
+
+    layer = Own(2, 2)
+    state = layer.state_dict()
+    objects.restore(layer, state)
+    assert layer.given is state
+
+
+def test_other_objects() -> None:
+    class Old:
+        given: Any = None
+
+        def load_state_dict(self, state: Any) -> None:
+            self.given = "load", state
+
+    class New(Old):
+        def set_state_dict(self, state: Any) -> None:
+            self.given = "set", state
+
+    for make, how in ((Old, "load"), (New, "set")):
+        value = make()
+        objects.restore(value, {"a": 1})
+        assert value.given == (how, {"a": 1})
+    scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
+    objects.restore(scheduler, {**scheduler.state_dict(), "last_epoch": 5})
+    assert scheduler.last_epoch == 5

@@ -1,0 +1,196 @@
+"""The random generators of a process, kept and set back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_dist_ckpt.core.values import decode_value, encode_value
+from paddle_dist_ckpt.paddle_adapter import random_state
+from paddle_dist_ckpt.paddle_adapter.random_state import rng_state, set_rng_state
+
+
+@pytest.fixture(autouse=True)
+def _untouched() -> Iterator[None]:
+    before = rng_state()
+    yield
+    if random_state._tracker() is not None:
+        random_state._tracker().reset()
+    set_rng_state({**before, "fleet": {}})
+
+
+def draw() -> list[Any]:
+    """Numbers of every generator, of the normal distribution too: of these, Python and numpy keep the second one."""
+    return [
+        *(random.random(), random.gauss(0, 1), random.getrandbits(100)),
+        *np.random.rand(3).tolist(),
+        float(np.random.randn()),
+        *paddle.rand([3]).tolist(),
+        *paddle.nn.functional.dropout(paddle.ones([32])).tolist(),
+    ]
+
+
+def stored(state: Any) -> Any:
+    return decode_value(encode_value(state, "rng"))
+
+
+@pytest.mark.parametrize("warm", range(3))
+def test_the_same_numbers_follow(warm: int) -> None:
+    paddle.seed(7)
+    for _ in range(warm):
+        draw()
+    state = rng_state()
+    expected = [draw() for _ in range(50)]
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        paddle.seed(seed)
+        assert draw() != expected[0]
+        set_rng_state(stored(state))
+        assert [draw() for _ in range(50)] == expected
+
+
+def test_it_is_stored_bit_by_bit() -> None:
+    draw()
+    state = rng_state()
+    np.testing.assert_equal(stored(state), state)
+    again = stored(state)
+    set_rng_state(again)
+    assert encode_value(rng_state(), "rng") == encode_value(state, "rng")
+
+
+def test_to_ask_changes_nothing() -> None:
+    state = rng_state()
+    rng_state()
+    expected = draw()
+    set_rng_state(state)
+    rng_state()
+    assert draw() == expected
+
+
+def test_another_generator_of_numpy() -> None:
+    if not hasattr(np.random, "set_bit_generator"):
+        pytest.skip("this numpy has one generator only")
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(5))
+        state = stored(rng_state())
+        expected = draw()
+        set_rng_state(state)
+        assert draw() == expected
+    finally:
+        np.random.set_bit_generator(before)
+    with pytest.raises(ValueError, match="numpy"):
+        set_rng_state(state)
+
+
+# -- fleet's tracker
+
+
+def test_the_trackers_generators() -> None:
+    tracker = random_state._tracker()
+    assert tracker is not None
+    tracker.reset()
+    tracker.add("model_parallel_rng", 123)
+    tracker.add("other", 5)
+
+    def numbers() -> list[Any]:
+        found = []
+        for name in ("model_parallel_rng", "other"):
+            with tracker.rng_state(name):
+                found += paddle.rand([3]).tolist()
+        return found + draw()
+
+    numbers()
+    state = stored(rng_state())
+    assert set(state["fleet"]) == {"model_parallel_rng", "other"}
+    expected = [numbers() for _ in range(3)]
+    assert numbers() != expected[0]
+    set_rng_state(state)
+    assert [numbers() for _ in range(3)] == expected
+    with pytest.raises(ValueError, match="fleet's tracker is of generators .*'other'"):
+        tracker.reset()
+        set_rng_state(state)
+
+
+def test_without_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, random_state._TRACKER)
+    state = rng_state()
+    assert state["fleet"] == {}
+    set_rng_state(state)
+    assert random_state._TRACKER not in sys.modules
+
+
+# -- several devices
+
+
+def test_every_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = paddle.get_rng_state()
+    count, calls = [3], []
+    monkeypatch.setattr(paddle, "get_device", lambda: "npu:1")
+    monkeypatch.setattr(paddle, "get_rng_state", lambda kind: states * (1 if kind == "cpu" else count[0]))
+    monkeypatch.setattr(paddle, "set_rng_state", lambda states, kind: calls.append((kind, len(states))))
+    state = stored(rng_state())
+    assert {kind: len(found) for kind, found in state["paddle"].items()} == {"cpu": 1, "npu": 3}
+    set_rng_state(state)
+    assert calls == [("cpu", 1), ("npu", 3)]
+    count[0] = 2
+    with pytest.raises(ValueError, match="Paddle, npu: 2 generators are due, not 3"):
+        set_rng_state(state)
+    monkeypatch.setattr(paddle, "get_device", lambda: "cpu")
+    with pytest.raises(ValueError, match=r"generators \['cpu', 'npu'\], but this process has \['cpu'\]"):
+        set_rng_state(state)
+
+
+# -- what is no state
+
+
+def broken(part: str, value: Any) -> Any:
+    return {**rng_state(), part: value}
+
+
+CASES: dict[str, Any] = {
+    "none": lambda: None,
+    "a list": lambda: [rng_state()],
+    "empty": dict,
+    "a part missing": lambda: {key: value for key, value in rng_state().items() if key != "numpy"},
+    "a part more": lambda: broken("torch", 1),
+    "odd keys": lambda: {1: 2, None: 3},
+    "python: none": lambda: broken("python", None),
+    "python: short": lambda: broken("python", (3, (1, 2), None)),
+    "python: a version": lambda: broken("python", (99, rng_state()["python"][1], None)),
+    "python: huge numbers": lambda: broken("python", (3, (2**70,) * 625, None)),
+    "numpy: none": lambda: broken("numpy", None),
+    "numpy: empty": lambda: broken("numpy", {}),
+    "numpy: another": lambda: broken("numpy", {**rng_state()["numpy"], "bit_generator": "SFC64"}),
+    "numpy: short": lambda: broken("numpy", {**rng_state()["numpy"], "state": {"key": np.zeros(3, "u4"), "pos": 1}}),
+    "paddle: none": lambda: broken("paddle", None),
+    "paddle: empty": lambda: broken("paddle", {}),
+    "paddle: a number": lambda: broken("paddle", {"cpu": 1}),
+    "paddle: none of it": lambda: broken("paddle", {"cpu": []}),
+    "paddle: two": lambda: broken("paddle", {"cpu": rng_state()["paddle"]["cpu"] * 2}),
+    "paddle: no tuple": lambda: broken("paddle", {"cpu": [5]}),
+    "paddle: short": lambda: broken("paddle", {"cpu": [(1, 2)]}),
+    "paddle: text": lambda: broken("paddle", {"cpu": [("a", "b", "c", "d")]}),
+    "paddle: an empty engine": lambda: broken("paddle", {"cpu": [(-1, 5, 0, b"")]}),
+    "paddle: another engine": lambda: broken("paddle", {"cpu": [(-1, 5, 0, b"1 2 3")]}),
+    "fleet: a list": lambda: broken("fleet", []),
+    "fleet: unknown": lambda: broken("fleet", {"model_parallel_rng": rng_state()["paddle"]["cpu"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_no_state_is_refused_and_nothing_is_set(case: str) -> None:
+    state = CASES[case]()
+    if isinstance(state, dict):  # the parts that are right are of another moment
+        draw()
+    before = encode_value(rng_state(), "rng")
+    with pytest.raises(ValueError, match="state"):
+        set_rng_state(state)
+    assert encode_value(rng_state(), "rng") == before
