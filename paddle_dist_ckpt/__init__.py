@@ -28,6 +28,7 @@ from .errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
+from .manager import CheckpointManager
 from .options import LoadOptions, SaveOptions
 from .storage import LocalStorage, Storage
 from .version import __version__
@@ -36,6 +37,7 @@ __all__ = [
     "AsyncSave",
     "CheckpointCorruptedError",
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointTimeoutError",
     "LoadOptions",

@@ -1,0 +1,164 @@
+"""The folder of a manager of steps: which steps are committed, with which metrics, and which of them are kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..formats.names import is_ours, metadata_name
+from ..storage import LocalStorage
+from .commit import is_abandoned, save_of
+from .load_coordinator import read_checkpoint
+
+__all__ = ["Retention", "Steps", "remove_step", "step_folder"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_FOLDER = re.compile(r"step-(\d{8,18})")
+Metrics = Mapping[str, float]
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The folder of a step."""
+    return root / f"step-{step:08d}"
+
+
+def _step_of(name: str) -> int | None:
+    match = _FOLDER.fullmatch(name)
+    step = int(match[1]) if match else None
+    return step if step is not None and step_folder(Path(), step).name == name else None
+
+
+class Steps:
+    """What a folder of steps holds.
+
+    Args:
+        root: The folder.
+        note: Where the user_metadata of a step's checkpoint has ``{"metrics": {...}}``.
+
+    Attributes:
+        metrics: Of each committed step, as of the last look.
+    """
+
+    def __init__(self, root: Path, note: str) -> None:
+        self._root, self._note = root, note
+        self._saves: dict[int, str] = {}
+        self.metrics: dict[int, Metrics] = {}
+
+    def look(self) -> None:
+        """See which steps are committed. What is known of a step is not read again, unless it was saved anew."""
+        saves: dict[int, str] = {}
+        metrics: dict[int, Metrics] = {}
+        for step in self._folders():
+            storage = LocalStorage(step_folder(self._root, step))
+            try:
+                save = save_of(storage, step)
+                if save is not None:
+                    known = self._saves.get(step) == save
+                    metrics[step] = self.metrics[step] if known else self._read(storage, step)
+                    saves[step] = save
+            except CheckpointError as error:
+                _logger.warning("not counted among the steps: %s", error)
+        self._saves, self.metrics = saves, metrics
+
+    def _folders(self) -> list[int]:
+        try:
+            names = os.listdir(self._root)
+        except FileNotFoundError:
+            return []
+        return sorted(step for name in names if (step := _step_of(name)) is not None)
+
+    def _read(self, storage: LocalStorage, step: int) -> Metrics:
+        note = read_checkpoint(storage, step).user_metadata.get(self._note)
+        found: Any = note.get("metrics") if isinstance(note, dict) else None
+        if not isinstance(found, dict):
+            return {}
+        return {name: value for name, value in found.items() if type(value) is float}
+
+    def identity(self) -> bytes:
+        """Which folder this rank sees, as bytes to be compared."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        return repr(LocalStorage(self._root).identity()).encode()
+
+    def uncommit(self, step: int) -> None:
+        """Make a step uncommitted: the first thing that is done to remove it, and the last that can fail."""
+        storage = LocalStorage(step_folder(self._root, step))
+        # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody takes half of a step for it.
+        storage.delete(metadata_name(step))
+        storage.sync()
+        self.metrics.pop(step, None)
+        self._saves.pop(step, None)
+
+    def abandoned(self, after: int) -> list[int]:
+        """Steps that were never committed, or are half removed, and that nobody works on any more.
+
+        Args:
+            after: A step that was committed just now; its file tells the time by the folder's own clock.
+        """
+        now = LocalStorage(step_folder(self._root, after)).modified(metadata_name(after))
+        left = [step for step in self._folders() if step not in self.metrics]
+        return [step for step in left if is_abandoned(LocalStorage(step_folder(self._root, step)), now)]
+
+
+def remove_step(root: Path, step: int) -> None:
+    """Remove the files of a step that is not committed, and its folder unless there is something else in it."""
+    folder = step_folder(root, step)
+    storage = LocalStorage(folder)
+    for name in storage.names():
+        if is_ours(name):
+            storage.delete(name)
+    with suppress(OSError):  # it is not there, or not empty
+        folder.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps are kept: see :class:`paddle_dist_ckpt.CheckpointManager`."""
+
+    keep_last: int | None
+    keep_every: int | None
+    best: tuple[str, str] | None
+
+    def __post_init__(self) -> None:
+        for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name} must be None or at least 1, not {number!r}")
+        best: Any = self.best
+        if best is not None and (
+            not isinstance(best, tuple)
+            or len(best) != 2
+            or not isinstance(best[0], str)
+            or best[1] not in ("min", "max")
+        ):
+            raise ValueError(f"best must be None or a metric's name and 'min' or 'max', not {best!r}")
+
+    def best_of(self, metrics: Mapping[int, Metrics]) -> int | None:
+        """The best step, the later one of equals; None if there is no metric, or no step has it."""
+        if self.best is None:
+            return None
+        name, mode = self.best
+        sign = -1.0 if mode == "min" else 1.0
+        values = {step: sign * found[name] for step, found in metrics.items() if name in found}
+        known = {step: value for step, value in values.items() if not math.isnan(value)}
+        return max(known, key=lambda step: (known[step], step), default=None)
+
+    def doomed(self, metrics: Mapping[int, Metrics], newest: int, in_use: Collection[int]) -> list[int]:
+        """The steps that are not kept, ascending.
+
+        Args:
+            metrics: Of each committed step.
+            newest: The step that was committed just now.
+            in_use: Steps that are being read.
+        """
+        if self.keep_last is None:
+            return []
+        steps = sorted(metrics)
+        kept = {newest, self.best_of(metrics), *in_use, *steps[-self.keep_last :]}
+        return [step for step in steps if step not in kept and (self.keep_every is None or step % self.keep_every != 0)]

@@ -1,0 +1,365 @@
+"""A manager of training steps: when to save, where, which steps to keep, which one to start from.
+
+    root/step-00000100/     a checkpoint of its own, which can be copied away; its unique_id is the step
+    root/step-00000200/
+
+What has to be the same on all ranks is decided by the coordinator: which steps are there, which is the latest or the
+best one, which may go. So all ranks make the same calls in the same order. :meth:`CheckpointManager.should_save` alone
+waits for nobody; see :mod:`.control.schedule` for how it can know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+from .control.schedule import Schedule
+from .core.ports import ControlSession
+from .core.reports import SaveReport
+from .engine.async_save import AsyncSave
+from .engine.steps import Retention, Steps, remove_step, step_folder
+from .errors import CheckpointError
+from .options import LoadOptions, SaveOptions
+from .wiring import load_with, save_with
+
+__all__ = ["CheckpointManager"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_NOTE = "checkpoint_manager"  # where user_metadata has the step and its metrics
+
+
+class CheckpointManager:
+    """Saves a training job's state at some of its steps, keeps some of them, and finds the one to go on from.
+
+    Every rank makes one, with the same arguments, and makes the same calls in the same order. It can be used as a
+    context manager, which closes it.
+
+    Args:
+        root: The folder of the steps' folders: a str or a PathLike. Hosts may have folders of their own.
+        keep_last: How many of the latest steps to keep; None keeps all.
+        keep_every: Keep the steps that are multiples of this as well, for good.
+        best: Keep the best step as well: the name of a metric, and whether ``"min"`` or ``"max"`` is best.
+        save_interval_steps: Save at multiples of this.
+        save_interval_seconds: Save when so much time has passed since the last save. Given neither interval, every step
+            is saved.
+        async_save: Save in the background.
+        options: How to save; its ``user_metadata`` are stored beside the manager's own.
+        process_group: The Paddle group whose ranks train together; None for the default group.
+        coordinator_rank: Global rank of the one that decides; the same on every rank.
+        save_on_sigterm: When a rank gets SIGTERM, save at the next step that all ranks can agree on, and set
+            :attr:`stopping`. A second SIGTERM ends the process as if there were no manager. To be made on the main
+            thread then.
+
+    Raises:
+        ValueError: an argument is out of bounds, or not the same on every rank.
+        CheckpointTimeoutError: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        save_interval_steps: int | None = None,
+        save_interval_seconds: float | None = None,
+        async_save: bool = True,
+        options: SaveOptions | None = None,
+        process_group: Any = None,
+        coordinator_rank: int = 0,
+        save_on_sigterm: bool = False,
+    ) -> None:
+        from .paddle_adapter import connect  # paddle is imported only when it is used
+
+        self._options = options or SaveOptions()
+        if not isinstance(self._options, SaveOptions):
+            raise TypeError(f"options must be SaveOptions, not {type(options).__name__}")
+        self._ranks = connect(process_group, coordinator_rank, self._options.no_dist, self._options.timeout)
+        self._async_save = async_save
+        arguments = (keep_last, keep_every, best, save_interval_steps, save_interval_seconds, save_on_sigterm)
+        with self._session("CheckpointManager") as session:
+            self._root = Path(root)
+            self._retention = Retention(keep_last, keep_every, best)
+            _check_intervals(save_interval_steps, save_interval_seconds)
+            self._agree(session, "the manager's arguments", repr(arguments))
+        every_step = save_interval_steps is None and save_interval_seconds is None
+        self._interval = 1 if every_step else save_interval_steps
+        self._schedule: Schedule | None = None
+        if save_interval_seconds is not None or save_on_sigterm:
+            channel = self._ranks.hub.channel(f"steps of {self._root.name}")
+            self._schedule = Schedule(channel, self._options.timeout, interval_seconds=save_interval_seconds)
+        self._steps = Steps(self._root, _NOTE)
+        self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
+        self._reading: list[int] = []
+        self._decided: tuple[int, bool] | None = None
+        self._last_step: int | None = None
+        self._pending: AsyncSave | None = None
+        self._closed = False
+        self._restore_signal = self._catch_sigterm() if save_on_sigterm else _nothing
+
+    # -- when
+
+    def should_save(self, step: int) -> bool:
+        """Whether a save is due at this step, the same on every rank. To be called once a step, with rising steps.
+
+        It waits for nobody, and takes microseconds; where time or a signal decides, the coordinator has announced the
+        decision to the others before they come to the step.
+        """
+        if self._decided is None or self._decided[0] != step:
+            self._decided = (step, self._is_due(step))
+        return self._decided[1]
+
+    def _is_due(self, step: int) -> bool:
+        _check_step(step)
+        announced = self._schedule is not None and self._schedule.is_due(step)
+        if step == self._last_step:
+            return False
+        return announced or (self._interval is not None and step % self._interval == 0)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a rank got SIGTERM, and the save that it asked for is due by now or done: time to leave the loop."""
+        return self._schedule is not None and self._schedule.stopping
+
+    def _catch_sigterm(self) -> Callable[[], None]:
+        schedule = self._schedule
+        assert schedule is not None
+        previous = signal.getsignal(signal.SIGTERM)
+
+        def restore() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            schedule.request("SIGTERM")
+            restore()
+
+        signal.signal(signal.SIGTERM, handle)
+        return restore
+
+    # -- save
+
+    def save(
+        self, step: int, state: dict[Any, Any], metrics: Mapping[str, float] | None = None, force: bool = False
+    ) -> AsyncSave | SaveReport | None:
+        """Save a step if it is due.
+
+        Args:
+            step: The step; not negative.
+            state: What :func:`paddle_dist_ckpt.save_state_dict` takes.
+            metrics: Numbers that tell how good the step is; the coordinator's count.
+            force: Save even if it is not due; the same on every rank.
+
+        Returns:
+            What save_state_dict returns; None if the step is not due.
+
+        Raises:
+            CheckpointError: see save_state_dict. Also what went wrong with an earlier save in the background, if nobody
+                has asked for its result.
+        """
+        if self._closed:
+            raise CheckpointError("the manager is closed")
+        due = self.should_save(step)
+        if not (due or force):
+            return None
+        note = {"step": step, "metrics": {name: float(value) for name, value in (metrics or {}).items()}}
+        options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), _NOTE: note})
+        saved = save_with(
+            self._ranks, state, step_folder(self._root, step), step, self._async_save, options, self._retain(step)
+        )
+        self._last_step = step
+        self._pending = saved if isinstance(saved, AsyncSave) else None
+        if self._schedule is not None:
+            self._schedule.saved(step)
+        return saved
+
+    def _retain(self, step: int) -> Callable[[ControlSession], None]:
+        """What is done after the commit: remove the steps that are not to be kept, on every host."""
+
+        def after(session: ControlSession) -> None:
+            def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+                with self._lock:
+                    self._steps.look()
+                    doomed = self._retention.doomed(self._steps.metrics, step, self._reading)
+                    for old in doomed:
+                        self._steps.uncommit(old)
+                doomed += self._steps.abandoned(step)
+                return _to_one_of_each(messages, json.dumps(doomed).encode(), b"[]", session.coordinator)
+
+            for old in json.loads(session.gather_scatter("retain", self._steps.identity, choose)):
+                remove_step(self._root, old)
+
+        return after
+
+    # -- what there is
+
+    def all_steps(self) -> list[int]:
+        """The committed steps, ascending. All ranks call it."""
+        found: list[int] = self._ask("all_steps", lambda: sorted(self._steps.metrics))
+        return found
+
+    def latest_step(self) -> int | None:
+        """The latest committed step; None if there is none. All ranks call it."""
+        found: int | None = self._ask("latest_step", lambda: max(self._steps.metrics, default=None))
+        return found
+
+    def best_step(self) -> int | None:
+        """The committed step that is best by the metric, the later one of equals; None if no step has it.
+
+        All ranks call it.
+        """
+        found: int | None = self._ask("best_step", lambda: self._retention.best_of(self._steps.metrics))
+        return found
+
+    def _ask(self, what: str, choose: Callable[[], Any]) -> Any:
+        """What the coordinator chooses from the steps that there are."""
+
+        def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+            with self._lock:
+                self._steps.look()
+                return dict.fromkeys(messages, json.dumps(choose()).encode())
+
+        with self._session(what) as session:
+            return json.loads(session.gather_scatter(what, lambda: b"", answer))
+
+    # -- restore
+
+    def restore(self, state: dict[Any, Any], step: int | None = None, options: LoadOptions | None = None) -> int | None:
+        """Fill a state from a step. All ranks call it.
+
+        Args:
+            state: What :func:`paddle_dist_ckpt.load_state_dict` takes.
+            step: Which; None for the latest.
+            options: How to load.
+
+        Returns:
+            The step; None if none was asked for and there is none, and then nothing is touched.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+            CheckpointError: see load_state_dict.
+        """
+        with self._to_be_read(step) as chosen:
+            if chosen is None:
+                return None
+            load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options or LoadOptions())
+        self._last_step = chosen
+        return chosen
+
+    @contextmanager
+    def _to_be_read(self, step: int | None) -> Iterator[int | None]:
+        """The step that is read; it is not removed meanwhile."""
+
+        marked: list[int] = []
+
+        def choose() -> int | None:
+            found: int | None = max(self._steps.metrics, default=None) if step is None else step
+            marked.extend([] if found is None else [found])
+            self._reading.extend(marked)
+            return found
+
+        if step is not None:
+            _check_step(step)
+        try:
+            yield self._ask("restore" if step is None else f"restore step {step}", choose)
+        finally:
+            with self._lock:
+                for read in marked:
+                    self._reading.remove(read)
+
+    # -- the end
+
+    def wait(self) -> None:
+        """Wait until the save in the background, if there is one, is committed.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the save in the background, and give SIGTERM back. The manager cannot save any more then.
+
+        Raises:
+            CheckpointError: the save in the background failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._restore_signal()
+        if self._schedule is not None:
+            self._schedule.close()
+        self.wait()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            _logger.exception("the save in the background failed as well")  # what the block raised comes first
+
+    def _session(self, what: str) -> Any:
+        return self._ranks.hub.session(what, self._options.timeout)
+
+    @staticmethod
+    def _agree(session: ControlSession, what: str, ours: str) -> None:
+        """All ranks must have the same.
+
+        Raises:
+            ValueError: they have not.
+        """
+
+        def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+            expected = messages[session.coordinator]
+            for rank, data in sorted(messages.items()):
+                if data != expected:
+                    raise ValueError(
+                        f"{what} must be the same on every rank: on rank {session.coordinator} {expected.decode()}, "
+                        f"on rank {rank} {data.decode()}"
+                    )
+            return dict.fromkeys(messages, b"")
+
+        session.gather_scatter("agree", ours.encode, compare)
+
+
+def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, coordinator: int) -> dict[int, bytes]:
+    """A message to one rank of each folder, the coordinator if that has it, and another to the rest."""
+    first = {folder: rank for rank, folder in sorted(folders.items(), reverse=True)}
+    first[folders[coordinator]] = coordinator
+    return {rank: message if first[folder] == rank else other for rank, folder in folders.items()}
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step must be an integer from 0, not {step!r}")
+
+
+def _check_intervals(steps: int | None, seconds: float | None) -> None:
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(f"save_interval_steps must be None or at least 1, not {steps!r}")
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+        raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
+
+
+def _nothing() -> None:
+    """There is no signal handler to be given back."""

@@ -1,0 +1,136 @@
+"""Which steps of a manager's folder are there, which are kept, and what is removed in which order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.engine.commit import is_abandoned
+from paddle_dist_ckpt.engine.steps import Retention, Steps, remove_step, step_folder
+from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.storage import LocalStorage
+from test.engine.helpers import age, save_alone
+
+
+def save_step(root: Path, step: int, **metrics: float) -> None:
+    options = SaveOptions(user_metadata={"note": {"step": step, "metrics": metrics}})
+    save_alone({"x": np.full(3, step)}, step_folder(root, step), step, options)
+
+
+def look(root: Path) -> Steps:
+    steps = Steps(root, "note")
+    steps.look()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(None, None, None), [1, 2, 3, 4, 5, 6]),
+        (Retention(1, None, None), [6]),
+        (Retention(2, None, None), [5, 6]),
+        (Retention(1, 2, None), [2, 4, 6]),
+        (Retention(1, None, ("loss", "min")), [3, 6]),
+        (Retention(1, None, ("loss", "max")), [1, 6]),
+        (Retention(1, 2, ("loss", "min")), [2, 3, 4, 6]),
+        (Retention(None, 2, ("loss", "min")), [1, 2, 3, 4, 5, 6]),
+        (Retention(9, None, None), [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_what_is_kept(retention: Retention, kept: list[int]) -> None:
+    losses = {1: 9.0, 2: 5.0, 3: 1.0, 4: 4.0, 5: 2.0, 6: 3.0}
+    doomed = retention.doomed({step: {"loss": loss} for step, loss in losses.items()}, 6, [])
+    assert sorted(losses.keys() - set(doomed)) == kept
+
+
+def test_the_newest_commit_and_what_is_being_read_are_kept() -> None:
+    steps: dict[int, Any] = {step: {} for step in (100, 200, 300)}
+    assert Retention(1, None, None).doomed(steps, 300, [100]) == [200]
+    assert Retention(1, None, None).doomed(steps, 100, []) == [200], "100 was saved again after a return to it"
+
+
+def test_the_best_step() -> None:
+    metrics: dict[int, Any] = {1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {"loss": 1.0}, 4: {"loss": float("nan")}, 5: {}}
+    assert Retention(1, None, ("loss", "min")).best_of(metrics) == 3
+    assert Retention(1, None, ("loss", "max")).best_of(metrics) == 1
+    assert Retention(1, None, ("accuracy", "max")).best_of(metrics) is None
+    assert Retention(1, None, None).best_of(metrics) is None
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0, None, None), (True, None, None), (None, -1, None), (1, None, "loss"), (1, None, ("loss", "most"))]
+)
+def test_bad_retention_is_refused(arguments: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"keep_|best"):
+        Retention(*arguments)
+
+
+def test_only_committed_steps_count(tmp_path: Path) -> None:
+    for step in (3, 20):
+        save_step(tmp_path, step, loss=step / 2)
+    (step_folder(tmp_path, 20) / "20.metadata").rename(step_folder(tmp_path, 20) / "21.metadata")
+    step_folder(tmp_path, 30).mkdir()
+    (tmp_path / "step-40").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert look(tmp_path).metrics == {3: {"loss": 1.5}}
+    assert look(tmp_path / "nowhere").metrics == {}
+
+
+def test_a_damaged_step_is_logged_and_not_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    (step_folder(tmp_path, 2) / "2.metadata").write_bytes(b"rubbish")
+    assert list(look(tmp_path).metrics) == [1]
+    assert "not counted among the steps" in caplog.text
+
+
+def test_a_step_is_read_again_only_if_it_was_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_step(tmp_path, 1, loss=1.0)
+    steps = look(tmp_path)
+    read: list[int] = []
+    real = Steps._read
+    monkeypatch.setattr(Steps, "_read", lambda self, storage, step: (read.append(step), real(self, storage, step))[1])
+    steps.look()
+    assert read == []
+    save_step(tmp_path, 1, loss=2.0)
+    steps.look()
+    assert read == [1]
+    assert steps.metrics == {1: {"loss": 2.0}}
+
+
+def test_metadata_goes_first_and_other_files_stay(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    (step_folder(tmp_path, 2) / "tokenizer.json").touch()
+    steps = look(tmp_path)
+    for step in (1, 2):
+        steps.uncommit(step)
+        assert not (step_folder(tmp_path, step) / f"{step}.metadata").exists()
+        assert any(name.endswith(".safetensors") for name in os.listdir(step_folder(tmp_path, step)))
+    assert steps.metrics == {}
+    for step in (1, 2):
+        remove_step(tmp_path, step)
+    assert not step_folder(tmp_path, 1).exists()
+    assert os.listdir(step_folder(tmp_path, 2)) == ["tokenizer.json"]
+    remove_step(tmp_path, 77)
+
+
+def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path) -> None:
+    save_step(tmp_path, 9)
+    for step in (1, 2, 3, 4):
+        save_step(tmp_path, step)
+        (step_folder(tmp_path, step) / f"{step}.metadata").unlink()
+    claim = step_folder(tmp_path, 2) / "2.0123456789abcdef.claim"
+    dead = step_folder(tmp_path, 3) / "3.0123456789abcdef.claim"
+    claim.touch()
+    dead.touch()
+    age(dead)
+    for step in (1, 2, 3):  # but not 4, which may just have been made
+        age(step_folder(tmp_path, step))
+    assert look(tmp_path).abandoned(9) == [1, 3]
+    now = LocalStorage(step_folder(tmp_path, 9)).modified("9.metadata")
+    assert not is_abandoned(LocalStorage(tmp_path / "nowhere"), now)

@@ -1,0 +1,105 @@
+"""Functions that test_manager.py sends to ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle.distributed as dist
+
+from paddle_dist_ckpt import CheckpointManager, PerRank, SaveOptions
+from test.paddle.layouts import Spread
+from test.paddle.outcomes import Outcome, outcome_of
+from test.paddle.tensors import dist_tensor, local_array
+from test.ranks.groups import group_of
+
+
+def manager(root: Any, ranks: int, **more: Any) -> CheckpointManager:
+    """A manager for the first ranks."""
+    options = SaveOptions(timeout=20, check_replicas="off")
+    return CheckpointManager(root, process_group=group_of(ranks), options=options, **more)
+
+
+def state(ranks: int, step: int) -> dict[str, Any]:
+    """A state whose contents depend on the step, and in part on the rank."""
+    array = np.arange(26, dtype=np.float32).reshape(13, 2) + step
+    spread = Spread(list(range(ranks)), (0,))
+    return {"x": dist_tensor(array, spread), "own": PerRank((dist.get_rank(), step)), "step": step}
+
+
+def train_and_come_back(root: str, ranks: int, own_folders: bool) -> dict[str, Any]:
+    """Save steps 1 to 12, every other one, keep two and the best; come back to two of them."""
+    folder = Path(root, f"rank{dist.get_rank()}") if own_folders else Path(root)
+    found: dict[str, Any] = {}
+    with manager(folder, ranks, keep_last=2, best=("loss", "min"), save_interval_steps=2) as steps:
+        found["nothing"] = steps.restore(state(ranks, 0)), steps.latest_step(), steps.best_step()
+        for step in range(1, 13):
+            steps.save(step, state(ranks, step), {"loss": abs(step - 4.0)})
+        steps.wait()
+        found["steps"] = steps.all_steps(), steps.latest_step(), steps.best_step()
+        for asked in (None, 4):
+            target = state(ranks, 0)
+            found[f"restored {asked}"] = steps.restore(target, asked), target["step"], target["own"].value
+            found[f"equal {asked}"] = bool(
+                (local_array(target["x"]) == local_array(state(ranks, target["step"])["x"])).all()
+            )
+    found["folders"] = {path.name: sorted(each.name for each in path.iterdir()) for path in sorted(folder.iterdir())}
+    return found
+
+
+def due_by_time(root: str, ranks: int, seconds: float, count: int) -> list[int]:
+    """The steps that are due, if ranks take different time for their steps and drift apart."""
+    due = []
+    with manager(root, ranks, save_interval_seconds=seconds) as steps:
+        for step in range(count):
+            time.sleep(0.001 * (1 + (step * 7 + dist.get_rank() * 3) % 5))
+            if steps.should_save(step):
+                due.append(step)
+                steps.save(step, {"step": step})
+    return due
+
+
+def interrupted(root: str, ranks: int, victim: int) -> tuple[list[int], int, int | None]:
+    """Train until a rank gets SIGTERM; returns the saved steps, the last step, and the step found afterwards."""
+    saved = []
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        with manager(root, ranks, save_interval_steps=10_000, save_on_sigterm=True) as steps:
+            if dist.get_rank() == victim:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            for step in range(1, 9_000):
+                time.sleep(0.002)
+                if steps.save(step, {"step": step}) is not None:
+                    saved.append(step)
+                if steps.stopping:
+                    break
+            steps.wait()
+            latest = steps.latest_step()
+        assert not called
+        os.kill(os.getpid(), signal.SIGTERM)  # it is this function's again
+        assert called == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return saved, step, latest
+
+
+def differing_arguments(root: str, ranks: int) -> Outcome:
+    """Make managers that do not agree."""
+    return outcome_of(lambda: manager(root, ranks, keep_last=1 + dist.get_rank()))
+
+
+def bad_arguments_on_one_rank(root: str, ranks: int) -> Outcome:
+    """One rank passes what cannot be."""
+    return outcome_of(lambda: manager(root, ranks, keep_last=0 if dist.get_rank() else 1))
+
+
+def missing_step(root: str, ranks: int) -> Outcome:
+    """Restore a step that is not there."""
+    with manager(root, ranks) as steps:
+        return outcome_of(lambda: steps.restore({"step": 0}, 77))

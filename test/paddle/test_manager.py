@@ -1,0 +1,284 @@
+"""The manager of steps: when it saves, what it keeps, what it finds; alone and on ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paddle_dist_ckpt.manager as manager_module
+from paddle_dist_ckpt import (
+    AsyncSave,
+    CheckpointError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    SaveOptions,
+    SaveReport,
+    load_state_dict,
+    read_metadata,
+)
+from test.paddle import cases_manager as cases
+from test.ranks.pool import RankPool
+
+
+def numbers(step: int) -> dict[str, Any]:
+    return {"x": np.full(5, step), "step": step}
+
+
+def folders(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.iterdir())
+
+
+# -- alone
+
+
+def test_steps_are_folders_of_their_own(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, options=SaveOptions(user_metadata={"run": 7})) as steps:
+        steps.save(100, numbers(100), {"loss": 0.5})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
+    copied = (tmp_path / "step-00000100").rename(tmp_path / "copied")
+    target = numbers(0)
+    assert load_state_dict(target, copied).unique_id == 100
+    assert target["step"] == 100
+    user = read_metadata(copied).user_metadata
+    assert user == {"run": 7, "checkpoint_manager": {"step": 100, "metrics": {"loss": 0.5}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saved"),
+    [({}, [0, 1, 2, 3, 4, 5, 6]), ({"save_interval_steps": 3}, [0, 3, 6]), ({"save_interval_seconds": 1e6}, [])],
+)
+def test_when_it_saves(tmp_path: Path, arguments: dict[str, Any], saved: list[int]) -> None:
+    with CheckpointManager(tmp_path, **arguments) as steps:
+        found = [step for step in range(7) if steps.save(step, numbers(step)) is not None]
+        assert found == saved
+        assert not steps.stopping
+    if saved:
+        assert folders(tmp_path) == saved
+
+
+def test_a_save_by_force_and_what_is_returned(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=10) as steps:
+        assert steps.save(5, numbers(5)) is None
+        pending = steps.save(5, numbers(5), force=True)
+        assert isinstance(pending, AsyncSave)
+        assert pending.result().unique_id == 5
+    with CheckpointManager(tmp_path, save_interval_steps=10, async_save=False) as steps:
+        assert isinstance(steps.save(10, numbers(10)), SaveReport)
+
+
+def test_a_step_that_was_just_restored_is_not_saved_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=5) as steps:
+        steps.save(5, numbers(5))
+    with CheckpointManager(tmp_path, save_interval_steps=5) as steps:
+        assert steps.restore(numbers(0)) == 5
+        assert not steps.should_save(5)
+        assert steps.should_save(10)
+
+
+def test_to_ask_twice_about_a_step_does_not_matter(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_seconds=0.05) as steps:
+        asked = []
+        for step in range(40):
+            time.sleep(0.005)
+            asked.append(
+                (steps.should_save(step), steps.should_save(step), steps.save(step, numbers(step)) is not None)
+            )
+    assert all(first == second == saved for first, second, saved in asked)
+    assert 2 <= sum(saved for _, _, saved in asked) <= 5
+
+
+def test_to_ask_costs_next_to_nothing(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_seconds=1e6, save_interval_steps=10**9) as steps:
+        steps.should_save(1)
+        times = []
+        for first in range(2, 20_002, 1000):
+            start = time.perf_counter()
+            for step in range(first, first + 1000):
+                steps.should_save(step)
+            times.append((time.perf_counter() - start) / 1000)
+    assert sorted(times)[len(times) // 2] < 50e-6
+
+
+def test_what_is_being_read_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    real = manager_module.load_with
+
+    def slow(*args: Any) -> Any:
+        reading.set()
+        assert go_on.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(manager_module, "load_with", slow)
+    with CheckpointManager(tmp_path, keep_last=1, async_save=False) as steps:
+        steps.save(1, numbers(1))
+        target = numbers(0)
+        reader = threading.Thread(target=steps.restore, args=(target,))
+        reader.start()
+        assert reading.wait(20)
+        for step in (2, 3):
+            steps.save(step, numbers(step))
+        assert folders(tmp_path) == [1, 3]
+        go_on.set()
+        reader.join()
+        assert target["step"] == 1
+        steps.save(4, numbers(4))
+        assert folders(tmp_path) == [4]
+
+
+def test_latest_is_only_ever_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paddle_dist_ckpt.engine import save as engine_save
+
+    go_on = threading.Event()
+    real = engine_save._Saving._write
+    monkeypatch.setattr(engine_save._Saving, "_write", lambda self: (go_on.wait(20), real(self))[1])
+    go_on.set()
+    with CheckpointManager(tmp_path, keep_last=1) as steps:
+        steps.save(1, numbers(1))
+        steps.wait()
+        go_on.clear()
+        pending = steps.save(2, numbers(2))
+        assert isinstance(pending, AsyncSave)
+        assert (steps.latest_step(), steps.all_steps(), folders(tmp_path)) == (1, [1], [1, 2])
+        assert steps.restore(numbers(0)) == 1
+        go_on.set()
+        pending.result()
+        assert (steps.latest_step(), folders(tmp_path)) == (2, [2])
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+    from paddle_dist_ckpt.storage import LocalStorage
+
+    real = LocalStorage.create
+
+    def create(self: LocalStorage, name: str) -> Any:
+        if f"step-{at_step:08d}" in self.location:
+            raise OSError(28, "No space left on device")
+        return real(self, name)
+
+    monkeypatch.setattr(LocalStorage, "create", create)
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, 2)
+    steps = CheckpointManager(tmp_path, keep_last=1)
+    steps.save(1, numbers(1))
+    steps.save(2, numbers(2))
+    with pytest.raises(CheckpointError, match="No space left"):
+        steps.save(3, numbers(3))
+    assert steps.latest_step() == 1, "nothing is removed before something newer is there"
+    steps.save(4, numbers(4))
+    steps.close()
+    assert folders(tmp_path)[-1] == 4
+    with pytest.raises(CheckpointError, match="closed"):
+        steps.save(5, numbers(5))
+
+
+def test_a_failure_of_the_last_save_is_raised_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing(monkeypatch, 1)
+    with pytest.raises(OSError, match="No space left"), CheckpointManager(tmp_path) as steps:
+        steps.save(1, numbers(1))
+    with pytest.raises(KeyError), CheckpointManager(tmp_path) as steps, caplog.at_level(logging.ERROR):
+        steps.save(1, numbers(1))
+        raise KeyError("of the user's")
+    assert "failed as well" in caplog.text
+
+
+def test_restore_says_what_is_missing(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as steps:
+        assert steps.restore(numbers(0)) is None
+        with pytest.raises(CheckpointNotFoundError, match="step-00000009"):
+            steps.restore(numbers(0), 9)
+        for bad in (-1, 1.5, True, None):
+            with pytest.raises(ValueError, match="step must be"):
+                steps.save(bad, numbers(0))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"keep_last": 0},
+        {"keep_every": -1},
+        {"best": "loss"},
+        {"save_interval_steps": 0},
+        {"save_interval_seconds": 0},
+        {"save_interval_seconds": float("nan")},
+    ],
+)
+def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        CheckpointManager(tmp_path, **arguments)
+    with pytest.raises(TypeError):
+        CheckpointManager(tmp_path, options={"timeout": 1})  # type: ignore[arg-type]
+
+
+# -- on ranks
+
+
+@pytest.mark.parametrize("own_folders", [False, True])
+def test_four_ranks_train_and_come_back(pool: RankPool, tmp_path: Path, own_folders: bool) -> None:
+    results = pool.run(cases.train_and_come_back, str(tmp_path), 4, own_folders, ranks=4)
+    for rank, found in enumerate(results):
+        assert found["nothing"] == (None, None, None)
+        assert found["steps"] == ([4, 10, 12], 12, 4)
+        assert found["restored None"] == (12, 12, (rank, 12))
+        assert found["restored 4"] == (4, 4, (rank, 4))
+        assert found["equal None"]
+        assert found["equal 4"]
+        assert list(found["folders"]) == ["step-00000004", "step-00000010", "step-00000012"]
+        metadata = [name for files in found["folders"].values() for name in files if name.endswith(".metadata")]
+        assert len(metadata) == (3 if rank == 0 or not own_folders else 0)
+
+
+def test_time_decides_alike_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(cases.due_by_time, str(tmp_path), 4, 0.2, 400, ranks=4)
+    assert all(due == results[0] for due in results)
+    assert len(results[0]) >= 3
+    assert folders(tmp_path) == results[0]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_sigterm_on_one_rank_saves_once_and_stops_all(pool: RankPool, tmp_path: Path, victim: int) -> None:
+    results = pool.run(cases.interrupted, str(tmp_path), 3, victim, ranks=3)
+    saved, last, latest = results[0]
+    assert results == [(saved, last, latest)] * 3
+    assert saved == [last] == [latest]
+    assert folders(tmp_path) == saved
+
+
+def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    for outcome in pool.run(cases.differing_arguments, str(tmp_path), 3, ranks=3):
+        assert outcome.error == "ValueError"
+        assert "must be the same on every rank: on rank 0 (1, " in outcome.message
+    for outcome in pool.run(cases.bad_arguments_on_one_rank, str(tmp_path), 3, ranks=3):
+        assert "keep_last must be None or at least 1" in outcome.message
+
+
+def test_a_missing_step_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    for outcome in pool.run(cases.missing_step, str(tmp_path), 3, ranks=3):
+        assert outcome.error == "CheckpointNotFoundError"
+        assert "step-00000077" in outcome.message
+
+
+def test_a_process_that_ends_without_close_has_saved(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, numpy as np\nfrom paddle_dist_ckpt import CheckpointManager\n"
+        "CheckpointManager(sys.argv[1]).save(3, {'x': np.ones(1000)})\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=env, timeout=60)
+    with CheckpointManager(tmp_path) as steps:
+        assert steps.latest_step() == 3
