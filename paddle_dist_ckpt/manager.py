@@ -177,7 +177,7 @@ class CheckpointManager:
         saved = save_with(
             self._ranks, state, step_folder(self._root, step), step, self._async_save, options, self._retain(step)
         )
-        self._last_step = step
+        self._last_step, self._decided = step, (step, False)  # to save a step twice would be of no use
         self._pending = saved if isinstance(saved, AsyncSave) else None
         if self._schedule is not None:
             self._schedule.saved(step)

@@ -131,15 +131,15 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
 
 
 def mixed_containers(paths: Iterable[str]) -> set[str]:
-    """The containers that these paths take for a dict here and for a list or tuple there."""
+    """The containers that these paths take for a dict here and for a list, a tuple or ranks' own values there."""
     leaves = set(paths)
-    if not any("/~l" in path or "/~t" in path for path in leaves):
+    if not any("/~l" in path or "/~t" in path or "/~r" in path for path in leaves):
         return set()
     kinds: dict[str, str] = {}
     mixed: set[str] = set()
     for path in leaves | containers_of(leaves):
         container, _, part = path.rpartition("/")
-        kind = part[:2] if part.startswith(("~l", "~t")) else "dict"
+        kind = part[:2] if part.startswith(("~l", "~t", "~r")) else "dict"
         if kinds.setdefault(container, kind) != kind:
             mixed.add(container)
     return mixed

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from ..errors import UnsupportedValueError
 from .naming import canonical_paths
 from .paths import ListIndex, Part, RankIndex, TupleIndex, join, parse_path, plain_key
@@ -200,6 +202,8 @@ def assign_all(
     if free:
         inner = [(path, opened.value) for path, opened in objects.items()]
         for path, value in (*zip(leaves.tensor_paths, leaves.tensors, strict=True), *inner):
+            if isinstance(value, np.ndarray):  # like a value, it is as it was stored
+                continue
             owner = owner_of(path if path not in objects else path.rpartition("/")[0], objects)
             if owner in free:
                 by_owner[owner].setdefault(path, value)

@@ -314,6 +314,7 @@ class _Loading:
         assert self._wishes is not None
         values = {path: from_jsonable(tree) for path, tree in self._answer.values}
         values |= {path: decode_value(json) for path, json in self._fit.targets.values().items()}
+        values |= self._fit.targets.arrays()
         for path in [path for path in values if is_own(path) and path not in self._wishes.values]:
             values[parent_of(path)] = PerRank(values.pop(path))
         paths = sorted(values)

@@ -118,7 +118,7 @@ class LoadCoordinator:
                         f"{ours.options[name]}; all ranks must pass the same"
                     )
         metadata = self._metadata = read_checkpoint(self._storage, ours.unique_id)
-        values = metadata.table.kinds[metadata.table.shard_tensor] == Kind.VALUE
+        values = metadata.table.kinds[metadata.table.shard_tensor] != Kind.TENSOR
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         hosts = {rank: request.folder.host for rank, request in self._requests.items() if request.folder is not None}
         sharing = Counter(hosts.values())
@@ -352,7 +352,7 @@ class Answering:
             odd[path] = self._what_is(path)
 
     def _answer_object(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
-        """All values at or below a path; the tensors there have to be wanted by themselves."""
+        """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
         below = [path] if path in self._values else self._below(path)
         if not below or (path in self._values and not _is_dict(self._values[path])):
             odd[path] = self._what_is(path)
@@ -361,7 +361,7 @@ class Answering:
             place = self._metadata.table.index.get(found)
             if place is None:
                 values[found] = self._values[found]
-            elif place in self._blobs:
+            elif place in self._blobs or self._metadata.table.kinds[place] == Kind.ARRAY:
                 tensors.add(place)
             elif place not in tensors:
                 odd[found] = self._what_is(found)

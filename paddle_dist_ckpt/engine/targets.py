@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, whole
 from ..core.columns import IntArray
-from ..core.dtypes import DTYPES, DType, can_cast, cast_array
+from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
 from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
 from ..core.per_rank import PerRank
@@ -45,17 +45,18 @@ class Wishes:
 def collect(leaves: Leaves, adapter: TensorAdapter) -> Wishes:
     """Look at a load's targets."""
     wishes = Wishes()
+    objects = {opened.path: opened for opened in leaves.objects}
+    free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
     for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+        if free and isinstance(value, np.ndarray) and owner_of(path, objects) in free:
+            continue
         try:
             wishes.tensors.add(path, adapter.view(value, path))
         except UnsupportedValueError as error:
             wishes.problems.append(str(error))
-    objects = {opened.path: opened for opened in leaves.objects}
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
-        owner = owner_of(path, objects) if objects else None
-        if owner is None or objects[owner].kind is not ObjectKind.FREE:
+        if not free or owner_of(path, objects) not in free:
             wishes.values[path] = _present(value)
-    free = [path for path, opened in objects.items() if opened.kind is ObjectKind.FREE]
     wishes.values.update(dict.fromkeys(free, "object"))
     wishes.has_objects = bool(objects)
     return wishes
@@ -108,7 +109,7 @@ class Targets:
         self._address: IntArray = np.array(tensors.addresses, np.int64)[rows]
         self.staged = np.zeros(len(rows), bool)
         self._without_addends()
-        self._add_values(left_out)
+        self._add_values(left_out, set(place.tolist()))
         self.shared = find_shared_memory(self)
 
     def __len__(self) -> int:
@@ -159,14 +160,15 @@ class Targets:
         for name in ("_owner", "tensor", "cell", "_address", "staged"):
             setattr(self, name, getattr(self, name)[rows])
 
-    def _add_values(self, left_out: Container[str]) -> None:
-        """Add a buffer for each value that is stored as an entry."""
-        values = np.flatnonzero(self._table.kinds == Kind.VALUE).tolist()
-        for t in (t for t in values if self._table.paths[t] not in left_out):
-            size = self._table.layouts[self._table.layout_of[t]].shape
-            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], size, True, (Piece(whole(size)),))
+    def _add_values(self, left_out: Container[str], wished: Container[int]) -> None:
+        """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
+        that it belongs to."""
+        values = np.flatnonzero(self._table.kinds != Kind.TENSOR).tolist()
+        for t in (t for t in values if t not in wished and self._table.paths[t] not in left_out):
+            shape, dtype = self._table.layouts[self._table.layout_of[t]].shape, self._table.dtypes[t]
+            geometry = Geometry(Kind(int(self._table.kinds[t])), dtype, shape, True, (Piece(whole(shape)),))
             self.cells.append((geometry, geometry.pieces[0]))
-            self._buffers[len(self)] = np.empty(size, np.uint8)
+            self._buffers[len(self)] = np.empty(shape, dtype.raw)
             self.tensor = np.append(self.tensor, t)
             self.cell = np.append(self.cell, len(self.cells) - 1)
             self.staged = np.append(self.staged, True)
@@ -214,8 +216,17 @@ class Targets:
 
     def values(self) -> Mapping[str, bytes]:
         """The values that were stored as entries, after they are read: JSON by path."""
-        rows = np.flatnonzero(self._owner < 0).tolist()
-        return {self.path(row): self._buffers[row].tobytes() for row in rows}
+        return {path: buffer.tobytes() for path, buffer, kind in self._added() if kind == Kind.VALUE}
+
+    def arrays(self) -> Mapping[str, Array]:
+        """The arrays of objects, after they are read, by path."""
+        return {path: buffer for path, buffer, kind in self._added() if kind == Kind.ARRAY}
+
+    def _added(self) -> Iterator[tuple[str, Array, int]]:
+        for row in np.flatnonzero(self._owner < 0).tolist():
+            tensor = self.tensor[row]
+            buffer = self._buffers[row].view(arithmetic_dtype(self._table.dtypes[tensor]))
+            yield self._table.paths[tensor], buffer, int(self._table.kinds[tensor])
 
     def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:
         """The consumer of a part.

@@ -19,8 +19,8 @@ from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.formats.names import parse_data_file
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank
+from test.engine.background import options, version_in, versions
 from test.engine.helpers import age, save_on
-from test.engine.test_async_save import options, version_in, versions
 
 RANKS = 2
 LONG = 30.0
@@ -69,7 +69,7 @@ def save_for_ever(rank: int, folder: Path, notes: Path) -> None:
 def two_ranks(folder: Path, notes: Path) -> Iterator[list[multiprocessing.process.BaseProcess]]:
     """Two processes that save for ever."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test.engine.test_async_save"])
+    context.set_forkserver_preload(["test.engine.background"])
     processes = [context.Process(target=save_for_ever, args=(rank, folder, notes)) for rank in range(RANKS)]
     for process in processes:
         process.start()

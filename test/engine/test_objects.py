@@ -18,7 +18,8 @@ from paddle_dist_ckpt import (
     rebuild_metadata,
     verify,
 )
-from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks, shard_array
 from test.engine.helpers import all_ok
 
 
@@ -94,6 +95,30 @@ def test_an_object_and_its_state_dict_are_the_same_on_disk(tmp_path: Path) -> No
     assert state["order"] == {"0": "a", "1": "b", "2": "c"}
 
 
+def test_arrays_of_an_object_are_as_they_were_stored(tmp_path: Path) -> None:
+    saved(2, lambda rank: {"loader": Loader(7, "cab", np.arange(1000))}, tmp_path)
+    for target, _ in all_ok(loaded(2, lambda rank: {"loader": Loader(1, "x", [5])}, tmp_path)):
+        assert target["loader"].mean.tolist() == list(range(1000)), "whatever its size was"
+        assert target["loader"].mean.dtype == np.float64
+    arrays = {"half": np.ones(2, np.float16), "none": np.zeros((0, 3), np.int8), "flags": np.array(True)}
+
+    class Holder(Loader):
+        state: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(arrays) if self.state is None else {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    saved(1, lambda rank: {"holder": Holder()}, tmp_path)
+    holder = Holder()
+    all_ok(loaded(1, lambda rank: {"holder": holder}, tmp_path))
+    for name, array in arrays.items():
+        assert holder.state[name].tolist() == array.tolist()
+        assert (holder.state[name].dtype, holder.state[name].shape) == (array.dtype, array.shape)
+
+
 def test_objects_in_lists_and_in_objects(tmp_path: Path) -> None:
     def state(name: str, *positions: int) -> dict[str, Any]:
         first, second = (Loader(position) for position in positions)
@@ -137,7 +162,8 @@ def test_a_missing_object_is_a_mismatch_and_nothing_is_set(tmp_path: Path) -> No
 
 
 def test_a_stored_tensor_that_the_object_lacks_is_a_mismatch(tmp_path: Path) -> None:
-    saved(1, lambda rank: {"loader": {"position": 1, "order": {}, "mean": np.ones(3), "more": np.ones(2)}}, tmp_path)
+    more = shard_array(np.ones(2), [Box((0,), (2,))])
+    saved(1, lambda rank: {"loader": {"position": 1, "order": {}, "mean": np.ones(3), "more": more}}, tmp_path)
     (error,) = loaded(1, lambda rank: {"loader": Loader()}, tmp_path)
     assert isinstance(error, StateDictMismatchError)
     assert "loader.more: the state_dict has no such entry in its object" in str(error)
@@ -240,6 +266,12 @@ def test_an_own_value_against_another(tmp_path: Path) -> None:
     text = str(errors[0])
     assert "a: the state_dict has a value, in the checkpoint it is a container" in text
     assert "b: the state_dict has a PerRank, in the checkpoint it is a value" in text
+
+
+def test_own_values_and_others_do_not_mix(tmp_path: Path) -> None:
+    errors = run_ranks(2, lambda rank: rank.save({"g": {"x": 1} if rank.rank else PerRank(1)}, tmp_path))
+    assert all(isinstance(error, UnsupportedValueError) for error in errors)
+    assert "g" in str(errors[0])
 
 
 def test_none_takes_this_ranks_own(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ def test_to_ask_twice_about_a_step_does_not_matter(tmp_path: Path) -> None:
             asked.append(
                 (steps.should_save(step), steps.should_save(step), steps.save(step, numbers(step)) is not None)
             )
+        assert not steps.should_save(39)
+        assert steps.save(39, numbers(39)) is None
     assert all(first == second == saved for first, second, saved in asked)
     assert 2 <= sum(saved for _, _, saved in asked) <= 5
 
