@@ -69,12 +69,14 @@ class Trainer:
         return {"model": self.model, "optimizer": self.optimizer, "lr": self.scheduler, "step": step}
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the same as tensors and values, to be compared. The tensors are the live ones, not copies."""
+        """Return the same as tensors and values under the keys of a checkpoint, to be compared. Nothing is copied."""
+        model = self.model.state_dict()
+        keys = {parameter.name: key for key, parameter in model.items()}
         optimizer = self.optimizer.state_dict()
-        optimizer.pop("LR_Scheduler", None)  # it is kept under "lr"
+        schedule = optimizer.pop("LR_Scheduler")
         return {
-            "model": self.model.state_dict(),
-            "optimizer": optimizer,
+            "model": model,
+            "optimizer": {**{_key_of(name, keys): x for name, x in optimizer.items()}, "LR_Scheduler": schedule},
             "lr": self.scheduler.state_dict(),
             "step": step,
         }
@@ -83,6 +85,12 @@ class Trainer:
         rows = [dist.Shard(0), dist.Replicate()]
         inputs, targets = (dist.shard_tensor(paddle.to_tensor(each), self.mesh, rows) for each in (inputs, targets))
         return language_loss(self.model(inputs), targets)
+
+
+def _key_of(name: str, parameters: Mapping[str, str]) -> str:
+    """Return the key of an optimizer's variable: ``head.weight.moment1`` for ``linear_12.w_0.dist_moment1_0``."""
+    parameter = max((each for each in parameters if name.startswith(each + "_")), key=len)
+    return f"{parameters[parameter]}.{name[len(parameter) + 1 :].rpartition('_')[0]}"
 
 
 def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -310,7 +310,7 @@ def _check_paths(state: GlobalState, merging: _Merging, empty: Collection[str], 
     ]
     leaves = set(merging.index) | set(state.value_owner)
     problems += [
-        f"{plain_key(path)}: a dict on one rank, a list or tuple on another, or a list here and a tuple there"
+        f"{plain_key(path)}: a dict on one rank, and on another a list, a tuple or ranks' own values"
         for path in sorted(mixed_containers(leaves))
     ]
     for container in sorted(containers_of(leaves) & leaves):
