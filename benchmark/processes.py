@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _ANSWER_SECONDS = 900.0
 _EXIT_SECONDS = 10.0
 _LOG_LINES = 20
+_WORKER = "benchmark.worker"
 
 
 class BenchmarkError(Exception):
@@ -34,9 +35,10 @@ class Ranks:
         peer: Its name.
         python: The interpreter of the environment that the peer is installed in.
         logs: Folder for what the processes print.
+        module: What the processes run: one that calls :func:`benchmark.worker.serve`.
     """
 
-    def __init__(self, peer: str, python: Path, logs: Path) -> None:
+    def __init__(self, peer: str, python: Path, logs: Path, module: str = _WORKER) -> None:
         self.peer = peer
         self._logs = [logs / f"{peer}-{rank}.log" for rank in range(WORLD_SIZE)]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -50,7 +52,7 @@ class Ranks:
             options = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    [str(python), "-m", "benchmark.worker", *options],
+                    [str(python), "-m", module, *options],
                     cwd=ROOT,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -116,17 +118,18 @@ class Ranks:
 
 
 @contextmanager
-def started(pythons: dict[str, Path], logs: Path) -> Iterator[list[Ranks]]:
+def started(pythons: dict[str, Path], logs: Path, module: str = _WORKER) -> Iterator[list[Ranks]]:
     """The ranks of all peers, started; they end with the block.
 
     Args:
         pythons: For each peer, the interpreter of its environment.
         logs: Folder for what the processes print.
+        module: See :class:`Ranks`.
     """
     peers: list[Ranks] = []
     try:
         for peer, python in pythons.items():
-            peers.append(Ranks(peer, python, logs))
+            peers.append(Ranks(peer, python, logs, module))
             peers[-1].do("start")
         yield peers
     finally:

@@ -1,12 +1,12 @@
-"""Ratios of what was measured side by side."""
+"""Medians with their intervals, and ratios of what was measured side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["median_of", "paired_ratio"]
+__all__ = ["median_interval", "median_of", "paired_ratio"]
 
 _RESAMPLES = 4000
 
@@ -19,9 +19,11 @@ def median_of(samples: Mapping[int, float]) -> float:
 def paired_ratio(samples: Mapping[int, float], base: Mapping[int, float]) -> tuple[float, float, float] | None:
     """The median over the common rounds of the ratio within a round, and its 95 % percentile bootstrap interval."""
     rounds = sorted(samples.keys() & base.keys())
-    if not rounds:
-        return None
-    ratios = np.array([samples[i] / base[i] for i in rounds])
-    drawn = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))
+    return median_interval([samples[i] / base[i] for i in rounds]) if rounds else None
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and its 95 % percentile bootstrap interval."""
+    drawn = np.random.default_rng(0).choice(np.array(values), (_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
+    return float(np.median(values)), float(low), float(high)

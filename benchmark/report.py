@@ -12,7 +12,7 @@ from benchmark.goals import goals_table
 from benchmark.ratios import median_of, paired_ratio
 from benchmark.schedule import JOBS, Peer
 
-__all__ = ["Results", "as_json", "as_markdown"]
+__all__ = ["Results", "as_json", "as_markdown", "duration", "table"]
 
 _FEWEST_FOR_INTERVAL = 3
 _STATES = {
@@ -96,7 +96,7 @@ def as_markdown(results: Results) -> str:
         lines += ["", f"## {_STATES[state]}", "", *_time_table(results, state)]
     if results.memory:
         lines += ["", "## Memory that a call needs beyond the tensors", "", *_memory_table(results)]
-    lines += ["", "## Goals", "", *_table(*goals_table(results.seconds, results.memory))]
+    lines += ["", "## Goals", "", *table(*goals_table(results.seconds, results.memory))]
     return "\n".join([*lines, "", "## How it was measured", "", _NOTES, ""])
 
 
@@ -106,13 +106,13 @@ def _time_table(results: Results, state: str) -> list[str]:
         ours = results.seconds.get((state, work, "ours"))
         cells = [_time_cell(results.seconds.get((state, work, peer.name)), ours) for peer in results.peers]
         rows.append([work, *cells])
-    return _table(["", *(peer.title for peer in results.peers)], rows)
+    return table(["", *(peer.title for peer in results.peers)], rows)
 
 
 def _time_cell(samples: Mapping[int, float] | None, ours: Mapping[int, float] | None) -> str:
     if not samples:
         return "–"
-    median = _duration(median_of(samples))
+    median = duration(median_of(samples))
     ratio = paired_ratio(samples, ours) if ours and samples is not ours else None
     if ratio is None:
         return median
@@ -120,7 +120,8 @@ def _time_cell(samples: Mapping[int, float] | None, ours: Mapping[int, float] | 
     return f"{median}: {middle:.3g}x" + (f" ({low:.3g} to {high:.3g})" if len(samples) >= _FEWEST_FOR_INTERVAL else "")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as a reader wants them."""
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -137,9 +138,10 @@ def _memory_table(results: Results) -> list[str]:
             peak, kept = (np.median([sample[kind] for sample in samples]) / 2**20 for kind in ("peak", "kept"))
             cells.append(f"{peak:.0f} MiB, {max(0, kept):.0f} MiB kept")
         rows.append([f"state {state}: {work}", *cells])
-    return _table(["most at any moment, worse rank", *(peer.title for peer in peers)], rows)
+    return table(["most at any moment, worse rank", *(peer.title for peer in peers)], rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, all but its first column aligned to the right."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]

@@ -46,16 +46,16 @@ class Run:
     def measure(self, state: str) -> None:
         """Everything about one state."""
         for peer in self._plan.peers:
-            _say(f"state {state}: {peer.title} gets ready")
+            say(f"state {state}: {peer.title} gets ready")
             self._peers[peer.name].do("build", state=state, layouts=LAYOUTS[state])
             self._peers[peer.name].do("save", path=str(self._checkpoint(peer)), memory=False)
         self._unchecked = {(peer.name, layout) for peer in self._plan.peers for layout in LAYOUTS[state]}
         for peer, job in self._plan.warm_up(state):
-            _say(f"state {state}: warm-up: {peer.title}: {job.works[0]}")
+            say(f"state {state}: warm-up: {peer.title}: {job.works[0]}")
             self._do(peer, job)
         for i, jobs in enumerate(self._plan.in_rounds(state)):
             for peer, job in jobs:
-                _say(f"state {state}: round {i + 1} of {self._plan.rounds}: {peer.title}: {job.works[0]}")
+                say(f"state {state}: round {i + 1} of {self._plan.rounds}: {peer.title}: {job.works[0]}")
                 for work, answers in self._do(peer, job):
                     self._record(i, (state, work, peer.name), answers)
         if state == "A":
@@ -102,7 +102,7 @@ class Run:
             if peer.name in PROBES:
                 continue
             for job in (job for job in JOBS if job.state == "A" and not job.idle):
-                _say(f"memory: {peer.title}: {job.works[0]}")
+                say(f"memory: {peer.title}: {job.works[0]}")
                 for _ in range(_MEMORY_ROUNDS):
                     answers = self._call(peer, job, memory=True)
                     worse = max(answers, key=lambda answer: answer["peak"])
@@ -140,7 +140,8 @@ def _check_space(folder: Path, nbytes: int) -> None:
         raise BenchmarkError(f"{folder} has {free / 1e9:.1f} GB free, and {nbytes / 1e9:.0f} GB are needed")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Show what is going on, if somebody looks."""
     if sys.stderr.isatty():
         print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)
 
@@ -173,7 +174,7 @@ def run(args: argparse.Namespace) -> Results:
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=args.scratch or args.out) as folder:
         scratch = Path(folder)
         results = Results(machine.describe(scratch), {}, settings, peers)
-        _say("starting the ranks")
+        say("starting the ranks")
         with started(pythons, scratch) as all_ranks:
             results.versions = {k: v for ranks in all_ranks for k, v in ranks.do("versions")[0].items()}
             this_run = Run(plan, {ranks.peer: ranks for ranks in all_ranks}, scratch, results)
@@ -182,9 +183,9 @@ def run(args: argparse.Namespace) -> Results:
             for state in args.states:
                 this_run.measure(state)
             if large:
-                _say("memory for a state of 4 GB")
+                say("memory for a state of 4 GB")
                 this_run.measure_large()
-    _say("")
+    say("")
     return results
 
 

@@ -136,8 +136,8 @@ def _give_back_memory() -> None:
         trim(0)
 
 
-def main() -> None:
-    """Serve until told to quit, or until the runner is gone."""
+def serve(kind: type[Worker]) -> None:
+    """Do commands until told to quit, or until the runner is gone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--peer", required=True)
     parser.add_argument("--rank", type=int, required=True)
@@ -150,7 +150,7 @@ def main() -> None:
         command = json.loads(line)
         try:
             if command["do"] == "start":
-                worker, answer = Worker(args.peer, args.rank, socket.socket(fileno=args.barrier)), None
+                worker, answer = kind(args.peer, args.rank, socket.socket(fileno=args.barrier)), None
             else:
                 answer = getattr(worker, command.pop("do"))(**command)
             reply = {"answer": answer}
@@ -162,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

@@ -92,13 +92,13 @@ class CheckpointManager:
             self._root = Path(root)
             self._retention = Retention(keep_last, keep_every, best)
             _check_intervals(save_interval_steps, save_interval_seconds)
+            if save_on_sigterm and threading.current_thread() is not threading.main_thread():
+                raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
             self._agree(session, "the manager's arguments", repr(arguments))
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
-        self._schedule: Schedule | None = None
-        if save_interval_seconds is not None or save_on_sigterm:
-            channel = self._ranks.hub.channel(f"steps of {self._root.name}")
-            self._schedule = Schedule(channel, self._options.timeout, interval_seconds=save_interval_seconds)
+        self._seconds = save_interval_seconds
+        self._schedule = self._new_schedule() if save_interval_seconds is not None or save_on_sigterm else None
         self._steps = Steps(self._root, _NOTE)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: list[int] = []
@@ -132,16 +132,19 @@ class CheckpointManager:
         """Whether a rank got SIGTERM, and the save that it asked for is due by now or done: time to leave the loop."""
         return self._schedule is not None and self._schedule.stopping
 
+    def _new_schedule(self) -> Schedule:
+        channel = self._ranks.hub.channel(f"steps of {self._root.name}")
+        return Schedule(channel, self._options.timeout, interval_seconds=self._seconds)
+
     def _catch_sigterm(self) -> Callable[[], None]:
-        schedule = self._schedule
-        assert schedule is not None
         previous = signal.getsignal(signal.SIGTERM)
 
         def restore() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            schedule.request("SIGTERM")
+            if self._schedule is not None:
+                self._schedule.request("SIGTERM")
             restore()
 
         signal.signal(signal.SIGTERM, handle)
@@ -254,6 +257,9 @@ class CheckpointManager:
                 return None
             load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options or LoadOptions())
         self._last_step = chosen
+        if self._schedule is not None and self._decided is not None:  # the steps begin anew
+            self._schedule.close()
+            self._schedule, self._decided = self._new_schedule(), None
         return chosen
 
     @contextmanager

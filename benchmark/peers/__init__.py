@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from benchmark.states import Array, TensorSpec
 
-__all__ = ["Peer", "peer_named"]
+__all__ = ["TRAINING_BATCH", "TRAINING_WIDTH", "AsyncPeer", "Peer", "Pending", "peer_named"]
+
+TRAINING_WIDTH, TRAINING_BATCH = 768, 128
+"""Of the three layers that are trained while a save goes on: 7 MB of weights, about 15 ms a step."""
 
 
 class Peer(Protocol):
@@ -39,6 +42,29 @@ class Peer(Protocol):
 
     def load(self, state: Any, path: Path) -> float | None:
         """Fill the state from a folder; returns as :meth:`save` does."""
+
+
+class Pending(Protocol):
+    """A save that goes on in the background."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def result(self) -> Any:
+        """Wait until it has ended; raises what went wrong."""
+
+
+class AsyncPeer(Peer, Protocol):
+    """What a peer's module offers if it saves in the background too."""
+
+    def start_save(self, state: Any, path: Path) -> Pending:
+        """Begin to save into a folder that does not exist yet; the state may change once this returns."""
+
+    def copier(self, state: Any) -> Callable[[], None]:
+        """Makes what copies all of this rank's part into memory that it already has: what a snapshot needs at least."""
+
+    def trainer(self) -> Callable[[bool], bool]:
+        """Makes what does one step of a training and tells whether its argument was true on all ranks."""
 
 
 def peer_named(name: str) -> Peer:

@@ -89,6 +89,22 @@ def interrupted(root: str, ranks: int, victim: int) -> tuple[list[int], int, int
     return saved, step, latest
 
 
+def due_after_going_back(root: str, ranks: int) -> list[list[int]]:
+    """The steps that are due by time before and after a return to an early step."""
+    due = []
+    with manager(root, ranks, save_interval_seconds=0.1) as steps:
+        steps.save(1, {"step": 1}, force=True)
+        for first in (2, 0):
+            found = []
+            for step in range(first, first + 300):
+                time.sleep(0.002)
+                if steps.save(step, {"step": step}) is not None:
+                    found.append(step)
+            due.append(found)
+            steps.restore({"step": 0}, 1)
+    return due
+
+
 def differing_arguments(root: str, ranks: int) -> Outcome:
     """Make managers that do not agree."""
     return outcome_of(lambda: manager(root, ranks, keep_last=1 + dist.get_rank()))

@@ -224,6 +224,21 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
         CheckpointManager(tmp_path, options={"timeout": 1})  # type: ignore[arg-type]
 
 
+def test_sigterm_needs_the_main_thread(tmp_path: Path) -> None:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            CheckpointManager(tmp_path, save_on_sigterm=True)
+        except ValueError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
+
+
 # -- on ranks
 
 
@@ -247,6 +262,12 @@ def test_time_decides_alike_on_all_ranks(pool: RankPool, tmp_path: Path) -> None
     assert all(due == results[0] for due in results)
     assert len(results[0]) >= 3
     assert folders(tmp_path) == results[0]
+
+
+def test_time_decides_soon_after_a_return_to_an_early_step(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(cases.due_after_going_back, str(tmp_path), 3, ranks=3)
+    assert all(due == results[0] for due in results)
+    assert all(len(due) >= 2 and due[0] < 250 for due in results[0])
 
 
 @pytest.mark.parametrize("victim", [0, 2])
