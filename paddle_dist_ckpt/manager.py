@@ -14,16 +14,17 @@ import dataclasses
 import json
 import logging
 import math
+import operator
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal
 
 from .control.schedule import Schedule
+from .control.sigterm import on_sigterm
 from .core.ports import ControlSession
 from .core.reports import SaveReport
 from .engine.async_save import AsyncSave
@@ -85,11 +86,13 @@ class CheckpointManager:
         self._options = options or SaveOptions()
         if not isinstance(self._options, SaveOptions):
             raise TypeError(f"options must be SaveOptions, not {type(options).__name__}")
+        if not isinstance(async_save, bool):
+            raise TypeError(f"async_save must be a bool, not {async_save!r}")
         self._ranks = connect(process_group, coordinator_rank, self._options.no_dist, self._options.timeout)
         self._async_save = async_save
         arguments = (keep_last, keep_every, best, save_interval_steps, save_interval_seconds, save_on_sigterm)
         with self._session("CheckpointManager") as session:
-            self._root = Path(root)
+            self._root = Path(os.path.abspath(root))  # the working directory may change
             self._retention = Retention(keep_last, keep_every, best)
             _check_intervals(save_interval_steps, save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
@@ -106,7 +109,7 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._pending: AsyncSave | None = None
         self._closed = False
-        self._restore_signal = self._catch_sigterm() if save_on_sigterm else _nothing
+        self._end_of_sigterm = on_sigterm(self._request_stop) if save_on_sigterm else _nothing
 
     # -- when
 
@@ -116,12 +119,12 @@ class CheckpointManager:
         It waits for nobody, and takes microseconds; where time or a signal decides, the coordinator has announced the
         decision to the others before they come to the step.
         """
+        step = _checked_step(step)
         if self._decided is None or self._decided[0] != step:
             self._decided = (step, self._is_due(step))
         return self._decided[1]
 
     def _is_due(self, step: int) -> bool:
-        _check_step(step)
         announced = self._schedule is not None and self._schedule.is_due(step)
         if step == self._last_step:
             return False
@@ -136,19 +139,9 @@ class CheckpointManager:
         channel = self._ranks.hub.channel(f"steps of {self._root.name}")
         return Schedule(channel, self._options.timeout, interval_seconds=self._seconds)
 
-    def _catch_sigterm(self) -> Callable[[], None]:
-        previous = signal.getsignal(signal.SIGTERM)
-
-        def restore() -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self._schedule is not None:
-                self._schedule.request("SIGTERM")
-            restore()
-
-        signal.signal(signal.SIGTERM, handle)
-        return restore
+    def _request_stop(self) -> None:
+        if self._schedule is not None:
+            self._schedule.request("SIGTERM")
 
     # -- save
 
@@ -172,6 +165,7 @@ class CheckpointManager:
         """
         if self._closed:
             raise CheckpointError("the manager is closed")
+        step = _checked_step(step)
         due = self.should_save(step)
         if not (due or force):
             return None
@@ -274,8 +268,7 @@ class CheckpointManager:
             self._reading.extend(marked)
             return found
 
-        if step is not None:
-            _check_step(step)
+        step = None if step is None else _checked_step(step)
         try:
             yield self._ask("restore" if step is None else f"restore step {step}", choose)
         finally:
@@ -304,7 +297,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        self._restore_signal()
+        self._end_of_sigterm()
         if self._schedule is not None:
             self._schedule.close()
         self.wait()
@@ -353,18 +346,23 @@ def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, 
     return {rank: message if first[folder] == rank else other for rank, folder in folders.items()}
 
 
-def _check_step(step: int) -> None:
-    if type(step) is not int or step < 0:
+def _checked_step(step: int) -> int:
+    if not _is_integer(step) or step < 0:
         raise ValueError(f"step must be an integer from 0, not {step!r}")
+    return operator.index(step)
 
 
 def _check_intervals(steps: int | None, seconds: float | None) -> None:
-    if steps is not None and (type(steps) is not int or steps < 1):
+    if steps is not None and (not _is_integer(steps) or steps < 1):
         raise ValueError(f"save_interval_steps must be None or at least 1, not {steps!r}")
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
+
+
+def _is_integer(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _nothing() -> None:

@@ -48,6 +48,8 @@ def save_with(
     with ExitStack() as opened:
         session = opened.enter_context(ranks.hub.session(kind, options.timeout))
         unique_id = checked_id(unique_id)  # here, so that the other ranks hear of it
+        if not isinstance(in_background, bool):
+            raise TypeError(f"async_save must be a bool, not {in_background!r}")
         memory = ranks.memory.setdefault("save", SaveMemory())
         context = Context(as_storage(path), session, ranks.transport, PaddleAdapter(ranks.rank), memory)
         if in_background:

@@ -143,11 +143,12 @@ class _Flattening:
             if kind is ObjectKind.OPTIMIZER:
                 optimizers.append(path)
             leaves.objects.append(OpenedObject(path, value, kind, state))
-            if state:
-                self.add(path, state.items(), depth + 1)
+            below = self._children(path, state, depth)
+            if below is not None:
+                self.add(path, below, depth + 1)
             else:
                 leaves.value_paths.append(path)
-                leaves.values.append({})
+                leaves.values.append(dict(state))
         if optimizers:
             canonical = canonical_paths(leaves.tensor_paths, self._adapter.names(leaves.tensors))
             for i, old in enumerate(leaves.tensor_paths):

@@ -353,7 +353,8 @@ class Answering:
 
     def _answer_object(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
         """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
-        below = [path] if path in self._values else self._below(path)
+        whole = path in self._values or self._metadata.table.index.get(path) in self._blobs
+        below = [path] if whole else self._below(path)
         if not below or (path in self._values and not _is_dict(self._values[path])):
             odd[path] = self._what_is(path)
             return

@@ -32,10 +32,17 @@ from .threads import run_all
 __all__ = ["WINDOW_BYTES", "DataFileWriter", "Snapshot", "Tensors"]
 
 WINDOW_BYTES = 2 << 20
+_SNAPSHOT_WINDOW_BYTES = 4 * WINDOW_BYTES  # needs no memory, and interrupts training less often
 
 
 class Contents(Protocol):
-    """The data section of a file, a window at a time."""
+    """The data section of a file, a window at a time.
+
+    Attributes:
+        window_bytes: The size of a window; a multiple of ``WINDOW_BYTES``.
+    """
+
+    window_bytes: int
 
     def window(self, start: int, stop: int, hashes: npt.NDArray[np.uint64]) -> AbstractContextManager[Bytes1D]:
         """Bytes ``start:stop``. The digests of the blocks that begin in them are put into ``hashes``."""
@@ -80,12 +87,12 @@ class DataFileWriter:
         """
 
         def write_window(start: int) -> None:
-            stop = min(start + WINDOW_BYTES, span.stop)
+            stop = min(start + contents.window_bytes, span.stop)
             with contents.window(start, stop, self._hashes) as window:
                 self._file.write(window, layout.data_start + start)
             progress(stop - start)
 
-        starts = range(span.start, span.stop, WINDOW_BYTES)
+        starts = range(span.start, span.stop, contents.window_bytes)
         run_all((functools.partial(write_window, start) for start in starts), threads, check)
 
     def finish(self, layout: FileLayout) -> FileInfo:
@@ -118,6 +125,8 @@ class Tensors:
         sources: Where the bytes of each are.
         threads: How many windows are looked at at once.
     """
+
+    window_bytes = WINDOW_BYTES
 
     def __init__(self, table: FileTable, sources: Sequence[Source], threads: int) -> None:
         self._table, self._sources, self._buffers = table, sources, Buffers(threads)
@@ -190,6 +199,8 @@ class Snapshot:
         memory: The data section from byte ``start`` on; it begins at a page.
         start: A multiple of ``WINDOW_BYTES``.
     """
+
+    window_bytes = _SNAPSHOT_WINDOW_BYTES
 
     def __init__(self, table: FileTable, memory: Bytes1D, start: int) -> None:
         self._table, self._memory, self._start = table, memory, start

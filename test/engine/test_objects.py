@@ -179,6 +179,30 @@ def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
     assert "odd: state_dict() of this Odd returned a list" in str(error)
 
 
+@pytest.mark.parametrize("more", [0, 10_000])
+def test_a_state_dict_with_other_keys_is_a_value_or_refused(tmp_path: Path, more: int) -> None:
+    class Table:
+        def __init__(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[Any, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+    table, found = (
+        Table({None: 1, (2, 3): [4], 1.5: {"x": "y"}, b"k": None, **{(i,): i for i in range(more)}}),
+        Table({}),
+    )
+    all_ok(run_ranks(1, lambda rank: rank.save({"a": {"table": table}}, tmp_path)))
+    all_ok(run_ranks(1, lambda rank: rank.load({"a": {"table": found}}, tmp_path, options=options())))
+    assert found.state == table.state
+    (error,) = run_ranks(1, lambda rank: rank.save({"a": {"table": Table({None: np.ones(2)})}}, tmp_path / "b"))
+    assert isinstance(error, UnsupportedValueError)
+    assert "a.table: holds tensors, and has the key None" in str(error)
+
+
 def test_a_setter_that_raises_is_an_error_on_every_rank(tmp_path: Path) -> None:
     class Stubborn(Loader):
         def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from paddle_dist_ckpt import (
     SaveReport,
     load_state_dict,
     read_metadata,
+    save_state_dict,
 )
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
@@ -222,6 +224,69 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
         CheckpointManager(tmp_path, **arguments)
     with pytest.raises(TypeError):
         CheckpointManager(tmp_path, options={"timeout": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="async_save must be a bool"):
+        CheckpointManager(tmp_path, async_save="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="async_save must be a bool"):
+        save_state_dict(numbers(0), tmp_path, async_save="no")  # type: ignore[call-overload]
+
+
+def test_steps_and_intervals_may_be_numpy_integers(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=np.int64(2)) as steps:  # type: ignore[arg-type]
+        assert steps.save(np.int64(3), numbers(3)) is None  # type: ignore[arg-type]
+        steps.save(np.int64(4), numbers(4))  # type: ignore[arg-type]
+        steps.wait()
+        assert steps.restore(numbers(0), np.int64(4)) == 4  # type: ignore[arg-type]
+
+
+def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("run") as steps:
+        steps.save(1, numbers(1))
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        steps.save(2, numbers(2))
+        steps.wait()
+        assert steps.all_steps() == [1, 2]
+    assert folders(tmp_path / "run") == [1, 2]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_sigterm_reaches_all_managers_that_are_open(tmp_path: Path, first: int) -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        made = [CheckpointManager(tmp_path / str(i), save_on_sigterm=True) for i in range(3)]
+        made.pop(first).close()
+        signal.raise_signal(signal.SIGTERM)
+        for manager in made:
+            deadline = time.monotonic() + 10
+            step = 0
+            while not manager.stopping and time.monotonic() < deadline:
+                manager.should_save(step := step + 1)
+            assert manager.stopping
+        assert not called
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [1], "the second one is not the managers'"
+        for manager in made:
+            manager.close()
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [1, 1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_manager_that_is_closed_by_another_thread_swallows_no_sigterm(tmp_path: Path) -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        manager = CheckpointManager(tmp_path, save_on_sigterm=True)
+        thread = threading.Thread(target=manager.close)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_needs_the_main_thread(tmp_path: Path) -> None:
