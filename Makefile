@@ -25,11 +25,12 @@ lint: $(INSTALLED_DEV) ## check style and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 6 minutes)
+bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 9 minutes)
 	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.scale $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.bytes_read
 	$(PYTHON) -m benchmark.exchange $(BENCH_OPTIONS)
+	$(PYTHON) -m benchmark.async_save --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(BENCH_VENV)/bin/python -m benchmark.charts
 	$(PYTHON) -m benchmark.summary
 
