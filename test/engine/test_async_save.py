@@ -108,8 +108,8 @@ def check_rich(folder: Path, ranks: int) -> None:
 def test_what_was_there_at_the_call_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, bound: int | None
 ) -> None:
-    for module in ("file_save", "writer"):
-        monkeypatch.setattr(f"paddle_dist_ckpt.engine.{module}.WINDOW_BYTES", 8192)
+    for name in ("file_save.WINDOW_BYTES", "writer.Tensors.window_bytes", "writer.Snapshot.window_bytes"):
+        monkeypatch.setattr(f"paddle_dist_ckpt.engine.{name}", 8192)
     gate = Gate()
     user = {"step": [1]}
 
@@ -177,8 +177,8 @@ def layout_of(folder: Path) -> dict[str, bytes]:
 def test_its_files_are_those_of_a_synchronous_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int | None, parts: bool
 ) -> None:
-    for module in ("file_save", "writer"):
-        monkeypatch.setattr(f"paddle_dist_ckpt.engine.{module}.WINDOW_BYTES", 8192)
+    for name in ("file_save.WINDOW_BYTES", "writer.Tensors.window_bytes", "writer.Snapshot.window_bytes"):
+        monkeypatch.setattr(f"paddle_dist_ckpt.engine.{name}", 8192)
     if parts:
         split = datafile.split_in_parts
         monkeypatch.setattr(

@@ -53,8 +53,9 @@ INFO = DataFileInfo(
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of two pages, so that small files have many."""
-    monkeypatch.setattr(writer, "WINDOW_BYTES", WINDOW)
     monkeypatch.setattr(file_save, "WINDOW_BYTES", WINDOW)
+    for contents in (writer.Tensors, writer.Snapshot):
+        monkeypatch.setattr(contents, "window_bytes", WINDOW)
 
 
 @dataclass(frozen=True)
