@@ -32,7 +32,7 @@ from paddle_dist_ckpt.core.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, Piece, TensorView
 from paddle_dist_ckpt.engine.fit import Fit
-from paddle_dist_ckpt.engine.load_coordinator import Answering
+from paddle_dist_ckpt.engine.answering import Answering
 from paddle_dist_ckpt.engine.messages import (
     Description,
     Folder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,6 +73,9 @@ class LoadOptions:
         exchange: ``"auto"`` reads a file on every rank of a host that wants it, and sends data between ranks when some
             cannot reach the file or when several hosts want it; ``"always"`` reads each byte once in the whole job;
             ``"never"`` makes every rank read for itself.
+        key_map: Where wanted entries are stored, if not under their own keys: a mapping of wanted flat keys, or of
+            first parts of some (of which the longest counts), to stored ones; or a function of a wanted key that
+            returns the stored one. None instead of a key leaves the entry as it is.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
     """
 
@@ -82,10 +85,12 @@ class LoadOptions:
     cast: bool = False
     per_rank: Literal["refuse", "by_rank", "coordinator"] = "refuse"
     exchange: Literal["auto", "always", "never"] = "auto"
+    key_map: Mapping[str, str | None] | Callable[[str], str | None] | None = None
     progress: bool | None = None
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
+        _check_key_map(self.key_map)
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
         _check_bools(no_dist=self.no_dist, strict=self.strict, cast=self.cast)
@@ -95,6 +100,16 @@ class LoadOptions:
 def _check_timeout(timeout: float) -> None:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST_TIMEOUT:
         raise ValueError(f"timeout must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT:,}, not {timeout!r}")
+
+
+def _check_key_map(key_map: object) -> None:
+    if key_map is None or callable(key_map):
+        return
+    if not isinstance(key_map, Mapping):
+        raise TypeError(f"key_map must be a mapping or a function, not {type(key_map).__name__}")
+    for wanted, stored in key_map.items():
+        if not isinstance(wanted, str) or not (stored is None or isinstance(stored, str)):
+            raise TypeError(f"key_map must have keys for keys (or None), not {wanted!r}: {stored!r}")
 
 
 def _check_bools(**options: bool) -> None:

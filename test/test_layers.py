@@ -18,7 +18,8 @@ _FORMATS = _PLANNING | {"storage"}
 _ENGINE = _FORMATS | {"planning", "control", "formats", "version"}
 _WIRING = _ENGINE | {"engine", "paddle_adapter"}
 _API = _WIRING | {"wiring"}
-_ABOVE = _API | {"api", "manager"}
+_CALLS = _API | {"api"}
+_ABOVE = _CALLS | {"drop_in", "manager", "one_call"}
 # What each part may import beside itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -33,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": _ENGINE,
     "wiring": _WIRING,
     "api": _API,
+    "drop_in": _CALLS,
     "manager": _API,
+    "one_call": _CALLS,
     "testing": _ABOVE,
     "cli": _ABOVE | {"testing"},
     "__main__": _ABOVE | {"testing", "cli"},

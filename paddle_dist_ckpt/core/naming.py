@@ -15,14 +15,33 @@ from typing import NamedTuple
 
 from .paths import join, plain_key
 
-__all__ = ["canonical_paths", "optimizer_key"]
+__all__ = [
+    "OptimizerVariable",
+    "canonical_paths",
+    "is_learning_rate",
+    "optimizer_key",
+    "parameters_of",
+    "structured_variables",
+    "table_name",
+    "variables_of_run",
+]
 
 _DIST = ".dist"
 _MASTER = "master_weight"
 _MASTERS = "/master_weights"
+_SHARDED_MASTER = "w_0"
+_LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
+_ACCUMULATOR = re.compile(r"([^\W\d]\w*?)(?:_\d+)?")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
 # What follows a parameter's name. A copy of the parameter has a name that continues likewise, but is another parameter.
 _REST = re.compile(rf"(?:_fp32_master{_NUMBER})?(?:_(?!deepcopy_\d)([^\W\d]\w*?){_NUMBER})?")
+
+
+class OptimizerVariable(NamedTuple):
+    """An optimizer's variable in terms of a state_dict: its parameter's path, and the accumulator's name."""
+
+    parameter: str
+    accumulator: str
 
 
 class _Variable(NamedTuple):
@@ -93,6 +112,64 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
     return {old: new for old, new in translated.items() if counts[new] == 1 and new not in taken}
 
 
+def parameters_of(paths: Sequence[str], names: Sequence[str | None]) -> dict[str, str]:
+    """The path of each parameter by its variable's name; the first one of several."""
+    return _find_parameters(paths, names)[0]
+
+
+def variables_of_run(
+    paths: Sequence[str], names: Sequence[str | None], table: Mapping[str, str] | None = None
+) -> dict[str, OptimizerVariable]:
+    """The optimizer variables among tensors whose keys are Paddle's own, which differ from run to run.
+
+    Args:
+        paths: Those of all tensors of a checkpoint or of a state_dict.
+        names: The framework's name of each tensor's variable, or None.
+        table: The path of each parameter by its variable's name, if these are to be taken from elsewhere.
+    """
+    if not any(map(_may_be_variable, paths)):
+        return {}
+    parameters, known = _find_parameters(paths, names) if table is None else (table, {})
+    found = _find_variables(paths, parameters, known)
+    return {
+        path: OptimizerVariable(parameters[variable.parameter], variable.accumulator) for path, _, variable in found
+    }
+
+
+def structured_variables(paths: Sequence[str], parameters: Iterable[str]) -> dict[str, OptimizerVariable]:
+    """The optimizer variables among tensors whose keys begin with their parameter's structured name.
+
+    Such keys are ``fc.weight.moment1``, and as optimizers' ``sharded_state_dict()`` has them ``fc.weight.moment1_0``
+    and, for master weights, ``fc.weight.w_0``. With the container's own name before them, ``d.fc.weight.moment1``, they
+    tell models apart.
+
+    Args:
+        paths: Those of tensors that may be such.
+        parameters: The paths of tensors that may be parameters. Several that have a name in common are left out.
+    """
+    places: dict[str, set[str]] = defaultdict(set)
+    for parameter in parameters:
+        key = _last(parameter)
+        places[key].add(parameter)
+        container = parameter.rpartition("/")[0]
+        if container:
+            places[f"{_last(container)}.{key}"].add(parameter)
+    found: dict[str, OptimizerVariable] = {}
+    for path in paths:
+        name, _, accumulator = _last(path).rpartition(".")
+        several = places.get(name)
+        match = _ACCUMULATOR.fullmatch(accumulator) if several is not None and len(several) == 1 else None
+        if match is not None and several is not None:
+            (parameter,) = several
+            found[path] = OptimizerVariable(parameter, _MASTER if accumulator == _SHARDED_MASTER else match[1])
+    return found
+
+
+def is_learning_rate(path: str) -> bool:
+    """Whether a path ends in the name that the learning rate of a static-graph program has."""
+    return _LEARNING_RATE.search(path) is not None
+
+
 def _may_be_variable(path: str) -> bool:
     """Whether a path may end in Paddle's own name of an optimizer variable. Many a state has none of these."""
     if path[-1:].isdigit() or path.endswith(_DIST):
@@ -103,7 +180,7 @@ def _may_be_variable(path: str) -> bool:
 def _parse(key: str, parameters: Mapping[str, object]) -> _Variable | None:
     end = key.rfind("_")
     while end > 0:
-        parameter = _lookup(key[:end], parameters)
+        parameter = table_name(key[:end], parameters)
         if parameter is not None:
             match = _REST.fullmatch(key, end)
             if match is not None:
@@ -112,8 +189,8 @@ def _parse(key: str, parameters: Mapping[str, object]) -> _Variable | None:
     return None
 
 
-def _lookup(name: str, parameters: Mapping[str, object]) -> str | None:
-    """A variable's name as the table has it: distributed or not."""
+def table_name(name: str, parameters: Mapping[str, object]) -> str | None:
+    """A variable's name as a table has it, distributed or not; None if it does not."""
     if name in parameters:
         return name
     other = name[: -len(_DIST)] if name.endswith(_DIST) else name + _DIST
@@ -159,7 +236,7 @@ def _find_variables(
         container, _, part = path.rpartition("/")
         key = part if "~" not in part else _last(path)
         if container.endswith(_MASTERS):
-            parameter = _lookup(key, parameters)
+            parameter = table_name(key, parameters)
             if parameter is not None:
                 found.append(_Found(path, container[: -len(_MASTERS)], _Variable(parameter, _MASTER)))
             continue

@@ -18,7 +18,7 @@ class ObjectKind(Enum):
 
     Attributes:
         FIXED: The entries that its state_dict has now, and no others.
-        OPTIMIZER: Likewise; its entries are named after the parameters.
+        OPTIMIZER: Likewise; its entries, but for parameters, are named after the parameters.
         FREE: All values and numpy arrays that are stored for it, whatever it has now; and the tensors that it has now.
     """
 

@@ -60,7 +60,9 @@ class Fit:
         }
         self.problems = wishes.problems + own.problems
         self._add_odd(wishes)
-        self.targets = Targets(wishes, self._table, cast, answer.stored, own.others)
+        self.left = [f"{plain_key(path)}: {reason}" for path, reason in answer.left.items()]
+        elsewhere = {**answer.stored, **dict.fromkeys((*answer.odd, *answer.left))}
+        self.targets = Targets(wishes, self._table, cast, elsewhere, own.others)
         self.problems += self.targets.problems
         self._plan()
 

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..core.metadata import FileInfo
-from ..core.naming import canonical_paths
+from ..core.naming import variables_of_run
 from ..core.paths import is_own, plain_key
 from ..core.per_rank import PerRank
 from ..core.ports import CollectiveWatch
@@ -33,6 +33,7 @@ from ..core.values import decode_value, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..formats.datafile import read_header
 from ..options import LoadOptions
+from . import key_map
 from .batch import read_batches
 from .context import Context
 from .exchange import Exchange
@@ -56,7 +57,7 @@ from .messages import (
 from .own_values import OwnValues, parent_of
 from .progress import Progress
 from .reader import OpenFile, read_entries
-from .targets import Wishes, collect
+from .targets import Wishes, all_paths, collect
 from .threads import io_threads
 from .watched import WatchedTransport
 
@@ -176,7 +177,7 @@ class _Loading:
                 if decision.objects:
                     session.gather_scatter("restore", self._restore_values, coordinator.restored)
                 else:
-                    self._restore(self._values, self._answer.odd)
+                    self._restore(self._values, self._untouched)
         except CheckpointError as error:
             error.args = (f"{error.args[0]}{self.warning}",)
             raise
@@ -186,14 +187,19 @@ class _Loading:
 
     def _request(self) -> bytes:
         if self._wishes is None:
-            self._wishes = collect(self._scan(), self._context.adapter)
+            leaves = self._scan()
+            self._moved, self._left = key_map.apply(self._options.key_map, all_paths(leaves))
+            self._wishes = collect(leaves, self._context.adapter, self._left)
         try:
             folder = self._context.folder()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
         tensors = self._wishes.tensors
-        canonical = canonical_paths(tensors.paths, tensors.names)
-        wanted = Wanted(tensors.paths, list(self._wishes.values.items()), canonical)
+        of_run = {
+            path: (found.parameter, found.accumulator)
+            for path, found in variables_of_run(tensors.paths, tensors.names).items()
+        }
+        wanted = Wanted(tensors.paths, list(self._wishes.values.items()), of_run, self._moved)
         choices = {name: str(getattr(self._options, name)) for name in ("exchange", "strict", "cast", "per_rank")}
         return encode(LoadRequest(self._unique_id, choices, folder, encode(wanted)))
 
@@ -212,7 +218,7 @@ class _Loading:
         unreachable: dict[str, str] = {}
         if self._options.exchange != "always" or len(self._session.ranks) == 1:
             unreachable = self._open(files, {name: fit.files[name] for name in needed})
-        self._skipped = fit.problems + own.left
+        self._skipped = fit.problems + own.left + fit.left
         staged = bool(fit.targets.staged.any())
         return encode(Needs(fit.problems, needed, unreachable, staged, self._wishes.has_objects))
 
@@ -284,6 +290,8 @@ class _Loading:
 
     @property
     def _threads(self) -> int:
+        if self._context.threads is not None:
+            return self._context.threads
         waits = any(opened.once for opened in self._opened.values())
         return io_threads(self._answer.ranks_on_host.get(self._session.rank, 1), waits)
 
@@ -313,8 +321,9 @@ class _Loading:
     def _collect_values(self) -> None:
         assert self._wishes is not None
         values = {path: from_jsonable(tree) for path, tree in self._answer.values}
-        values |= {path: decode_value(json) for path, json in self._fit.targets.values().items()}
-        values |= self._fit.targets.arrays()
+        targets, renamed = self._fit.targets, self._answer.renamed
+        entries = {path: decode_value(json) for path, json in targets.values().items()} | dict(targets.arrays())
+        values |= {path: value for stored, value in entries.items() for path in renamed.get(stored, [stored])}
         for path in [path for path in values if is_own(path) and path not in self._wishes.values]:
             values[parent_of(path)] = PerRank(values.pop(path))
         paths = sorted(values)
@@ -326,8 +335,13 @@ class _Loading:
         self._values = values
 
     def _restore_values(self) -> bytes:
-        self._restore(self._values, self._answer.odd)
+        self._restore(self._values, self._untouched)
         return b""
+
+    @property
+    def _untouched(self) -> set[str]:
+        """The paths of which nothing is loaded."""
+        return {*self._answer.odd, *self._answer.left, *self._left}
 
     def report(self, result: LoadResult) -> LoadReport:
         """What this rank tells its caller."""

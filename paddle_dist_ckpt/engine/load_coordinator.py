@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import bisect
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any
 
 import msgspec
-import numpy as np
 
-from ..core.codec import decode_metadata, table_to_record
-from ..core.columns import pack_column
+from ..core.codec import decode_metadata
 from ..core.metadata import Metadata
-from ..core.naming import canonical_paths
-from ..core.paths import is_own, plain_key
 from ..core.ports import ControlSession
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
 from ..formats.names import metadata_name
 from ..options import LoadOptions
 from ..storage.base import Storage
+from .answering import Answering
 from .commit import newest_id, nothing_text, save_of
 from .exchange_orders import ExchangePlanner
 from .messages import (
     Decision,
-    LoadAnswer,
     LoadRequest,
     LoadResult,
     Needs,
@@ -38,13 +30,11 @@ from .messages import (
     decode,
     encode,
 )
-from .own_values import parent_of
 
-__all__ = ["Answering", "LoadCoordinator", "check_sizes", "read_checkpoint"]
+__all__ = ["LoadCoordinator", "check_sizes", "read_checkpoint"]
 
 _RESTARTS = 3
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
-_MOST_HINTS = 20  # each costs a comparison with every key
 _ADVICE = "rebuild_metadata can make a damaged .metadata again; to load another checkpoint, give its unique_id"
 
 
@@ -268,184 +258,3 @@ def _raise_problems(by_rank: Mapping[int, Sequence[str]], where: str) -> None:
 def _missing_text(reasons: Mapping[str, str], more: str) -> str:
     lines = [f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]]
     return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
-
-
-class Answering:
-    """Looks up in one checkpoint what ranks want."""
-
-    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int]) -> None:
-        self._metadata, self._ranks_on_host = metadata, ranks_on_host
-        self._values: dict[str, Any] = dict(metadata.value_records)
-        self._paths = sorted([*metadata.table.paths, *self._values])
-        self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
-        self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
-        self._missing = 0
-        self.asked: set[str] = set()
-
-    def answer(self, wanted: Wanted) -> LoadAnswer:
-        """What the checkpoint has of a wish."""
-        index, paths = self._metadata.table.index, self._metadata.table.paths
-        tensors: set[int] = set()
-        values: dict[str, Any] = {}
-        odd: dict[str, str] = {}
-        stored: dict[str, str] = {}
-        for path in wanted.tensors:
-            place = index.get(path) if path not in wanted.canonical else None
-            if place is None:
-                place = self._place_of(path, wanted.canonical.get(path))
-                if place is not None and paths[place] != path:
-                    stored[path] = paths[place]
-            if place is not None and place not in self._blobs:
-                tensors.add(place)
-            else:
-                odd[path] = self._what_is(path)
-        for path, present in wanted.values:
-            self._answer_value(path, present, tensors, values, odd)
-        self.asked.update(paths[t] for t in tensors)
-        self.asked.update(values)
-        return self._assemble(sorted(tensors), values, odd, stored)
-
-    def _place_of(self, path: str, canonical: str | None) -> int | None:
-        """Where the tensor is that is wanted under a path, of which there is no tensor or which is not to be relied on.
-
-        Args:
-            path: The path.
-            canonical: What it is in terms that do not depend on the run, if the path does.
-        """
-        index = self._metadata.table.index
-        if canonical is None:
-            return self._by_canonical.get(path)
-        place = index.get(canonical, self._by_canonical.get(canonical))
-        if place is not None or path in self._canonical:
-            return place
-        return index.get(path)  # it is not known which parameter that is of, so only its name speaks for it
-
-    @cached_property
-    def _canonical(self) -> dict[str, str]:
-        """The stored tensors whose paths depend on the run that saved them, with what they are in other terms."""
-        return canonical_paths(self._metadata.table.paths, self._metadata.table.names)
-
-    @cached_property
-    def _by_canonical(self) -> dict[str, int]:
-        """Where the stored tensors are whose paths depend on the run, by what they are in other terms."""
-        index = self._metadata.table.index
-        return {canonical: index[path] for path, canonical in self._canonical.items()}
-
-    def _answer_value(
-        self, path: str, present: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]
-    ) -> None:
-        place = self._metadata.table.index.get(path)
-        if present == "object":
-            self._answer_object(path, tensors, values, odd)
-        elif present == "own":
-            self._answer_own(path, tensors, odd)
-        elif path in self._values:
-            if (present == "dict") != _is_dict(self._values[path]) and present != "none":
-                odd[path] = "a dict" if _is_dict(self._values[path]) else "a value that is no dict"
-            else:
-                values[path] = self._values[path]
-        elif place is not None and place in self._blobs:
-            tensors.add(place)
-        elif present == "none":
-            self._answer_subtree(path, tensors, values, odd)
-        elif present != "dict" or place is not None:  # an empty dict wants nothing
-            odd[path] = self._what_is(path)
-
-    def _answer_object(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
-        """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
-        whole = path in self._values or self._metadata.table.index.get(path) in self._blobs
-        below = [path] if whole else self._below(path)
-        if not below or (path in self._values and not _is_dict(self._values[path])):
-            odd[path] = self._what_is(path)
-            return
-        for found in below:
-            place = self._metadata.table.index.get(found)
-            if place is None:
-                values[found] = self._values[found]
-            elif place in self._blobs or self._metadata.table.kinds[place] == Kind.ARRAY:
-                tensors.add(place)
-            elif place not in tensors:
-                odd[found] = self._what_is(found)
-
-    def _answer_own(self, path: str, tensors: set[int], odd: dict[str, str]) -> None:
-        """What every rank has of its own at a path."""
-        below = self._below(path)
-        if not below or not all(is_own(found) and parent_of(found) == path for found in below):
-            odd[path] = self._what_is(path)
-            return
-        tensors.update(self._metadata.table.index[found] for found in below)
-
-    def _answer_subtree(self, path: str, tensors: set[int], values: dict[str, Any], odd: dict[str, str]) -> None:
-        """All that is below a path, if that is values alone."""
-        below = self._below(path)
-        index = self._metadata.table.index
-        held = [p for p in below if p in index and index[p] not in self._blobs]
-        if not below or held:
-            odd[path] = (
-                self._what_is(path) if not held else f"a container of tensors, such as {self._metadata.key(held[0])}"
-            )
-            return
-        for found in below:
-            if found in self._values:
-                values[found] = self._values[found]
-            else:
-                tensors.add(index[found])
-
-    def _below(self, path: str) -> list[str]:
-        first = bisect.bisect_left(self._paths, path + "/")
-        last = bisect.bisect_left(self._paths, path + "0")  # "0" is the character after "/"
-        return self._paths[first:last]
-
-    def _what_is(self, path: str) -> str:
-        place = self._metadata.table.index.get(path)
-        if path in self._values or place in self._blobs:
-            return "a value"
-        if place is not None:
-            table = self._metadata.table
-            shape = list(table.layouts[table.layout_of[place]].shape)
-            return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
-        if self._below(path):
-            return "a container"
-        self._missing += 1
-        return f"missing{self._hint(path) if self._missing <= _MOST_HINTS else ''}"
-
-    def _hint(self, path: str) -> str:
-        """Where what is wanted may be instead."""
-        key = plain_key(path)
-        nested = self._metadata.flat_mapping.get(key)
-        if nested is not None:
-            place = "".join(f"[{part!r}]" if isinstance(part, (str, int)) else f"[{part.at}]" for part in nested)
-            return f"; the checkpoint has it nested otherwise, as state_dict{place}"
-        keys = list(self._metadata.flat_mapping)
-        close = difflib.get_close_matches(key, keys, 1, cutoff=0.8) if len(keys) <= 5000 and len(key) > 3 else []
-        return f"; is {close[0]!r} meant?" if close else ""
-
-    def _assemble(
-        self, tensors: list[int], values: dict[str, Any], odd: dict[str, str], stored: dict[str, str]
-    ) -> LoadAnswer:
-        metadata = self._metadata
-        table, shards = metadata.table.select(tensors)
-        used, renumbered = np.unique(table.shard_file, return_inverse=True)
-        record = table_to_record(table)
-        files = [metadata.files[i] for i in used.tolist()]
-        special = metadata.special_keys
-        return LoadAnswer(
-            unique_id=metadata.unique_id,
-            save_id=metadata.save_id,
-            block_bytes=metadata.block_bytes,
-            files=files,
-            block_counts=pack_column(self._block_counts[used]),
-            tensors=msgspec.structs.replace(record, shard_file=pack_column(renumbered.reshape(-1))),
-            starts=pack_column(metadata.table.data_offsets[shards]),
-            blocks=pack_column(self._first_block[shards]),
-            keys={path: special[path] for path in (*table.paths, *values) if path in special} if special else {},
-            values=sorted(values.items()),
-            odd=odd,
-            ranks_on_host=self._ranks_on_host,
-            stored=stored,
-            saved_by=metadata.world_size,
-        )
-
-
-def _is_dict(tree: Any) -> bool:
-    return isinstance(tree, dict) and "dict" in tree

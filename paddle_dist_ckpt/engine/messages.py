@@ -172,12 +172,14 @@ class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
     """What one rank wants: the tensors' paths, and each value's path with what stands there now.
 
-    ``canonical`` has, for tensors whose path is of the framework's making, the path by which other runs know them.
+    ``of_run`` has the tensors that are known to be an optimizer's variables although their keys differ from run to run:
+    each one's parameter, by its path, and accumulator. ``moved`` has the stored flat keys that the user has given.
     """
 
     tensors: list[str]
     values: list[tuple[str, str]]
-    canonical: dict[str, str] = {}
+    of_run: dict[str, tuple[str, str]] = {}
+    moved: dict[str, str] = {}
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -194,8 +196,9 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     ``starts`` and ``blocks`` say for each shard where it starts in its file's data section and which is its first
     block; ``block_counts`` says for each file how many blocks it has, ``ranks_on_host`` for each rank how many are on
-    its host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value. ``stored`` has the stored
-    path of tensors that are not stored under the wanted one. ``saved_by`` is how many ranks have saved.
+    its host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value; ``left`` why some entries
+    are left as they are. ``stored`` has the stored path of tensors that are not stored under the wanted one,
+    ``renamed`` the wanted paths of other entries of data files. ``saved_by`` is how many ranks have saved.
     """
 
     unique_id: int
@@ -210,7 +213,9 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     values: list[tuple[str, Any]]
     odd: dict[str, str]
     ranks_on_host: dict[int, int]
+    left: dict[str, str] = {}
     stored: dict[str, str] = {}
+    renamed: dict[str, list[str]] = {}
     saved_by: int = 1
 
 

@@ -42,22 +42,28 @@ class Wishes:
     has_objects: bool = False
 
 
-def collect(leaves: Leaves, adapter: TensorAdapter) -> Wishes:
-    """Look at a load's targets."""
+def all_paths(leaves: Leaves) -> list[str]:
+    """The paths of a load's targets, those of objects that take any values among them."""
+    free = [opened.path for opened in leaves.objects if opened.kind is ObjectKind.FREE]
+    return list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *free]))
+
+
+def collect(leaves: Leaves, adapter: TensorAdapter, left: Container[str] = ()) -> Wishes:
+    """Look at a load's targets, but for those at the paths that are left as they are."""
     wishes = Wishes()
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
     for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
-        if free and isinstance(value, np.ndarray) and owner_of(path, objects) in free:
+        if path in left or (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free):
             continue
         try:
             wishes.tensors.add(path, adapter.view(value, path))
         except UnsupportedValueError as error:
             wishes.problems.append(str(error))
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
-        if not free or owner_of(path, objects) not in free:
+        if path not in left and (not free or owner_of(path, objects) not in free):
             wishes.values[path] = _present(value)
-    wishes.values.update(dict.fromkeys(free, "object"))
+    wishes.values.update((path, "object") for path in free if path not in left)
     wishes.has_objects = bool(objects)
     return wishes
 
@@ -75,7 +81,8 @@ class Targets:
         wishes: What the caller has.
         table: What the checkpoint has of it.
         cast: Whether dtypes are converted.
-        stored: The stored paths of tensors that are stored under another than the wanted one.
+        stored: The stored paths of tensors that are stored under another than the wanted one; None for those of which
+            there is nothing.
         left_out: Stored values that are not read.
 
     Attributes:
@@ -89,7 +96,7 @@ class Targets:
     """
 
     def __init__(
-        self, wishes: Wishes, table: ShardTable, cast: bool, stored: Mapping[str, str], left_out: Container[str]
+        self, wishes: Wishes, table: ShardTable, cast: bool, stored: Mapping[str, str | None], left_out: Container[str]
     ) -> None:
         self._wishes, self._table = wishes, table
         self.problems: list[str] = []
@@ -98,7 +105,9 @@ class Targets:
         tensors = wishes.tensors
         pieces = Pieces(tensors.geometries, np.array(tensors.geometry, np.int64))
         self.cells = list(pieces.cells)
-        place = np.array([table.index.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
+        places: dict[str | None, int] = {None: -1}
+        places.update(table.index)
+        place = np.array([places.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
         place[self._unfit(place, cast)] = -1
         rows = np.flatnonzero(place[pieces.tensor] >= 0)
         not_empty = np.array([0 not in piece.box.shape for _, piece in self.cells], bool)

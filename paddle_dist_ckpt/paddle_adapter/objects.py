@@ -18,6 +18,7 @@ from paddle.distributed.auto_parallel import api
 
 from ..core.naming import optimizer_key
 from ..core.stateful import set_state
+from .static_program import is_program, restore_program
 
 __all__ = [
     "is_optimizer",
@@ -165,6 +166,8 @@ def restore(value: Any, state: dict[str, Any]) -> None:
         restore_layer(value, state)
     elif is_optimizer(value):
         restore_optimizer(value, state)
+    elif is_program(value):
+        restore_program(value, state)
     else:
         set_state(value, state)
 

@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of
 from ..errors import UnsupportedValueError
 from . import objects
 from .placement import local_box, mesh_coordinate, reduction_of
+from .sharded_weight import Layout, is_sharded_weight
+from .static_program import is_program, is_temporary, program_state, variables_by_address
 
 __all__ = ["PaddleAdapter"]
 
@@ -52,7 +55,7 @@ class _Known:
 
 
 class PaddleAdapter:
-    """Makes paddle.Tensor (plain and DistTensor) and numpy arrays accessible to the engine.
+    """Makes paddle.Tensor (plain and DistTensor), ShardedWeight and numpy arrays accessible to the engine.
 
     Args:
         rank: This process's global rank.
@@ -63,6 +66,7 @@ class PaddleAdapter:
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[_Known]] = {}
         self._last: _Known | None = None
+        self._sharded: dict[tuple[Layout, DType], tuple[Geometry, tuple[int, ...]]] = {}
         self._viewed: dict[int, _Known] = {}  # by the id of each Paddle tensor that was looked at
         self._host_only = not _has_devices()
 
@@ -73,7 +77,7 @@ class PaddleAdapter:
 
     def is_tensor(self, value: Any) -> bool:
         """See :class:`..core.tensors.TensorAdapter`."""
-        return isinstance(value, paddle.Tensor) or is_native_array(value)
+        return isinstance(value, paddle.Tensor) or is_native_array(value) or is_sharded_weight(value)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -84,6 +88,8 @@ class PaddleAdapter:
             )
         if objects.is_optimizer(value):
             return ObjectKind.OPTIMIZER, objects.optimizer_state(value, {})
+        if is_program(value):
+            return ObjectKind.OPTIMIZER, program_state(value, key)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
         return kind, state_of(value, key)
 
@@ -93,12 +99,25 @@ class PaddleAdapter:
 
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""
-        return [tensor.name if isinstance(tensor, paddle.Tensor) else None for tensor in tensors]
+        return [None if isinstance(tensor, np.ndarray) else self._name(_local(tensor)) for tensor in tensors]
+
+    def _name(self, tensor: Any) -> str | None:
+        """The name of a tensor's variable, if it says anything."""
+        name: str = tensor.name
+        if not is_temporary(name):
+            return name
+        return self._variables.get(tensor.data_ptr()) if tensor._is_initialized() else None
+
+    @cached_property
+    def _variables(self) -> dict[int, str]:
+        return variables_by_address()
 
     def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""
         if isinstance(value, np.ndarray):
             return view_of_array(value)
+        if is_sharded_weight(value):
+            return self._view_part(value, path)
         is_dist = value.is_dist()
         if not is_dist:
             _check_plain(value, path)
@@ -108,8 +127,22 @@ class PaddleAdapter:
         self._viewed[id(value)] = known
         geometry = known.geometry
         if not geometry.pieces:
-            return TensorView(geometry, (), value, value.name)
-        return TensorView(geometry, (self._address(value, geometry, path),), value, value.name)
+            return TensorView(geometry, (), value, self._name(value))
+        return TensorView(geometry, (self._address(value, geometry, path),), value, self._name(value))
+
+    def _view_part(self, weight: Any, path: str) -> TensorView:
+        """A ShardedWeight. Its parts are not compared, and may be divided among the ranks that have the same."""
+        local, key = weight.local_tensor, plain_key(path)
+        dtype = self._dtype(local.dtype, key)
+        layout = Layout.of(weight, _strides(local, dtype) if local._is_initialized() else None)
+        known = self._sharded.get((layout, dtype))
+        if known is None:
+            known = self._sharded[layout, dtype] = layout.geometry(dtype, key)
+        geometry, starts = known
+        if not starts:
+            return TensorView(geometry, (), local, self._name(local))
+        base = self._address(local, geometry, path)
+        return TensorView(geometry, tuple(base + start for start in starts), local, self._name(local))
 
     def _find(self, value: Any, is_dist: bool, path: str) -> _Known:
         """The geometry of a tensor that is not like the one before."""
@@ -168,7 +201,10 @@ class PaddleAdapter:
         except (RuntimeError, ValueError):
             address = 0
         if not address:
-            raise UnsupportedValueError(f"{plain_key(path)}: the tensor has no memory yet; it was never initialized")
+            raise UnsupportedValueError(
+                f"{plain_key(path)}: the tensor has no memory; it was never initialized, or belongs to a layer of "
+                "which a static-graph program was made (then use the DistModel)"
+            )
         return address
 
     def _dtype(self, dtype: Any, key: str) -> DType:
@@ -303,8 +339,13 @@ def _check_plain(value: Any, path: str) -> None:
     if getattr(value, "is_distributed", False):
         raise UnsupportedValueError(
             f"{plain_key(path)}: a plain tensor that is marked is_distributed is one rank's part of a larger one, and "
-            "says not which. The layer's sharded_state_dict() says it (but is not supported yet); or use a DistTensor"
+            "says not which. Use the layer's sharded_state_dict(), which says it, or a DistTensor"
         )
+
+
+def _local(value: Any) -> Any:
+    """The tensor of a ShardedWeight; another one itself."""
+    return value.local_tensor if is_sharded_weight(value) else value
 
 
 def _local_shape(value: Any) -> Any:

@@ -1,0 +1,238 @@
+"""What a checkpoint has of what ranks want: the coordinator's lookups in `.metadata`."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..core.codec import table_to_record
+from ..core.columns import pack_column
+from ..core.metadata import Metadata
+from ..core.naming import OptimizerVariable, is_learning_rate
+from ..core.paths import is_own, plain_key
+from ..core.shards import Kind
+from ..planning.name_match import StoredNames, WantedNames
+from .key_map import path_of_key
+from .messages import LoadAnswer, Wanted
+from .own_values import parent_of
+
+__all__ = ["Answering"]
+
+_MOST_HINTS = 20  # each costs a comparison with every key
+_SCHEDULER = "/LR_Scheduler"
+
+
+class _Found:
+    """What was found of one wish, in terms of :class:`.messages.LoadAnswer`."""
+
+    def __init__(self) -> None:
+        self.tensors: set[int] = set()
+        self.values: dict[str, Any] = {}
+        self.odd: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self.stored: dict[str, str] = {}
+        self.renamed: dict[str, list[str]] = {}
+
+    def add_entry(self, place: int, stored: str, wanted: str) -> None:
+        """A value, or an array of an object, that is an entry of a data file."""
+        self.tensors.add(place)
+        self.renamed.setdefault(stored, []).append(wanted)
+
+
+class Answering:
+    """Looks up in one checkpoint what ranks want.
+
+    Args:
+        metadata: The checkpoint's.
+        ranks_on_host: For each rank, how many are on its host.
+    """
+
+    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int]) -> None:
+        self._metadata, self._ranks_on_host = metadata, ranks_on_host
+        self._index = metadata.table.index
+        self._values: dict[str, Any] = dict(metadata.value_records)
+        self._paths = sorted([*metadata.table.paths, *self._values])
+        self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
+        self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
+        self._names = StoredNames(metadata.table.index, metadata.table.paths, metadata.table.names)
+        self._missing = 0
+        self.asked: set[str] = set()
+
+    @cached_property
+    def _path_of_key(self) -> Any:
+        return path_of_key(self._metadata)
+
+    def answer(self, wanted: Wanted) -> LoadAnswer:
+        """What the checkpoint has of a wish."""
+        index, paths, found = self._index, self._metadata.table.paths, _Found()
+        moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
+        of_run = {path: OptimizerVariable(*variable) for path, variable in wanted.of_run.items()}
+        names = WantedNames(wanted.tensors, of_run, moved)
+        for path in wanted.tensors:
+            place = index.get(path) if path not in of_run and path not in moved else None
+            if place is None:
+                place = self._names.place(path, names)
+                if place is not None and paths[place] != path:
+                    found.stored[path] = paths[place]
+            if place is not None and place not in self._blobs:
+                found.tensors.add(place)
+            elif is_learning_rate(path) and path not in moved and not self._names.has_learning_rate:
+                found.left[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
+            else:
+                found.odd[path] = self._what_is(names.stored(path))
+        for path, present in wanted.values:
+            self._answer_value(path, present, names, found)
+        self.asked.update(paths[t] for t in found.tensors)
+        return self._assemble(found)
+
+    def _answer_value(self, path: str, present: str, names: WantedNames, found: _Found) -> None:
+        source = names.moved.get(path) or self._scheduler_at(path)
+        place = self._index.get(source)
+        if present == "object":
+            self._answer_object(path, source, found)
+        elif present == "own":
+            self._answer_own(path, source, found)
+        elif source in self._values:
+            if (present == "dict") != _is_dict(self._values[source]) and present != "none":
+                found.odd[path] = "a dict" if _is_dict(self._values[source]) else "a value that is no dict"
+            else:
+                self._take(source, path, found)
+        elif place is not None and place in self._blobs:
+            found.add_entry(place, source, path)
+        elif present == "none":
+            self._answer_subtree(path, source, found)
+        elif present == "dict" and place is None:
+            return  # an empty dict wants nothing
+        elif _scheduler_of(path) is not None and names.has_learning_rate_beside(path):
+            found.left[path] = "left as it is, for the checkpoint has no state of a learning rate's scheduler"
+        else:
+            found.odd[path] = self._what_is(source)
+
+    def _take(self, source: str, path: str, found: _Found) -> None:
+        """Take a value that `.metadata` has."""
+        found.values[path] = self._values[source]
+        self.asked.add(source)
+
+    def _answer_object(self, path: str, source: str, found: _Found) -> None:
+        """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
+        whole = source in self._values or self._index.get(source) in self._blobs
+        below = [source] if whole else self._below(source)
+        if not below or (source in self._values and not _is_dict(self._values[source])):
+            found.odd[path] = self._what_is(source)
+            return
+        for stored in below:
+            place = self._index.get(stored)
+            wanted = path + stored[len(source) :]
+            if place is None:
+                self._take(stored, wanted, found)
+            elif place in self._blobs or self._metadata.table.kinds[place] == Kind.ARRAY:
+                found.add_entry(place, stored, wanted)
+            elif place not in found.tensors:
+                found.odd[wanted] = self._what_is(stored)
+
+    def _answer_own(self, path: str, source: str, found: _Found) -> None:
+        """What every rank has of its own at a path."""
+        below = self._below(source)
+        if not below or not all(is_own(stored) and parent_of(stored) == source for stored in below):
+            found.odd[path] = self._what_is(source)
+            return
+        for stored in below:
+            found.add_entry(self._index[stored], stored, path + stored[len(source) :])
+
+    def _answer_subtree(self, path: str, source: str, found: _Found) -> None:
+        """All that is below a path, if that is values alone."""
+        below = self._below(source)
+        held = [p for p in below if p in self._index and self._index[p] not in self._blobs]
+        if not below or held:
+            found.odd[path] = (
+                self._what_is(source) if not held else f"a container of tensors, such as {self._metadata.key(held[0])}"
+            )
+            return
+        for stored in below:
+            wanted = path + stored[len(source) :]
+            if stored in self._values:
+                self._take(stored, wanted, found)
+            else:
+                found.add_entry(self._index[stored], stored, wanted)
+
+    def _scheduler_at(self, path: str) -> str:
+        """Where a value is stored: at its path, or that of the only scheduler, whose optimizer may be elsewhere."""
+        scheduler = _scheduler_of(path)
+        if scheduler is None or path in self._values or path in self._index or len(self._schedulers) != 1:
+            return path
+        (stored,) = self._schedulers
+        return stored + path[len(scheduler) :]
+
+    @cached_property
+    def _schedulers(self) -> set[str]:
+        return {place for place in map(_scheduler_of, self._paths) if place is not None}
+
+    def _below(self, path: str) -> list[str]:
+        first = bisect.bisect_left(self._paths, path + "/")
+        last = bisect.bisect_left(self._paths, path + "0")  # "0" is the character after "/"
+        return self._paths[first:last]
+
+    def _what_is(self, path: str) -> str:
+        place = self._index.get(path)
+        if path in self._values or place in self._blobs:
+            return "a value"
+        if place is not None:
+            table = self._metadata.table
+            shape = list(table.layouts[table.layout_of[place]].shape)
+            return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
+        if self._below(path):
+            return "a container"
+        self._missing += 1
+        return f"missing{self._hint(path) if self._missing <= _MOST_HINTS else ''}"
+
+    def _hint(self, path: str) -> str:
+        """Where what is wanted may be instead."""
+        key = plain_key(path)
+        nested = self._metadata.flat_mapping.get(key)
+        if nested is not None:
+            place = "".join(f"[{part!r}]" if isinstance(part, (str, int)) else f"[{part.at}]" for part in nested)
+            return f"; the checkpoint has it nested otherwise, as state_dict{place}"
+        keys = list(self._metadata.flat_mapping)
+        close = difflib.get_close_matches(key, keys, 1, cutoff=0.8) if len(keys) <= 5000 and len(key) > 3 else []
+        return f"; is {close[0]!r} meant?" if close else ""
+
+    def _assemble(self, found: _Found) -> LoadAnswer:
+        metadata = self._metadata
+        table, shards = metadata.table.select(sorted(found.tensors))
+        used, renumbered = np.unique(table.shard_file, return_inverse=True)
+        record = table_to_record(table)
+        files = [metadata.files[i] for i in used.tolist()]
+        special = metadata.special_keys
+        return LoadAnswer(
+            unique_id=metadata.unique_id,
+            save_id=metadata.save_id,
+            block_bytes=metadata.block_bytes,
+            files=files,
+            block_counts=pack_column(self._block_counts[used]),
+            tensors=msgspec.structs.replace(record, shard_file=pack_column(renumbered.reshape(-1))),
+            starts=pack_column(metadata.table.data_offsets[shards]),
+            blocks=pack_column(self._first_block[shards]),
+            keys={path: special[path] for path in (*table.paths, *found.values) if path in special} if special else {},
+            values=sorted(found.values.items()),
+            odd=found.odd,
+            left=found.left,
+            ranks_on_host=self._ranks_on_host,
+            stored=found.stored,
+            renamed={path: wanted for path, wanted in found.renamed.items() if wanted != [path]},
+            saved_by=metadata.world_size,
+        )
+
+
+def _scheduler_of(path: str) -> str | None:
+    """The path of the learning rate's scheduler in which a value is, or that it is."""
+    before, found, after = path.partition(_SCHEDULER)
+    return before + found if found and after[:1] in ("", "/") else None
+
+
+def _is_dict(tree: Any) -> bool:
+    return isinstance(tree, dict) and "dict" in tree

@@ -1,0 +1,83 @@
+"""Where the user says that wanted entries are stored: ``LoadOptions.key_map``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..core.metadata import Metadata
+from ..core.paths import containers_of, flat_keys, join, plain_key
+
+__all__ = ["KeyMap", "apply", "path_of_key"]
+
+KeyMap = Mapping[str, "str | None"] | Callable[[str], "str | None"]
+
+
+def apply(key_map: KeyMap | None, paths: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """What a key_map says of wanted entries.
+
+    Args:
+        key_map: It. A mapping's keys are flat keys, or the first parts of some, of which the longest counts.
+        paths: The paths of the wanted entries.
+
+    Returns:
+        The stored flat key for each path that is stored under another key; and the paths that are left as they are.
+
+    Raises:
+        TypeError: a function returned something else than a key or None.
+    """
+    moved: dict[str, str] = {}
+    left: set[str] = set()
+    if key_map is None:
+        return moved, left
+    find = key_map if callable(key_map) else _Lookup(key_map)
+    for path, key in zip(paths, flat_keys(paths), strict=True):
+        stored = find(key)
+        if stored is None:
+            left.add(path)
+        elif not isinstance(stored, str):
+            raise TypeError(f"key_map({key!r}) returned {stored!r}; a key is due, or None to leave the entry as it is")
+        elif stored != key:
+            moved[path] = stored
+    return moved, left
+
+
+class _Lookup:
+    """A mapping as a function."""
+
+    def __init__(self, keys: Mapping[str, str | None]) -> None:
+        self._keys = keys
+
+    def __call__(self, key: str) -> str | None:
+        end = len(key)
+        while end > 0:
+            first = key[:end]
+            if first in self._keys:
+                stored = self._keys[first]
+                return None if stored is None else stored + key[end:]
+            end = key.rfind(".", 0, end)
+        return key
+
+
+def path_of_key(metadata: Metadata) -> Callable[[str], str]:
+    """A function that gives the path of a flat key in a checkpoint.
+
+    Of a key that the checkpoint does not have it is where that would be: in the container whose key is the longest
+    beginning of it.
+    """
+    paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+    by_key = {metadata.key(path): path for path in paths}
+    containers = {plain_key(container): container for container in containers_of(paths)}
+
+    def find(key: str) -> str:
+        if key in by_key:
+            return by_key[key]
+        if key in containers:
+            return containers[key]
+        end = key.rfind(".")
+        while end > 0:
+            if key[:end] in containers:
+                return join(containers[key[:end]], key[end + 1 :])
+            end = key.rfind(".", 0, end)
+        return join("", key)
+
+    return find

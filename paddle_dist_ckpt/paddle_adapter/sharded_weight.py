@@ -1,0 +1,124 @@
+"""One rank's part of a tensor that says itself what it is a part of: Paddle's ShardedWeight, from Paddle 3.3.
+
+Fleet's layers and optimizers give these in ``sharded_state_dict()``. Anything with the same attributes is taken alike:
+
+    local_tensor      the part's memory: a plain tensor
+    global_shape      the shape of the whole tensor
+    local_shape       the box that a rank has of it, or from which its part is cut
+    global_offset     where that box starts
+    is_flattened      whether the part is a range of the box's elements in row-major order, not the whole box
+    flattened_range   which range: a slice
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..core.box import Box, cut_flat_range, whole
+from ..core.dtypes import DType
+from ..core.shards import Kind
+from ..core.tensors import Geometry, Piece
+from ..errors import UnsupportedValueError
+
+__all__ = ["Layout", "is_sharded_weight"]
+
+_FIELDS = ("local_tensor", "local_shape", "global_shape", "global_offset", "is_flattened", "flattened_range")
+_known_types: dict[type, bool] = {}
+
+
+def is_sharded_weight(value: Any) -> bool:
+    """Whether a value is a ShardedWeight, or has the same attributes."""
+    kind = type(value)
+    known = _known_types.get(kind)
+    if known is None:
+        known = all(hasattr(value, field) for field in _FIELDS)
+        _known_types[kind] = known
+    return known
+
+
+class Layout(NamedTuple):
+    """What a ShardedWeight says of itself, and how its memory lies.
+
+    Attributes:
+        shape: The whole tensor's.
+        local_shape: The box's.
+        offset: Where the box starts.
+        flat: Which range of the box's elements in row-major order the part is, or None for all.
+        found: The shape of the memory.
+        strides: Bytes from one element of it to the next, one a dimension; None if it is contiguous.
+    """
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    flat: tuple[int, int] | None
+    found: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+    @staticmethod
+    def of(weight: Any, strides: tuple[int, ...] | None) -> Layout:
+        """That of a ShardedWeight."""
+        span = weight.flattened_range
+        return Layout(
+            _ints(weight.global_shape),
+            _ints(weight.local_shape),
+            _ints(weight.global_offset),
+            (int(span.start or 0), int(span.stop)) if weight.is_flattened else None,
+            _ints(weight.local_tensor.shape),
+            strides,
+        )
+
+    def geometry(self, dtype: DType, key: str) -> tuple[Geometry, tuple[int, ...]]:
+        """What it is to the engine, and where in the memory each of its pieces starts, in bytes.
+
+        Raises:
+            UnsupportedValueError: what it says does not fit together.
+        """
+        offset = () if not self.shape and not any(self.offset) else self.offset  # Paddle gives scalars one of (0,)
+        self._check(offset, key)
+        if 0 in self.shape:
+            return Geometry(Kind.TENSOR, dtype, self.shape, False, (Piece(whole(self.shape)),)), (0,)
+        if 0 in self.found:
+            return Geometry(Kind.TENSOR, dtype, self.shape, False, ()), ()
+        if self.flat is None:
+            strides = self.strides if self.found == self.local_shape else None
+            return Geometry(Kind.TENSOR, dtype, self.shape, False, (Piece(Box(offset, self.local_shape), strides),)), (
+                0,
+            )
+        pieces, starts, start = [], [], 0
+        for box in cut_flat_range(self.local_shape, *self.flat):
+            moved = tuple(map(sum, zip(offset, box.offset, strict=True)))
+            pieces.append(Piece(Box(moved, box.shape)))
+            starts.append(start)
+            start += box.size * dtype.itemsize
+        return Geometry(Kind.TENSOR, dtype, self.shape, False, tuple(pieces)), tuple(starts)
+
+    def _check(self, offset: tuple[int, ...], key: str) -> None:
+        def refuse(text: str) -> UnsupportedValueError:
+            return UnsupportedValueError(f"{key}: this ShardedWeight of global shape {list(self.shape)} {text}")
+
+        shape, local = self.shape, self.local_shape
+        fits = len(shape) == len(local) == len(offset) and all(
+            low >= 0 and size >= 0 and low + size <= length
+            for low, size, length in zip(offset, local, shape, strict=True)
+        )
+        if not fits:
+            raise refuse(f"cannot have a part of shape {list(local)} at {list(self.offset)}")
+        size = math.prod(local)
+        if self.flat is not None:
+            start, stop = self.flat
+            if not 0 <= start <= stop <= size:
+                raise refuse(f"cannot have the elements {start}:{stop} of a part of {size}")
+            size = stop - start
+        if math.prod(self.found) != size:
+            raise refuse(
+                f"has a local tensor of shape {list(self.found)}, {math.prod(self.found)} elements; {size} are due"
+            )
+        if self.strides is not None and (self.flat is not None or self.found != local):
+            raise refuse("has a local tensor of another shape than its part, which must be contiguous then")
+
+
+def _ints(numbers: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers)

@@ -1,0 +1,82 @@
+"""Static-graph programs: the state of a DistModel, and the names of the variables behind a program's tensors.
+
+``DistModel.state_dict()`` gives new tensors over the memory of the program's variables. They are called by throw-away
+names; the variables' own names are found by the memory, in the scope in which programs run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle.distributed.auto_parallel import api
+
+from ..errors import UnsupportedValueError
+
+__all__ = ["is_program", "is_temporary", "program_state", "restore_program", "variables_by_address"]
+
+_DIST_MODEL: Any = getattr(api, "DistModel", ())
+_SCHEDULER = "LR_Scheduler"
+
+
+def is_program(value: Any) -> bool:
+    """Whether it is a DistModel, which ``paddle.distributed.to_static`` makes."""
+    return isinstance(value, _DIST_MODEL)
+
+
+def program_state(model: Any, key: str) -> dict[str, Any]:
+    """The state of a DistModel: parameters under structured names, all others under their variables' names.
+
+    The state of the learning rate's scheduler is added, which Paddle leaves out. The tensors are the program's memory.
+
+    Raises:
+        UnsupportedValueError: it has no state yet.
+    """
+    try:
+        state = dict(model.state_dict())
+    except Exception as error:
+        raise UnsupportedValueError(
+            f"{key}: this DistModel has no state ({type(error).__name__}: {error}); has it been set to train(), eval() "
+            "or predict() before?"
+        ) from error
+    scheduler = _scheduler(model)
+    if scheduler is not None and _SCHEDULER not in state:
+        state[_SCHEDULER] = scheduler.state_dict()
+    return state
+
+
+def restore_program(model: Any, state: dict[str, Any]) -> None:
+    """Give a DistModel its state back: what :func:`program_state` returned, with the tensors filled in place."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, paddle.Tensor)}
+    model.set_state_dict(tensors)
+    scheduler = _scheduler(model)
+    if scheduler is not None and state.get(_SCHEDULER):
+        scheduler.set_state_dict(state[_SCHEDULER])
+
+
+def _scheduler(model: Any) -> Any | None:
+    optimizer = getattr(getattr(model, "_engine", None), "_optimizer", None)
+    optimizer = getattr(optimizer, "_inner_opt", optimizer)  # that of shard_optimizer
+    found = getattr(optimizer, "_learning_rate", None)
+    return found if isinstance(found, paddle.optimizer.lr.LRScheduler) else None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a tensor's name says nothing: Paddle numbers what operations return."""
+    return name.startswith("eager_tmp_")
+
+
+def variables_by_address() -> dict[int, str]:
+    """The names of the variables that programs have, by where their memory starts."""
+    scope = paddle.static.global_scope()
+    found: dict[int, str] = {}
+    for name in sorted(scope.local_var_names(), reverse=True):
+        variable = scope.find_var(name)
+        try:
+            tensor = variable.get_tensor()
+            address = tensor._ptr() if tensor._is_initialized() else 0
+        except (AttributeError, RuntimeError, ValueError):  # it holds something else
+            continue
+        if address:
+            found[address] = name
+    return found

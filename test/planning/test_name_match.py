@@ -1,0 +1,152 @@
+"""Which stored tensor is wanted, by names."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from paddle_dist_ckpt.core.naming import variables_of_run
+from paddle_dist_ckpt.planning.name_match import StoredNames, WantedNames
+
+Entries = dict[str, str | None]
+
+DYNAMIC: Entries = {
+    "/model/fc.weight": "linear_0.w_0.dist",
+    "/model/fc.bias": "linear_0.b_0",
+    "/optimizer/linear_0.w_0.dist_moment1_0": "linear_0.w_0.dist_moment1_0",
+    "/optimizer/linear_0.b_0_fp32_master_0_moment1_0": "linear_0.b_0_fp32_master_0_moment1_0",
+    "/optimizer/master_weights/linear_0.b_0": "linear_0.b_0_fp32_master_0",
+}
+OBJECTS: Entries = {
+    "/model/fc.weight": "linear_4.w_0",
+    "/model/fc.bias": "linear_4.b_0",
+    "/optimizer/fc.weight.moment1": "linear_4.w_0_moment1_0",
+    "/optimizer/fc.bias.moment1": "linear_4.b_0_fp32_master_0_moment1_0",
+    "/optimizer/fc.bias.master_weight": "linear_4.b_0_fp32_master_0",
+}
+STATIC: Entries = {
+    "/model/fc.weight": "linear_2.w_0.dist",
+    "/model/fc.bias": "linear_2.b_0",
+    "/model/linear_2.w_0.dist_moment1_1": "linear_2.w_0.dist_moment1_1",
+    "/model/linear_2.b_0_fp32_master_0_moment1_1": "linear_2.b_0_fp32_master_0_moment1_1",
+    "/model/linear_2.b_0_fp32_master_0": "linear_2.b_0_fp32_master_0",
+}
+SHARDED: Entries = {
+    "/model/fc.weight": "linear_7.w_0",
+    "/model/fc.bias": "linear_7.b_0",
+    "/optimizer/fc.weight.moment1_0": "slice_3",
+    "/optimizer/fc.bias.moment1_0": None,
+    "/optimizer/fc.bias.w_0": "linear_7.b_0_fp32_master_0",
+}
+FORMS = {"dynamic": DYNAMIC, "objects": OBJECTS, "static": STATIC, "sharded": SHARDED}
+MEANING = [("fc.weight", ""), ("fc.bias", ""), ("fc.weight", "moment1"), ("fc.bias", "moment1"), ("fc.bias", "master")]
+
+
+def below(prefix: str, entries: Entries) -> Entries:
+    return {prefix + path: name for path, name in entries.items()}
+
+
+def match(stored: Entries, wanted: Entries, moved: dict[str, str] | None = None) -> dict[str, str | None]:
+    """The stored path that each wanted one gets."""
+    paths = list(stored)
+    names = StoredNames({path: i for i, path in enumerate(paths)}, paths, list(stored.values()))
+    of_run = variables_of_run(list(wanted), list(wanted.values()))
+    asked = WantedNames(list(wanted), of_run, moved)
+    places = {path: names.place(path, asked) for path in wanted}
+    return {path: None if place is None else paths[place] for path, place in places.items()}
+
+
+@pytest.mark.parametrize("prefix", ["", "/job/~i3"])
+@pytest.mark.parametrize(("saved", "wanted"), list(itertools.product(FORMS, FORMS)))
+def test_every_form_finds_every_other(saved: str, wanted: str, prefix: str) -> None:
+    stored, asked = below(prefix, FORMS[saved]), below(prefix, FORMS[wanted])
+    assert match(stored, asked) == dict(zip(asked, stored, strict=True))
+    assert len(MEANING) == len(stored), "both lists have the same meaning line by line"
+
+
+def test_layers_that_were_made_in_another_order() -> None:
+    stored: Entries = {
+        "/m/a": "linear_0.w_0",
+        "/m/b": "linear_1.w_0",
+        **dict.fromkeys(("/o/linear_0.w_0_m_0", "/o/linear_1.w_0_m_0")),
+    }
+    wanted: Entries = {
+        "/m/a": "linear_1.w_0",
+        "/m/b": "linear_0.w_0",
+        **dict.fromkeys(("/o/linear_0.w_0_m_0", "/o/linear_1.w_0_m_0")),
+    }
+    found = match(stored, wanted)
+    assert found["/o/linear_0.w_0_m_0"] == "/o/linear_1.w_0_m_0"
+    assert found["/o/linear_1.w_0_m_0"] == "/o/linear_0.w_0_m_0"
+
+
+def test_without_a_table_only_equal_keys_match() -> None:
+    nameless: Entries = dict.fromkeys(["/model/fc.weight", "/optimizer/linear_0.w_0_moment1_0"])
+    assert match(nameless, nameless) == {path: path for path in nameless}
+    asked: Entries = dict.fromkeys(["/optimizer/linear_0.w_0.dist_moment1_0", "/model/linear_0.w_0"])
+    assert set(match(nameless, asked).values()) == {None}
+
+
+def test_the_table_of_the_run_that_saved_speaks_for_an_optimizer_alone() -> None:
+    asked: Entries = dict.fromkeys(["/optimizer/linear_4.w_0.dist_moment1_7", "/model/linear_4.b_0"])
+    found = match(OBJECTS, asked)
+    assert found == {
+        "/optimizer/linear_4.w_0.dist_moment1_7": "/optimizer/fc.weight.moment1",
+        "/model/linear_4.b_0": "/model/fc.bias",
+    }
+    assert match(OBJECTS, {"/elsewhere/linear_4.b_0": None, "/elsewhere/linear_4.w_0_moment1_0": None}) == {
+        "/elsewhere/linear_4.b_0": None,
+        "/elsewhere/linear_4.w_0_moment1_0": None,
+    }
+
+
+def test_other_optimizers_variables_are_not_taken() -> None:
+    asked: Entries = {
+        "/model/fc.weight": "linear_0.w_0",
+        "/ema/fc.weight.moment1": None,
+        "/optimizer/fc.weight.moment2": None,
+        "/optimizer/fc.other.moment1": None,
+    }
+    found = match(OBJECTS, asked)
+    assert found.pop("/model/fc.weight") == "/model/fc.weight"
+    assert set(found.values()) == {None}
+
+
+def test_two_optimizers_keep_to_their_containers() -> None:
+    def both(key: str) -> Entries:
+        return {"/m/w": "p", f"/o/a/{key}": None, f"/o/b/{key}": None}
+
+    found = match(both("p_m_0"), both("w.m"))
+    assert found == {"/m/w": "/m/w", "/o/a/w.m": "/o/a/p_m_0", "/o/b/w.m": "/o/b/p_m_0"}
+    assert match(both("p_m_0"), {"/m/w": "q", "/m/q_m_0": None})["/m/q_m_0"] is None
+
+
+def test_two_models_with_parameters_of_one_name() -> None:
+    stored: Entries = {"/d/fc.weight": "a_0", "/g/fc.weight": "b_0", "/o/a_0_m_0": None, "/o/b_0_m_0": None}
+    asked: Entries = {"/d/fc.weight": "x_0", "/g/fc.weight": "y_0", "/o/d.fc.weight.m": None, "/o/g.fc.weight.m": None}
+    found = match(stored, asked)
+    assert found["/o/d.fc.weight.m"] == "/o/a_0_m_0"
+    assert found["/o/g.fc.weight.m"] == "/o/b_0_m_0"
+
+
+def test_what_the_user_has_moved() -> None:
+    asked = below("/net", OBJECTS)
+    moved = {path: path.removeprefix("/net") for path in asked}
+    assert match(DYNAMIC, asked, moved) == dict(zip(asked, DYNAMIC, strict=True))
+    only = {"/model/fc.weight": "x_0", "/optimizer/fc.weight.moment1": None}
+    found = match(DYNAMIC, only, {"/model/fc.weight": "/model/fc.bias"})
+    assert found["/model/fc.weight"] == "/model/fc.bias"
+    assert found["/optimizer/fc.weight.moment1"] == "/optimizer/linear_0.b_0_fp32_master_0_moment1_0"
+    assert match(DYNAMIC, only, {"/model/fc.weight": "/model/nothing"})["/model/fc.weight"] is None
+
+
+def test_learning_rates_of_programs() -> None:
+    assert match({"/m/learning_rate_0": None}, {"/m/learning_rate_5": None}) == {
+        "/m/learning_rate_5": "/m/learning_rate_0"
+    }
+    two: Entries = {"/a/learning_rate_0": None, "/b/learning_rate_1": None}
+    assert match(two, {"/b/learning_rate_7": None, "/c/learning_rate_3": None}) == {
+        "/b/learning_rate_7": "/b/learning_rate_1",
+        "/c/learning_rate_3": None,
+    }
