@@ -18,7 +18,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -30,7 +30,8 @@ from .core.reports import SaveReport
 from .engine.async_save import AsyncSave
 from .engine.steps import Retention, Steps, remove_step, step_folder
 from .errors import CheckpointError
-from .options import LoadOptions, SaveOptions
+from .options import LoadOptions, SaveOptions, is_integer
+from .storage import LocalStorage, as_storage
 from .wiring import load_with, save_with
 
 __all__ = ["CheckpointManager"]
@@ -58,8 +59,8 @@ class CheckpointManager:
         process_group: The Paddle group whose ranks train together; None for the default group.
         coordinator_rank: Global rank of the one that decides; the same on every rank.
         save_on_sigterm: When a rank gets SIGTERM, save at the next step that all ranks can agree on, and set
-            :attr:`stopping`. A second SIGTERM ends the process as if there were no manager. To be made on the main
-            thread then.
+            :attr:`stopping`. Launchers repeat the signal; one that comes 10 seconds later or more ends the process as
+            if there were no manager. To be made on the main thread then.
 
     Raises:
         ValueError: an argument is out of bounds, or not the same on every rank.
@@ -92,7 +93,10 @@ class CheckpointManager:
         self._async_save = async_save
         arguments = (keep_last, keep_every, best, save_interval_steps, save_interval_seconds, save_on_sigterm)
         with self._session("CheckpointManager") as session:
-            self._root = Path(os.path.abspath(root))  # the working directory may change
+            folder = as_storage(root)
+            if not isinstance(folder, LocalStorage):
+                raise TypeError(f"root must be a str or a PathLike, not {type(root).__name__}")
+            self._root = Path(folder.location)  # absolute, for the working directory may change
             self._retention = Retention(keep_last, keep_every, best)
             _check_intervals(save_interval_steps, save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
@@ -169,7 +173,9 @@ class CheckpointManager:
         due = self.should_save(step)
         if not (due or force):
             return None
-        note = {"step": step, "metrics": {name: float(value) for name, value in (metrics or {}).items()}}
+        if self.stopping:
+            self._forget_failure()
+        note = {"step": step, "metrics": _checked_metrics(metrics)}
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), _NOTE: note})
         saved = save_with(
             self._ranks, state, step_folder(self._root, step), step, self._async_save, options, self._retain(step)
@@ -180,6 +186,11 @@ class CheckpointManager:
             self._schedule.saved(step)
         return saved
 
+    def _forget_failure(self) -> None:
+        """Wait for the save in the background; that it failed is logged by now, and must not prevent the last one."""
+        with suppress(CheckpointError, OSError):
+            self.wait()
+
     def _retain(self, step: int) -> Callable[[ControlSession], None]:
         """What is done after the commit: remove the steps that are not to be kept, on every host."""
 
@@ -187,7 +198,8 @@ class CheckpointManager:
             def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
                 with self._lock:
                     self._steps.look()
-                    doomed = self._retention.doomed(self._steps.metrics, step, self._reading)
+                    kept = [*self._reading, *self._steps.linked()]
+                    doomed = self._retention.doomed(self._steps.metrics, step, kept)
                     for old in doomed:
                         self._steps.uncommit(old)
                 doomed += self._steps.abandoned(step)
@@ -246,10 +258,13 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such step.
             CheckpointError: see load_state_dict.
         """
+        options = options or LoadOptions()
+        if not isinstance(options, LoadOptions):
+            raise TypeError(f"options must be LoadOptions, not {type(options).__name__}")
         with self._to_be_read(step) as chosen:
             if chosen is None:
                 return None
-            load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options or LoadOptions())
+            load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options)
         self._last_step = chosen
         if self._schedule is not None and self._decided is not None:  # the steps begin anew
             self._schedule.close()
@@ -285,7 +300,7 @@ class CheckpointManager:
             CheckpointError: it failed.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is not None and not pending.raised:
             pending.result()
 
     def close(self) -> None:
@@ -347,22 +362,29 @@ def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, 
 
 
 def _checked_step(step: int) -> int:
-    if not _is_integer(step) or step < 0:
+    if not is_integer(step) or step < 0:
         raise ValueError(f"step must be an integer from 0, not {step!r}")
     return operator.index(step)
 
 
+def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping of names to numbers, not {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+            raise TypeError(f"metrics must be names and numbers, not {name!r}: {value!r}")
+    return {name: float(value) for name, value in metrics.items()}
+
+
 def _check_intervals(steps: int | None, seconds: float | None) -> None:
-    if steps is not None and (not _is_integer(steps) or steps < 1):
+    if steps is not None and (not is_integer(steps) or steps < 1):
         raise ValueError(f"save_interval_steps must be None or at least 1, not {steps!r}")
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
-
-
-def _is_integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _nothing() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["LoadOptions", "SaveOptions"]
+__all__ = ["LoadOptions", "SaveOptions", "is_integer"]
 
 _MAX_BLOCK_BYTES = 64 << 20
 _LONGEST_TIMEOUT = 1_000_000
@@ -95,6 +95,11 @@ class LoadOptions:
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
         _check_bools(no_dist=self.no_dist, strict=self.strict, cast=self.cast)
         _check_bools(progress=False if self.progress is None else self.progress)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of some kind, Python's or numpy's, and no bool."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _check_timeout(timeout: float) -> None:

@@ -1,21 +1,26 @@
 """Tells those who asked for it that the process got SIGTERM.
 
-There is one handler for all of them. What was there before comes back with the first signal, so that a second one does
-what it would have done anyway, and when nobody asks any more.
+There is one handler for all of them. Launchers send the signal several times in a row, so repetitions count only some
+seconds later; then, and when nobody asks any more, it does what it would have done without the handler.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 __all__ = ["on_sigterm"]
 
+_REPEAT_SECONDS = 10.0
 _listeners: dict[object, Callable[[], None]] = {}
 _previous: Any = None
+_pid = 0
+_first: float | None = None
 
 
 def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
@@ -24,9 +29,12 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that ends this. It may be called on any thread, and again.
     """
-    global _previous
+    global _previous, _pid, _first
+    if _pid != os.getpid():  # a process that was forked does not have its parent's
+        _listeners.clear()
+        _pid = os.getpid()
     if signal.getsignal(signal.SIGTERM) is not _handle:
-        _previous = signal.signal(signal.SIGTERM, _handle)
+        _previous, _first = signal.signal(signal.SIGTERM, _handle), None
     token = object()
     _listeners[token] = listener
 
@@ -39,12 +47,17 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    listeners = list(_listeners.values())
-    for listener in listeners:
-        listener()
-    _give_back()
-    if not listeners:  # the last one ended on a thread that may not change handlers
+    global _first
+    now = time.monotonic()
+    # Without listeners, the last one ended on a thread that may not change handlers.
+    mine = _pid == os.getpid() and _listeners
+    if not mine or (_first is not None and now - _first > _REPEAT_SECONDS):
+        _give_back()
         signal.raise_signal(signal.SIGTERM)
+    elif _first is None:
+        _first = now
+        for listener in list(_listeners.values()):
+            listener()
 
 
 def _give_back() -> None:

@@ -222,7 +222,9 @@ def assign_all(
 
 def assign(state_dict: dict[Any, Any], values: Mapping[str, Any]) -> None:
     """Set the leaves at these paths. Dicts and lists are changed in place; a tuple is replaced by a new one."""
-    if values:
+    if "" in values:  # all of it is one value: an object's state without entries
+        state_dict.update(values[""])
+    elif values:
         tree: dict[Any, Any] = {}
         for path, value in values.items():
             node = tree

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from ..core.reports import SaveReport
 from ..errors import CheckpointError
-from .threads import lower_priority
+from .threads import at_exit, lower_priority
 
 __all__ = ["AsyncSave"]
 
@@ -33,22 +33,29 @@ class AsyncSave:
         self._path, self._finish = path, finish
         self._pid = os.getpid()
         self._future: Future[SaveReport] = Future()
-        self._observed = False
+        self._observed = self._started = False
         # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
         # possible any more by then.
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False)
 
     def start(self) -> None:
-        """Start the thread. Called once."""
-        self._thread.start()
+        """Start the thread; when the interpreter is ending, do the work at once instead. Called once."""
+        self._started = True
+        if at_exit():
+            self._work()
+        else:
+            self._thread.start()
 
     @property
     def started(self) -> bool:
-        """Whether the thread was started."""
-        return self._thread.ident is not None
+        """Whether it was started."""
+        return self._started
 
     def _run(self) -> None:
         lower_priority()
+        self._work()
+
+    def _work(self) -> None:
         try:
             report = self._finish()
         except BaseException as error:
@@ -90,6 +97,11 @@ class AsyncSave:
             raise TimeoutError(f"the save to {self._path} has not ended within {timeout} s; it goes on")
         self._observed = True
         return self._future.result()
+
+    @property
+    def raised(self) -> bool:
+        """Whether it has failed, and somebody has been told so by an exception."""
+        return self._observed and self._future.done() and self._future.exception() is not None
 
     def raise_unobserved(self) -> None:
         """Wait until it has ended; raise its failure, once, if nobody has seen it.

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..formats.names import is_ours, metadata_name
+from ..options import is_integer
 from ..storage import LocalStorage
 from .commit import is_abandoned, save_of
 from .load_coordinator import read_checkpoint
@@ -64,8 +65,8 @@ class Steps:
                     known = self._saves.get(step) == save
                     metrics[step] = self.metrics[step] if known else self._read(storage, step)
                     saves[step] = save
-            except CheckpointError as error:
-                _logger.warning("not counted among the steps: %s", error)
+            except (CheckpointError, OSError) as error:
+                _logger.warning("not counted among the steps: %s: %s", storage.location, error)
         self._saves, self.metrics = saves, metrics
 
     def _folders(self) -> list[int]:
@@ -87,6 +88,10 @@ class Steps:
         self._root.mkdir(parents=True, exist_ok=True)
         return repr(LocalStorage(self._root).identity()).encode()
 
+    def linked(self) -> list[int]:
+        """The steps that are links to folders elsewhere, of which nothing is to be removed."""
+        return [step for step in self._folders() if step_folder(self._root, step).is_symlink()]
+
     def uncommit(self, step: int) -> None:
         """Make a step uncommitted: the first thing that is done to remove it, and the last that can fail."""
         storage = LocalStorage(step_folder(self._root, step))
@@ -104,13 +109,25 @@ class Steps:
         """
         now = LocalStorage(step_folder(self._root, after)).modified(metadata_name(after))
         left = [step for step in self._folders() if step not in self.metrics]
-        return [step for step in left if is_abandoned(LocalStorage(step_folder(self._root, step)), now)]
+        return [step for step in left if self._is_abandoned(step_folder(self._root, step), now)]
+
+    @staticmethod
+    def _is_abandoned(folder: Path, now: float) -> bool:
+        """Whether nothing in a folder can be of use. Whatever has a `.metadata`, of any id or format, can be."""
+        storage = LocalStorage(folder)
+        try:
+            return not any(name.endswith(".metadata") for name in storage.names()) and is_abandoned(storage, now)
+        except OSError:
+            return False
 
 
 def remove_step(root: Path, step: int) -> None:
     """Remove the files of a step that is not committed, and its folder unless there is something else in it."""
     folder = step_folder(root, step)
+    if folder.is_symlink():  # what it leads to was put there by somebody else
+        return
     storage = LocalStorage(folder)
+    _logger.info("removing step %d: %s", step, folder)
     for name in storage.names():
         if is_ours(name):
             storage.delete(name)
@@ -128,7 +145,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            if number is not None and (type(number) is not int or number < 1):
+            if number is not None and (not is_integer(number) or number < 1):
                 raise ValueError(f"{name} must be None or at least 1, not {number!r}")
         best: Any = self.best
         if best is not None and (

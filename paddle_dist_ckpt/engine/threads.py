@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
-__all__ = ["io_threads", "lower_priority", "run_all"]
+__all__ = ["at_exit", "io_threads", "lower_priority", "run_all"]
 
 _MOST_THREADS = 4
 _LOWEST_PRIORITY = 19
@@ -36,6 +36,11 @@ def lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
+def at_exit() -> bool:
+    """Whether the interpreter is ending, so that no thread can be started any more: in ``atexit`` functions."""
+    return not threading.main_thread().is_alive()
+
+
 def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[], None]) -> None:
     """Run the tasks, several at a time. The first that fails ends the rest, and its exception is raised.
 
@@ -44,7 +49,7 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
         threads: How many threads.
         check: Called between tasks; may raise to stop them.
     """
-    if threads == 1:
+    if threads == 1 or at_exit():
         for task in tasks:
             check()
             task()

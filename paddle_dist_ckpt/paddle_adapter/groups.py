@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from ..errors import CheckpointError
 
 __all__ = ["PaddleTransport", "Ranks", "connect"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
 _SCATTER_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
 _LEAST_SCATTER = 256 << 10  # of one rank's part
@@ -68,6 +70,7 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if coordinator_rank != 0:
             raise ValueError(f"coordinator_rank is {coordinator_rank}, but this process works alone")
+        _warn_if_launched()
         return _alone(os.getpid(), rank)
     group = process_group if process_group is not None else dist.get_group(0)
     members = tuple(sorted(group.ranks))
@@ -78,6 +81,18 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
             raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
         coordinator_rank = members[0]
     return _connection(group, members, rank, coordinator_rank, timeout)
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_if_launched() -> None:
+    """Warn, once, of a job of several ranks of which each would act for itself."""
+    ranks = os.environ.get("PADDLE_TRAINERS_NUM", "1")
+    if not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
+        _logger.warning(
+            "this job was launched with %s ranks, but paddle.distributed.init_parallel_env() was not called; each rank "
+            "saves and loads alone, and overwrites what the others save to the same place",
+            ranks,
+        )
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ from paddle.distributed.auto_parallel import api
 
 from ..core.naming import optimizer_key
 from ..core.stateful import set_state
+from .schedulers import is_scheduler, restore_scheduler
 from .static_program import is_program, restore_program
 
 __all__ = [
@@ -168,6 +169,8 @@ def restore(value: Any, state: dict[str, Any]) -> None:
         restore_optimizer(value, state)
     elif is_program(value):
         restore_program(value, state)
+    elif is_scheduler(value):
+        restore_scheduler(value, state)
     else:
         set_state(value, state)
 
@@ -210,8 +213,8 @@ def restore_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         owner.set_state_dict(_with_own_keys(owner, state))
         return
     scheduler = getattr(owner, "_learning_rate", None)
-    if state.get(_SCHEDULER) and isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
-        scheduler.set_state_dict(state[_SCHEDULER])
+    if state.get(_SCHEDULER) and is_scheduler(scheduler):
+        restore_scheduler(scheduler, state[_SCHEDULER])
 
 
 def _with_own_keys(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import paddle
 from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
+from .schedulers import is_scheduler, restore_scheduler
 
 __all__ = ["is_program", "is_temporary", "program_state", "restore_program", "variables_by_address"]
 
@@ -51,14 +52,14 @@ def restore_program(model: Any, state: dict[str, Any]) -> None:
     model.set_state_dict(tensors)
     scheduler = _scheduler(model)
     if scheduler is not None and state.get(_SCHEDULER):
-        scheduler.set_state_dict(state[_SCHEDULER])
+        restore_scheduler(scheduler, state[_SCHEDULER])
 
 
 def _scheduler(model: Any) -> Any | None:
     optimizer = getattr(getattr(model, "_engine", None), "_optimizer", None)
     optimizer = getattr(optimizer, "_inner_opt", optimizer)  # that of shard_optimizer
     found = getattr(optimizer, "_learning_rate", None)
-    return found if isinstance(found, paddle.optimizer.lr.LRScheduler) else None
+    return found if is_scheduler(found) else None
 
 
 def is_temporary(name: str) -> bool:
@@ -69,6 +70,8 @@ def is_temporary(name: str) -> bool:
 def variables_by_address() -> dict[int, str]:
     """The names of the variables that programs have, by where their memory starts."""
     scope = paddle.static.global_scope()
+    if not hasattr(scope, "local_var_names"):  # before Paddle 3.0
+        return {}
     found: dict[int, str] = {}
     for name in sorted(scope.local_var_names(), reverse=True):
         variable = scope.find_var(name)

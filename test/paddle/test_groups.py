@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints, load_merged_state_dict
+from paddle_dist_ckpt import SaveOptions, list_checkpoints, load_merged_state_dict, save_state_dict
+from paddle_dist_ckpt.paddle_adapter import groups
 from test.paddle import cases_groups as cases
 from test.ranks.pool import RankPool
 
@@ -133,3 +135,17 @@ def test_coordinator_that_was_never_there(some: RankPool, tmp_path: Path) -> Non
     outcomes = some.run(cases.save_before_others, str(tmp_path), group, 4, 20.0, ranks=group)
     assert [outcome.message for outcome in outcomes] == [""] * 3
     assert list_checkpoints(tmp_path) == [0]
+
+
+def test_ranks_that_were_launched_but_not_initialised_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    groups._warn_if_launched.cache_clear()
+    for _ in range(2):
+        save_state_dict({"x": np.ones(2)}, tmp_path)
+    assert caplog.text.count("init_parallel_env() was not called") == 1
+    groups._warn_if_launched.cache_clear()
+    caplog.clear()
+    save_state_dict({"x": np.ones(2)}, tmp_path, options=SaveOptions(no_dist=True))
+    assert "init_parallel_env" not in caplog.text

@@ -25,6 +25,7 @@ from paddle_dist_ckpt import (
     read_metadata,
     save_state_dict,
 )
+from paddle_dist_ckpt.control import sigterm
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 
@@ -186,6 +187,36 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
         steps.save(5, numbers(5))
 
 
+def test_a_failure_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, 2)
+    with CheckpointManager(tmp_path) as steps:
+        steps.save(2, numbers(2))
+        with pytest.raises(CheckpointError, match="No space left"):
+            steps.save(3, numbers(3))
+    assert folders(tmp_path) in ([], [2]), "step 3 was not saved, and close() did not raise"
+
+
+def test_the_last_save_before_the_end_is_made_whatever_was_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing(monkeypatch, 2)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with CheckpointManager(tmp_path, save_interval_steps=2, save_on_sigterm=True) as steps:
+            steps.save(2, numbers(2))
+            signal.raise_signal(signal.SIGTERM)
+            step = 2
+            while not steps.stopping and step < 10_000:
+                step += 1
+                steps.save(step, numbers(step))
+        assert "No space left" in caplog.text
+        assert step in folders(tmp_path)
+        with CheckpointManager(tmp_path) as steps:
+            assert steps.latest_step() == step
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_failure_of_the_last_save_is_raised_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,7 +282,9 @@ def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_sigterm_reaches_all_managers_that_are_open(tmp_path: Path, first: int) -> None:
+def test_sigterm_reaches_all_managers_that_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
     try:
@@ -264,15 +297,28 @@ def test_sigterm_reaches_all_managers_that_are_open(tmp_path: Path, first: int) 
             while not manager.stopping and time.monotonic() < deadline:
                 manager.should_save(step := step + 1)
             assert manager.stopping
-        assert not called
         signal.raise_signal(signal.SIGTERM)
-        assert called == [1], "the second one is not the managers'"
+        assert not called, "launchers send it several times in a row"
+        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [1], "later, it is not the managers'"
         for manager in made:
             manager.close()
         signal.raise_signal(signal.SIGTERM)
         assert called == [1, 1]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_forked_process_does_not_swallow_sigterm(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_on_sigterm=True):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(7)  # the signal did not end it
+        _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
 
 
 def test_a_manager_that_is_closed_by_another_thread_swallows_no_sigterm(tmp_path: Path) -> None:
@@ -302,6 +348,76 @@ def test_sigterm_needs_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(raised[0])
+
+
+@pytest.mark.parametrize("bad", ["s3://bucket/run", ""])
+def test_roots_that_are_no_folders(tmp_path: Path, bad: str) -> None:
+    with pytest.raises(ValueError, match="must name a local folder"):
+        CheckpointManager(bad)
+
+
+@pytest.mark.parametrize("bad", [[1], {"loss": "0.01"}, {"loss": True}, {3: 1.0}])
+def test_bad_metrics(tmp_path: Path, bad: Any) -> None:
+    with CheckpointManager(tmp_path) as steps:
+        with pytest.raises(TypeError, match="metrics"):
+            steps.save(1, numbers(1), bad)
+        with pytest.raises(TypeError, match="options must be LoadOptions"):
+            steps.restore(numbers(0), options=SaveOptions())  # type: ignore[arg-type]
+        assert steps.all_steps() == []
+
+
+def age(folder: Path) -> None:
+    """Let all in a folder be old enough for an abandoned save's."""
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (1, 1), follow_symlinks=False)
+
+
+def test_whatever_has_metadata_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_state_dict(numbers(3), tmp_path / "step-00000003", unique_id=0)
+    save_state_dict(numbers(4), tmp_path / "step-00000004", unique_id=4)
+    (tmp_path / "step-00000004" / "4.metadata").write_bytes(b"damaged")
+    (tmp_path / "step-00000005").mkdir()
+    (tmp_path / "step-00000005" / "0.metadata").write_bytes(b"\x80\x04of Paddle's own")
+    save_state_dict(numbers(6), tmp_path / "step-00000006", unique_id=6)
+    (tmp_path / "step-00000006" / "6.metadata").unlink()
+    before = {step: sorted(path.name for path in (tmp_path / f"step-{step:08d}").iterdir()) for step in (3, 4, 5)}
+    for step in (3, 4, 5, 6):
+        age(tmp_path / f"step-{step:08d}")
+    with caplog.at_level(logging.INFO, "paddle_dist_ckpt"), CheckpointManager(tmp_path) as steps:
+        steps.save(7, numbers(7))
+        steps.wait()
+        assert steps.all_steps() == [7]
+    assert folders(tmp_path) == [3, 4, 5, 7]
+    assert before == {step: sorted(path.name for path in (tmp_path / f"step-{step:08d}").iterdir()) for step in before}
+    assert "removing step 6" in caplog.text
+
+
+def test_odd_things_in_the_root_do_not_hide_the_steps(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=1) as steps:
+        steps.save(1, numbers(1))
+        steps.wait()
+        (tmp_path / "step-00000007").write_text("a file")
+        (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000008")
+        assert steps.all_steps() == [1]
+        assert steps.restore(numbers(0)) == 1
+        steps.save(2, numbers(2))
+        steps.wait()
+        assert steps.all_steps() == [2]
+        assert (tmp_path / "step-00000007").exists()
+
+
+def test_steps_elsewhere_are_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    with CheckpointManager(tmp_path / "root", keep_last=1) as steps:
+        steps.save(1, numbers(1))
+        steps.wait()
+        (tmp_path / "root" / "step-00000001").rename(tmp_path / "archived")
+        (tmp_path / "root" / "step-00000001").symlink_to(tmp_path / "archived")
+        before = sorted(path.name for path in (tmp_path / "archived").iterdir())
+        steps.save(2, numbers(2))
+        steps.wait()
+        assert steps.all_steps() == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "archived").iterdir()) == before
 
 
 # -- on ranks
@@ -356,6 +472,25 @@ def test_a_missing_step_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path
     for outcome in pool.run(cases.missing_step, str(tmp_path), 3, ranks=3):
         assert outcome.error == "CheckpointNotFoundError"
         assert "step-00000077" in outcome.message
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_when_the_interpreter_ends(tmp_path: Path, in_background: bool) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import atexit, sys, numpy as np\nfrom paddle_dist_ckpt import load_state_dict, save_state_dict\n"
+        f"def last():\n    save_state_dict({{'x': np.ones(3_000_000)}}, sys.argv[1], async_save={in_background})\n"
+        "    target = {'x': np.zeros(3_000_000)}\n    load_state_dict(target, sys.argv[1])\n"
+        "    print(target['x'].sum())\n"
+        "atexit.register(last)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, env=env, timeout=60, stdout=subprocess.PIPE
+    )
+    assert done.stdout.split() == [b"3000000.0"]
 
 
 def test_a_process_that_ends_without_close_has_saved(tmp_path: Path) -> None:

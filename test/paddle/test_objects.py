@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from paddle_dist_ckpt import StateDictMismatchError, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.naming import canonical_paths, optimizer_key
 from paddle_dist_ckpt.paddle_adapter import objects
 
@@ -397,6 +399,43 @@ def test_moments_come_back_exactly(kind: str, placement: Any) -> None:
     assert_equal(values(fresh.state_dict()), values(layer.state_dict()))
     states = (objects.optimizer_state(each, structured(of)) for each, of in ((empty, fresh), (optimizer, layer)))
     assert_equal(*map(values, states))
+
+
+@pytest.mark.parametrize("mult", [1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 4, 11])
+@pytest.mark.parametrize("alone", [True, False])
+def test_warm_restarts_go_on_where_they_were(tmp_path: Path, alone: bool, steps: int, mult: int) -> None:
+    def make() -> tuple[Any, Any]:
+        scheduler = paddle.optimizer.lr.CosineAnnealingWarmRestarts(0.5, T_0=2, T_mult=mult)
+        layer = layer_of()
+        optimizer = optimizer_for(layer, learning_rate=scheduler)
+        return scheduler, {"lr": scheduler} if alone else {"model": layer, "optimizer": optimizer}
+
+    scheduler, state = make()
+    for _ in range(steps):
+        scheduler.step()
+    save_state_dict(state, tmp_path)
+    other, target = make()
+    load_state_dict(target, tmp_path)
+    for _ in range(10):
+        assert other.get_lr() == scheduler.get_lr()
+        scheduler.step()
+        other.step()
+
+
+def test_an_optimizer_without_its_model_says_what_to_do(tmp_path: Path) -> None:
+    save_state_dict({"optimizer": optimizer_for(layer_of())}, tmp_path)
+    with pytest.raises(StateDictMismatchError, match="save and load the model in the same call"):
+        load_state_dict({"optimizer": optimizer_for(layer_of())}, tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda: paddle.nn.MSELoss(), lambda: paddle.optimizer.SGD(0.1, parameters=[])])
+def test_objects_without_any_state(tmp_path: Path, make: Any) -> None:
+    weight = paddle.ones([2])
+    save_state_dict({"a": {"none": make()}, "w": weight}, tmp_path)
+    target = {"a": {"none": make()}, "w": paddle.zeros([2])}
+    load_state_dict(target, tmp_path)
+    assert target["w"].tolist() == [1, 1]
 
 
 def test_shard_optimizer_gets_its_scheduler_back() -> None:
