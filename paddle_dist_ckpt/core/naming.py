@@ -19,10 +19,10 @@ __all__ = [
     "OptimizerVariable",
     "canonical_paths",
     "is_learning_rate",
+    "is_of_run",
     "optimizer_key",
     "parameters_of",
     "structured_variables",
-    "table_name",
     "variables_of_run",
 ]
 
@@ -30,6 +30,7 @@ _DIST = ".dist"
 _MASTER = "master_weight"
 _MASTERS = "/master_weights"
 _SHARDED_MASTER = "w_0"
+_OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
 _LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
 _ACCUMULATOR = re.compile(r"([^\W\d]\w*?)(?:_\d+)?")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
@@ -165,6 +166,11 @@ def structured_variables(paths: Sequence[str], parameters: Iterable[str]) -> dic
     return found
 
 
+def is_of_run(key: str) -> bool:
+    """Whether a flat key looks like Paddle's own name of an optimizer variable, such as ``linear_0.w_0_moment1_0``."""
+    return _OF_RUN.search(key) is not None
+
+
 def is_learning_rate(path: str) -> bool:
     """Whether a path ends in the name that the learning rate of a static-graph program has."""
     return _LEARNING_RATE.search(path) is not None
@@ -180,7 +186,7 @@ def _may_be_variable(path: str) -> bool:
 def _parse(key: str, parameters: Mapping[str, object]) -> _Variable | None:
     end = key.rfind("_")
     while end > 0:
-        parameter = table_name(key[:end], parameters)
+        parameter = _table_name(key[:end], parameters)
         if parameter is not None:
             match = _REST.fullmatch(key, end)
             if match is not None:
@@ -189,7 +195,7 @@ def _parse(key: str, parameters: Mapping[str, object]) -> _Variable | None:
     return None
 
 
-def table_name(name: str, parameters: Mapping[str, object]) -> str | None:
+def _table_name(name: str, parameters: Mapping[str, object]) -> str | None:
     """A variable's name as a table has it, distributed or not; None if it does not."""
     if name in parameters:
         return name
@@ -236,7 +242,7 @@ def _find_variables(
         container, _, part = path.rpartition("/")
         key = part if "~" not in part else _last(path)
         if container.endswith(_MASTERS):
-            parameter = table_name(key, parameters)
+            parameter = _table_name(key, parameters)
             if parameter is not None:
                 found.append(_Found(path, container[: -len(_MASTERS)], _Variable(parameter, _MASTER)))
             continue

@@ -81,7 +81,7 @@ class Answering:
                     found.stored[path] = paths[place]
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
-            elif is_learning_rate(path) and path not in moved and not self._names.has_learning_rate:
+            elif is_learning_rate(path) and not self._names.has_learning_rate:
                 found.left[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
                 found.odd[path] = self._what_is(names.stored(path))

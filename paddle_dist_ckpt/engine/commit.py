@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -34,6 +35,7 @@ from ..formats.names import (
 from ..storage.base import Storage
 
 __all__ = [
+    "PICKLE",
     "Claim",
     "claimed_saves",
     "committed_ids",
@@ -49,7 +51,7 @@ __all__ = [
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
-_PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 class _ClaimRecord(msgspec.Struct):
@@ -74,7 +76,7 @@ def save_of(storage: Storage, unique_id: int) -> str | None:
     head = decode_head(data, name)
     if head is not None:
         return str(head["save"])
-    if data.startswith(_PICKLE):
+    if data.startswith(PICKLE):
         return None
     raise CheckpointCorruptedError(
         f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file (it starts with {data[:16]!r}); if it was "
@@ -101,6 +103,13 @@ def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
         storage.identity()
     except FileNotFoundError:
         return f"there is no folder {storage.location}"
+    for i in reversed(_metadata_ids(storage)) if unique_id is None else [unique_id]:
+        with suppress(FileNotFoundError, IsADirectoryError):
+            if storage.read(metadata_name(i), 2) in PICKLE:
+                return (
+                    f"{storage.location}/{metadata_name(i)} was written by Paddle's own save_state_dict, as a pickle, "
+                    "which is not read here; load it with the Paddle that has written it, and save it with this library"
+                )
     which = "" if unique_id is None else f" with unique_id {unique_id}"
     others = committed_ids(storage)
     more = f"; there are {', '.join(map(str, others[-10:]))}" if others else ""
@@ -237,9 +246,12 @@ class Claim:
     _thread: threading.Thread | None = None
 
     @classmethod
-    def make(cls, storage: Storage, unique_id: int | None) -> Claim:
+    def make(cls, storage: Storage, unique_id: int | None, replace_newest: bool = False) -> Claim:
         """Choose an id (unless one is given), claim it, and find out which files dead saves have left."""
         storage.prepare()
+        if unique_id is None and replace_newest:
+            with suppress(CheckpointError):  # there is none; or it is damaged, and had better stay for a repair
+                unique_id = newest_id(storage)
         automatic = unique_id is None
         chosen = next_id(storage.names()) if unique_id is None else unique_id
         if unique_id is not None:
@@ -388,7 +400,7 @@ class Claim:
 def _refuse_foreign(storage: Storage, unique_id: int) -> None:
     name = metadata_name(unique_id)
     try:
-        is_foreign = name in storage.names() and storage.read(name, 2) in _PICKLE
+        is_foreign = name in storage.names() and storage.read(name, 2) in PICKLE
     except IsADirectoryError:
         is_foreign = True
     if is_foreign:

@@ -9,6 +9,7 @@ import msgspec
 
 from ..core.codec import decode_metadata
 from ..core.metadata import Metadata
+from ..core.naming import is_of_run
 from ..core.ports import ControlSession
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
@@ -16,7 +17,7 @@ from ..formats.names import metadata_name
 from ..options import LoadOptions
 from ..storage.base import Storage
 from .answering import Answering
-from .commit import newest_id, nothing_text, save_of
+from .commit import PICKLE, newest_id, nothing_text, save_of
 from .exchange_orders import ExchangePlanner
 from .messages import (
     Decision,
@@ -51,6 +52,8 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
         data = storage.read(name)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(nothing_text(storage, chosen)) from None
+    if data[:2] in PICKLE:
+        raise CheckpointNotFoundError(nothing_text(storage, chosen))
     try:
         return decode_metadata(data, f"{storage.location}/{name}", chosen)
     except CheckpointCorruptedError as error:
@@ -251,6 +254,8 @@ def _raise_problems(by_rank: Mapping[int, Sequence[str]], where: str) -> None:
     advice = "LoadOptions(strict=False) loads what fits"
     if any("the target has dtype" in line for line in lines):
         advice += "; LoadOptions(cast=True) converts dtypes"
+    if any("missing" in line and is_of_run(line.partition(":")[0]) for line in lines):
+        advice += "; an optimizer's entries can be told by its parameters: save and load the model in the same call"
     text = f"{where} does not fit the state_dict, which was left as it was; {len(lines)} problem(s):"
     raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
 

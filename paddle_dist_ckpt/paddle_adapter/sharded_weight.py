@@ -25,17 +25,11 @@ from ..errors import UnsupportedValueError
 __all__ = ["Layout", "is_sharded_weight"]
 
 _FIELDS = ("local_tensor", "local_shape", "global_shape", "global_offset", "is_flattened", "flattened_range")
-_known_types: dict[type, bool] = {}
 
 
 def is_sharded_weight(value: Any) -> bool:
     """Whether a value is a ShardedWeight, or has the same attributes."""
-    kind = type(value)
-    known = _known_types.get(kind)
-    if known is None:
-        known = all(hasattr(value, field) for field in _FIELDS)
-        _known_types[kind] = known
-    return known
+    return hasattr(value, "local_tensor") and all(hasattr(value, field) for field in _FIELDS)
 
 
 class Layout(NamedTuple):
@@ -45,7 +39,8 @@ class Layout(NamedTuple):
         shape: The whole tensor's.
         local_shape: The box's.
         offset: Where the box starts.
-        flat: Which range of the box's elements in row-major order the part is, or None for all.
+        flat: Which range of the box's elements in row-major order the part is, None for all, or () for one that cannot
+            be.
         found: The shape of the memory.
         strides: Bytes from one element of it to the next, one a dimension; None if it is contiguous.
     """
@@ -53,19 +48,18 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    flat: tuple[int, int] | None
+    flat: tuple[int, ...] | None
     found: tuple[int, ...]
     strides: tuple[int, ...] | None
 
     @staticmethod
     def of(weight: Any, strides: tuple[int, ...] | None) -> Layout:
         """That of a ShardedWeight."""
-        span = weight.flattened_range
         return Layout(
             _ints(weight.global_shape),
             _ints(weight.local_shape),
             _ints(weight.global_offset),
-            (int(span.start or 0), int(span.stop)) if weight.is_flattened else None,
+            _range(weight.flattened_range) if weight.is_flattened else None,
             _ints(weight.local_tensor.shape),
             strides,
         )
@@ -107,6 +101,8 @@ class Layout(NamedTuple):
         if not fits:
             raise refuse(f"cannot have a part of shape {list(local)} at {list(self.offset)}")
         size = math.prod(local)
+        if self.flat == ():
+            raise refuse("is flattened, but its flattened_range is not a slice with a stop and without a step")
         if self.flat is not None:
             start, stop = self.flat
             if not 0 <= start <= stop <= size:
@@ -118,6 +114,13 @@ class Layout(NamedTuple):
             )
         if self.strides is not None and (self.flat is not None or self.found != local):
             raise refuse("has a local tensor of another shape than its part, which must be contiguous then")
+
+
+def _range(span: Any) -> tuple[int, ...]:
+    """A slice's start and stop, or nothing if it is none that a part may be."""
+    if not isinstance(span, slice) or span.stop is None or span.step not in (None, 1):
+        return ()
+    return int(span.start or 0), int(span.stop)
 
 
 def _ints(numbers: Sequence[Any]) -> tuple[int, ...]:

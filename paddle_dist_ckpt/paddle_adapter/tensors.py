@@ -122,8 +122,11 @@ class PaddleAdapter:
         if not is_dist:
             _check_plain(value, path)
         known = self._last
-        if known is None or known.dtype is not value.dtype or not known.is_of(value, is_dist):
-            known = self._find(value, is_dist, path)
+        try:
+            if known is None or known.dtype is not value.dtype or not known.is_of(value, is_dist):
+                known = self._find(value, is_dist, path)
+        except NotImplementedError:  # so Paddle refuses to tell the local shape
+            raise _no_memory(path) from None
         self._viewed[id(value)] = known
         geometry = known.geometry
         if not geometry.pieces:
@@ -140,9 +143,10 @@ class PaddleAdapter:
             known = self._sharded[layout, dtype] = layout.geometry(dtype, key)
         geometry, starts = known
         if not starts:
-            return TensorView(geometry, (), local, self._name(local))
+            return TensorView(geometry, (), weight, self._name(local))
         base = self._address(local, geometry, path)
-        return TensorView(geometry, tuple(base + start for start in starts), local, self._name(local))
+        addresses = tuple(base + start for start in starts)
+        return TensorView(geometry, addresses, weight, self._name(local))  # not known by the tensor: that is plain
 
     def _find(self, value: Any, is_dist: bool, path: str) -> _Known:
         """The geometry of a tensor that is not like the one before."""
@@ -201,10 +205,7 @@ class PaddleAdapter:
         except (RuntimeError, ValueError):
             address = 0
         if not address:
-            raise UnsupportedValueError(
-                f"{plain_key(path)}: the tensor has no memory; it was never initialized, or belongs to a layer of "
-                "which a static-graph program was made (then use the DistModel)"
-            )
+            raise _no_memory(path)
         return address
 
     def _dtype(self, dtype: Any, key: str) -> DType:
@@ -328,6 +329,13 @@ def _addresses(values: Sequence[Any]) -> list[int]:
         return list(map(paddle.Tensor.data_ptr, values))
     except RuntimeError:  # of a tensor that has no memory on this rank
         return [value.data_ptr() if value._is_initialized() else 0 for value in values]
+
+
+def _no_memory(path: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"{plain_key(path)}: the tensor has no memory; it was never initialized, or belongs to a layer of which a "
+        "static-graph program was made (then use the DistModel)"
+    )
 
 
 def _check_plain(value: Any, path: str) -> None:

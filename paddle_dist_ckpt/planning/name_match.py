@@ -16,7 +16,6 @@ from ..core.naming import (
     is_learning_rate,
     parameters_of,
     structured_variables,
-    table_name,
     variables_of_run,
 )
 
@@ -80,7 +79,7 @@ class StoredNames:
             return self._index[own]
         variable = wanted.variable(path)
         if variable is None:
-            return self._learning_rate(own) if is_learning_rate(own) else self._by_name_of_run(own)
+            return self._learning_rate(own) if is_learning_rate(own) else self._by_structured_name(own)
         place = self._of_variable(own, variable)
         if place is not None or own in self._variables:
             return place
@@ -111,14 +110,9 @@ class StoredNames:
     def _learning_rates(self) -> list[str]:
         return [path for path in self._paths if is_learning_rate(path)]
 
-    def _by_name_of_run(self, path: str) -> int | None:
-        """What a key is called in the run that saved: a parameter's or an optimizer variable's name."""
-        container, _, key = path.rpartition("/")
-        name = table_name(key, self._parameters)
-        if name is not None:
-            parameter = self._parameters[name]
-            return self._index[parameter] if _container(parameter) == container else None
-        variable = variables_of_run([path], [None], self._parameters).get(path)
+    def _by_structured_name(self, path: str) -> int | None:
+        """An optimizer variable whose parameter is not wanted, but called alike by its structured name."""
+        variable = structured_variables([path], self._paths).get(path)
         return None if variable is None else self._of_variable(path, variable)
 
     @cached_property

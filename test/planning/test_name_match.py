@@ -88,16 +88,17 @@ def test_without_a_table_only_equal_keys_match() -> None:
     assert set(match(nameless, asked).values()) == {None}
 
 
-def test_the_table_of_the_run_that_saved_speaks_for_an_optimizer_alone() -> None:
-    asked: Entries = dict.fromkeys(["/optimizer/linear_4.w_0.dist_moment1_7", "/model/linear_4.b_0"])
-    found = match(OBJECTS, asked)
-    assert found == {
-        "/optimizer/linear_4.w_0.dist_moment1_7": "/optimizer/fc.weight.moment1",
-        "/model/linear_4.b_0": "/model/fc.bias",
+def test_an_optimizer_alone_is_only_told_by_structured_or_equal_keys() -> None:
+    own = "/optimizer/linear_4.w_0.dist_moment1_7"  # of another run, maybe of another layer
+    asked: Entries = {own: own.rpartition("/")[2], "/optimizer/fc.bias.moment1_0": None, "/model/linear_4.b_0": None}
+    assert match(OBJECTS, asked) == {
+        own: None,
+        "/optimizer/fc.bias.moment1_0": "/optimizer/fc.bias.moment1",
+        "/model/linear_4.b_0": None,
     }
-    assert match(OBJECTS, {"/elsewhere/linear_4.b_0": None, "/elsewhere/linear_4.w_0_moment1_0": None}) == {
-        "/elsewhere/linear_4.b_0": None,
-        "/elsewhere/linear_4.w_0_moment1_0": None,
+    assert match(DYNAMIC, {"/optimizer/fc.bias.moment1": None, "/optimizer/linear_0.w_0.dist_moment1_0": None}) == {
+        "/optimizer/fc.bias.moment1": "/optimizer/linear_0.b_0_fp32_master_0_moment1_0",
+        "/optimizer/linear_0.w_0.dist_moment1_0": "/optimizer/linear_0.w_0.dist_moment1_0",
     }
 
 

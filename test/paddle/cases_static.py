@@ -1,0 +1,283 @@
+"""Functions that test_static.py sends to ranks: one model, trained by a static-graph program or as a layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
+from paddle.nn import functional
+
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, read_metadata, save_state_dict
+from test.paddle.outcomes import Outcome, outcome_of
+from test.ranks import static
+
+RANKS = 4
+LAYOUTS: dict[str, tuple[Any, list[str]]] = {
+    "dp2_mp2": ([[0, 1], [2, 3]], ["dp", "mp"]),
+    "mp2_dp2": ([[0, 1], [2, 3]], ["mp", "dp"]),
+    "mp4": ([[0, 1, 2, 3]], ["dp", "mp"]),
+    "dp4": ([[0], [1], [2], [3]], ["dp", "mp"]),
+}
+FORMS = {
+    "objects": False,  # the layer and the optimizer themselves
+    "dicts": False,  # their state_dicts
+    "program": True,  # the DistModel itself
+    "program_dict": True,  # its state_dict
+    "program_split": True,  # its parameters' and its optimizer's
+}
+_WIDTH = 8
+_SAVE_ALONE, _LOAD_ALONE = SaveOptions(no_dist=True), LoadOptions(no_dist=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What ranks do: make a model, load, train, save.
+
+    Attributes:
+        form: A key of FORMS: what is loaded and saved; this decides whether it is a static-graph program.
+        layout: A key of LAYOUTS.
+        seed: For the first parameters. With odd ones the layers are made in another order, so that the same variable
+            names, numbered in order, belong to other layers of the same shape.
+        load: The folder to load from.
+        steps: The numbers of the steps, which choose the data.
+        save: The folder to save to.
+        rate: The learning rate.
+        schedule: Whether it falls.
+        half: Whether the parameters are bfloat16, with master weights.
+        nest: Keys of dicts around the state.
+        moved: Wanted keys, and the stored ones in their place.
+    """
+
+    form: str
+    layout: str = "dp2_mp2"
+    seed: int = 0
+    load: str | None = None
+    steps: range = range(0)
+    save: str | None = None
+    rate: float = 0.05
+    schedule: bool = False
+    half: bool = False
+    nest: tuple[str, ...] = ()
+    moved: tuple[tuple[str, str], ...] = ()
+
+
+def train(run: Run) -> list[float]:
+    """The losses of this rank's part of the data, or of all."""
+    job = _Job(run)
+    if run.load is not None:
+        job.load(run.load)
+    losses = [job.step(number) for number in run.steps]
+    if run.save is not None:
+        save_state_dict(job.state(), run.save)
+    return losses
+
+
+def evaluate(run: Run, number: int) -> list[float]:
+    """The loss of one step before it, of a loaded model; of a program in eval mode."""
+    job = _Job(run, "eval")
+    if run.load is not None:
+        job.load(run.load)
+    return [job.loss(number)]
+
+
+def save_without_state(run: Run, what: str) -> Outcome:
+    """Save a program that has no mode, or the layer of which one was made."""
+    job = _Job(run, None if what == "program" else "train")
+    state = {"model": job.program if what == "program" else job.net}
+    return outcome_of(lambda: save_state_dict(state, str(run.save)))
+
+
+def load_optimizer(run: Run) -> Outcome:
+    """Load an optimizer's state without its parameters, which alone would tell whose it is."""
+    optimizer = {"optimizer": _Job(run).state()["optimizer"]}
+    return outcome_of(lambda: load_state_dict(optimizer, str(run.load)) and None)
+
+
+def variable_names(path: str) -> dict[str, str]:
+    """The variable name of each tensor that has one in a checkpoint."""
+    return {key: name for key, name in read_metadata(path).variable_names.items() if name is not None}
+
+
+def save_arrays(path: str) -> None:
+    """Save arrays of which nothing but the keys says what they are: those of variables."""
+    arrays = {"linear_0.w_0": 1, "linear_0.w_0_moment1_0": 2, "linear_0.w_0_fp32_master_0": 3, "learning_rate_0": 4}
+    save_state_dict(
+        {"model": {key: np.full(4, value, np.float32) for key, value in arrays.items()}}, path, options=_SAVE_ALONE
+    )
+
+
+def load_named(path: str, keys: Mapping[str, str]) -> Outcome:
+    """Load tensors of four zeros, whose keys and variable names are given; gives their first elements."""
+    state = {key: paddle.zeros([4]) for key in keys}
+    for key, name in keys.items():
+        state[key].name = name
+
+    def load() -> dict[str, float]:
+        load_state_dict({"model": state}, path, options=_LOAD_ALONE)
+        return {key: float(value[0]) for key, value in state.items()}
+
+    return outcome_of(load)
+
+
+def move_masters(path: str, from_static: bool) -> dict[str, float]:
+    """Save master weights and their moments as one kind of job names them, and load as the other kind does."""
+    writer, reader = _mixed(from_static, "linear_0.w_0.dist", 1), _mixed(not from_static, "linear_3.w_0", 0)
+    save_state_dict(writer, path, options=_SAVE_ALONE)
+    load_state_dict(reader, path, options=_LOAD_ALONE)
+    return {"parameter": _first(reader["model"]["fc.weight"]), **{key: _first(it) for key, it in _states(reader)}}
+
+
+def _mixed(is_static: bool, name: str, scale: int) -> dict[str, Any]:
+    """The state of a parameter with a master weight, under the keys of a program or of an optimizer."""
+
+    def tensor(variable: str, value: int) -> Any:
+        made = paddle.full([4], value * scale, "float32")
+        made.name = variable
+        return made
+
+    parameter, master = tensor(name, 1), tensor(f"{name}_fp32_master_0", 2)
+    moments = {f"{name}_fp32_master_0_{kind}_0": tensor(f"{name}_fp32_master_0_{kind}_0", value)
+               for kind, value in (("moment1", 3), ("moment2", 4))}  # fmt: skip
+    if is_static:
+        return {"model": {"fc.weight": parameter, f"{name}_fp32_master_0": master, **moments}}
+    return {"model": {"fc.weight": parameter}, "optimizer": {**moments, "master_weights": {name: master}}}
+
+
+def _states(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    optimizer = state.get("optimizer", state["model"])
+    masters = optimizer.get("master_weights", {})
+    found = [*optimizer.items(), *(("master_0", value) for value in masters.values())]
+    kinds = ("master_0", "moment1_0", "moment2_0")
+    return [(kind, value) for kind in kinds for key, value in found if key.endswith(kind)]
+
+
+def _first(tensor: Any) -> float:
+    return float(tensor[0])
+
+
+class _Net(paddle.nn.Layer):
+    """An embedding and two linear layers of one shape."""
+
+    def __init__(self, mesh: Any, reverse: bool, half: bool) -> None:
+        super().__init__()
+        self.embedding = paddle.nn.Embedding(16, _WIDTH)
+        made = {name: paddle.nn.Linear(_WIDTH, _WIDTH) for name in sorted(("up", "down"), reverse=not reverse)}
+        self.up, self.norm, self.down = made["up"], paddle.nn.LayerNorm(_WIDTH), made["down"]
+        dims = {"up": (1, 0), "down": (0, None), "norm": (None, None), "embedding": (None, None)}
+        for name, (weight, bias) in dims.items():
+            layer = getattr(self, name)
+            layer.weight = dist.shard_tensor(layer.weight, mesh, _placements(mesh, "mp", weight))
+            if name != "embedding":
+                layer.bias = dist.shard_tensor(layer.bias, mesh, _placements(mesh, "mp", bias))
+        if half:
+            self.to(dtype="bfloat16")
+
+    def forward(self, ids: Any) -> Any:
+        up, down, norm = ((_wide(each.weight), _wide(each.bias)) for each in (self.up, self.down, self.norm))
+        hidden = functional.embedding(ids, _wide(self.embedding.weight))
+        hidden = functional.layer_norm(functional.relu(functional.linear(hidden, *up)), [_WIDTH], *norm)
+        return functional.linear(hidden, *down)
+
+
+def _wide(parameter: Any) -> Any:
+    """It in a type in which CPUs multiply."""
+    return parameter if parameter.dtype == paddle.float32 else parameter.astype("float32")
+
+
+def _placements(mesh: Any, axis: str, dim: int | None) -> list[Any]:
+    return [dist.Shard(dim) if name == axis and dim is not None else dist.Replicate() for name in mesh.dim_names]
+
+
+def _arrays(number: int) -> tuple[Any, Any]:
+    numbers = np.random.default_rng(number)
+    return numbers.integers(0, 16, (8, 3)), numbers.standard_normal((8, 3, _WIDTH)).astype(np.float32)
+
+
+def _loss(output: Any, labels: Any) -> Any:
+    return ((output - labels) ** 2).mean()
+
+
+class _Job:
+    """A model that is trained."""
+
+    def __init__(self, run: Run, mode: str | None = "train") -> None:
+        paddle.disable_static()  # a program that could not be made leaves this on
+        static.install(RANKS)
+        self.run, self.is_static = run, FORMS[run.form]
+        ranks, names = LAYOUTS[run.layout]
+        self.mesh = dist.ProcessMesh(ranks, dim_names=names)
+        paddle.seed(run.seed)
+        with paddle.utils.unique_name.guard():
+            self.net = _Net(self.mesh, bool(run.seed % 2), run.half)
+        self.schedule = paddle.optimizer.lr.StepDecay(run.rate, step_size=2) if run.schedule else None
+        self.optimizer = self._make_optimizer(self.schedule or run.rate)
+        self.program = self._make_program(mode) if self.is_static else None
+
+    def _make_optimizer(self, rate: Any) -> Any:
+        if self.run.half:
+            made = paddle.optimizer.SGD(rate, parameters=self.net.parameters(), multi_precision=True)
+        else:
+            made = paddle.optimizer.AdamW(rate, parameters=self.net.parameters(), weight_decay=0.1)
+        return dist.shard_optimizer(made)
+
+    def _make_program(self, mode: str | None) -> Any:
+        ids, labels = self.batch(0)
+        spec = DistributedInputSpec.from_dtensor
+        specs = [[spec(ids, "ids")], [spec(labels, "labels")]]  # Paddle's own guess is that mesh dimension 0 cuts data
+        program = dist.to_static(self.net, None, _loss, self.optimizer, input_spec=specs)
+        if mode is not None:
+            program.train()  # only this gives programs the layer's parameters
+            getattr(program, mode)()
+        return program
+
+    def state(self) -> dict[str, Any]:
+        """What is saved and loaded."""
+        net, optimizer, program = self.net, self.optimizer, self.program
+        make = {
+            "objects": lambda: {"model": net, "optimizer": optimizer},
+            "dicts": lambda: {"model": net.state_dict(), "optimizer": optimizer.state_dict()},
+            "program": lambda: {"model": program},
+            "program_dict": lambda: {"model": program.state_dict()},
+            "program_split": lambda: {"model": program.state_dict("param"), "optimizer": program.state_dict("opt")},
+        }[self.run.form]
+        return functools.reduce(lambda state, key: {key: state}, reversed(self.run.nest), make())
+
+    def load(self, path: str) -> None:
+        """Load, and give back what was not filled in place."""
+        state = self.state()
+        load_state_dict(state, path, options=LoadOptions(key_map=dict(self.run.moved)))
+        for key in self.run.nest:
+            state = state[key]
+        if self.run.form == "dicts":
+            self.optimizer.set_state_dict(state["optimizer"])
+        elif self.run.form in ("program_dict", "program_split"):
+            self.program.set_state_dict({key: value for part in state.values() for key, value in part.items()})
+
+    def step(self, number: int) -> float:
+        """Train with one batch."""
+        loss = self.loss(number)
+        if self.schedule is not None:
+            self.schedule.step()
+        return loss
+
+    def loss(self, number: int) -> float:
+        """One batch's loss; of a program in train mode, and of a layer, it is a step of training."""
+        ids, labels = self.batch(number)
+        if self.is_static:
+            return float(self.program(ids, labels))
+        loss = _loss(self.net(ids), labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        return float(loss)
+
+    def batch(self, number: int) -> list[Any]:
+        """Inputs and labels."""
+        placements = _placements(self.mesh, "dp", 0)
+        return [dist.shard_tensor(paddle.to_tensor(array), self.mesh, placements) for array in _arrays(number)]

@@ -1,0 +1,207 @@
+"""Static-graph programs: saved, loaded, and exchanged with jobs that train the same model as a layer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from test.paddle import cases_static as cases
+from test.paddle.cases_static import FORMS, LAYOUTS, RANKS, Run
+from test.ranks.pool import RankPool
+
+PROGRAMS = [form for form, is_static in FORMS.items() if is_static]
+PAIRS = [pair for pair in itertools.product(FORMS, FORMS) if FORMS[pair[0]] or FORMS[pair[1]]]
+OTHERS = ["mp4", "mp2_dp2", "dp4", "dp2_mp2"]
+# To each pair of forms a layout, such that a form meets all of them.
+ROTATED = [(*pair, OTHERS[number % len(OTHERS)]) for number, pair in enumerate(PAIRS)]
+Train = Callable[[Run], "list[float]"]
+Saved = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Ranks of their own, since what programs need on CPU is put into Paddle itself."""
+    with RankPool(RANKS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def train(ranks: RankPool) -> Train:
+    """Train; returns the losses of whole batches."""
+
+    @functools.cache
+    def run(job: Run) -> list[float]:
+        return list(np.mean(ranks.run(cases.train, job), axis=0).tolist())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Train three steps and save, once for each job; returns the folder."""
+
+    @functools.cache
+    def save(form: str, layout: str = "dp2_mp2", **more: object) -> str:
+        folder = str(tmp_path_factory.mktemp(form))
+        train(Run(form=form, layout=layout, steps=range(3), save=folder, **more))  # type: ignore[arg-type]
+        return folder
+
+    return save
+
+
+def go_on(train: Train, form: str, folder: str, layout: str = "dp2_mp2", **more: object) -> list[float]:
+    """The losses of three more steps of a job that begins anew, with layers made in another order, and loads."""
+    return train(Run(form=form, layout=layout, seed=1, load=folder, steps=range(3, 6), **more))  # type: ignore[arg-type]
+
+
+def uninterrupted(train: Train, **more: object) -> list[float]:
+    """The same losses of a job that neither saved nor loaded."""
+    return train(Run(form="objects", steps=range(6), **more))[3:]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_programs_compute_what_layers_do(train: Train, layout: str) -> None:
+    losses = [train(Run(form=form, layout=layout, steps=range(6))) for form in ("objects", "program")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    np.testing.assert_allclose(losses[0][3:], uninterrupted(train), rtol=1e-5)
+    fresh = train(Run(form="objects", seed=1, steps=range(3, 6)))
+    assert np.abs(np.subtract(fresh, losses[0][3:])).min() > 0.01  # so that what was not loaded is noticed
+
+
+@pytest.mark.parametrize(("source", "destination", "layout"), ROTATED)
+def test_training_goes_on(train: Train, saved: Saved, source: str, destination: str, layout: str) -> None:
+    losses = go_on(train, destination, saved(source), layout)
+    np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
+
+
+@pytest.mark.parametrize("source", ["mp4", "mp2_dp2", "dp4"])
+@pytest.mark.parametrize("form", ["objects", "program"])
+def test_from_other_layouts(train: Train, saved: Saved, source: str, form: str) -> None:
+    other = "program" if form == "objects" else "dicts"
+    losses = go_on(train, other, saved(form, source))
+    np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [("objects", "program"), ("program", "objects"), ("program", "program")]
+)
+def test_schedules_go_on(train: Train, saved: Saved, source: str, destination: str) -> None:
+    losses = go_on(train, destination, saved(source, schedule=True), "mp4", schedule=True)
+    expected = uninterrupted(train, schedule=True)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert np.abs(np.subtract(expected, uninterrupted(train))).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        ("program", "program"),
+        ("program", "program_split"),
+        ("program_dict", "program"),
+        ("program_split", "program_dict"),
+    ],
+)
+def test_constant_learning_rates_are_loaded(train: Train, saved: Saved, source: str, destination: str) -> None:
+    losses = go_on(train, destination, saved(source), rate=0.001)
+    np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [("objects", "program_split"), ("program", "program_dict"), ("program_dict", "dicts")]
+)
+def test_deep_in_a_state(train: Train, saved: Saved, source: str, destination: str) -> None:
+    nest = ("jobs", "0.model", "master_weights")
+    losses = go_on(train, destination, saved(source, nest=nest), "dp4", nest=nest)
+    np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("source", "destination"), [("objects", "program_split"), ("program_split", "objects")])
+def test_from_elsewhere(train: Train, saved: Saved, source: str, destination: str) -> None:
+    moved = (("later.model", "model"), ("later.optimizer", "optimizer"))
+    losses = go_on(train, destination, saved(source), nest=("later",), moved=moved)
+    np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        ("objects", "program"),
+        ("dicts", "program_dict"),
+        ("objects", "program_split"),
+        ("program", "dicts"),
+        ("program_dict", "objects"),
+        ("program_split", "dicts"),
+    ],
+)
+def test_master_weights_go_on(train: Train, saved: Saved, source: str, destination: str) -> None:
+    losses = go_on(train, destination, saved(source, "mp4", half=True), "mp4", half=True)
+    expected = uninterrupted(train, layout="mp4", half=True)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("from_static", [False, True])
+def test_master_weights_and_their_moments_by_name(ranks: RankPool, tmp_path: Path, from_static: bool) -> None:
+    (found,) = ranks.run(cases.move_masters, str(tmp_path), from_static, ranks=1)
+    assert found == {"parameter": 1, "master_0": 2, "moment1_0": 3, "moment2_0": 4}
+
+
+@pytest.mark.parametrize("source", ["objects", "program_dict"])
+@pytest.mark.parametrize("destination", PROGRAMS)
+def test_evaluation(ranks: RankPool, train: Train, saved: Saved, source: str, destination: str) -> None:
+    run = Run(form=destination, layout="mp4", seed=1, load=saved(source))
+    loss = np.mean(ranks.run(cases.evaluate, run, 3))
+    np.testing.assert_allclose(loss, uninterrupted(train)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_variables_are_known_by_their_names(ranks: RankPool, saved: Saved, form: str) -> None:
+    (names,) = ranks.run(cases.variable_names, saved(form), ranks=1)
+    assert names["model.up.weight"] == "linear_0.w_0.dist"
+    assert names["model.embedding.weight"] == "embedding_0.w_0.dist"
+    assert not [name for name in names.values() if name.startswith("eager_tmp")]
+
+
+@pytest.mark.parametrize(("what", "said"), [("program", "train()"), ("layer", "use the DistModel")])
+def test_nothing_to_save(ranks: RankPool, tmp_path: Path, what: str, said: str) -> None:
+    run = Run(form="program", save=str(tmp_path))
+    for outcome in ranks.run(cases.save_without_state, run, what):
+        assert outcome.error in ("UnsupportedValueError", "RankFailureError")
+        assert said in outcome.message
+    assert not list(tmp_path.glob("*.metadata"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"linear_0.w_0": "linear_9.w_0", "linear_0.w_0_moment1_0": "x"}, None),
+        ({"fc.weight": "linear_0.w_0"}, "StateDictMismatchError"),
+        ({"linear_0.w_0.dist": "linear_0.w_0.dist"}, "StateDictMismatchError"),
+        ({"linear_0.w_0_moment1_1": "linear_0.w_0_moment1_1"}, "StateDictMismatchError"),
+        ({"linear_0.w_0": "linear_0.w_0", "linear_0.w_0.dist_moment1_0": "x"}, "StateDictMismatchError"),
+    ],
+)
+def test_only_equal_keys_without_a_table(
+    ranks: RankPool, tmp_path: Path, keys: dict[str, str], error: str | None
+) -> None:
+    ranks.run(cases.save_arrays, str(tmp_path), ranks=1)
+    (outcome,) = ranks.run(cases.load_named, str(tmp_path), keys, ranks=1)
+    assert outcome.error == error
+    assert error is not None or outcome.result == {"linear_0.w_0": 1, "linear_0.w_0_moment1_0": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [("dicts", "program_split"), ("program_split", "dicts"), ("program_split",) * 2]
+)
+def test_names_of_another_run_are_not_guessed(ranks: RankPool, saved: Saved, source: str, destination: str) -> None:
+    """The keys differ in the accumulators' numbers only, but the parameters are those of other layers.
+
+    (Keys that happen to be equal do match, as those of dynamic optimizers do here.)
+    """
+    ranks.run(cases.train, Run(form="program"))  # so that the programs below are not the first, and numbered otherwise
+    for outcome in ranks.run(cases.load_optimizer, Run(form=destination, seed=1, load=saved(source))):
+        assert outcome.error == "StateDictMismatchError"
