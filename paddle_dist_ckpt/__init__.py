@@ -1,6 +1,7 @@
 """Distributed checkpoints for PaddlePaddle: save on one layout, load on any other.
 
-The public names are in :mod:`.api`, :mod:`.options`, :mod:`.core.metadata`, :mod:`.core.reports` and :mod:`.errors`.
+The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.drop_in`, :mod:`.manager`, :mod:`.options`,
+:mod:`.core.metadata`, :mod:`.core.reports` and :mod:`.errors`.
 Importing the package does not import paddle.
 """
 
@@ -18,6 +19,7 @@ from .api import (
 from .core.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
 from .core.per_rank import PerRank
 from .core.reports import LoadReport, SaveReport, VerifyReport
+from .drop_in import install, uninstall
 from .engine.async_save import AsyncSave
 from .errors import (
     CheckpointCorruptedError,
@@ -29,6 +31,7 @@ from .errors import (
     UnsupportedValueError,
 )
 from .manager import CheckpointManager
+from .one_call import load, save
 from .options import LoadOptions, SaveOptions
 from .storage import LocalStorage, Storage
 from .version import __version__
@@ -56,13 +59,17 @@ __all__ = [
     "UnsupportedValueError",
     "VerifyReport",
     "__version__",
+    "install",
     "list_checkpoints",
+    "load",
     "load_merged_state_dict",
     "load_state_dict",
     "read_metadata",
     "rebuild_metadata",
     "rng_state",
+    "save",
     "save_state_dict",
     "set_rng_state",
+    "uninstall",
     "verify",
 ]

@@ -30,6 +30,7 @@ def save_with(
     in_background: bool,
     options: SaveOptions,
     after: After | None = None,
+    replace_newest: bool = False,
 ) -> SaveReport | AsyncSave:
     """Save together with other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
 
@@ -41,6 +42,7 @@ def save_with(
         in_background: Whether to return when the snapshot is taken.
         options: How to save.
         after: What every rank does after the commit, in the same session.
+        replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
     """
     from .paddle_adapter import PaddleAdapter
 
@@ -51,7 +53,8 @@ def save_with(
         if not isinstance(in_background, bool):
             raise TypeError(f"async_save must be a bool, not {in_background!r}")
         memory = ranks.memory.setdefault("save", SaveMemory())
-        context = Context(as_storage(path), session, ranks.transport, PaddleAdapter(ranks.rank), memory)
+        adapter = PaddleAdapter(ranks.rank)
+        context = Context(as_storage(path), session, ranks.transport, adapter, memory, replace_newest=replace_newest)
         if in_background:
             return save_in_background(state_dict, opened, context, unique_id, options, after)
         return save(state_dict, context, unique_id, options, after)

@@ -23,6 +23,8 @@ class Context:
         transport: For bulk data among them.
         adapter: Makes the framework's tensors accessible.
         memory: What is remembered from one save to the next.
+        threads: How many threads a load reads with; None for its part of the host's cores.
+        replace_newest: Whether a save without an id replaces the newest checkpoint.
     """
 
     storage: Storage
@@ -30,6 +32,8 @@ class Context:
     transport: Transport
     adapter: TensorAdapter
     memory: SaveMemory = field(default_factory=SaveMemory)
+    threads: int | None = None
+    replace_newest: bool = False
 
     @property
     def is_coordinator(self) -> bool:

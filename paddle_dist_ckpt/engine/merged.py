@@ -51,6 +51,7 @@ def load_merged(
     flat: bool,
     on_host: bool,
     options: LoadOptions,
+    threads: int | None = None,
 ) -> dict[Any, Any]:
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
     for _ in range(_RESTARTS):
@@ -58,7 +59,7 @@ def load_merged(
         chosen = _select(metadata, selection)
         try:
             check_sizes(storage, metadata, _files_of(metadata, chosen))
-            filled = _load(storage, adapter, metadata, list(chosen), on_host, options)
+            filled = _load(storage, adapter, metadata, list(chosen), on_host, options, threads)
         except (StateDictMismatchError, CheckpointCorruptedError):
             if save_of(storage, metadata.unique_id) == metadata.save_id:
                 raise  # otherwise another save has replaced it meanwhile
@@ -77,6 +78,7 @@ def _load(
     paths: Sequence[str],
     on_host: bool,
     options: LoadOptions,
+    threads: int | None,
 ) -> dict[str, Any]:
     """The values and whole tensors at these paths."""
     leaves, values = Leaves(), dict[str, Any]()
@@ -87,7 +89,7 @@ def _load(
         return leaves
 
     with SoloHub().session("load", options.timeout) as session:
-        context = Context(storage, session, NoTransport(), adapter)
+        context = Context(storage, session, NoTransport(), adapter, threads=threads)
         load_leaves(scan, lambda found, _: values.update(found), context, metadata.unique_id, options)
     tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
     return {path: tensors[path] if path in tensors else values[path] for path in paths}

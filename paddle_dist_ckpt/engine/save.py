@@ -118,7 +118,7 @@ class _Saving:
         self._context, self._options, self._after = context, options, after
         self._storage, self._session = context.storage, context.session
         self._coordinator = SaveCoordinator(
-            context.storage, context.session, context.adapter.version, options, context.memory
+            context.storage, context.session, context.adapter.version, options, context.memory, context.replace_newest
         )
         self._memory = context.memory
         self._stack = ExitStack()

@@ -60,9 +60,11 @@ class SaveCoordinator:
         framework_version: str | None,
         options: SaveOptions,
         memory: SaveMemory,
+        replace_newest: bool = False,
     ) -> None:
         self._storage, self._session, self._options = storage, session, options
         self._framework_version, self._memory = framework_version, memory
+        self._replace_newest = replace_newest
         self._created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._claim: Claim | None = None
         self._requests: dict[int, SaveRequest] = {}
@@ -99,7 +101,7 @@ class SaveCoordinator:
         contents = merge_contents(what.state, requests)
         self._check_replicas(contents)
         ours = requests[self._session.coordinator]
-        claim = self._claim = Claim.make(self._storage, ours.unique_id)
+        claim = self._claim = Claim.make(self._storage, ours.unique_id, self._replace_newest)
         folders = {rank: request.folder.key for rank, request in requests.items()}
         self._warn_of_folders(folders)
         leaders = _leaders(what.state, folders)

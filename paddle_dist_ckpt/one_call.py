@@ -1,0 +1,197 @@
+"""A training job's model and optimizer saved by one call, and loaded by one.
+
+The idea is that of `hfai.checkpoint <https://doc.hfai.high-flyer.cn/api/checkpoint.html>`_: one name for each
+checkpoint, ranks that share the work of writing what all of them have, and a load that gives the whole state to any
+process. What is stored is a checkpoint like any other: ``{"model": ..., "optimizer": ..., **others}``.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import Any
+
+from .core.metadata import Metadata
+from .core.reports import SaveReport
+from .engine.commit import save_of
+from .engine.context import Context
+from .engine.load import load as load_together
+from .engine.load_coordinator import read_checkpoint
+from .engine.merged import Selection, load_merged
+from .engine.save import save as save_together
+from .engine.save_memory import SaveMemory
+from .errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
+from .options import LoadOptions, SaveOptions
+from .storage import Storage, as_storage
+
+__all__ = ["load", "save"]
+
+_UNIQUE_ID = 0  # a folder holds one such checkpoint, which each save replaces
+_OURS = ("model", "optimizer")
+_ATTEMPTS = 3
+_ADVICE = "An optimizer's entries are named after the parameters: pass model beside optimizer."
+
+
+def save(
+    path: str | os.PathLike[str] | Storage, model: Any, optimizer: Any = None, others: Any = None, group: Any = None
+) -> SaveReport:
+    """Save models, optimizers and whatever else a training job needs, together with the other ranks of the group.
+
+    Every rank of the group calls it. Models may be wrapped for data parallelism or not; keys have no prefix either way.
+    Parameters, and what optimizers keep for them, are taken to be the same on all ranks, which write about equally many
+    bytes of them: large tensors are cut. The first rank of the group saves its own buffers, parameters of at most one
+    dimension that are not trained (in which Paddle's layers keep running statistics), and plain tensors and values in
+    ``others``. DistTensors are saved as :func:`paddle_dist_ckpt.save_state_dict` saves them. A checkpoint that an
+    earlier call has saved there is replaced when all of the new one is on the disk, and not before.
+
+    The idea is that of ``hfai.checkpoint.save``.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`. It is for this checkpoint alone.
+        model: A ``paddle.nn.Layer``, or a list of them.
+        optimizer: One of Paddle's optimizers, or a list of them. One that has not taken a step is saved with the
+            accumulators that its first step would start from. Its entries are named after the parameters.
+        others: A dict of anything else that :func:`paddle_dist_ckpt.save_state_dict` takes: values, tensors, objects
+            such as a learning rate's scheduler, :class:`PerRank` values.
+        group: The Paddle group whose ranks save together; None for the default group, or for this process alone if
+            nothing is initialised.
+
+    Returns:
+        What was saved, in bytes and seconds.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be, on any rank; or ``others`` has the key ``model`` or
+            ``optimizer``. Nothing was written.
+        UnsupportedValueError: something cannot be stored. Nothing was written.
+        RankFailureError: a rank failed. The checkpoint that was there before is as it was.
+        CheckpointTimeoutError: a rank did not come, or fell silent.
+    """
+    from .paddle_adapter import connect, replicas  # paddle is imported only when it is used
+
+    options = SaveOptions(check_replicas="off")  # buffers may differ
+    ranks = connect(group, replicas.first_rank(group), options.no_dist, options.timeout)
+    with ranks.hub.session("save", options.timeout) as session:
+        storage = as_storage(path)  # here, so that the other ranks hear of what is wrong
+        state = {"model": replicas.layers(model)}
+        if optimizer is not None:
+            state["optimizer"] = replicas.optimizers(optimizer)
+        adapter = replicas.ReplicaAdapter(ranks.rank, (one for value in state.values() for one in _listed(value)))
+        memory = ranks.memory.setdefault("save", SaveMemory())
+        context = Context(storage, session, ranks.transport, adapter, memory)
+        return save_together({**state, **_checked_others(others)}, context, _UNIQUE_ID, options)
+
+
+def load(
+    path: str | os.PathLike[str] | Storage,
+    model: Any = None,
+    optimizer: Any = None,
+    map_location: Any = None,
+    nthreads: int = 8,
+) -> dict[Any, Any]:
+    """Load what :func:`save` has saved, on whatever number of ranks that was.
+
+    Each process loads for itself, and waits for no other. Without ``model`` and ``optimizer`` the whole state is
+    returned, as whole tensors. With them, what is stored for them is read right into their own tensors, and ``others``
+    are returned beside them; of a DistTensor only this rank's part is read. An optimizer needs its model beside it, for
+    its entries are named after the parameters.
+
+    The idea is that of ``hfai.checkpoint.load``.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        model: A ``paddle.nn.Layer``, or a list of them, as they were saved; wrapped for data parallelism or not.
+        optimizer: One of Paddle's optimizers, or a list of them. One that has not taken a step gets its accumulators.
+        map_location: Where tensors that are returned shall be: None for Paddle's current device, ``"cpu"`` or a Place.
+            Only host memory is supported so far. A model's and an optimizer's own tensors stay where they are.
+        nthreads: How many threads read; 0 to read in this thread, one piece after the other.
+
+    Returns:
+        ``{"model": ..., "optimizer": ..., **others}``, without what was not saved. If ``model`` or ``optimizer`` was
+        given, their entries are the state_dicts of the objects given, and the other one, if not given, is left out.
+
+    Raises:
+        StateDictMismatchError: the checkpoint does not fit the objects; lists every problem. They were not touched.
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointCorruptedError: stored bytes are not what was written. Objects may be partly filled then; the message
+            says so.
+        CheckpointError: reading failed, or the checkpoint was replaced again and again meanwhile.
+        TypeError, ValueError: an argument is not what it should be.
+    """
+    from .paddle_adapter import PaddleAdapter, replicas  # paddle is imported only when it is used
+
+    storage, threads, on_host = as_storage(path), _checked_threads(nthreads), replicas.is_host(map_location)
+    objects: dict[str, Any] = {}
+    if model is not None:
+        objects["model"] = replicas.layers(model)
+    if optimizer is not None:
+        objects["optimizer"] = replicas.optimizers(optimizer)
+    if not objects:
+        adapter = PaddleAdapter(0)
+        return load_merged(storage, adapter, _UNIQUE_ID, Selection(), False, on_host, LoadOptions(), threads)
+    others = _load_into(objects, storage, on_host, threads)
+    return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
+
+
+def _load_into(objects: dict[str, Any], storage: Storage, on_host: bool, threads: int) -> dict[Any, Any]:
+    """Fill the objects, and return what was saved beside models and optimizers: all of one and the same save."""
+    for _ in range(_ATTEMPTS):
+        metadata = read_checkpoint(storage, _UNIQUE_ID)
+        try:
+            _fill(objects, storage, threads)
+            others = _load_others(metadata, storage, on_host, threads)
+        except (StateDictMismatchError, CheckpointCorruptedError, CheckpointNotFoundError) as error:
+            if save_of(storage, _UNIQUE_ID) != metadata.save_id:
+                continue  # another save has replaced it meanwhile
+            if isinstance(error, StateDictMismatchError) and "model" not in objects:
+                raise StateDictMismatchError(f"{error}\n{_ADVICE}", error.problems) from error
+            raise
+        if save_of(storage, _UNIQUE_ID) == metadata.save_id:
+            return others
+    raise CheckpointError(f"{storage.location}: the checkpoint was replaced {_ATTEMPTS} times during a load")
+
+
+def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
+    from .paddle_adapter import PaddleAdapter, connect
+
+    options = LoadOptions(no_dist=True)
+    ranks = connect(None, 0, options.no_dist, options.timeout)
+    with ranks.hub.session("load", options.timeout) as session:
+        context = Context(storage, session, ranks.transport, PaddleAdapter(ranks.rank), threads=threads)
+        load_together(objects, context, _UNIQUE_ID, options)
+
+
+def _load_others(metadata: Metadata, storage: Storage, on_host: bool, threads: int) -> dict[Any, Any]:
+    from .paddle_adapter import PaddleAdapter
+
+    paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+    keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
+    selection = Selection(keys=keys)
+    return load_merged(storage, PaddleAdapter(0), _UNIQUE_ID, selection, False, on_host, LoadOptions(), threads)
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _checked_others(others: Any) -> dict[Any, Any]:
+    if others is None:
+        return {}
+    if not isinstance(others, dict):
+        raise TypeError(f"others must be None or a dict, not {type(others).__name__}")
+    reserved = [key for key in _OURS if key in others]
+    if reserved:
+        raise ValueError(f"others must not have the keys {reserved}; these are for the arguments of the same names")
+    return others
+
+
+def _checked_threads(nthreads: int) -> int:
+    """How many threads read, this one included."""
+    try:
+        number = None if isinstance(nthreads, bool) else operator.index(nthreads)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"nthreads must be an integer, not {nthreads!r}")
+    if number < 0:
+        raise ValueError(f"nthreads must not be negative, but is {nthreads}")
+    return max(1, number)

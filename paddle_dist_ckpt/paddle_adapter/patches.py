@@ -1,0 +1,134 @@
+"""Puts other functions in the place of Paddle's own checkpoint functions, and gives these back.
+
+``paddle.distributed`` has its functions from a module below it, and may hand them on to others. So a function is
+replaced wherever one of ``paddle.distributed``'s modules has that very function, whatever it is called there.
+
+Replacements lie on each other like plates: each remembers the functions that it found, and which of them lie on each
+other is kept with ``paddle.distributed`` itself, for there is only one for the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import ModuleType, TracebackType
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+__all__ = ["Replacement", "dynamic_mode", "initialise", "newest_replacement"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_ATTRIBUTE = "_paddle_dist_ckpt"
+_HOMES = (  # where a function of Paddle is to be found: in 3.0.0 not every one is in paddle.distributed itself
+    "paddle.distributed",
+    "paddle.distributed.flex_checkpoint.dcp.load_state_dict",  # in 3.3
+    "paddle.distributed.checkpoint.load_state_dict",  # in 2.6 and 3.0
+)
+_Function = Callable[..., Any]
+
+
+class Replacement:
+    """Functions that are in the place of Paddle's, until :meth:`end`; as a context manager, until it is left.
+
+    Args:
+        functions: By the names that Paddle's have. A name that this Paddle does not have is left out.
+    """
+
+    def __init__(self, functions: Mapping[str, _Function]) -> None:
+        self._active = True
+        found = {name: _find(name) for name in functions}
+        self._former = {name: former for name, former in found.items() if former is not None}
+        self._ours = {name: self._switch(name, functions[name]) for name in self._former}
+        _stack().append(self)
+        for name, ours in self._ours.items():
+            _exchange(self._former[name], ours)
+
+    def _switch(self, name: str, function: _Function) -> _Function:
+        """The function itself while it is in place; afterwards the one that was there before.
+
+        Somebody may have it still: from an import by name, or because he has put his own function over it.
+        """
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if self._active else self._former[name])(*args, **kwargs)
+
+        return call
+
+    def end(self) -> None:
+        """Give the former functions back. What has been put over these is left there. Once is enough."""
+        if not self._active:
+            return
+        self._active = False
+        stack = _stack()
+        above = stack[stack.index(self) + 1 :]
+        stack.remove(self)
+        for name, ours in self._ours.items():
+            _exchange(ours, self._former[name])
+            for other in above:
+                other._forget(ours, self._former[name])
+            if not above and _find(name) is not self._former[name]:
+                _logger.warning("paddle.distributed.%s was replaced by somebody else meanwhile, and stays so", name)
+
+    def _forget(self, function: _Function, former: _Function) -> None:
+        """Give ``former`` back in the end, where it would have been ``function``."""
+        for name, found in self._former.items():
+            if found is function:
+                self._former[name] = former
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def newest_replacement() -> Replacement | None:
+    """The replacement that was made last, of those that have not ended."""
+    stack = _stack()
+    return stack[-1] if stack else None
+
+
+def initialise(process_group: Any) -> None:
+    """Initialise the parallel environment if the program has not, as Paddle's own functions do."""
+    if process_group is None and dist.get_world_size() > 1 and not dist.is_initialized():
+        dist.init_parallel_env()
+
+
+def dynamic_mode() -> AbstractContextManager[None]:
+    """A block in which tensors are real ones, also where the program has switched to static graphs."""
+    mode: AbstractContextManager[None] = paddle.base.dygraph.guard()
+    return mode
+
+
+def _stack() -> list[Replacement]:
+    stack: list[Replacement] = dist.__dict__.setdefault(_ATTRIBUTE, [])
+    return stack
+
+
+def _find(name: str) -> _Function | None:
+    for home in _HOMES:
+        function = getattr(sys.modules.get(home), name, None)
+        if callable(function):
+            return function
+    return None
+
+
+def _exchange(old: _Function, new: _Function) -> None:
+    """Put ``new`` wherever one of paddle.distributed's modules has ``old``."""
+    places = [
+        (module, attribute)
+        for name, module in list(sys.modules.items())
+        if (name + ".").startswith("paddle.distributed.") and isinstance(module, ModuleType)
+        for attribute, value in list(vars(module).items())
+        if value is old
+    ]
+    for module, attribute in places:
+        setattr(module, attribute, new)

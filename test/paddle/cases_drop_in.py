@@ -1,0 +1,134 @@
+"""Functions that test_drop_in.py sends to ranks, and a trainer as a user has written it for Paddle's own functions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_dist_ckpt import LoadOptions, SaveOptions, list_checkpoints
+from paddle_dist_ckpt.drop_in import install
+from test.paddle.layouts import Spread
+from test.paddle.outcomes import Outcome, outcome_of
+from test.paddle.tensors import dist_tensor
+from test.ranks.groups import group_of
+
+_OPTIONS = {"save_options": SaveOptions(timeout=20), "load_options": LoadOptions(timeout=20)}
+
+
+class _Net(paddle.nn.Layer):
+    """Two linear layers, whose parameters are distributed as the placements of the mesh's last dimension say."""
+
+    def __init__(self, mesh: Any, placements: dict[str, Any]) -> None:
+        super().__init__()
+        lead = [dist.Replicate()] * (mesh.ndim - 1)
+        self.up, self.down = paddle.nn.Linear(8, 16), paddle.nn.Linear(16, 4)
+        for layer, name in ((self.up, "up"), (self.down, "down")):
+            for part in ("weight", "bias"):
+                spread = [*lead, placements[f"{name}.{part}"]]
+                setattr(layer, part, dist.shard_tensor(getattr(layer, part), mesh, spread))
+
+    def forward(self, x: Any) -> Any:
+        return self.down(paddle.nn.functional.relu(self.up(x)))
+
+
+class Trainer:
+    """Trains, saves and resumes with nothing but Paddle's names."""
+
+    def __init__(self, mesh: Any, placements: dict[str, Any]) -> None:
+        self.mesh = mesh
+        self.model = _Net(mesh, placements)
+        self.scheduler = paddle.optimizer.lr.StepDecay(0.05, step_size=2)
+        optimizer = paddle.optimizer.AdamW(self.scheduler, parameters=self.model.parameters())
+        self.optimizer = dist.shard_optimizer(optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """The tensors; the scheduler is no tensor, so it has a file of its own."""
+        optimizer = self.optimizer.state_dict()
+        optimizer.pop("LR_Scheduler", None)
+        return {"model": self.model.state_dict(), "optimizer": optimizer}
+
+    def save(self, folder: str) -> None:
+        dist.save_state_dict(self.state(), os.path.join(folder, "dist_ckpt"))
+        if dist.get_rank() == 0:
+            paddle.save(self.scheduler.state_dict(), os.path.join(folder, "scheduler.pdparams"))
+        dist.barrier()
+
+    def resume(self, folder: str) -> None:
+        state = self.state()
+        dist.load_state_dict(state, os.path.join(folder, "dist_ckpt"))
+        self.model.set_state_dict(state["model"])
+        scheduler = paddle.load(os.path.join(folder, "scheduler.pdparams"))
+        self.optimizer.set_state_dict({**state["optimizer"], "LR_Scheduler": scheduler})
+
+    def train(self, steps: Iterable[int]) -> list[float]:
+        losses = []
+        replicated = [dist.Replicate()] * self.mesh.ndim
+        for step in steps:
+            numbers = np.random.default_rng(step)
+            x, y = (paddle.to_tensor(numbers.standard_normal((8, size), np.float32)) for size in (8, 4))
+            x, y = (dist.shard_tensor(batch, self.mesh, replicated) for batch in (x, y))
+            loss = ((self.model(x) - y) ** 2).mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.clear_grad()
+            self.scheduler.step()
+            losses.append(float(loss))
+        return losses
+
+
+def train_and_resume(folder: str) -> dict[str, Any]:
+    """Train on four ranks in a row, and go on from the middle on a square of them in another layout."""
+    rows = {"up.weight": dist.Shard(1), "up.bias": dist.Shard(0), "down.weight": dist.Shard(0)}
+    square = {"up.weight": dist.Shard(0), "up.bias": dist.Replicate(), "down.weight": dist.Shard(1)}
+    with install():
+        first = Trainer(dist.ProcessMesh([0, 1, 2, 3], ["mp"]), {**rows, "down.bias": dist.Replicate()})
+        for steps in (range(1), range(1, 3)):
+            first.train(steps)
+            first.save(folder)
+        uninterrupted = first.train(range(3, 8))
+
+        second = Trainer(dist.ProcessMesh([[0, 1], [2, 3]], ["dp", "mp"]), {**square, "down.bias": dist.Shard(0)})
+        second.resume(folder)
+        resumed = second.train(range(3, 8))
+        third = Trainer(second.mesh, {**square, "down.bias": dist.Shard(0)})
+    return {
+        "uninterrupted": uninterrupted,
+        "resumed": resumed,
+        "anew": third.train(range(3, 8)),
+        "checkpoints": list_checkpoints(os.path.join(folder, "dist_ckpt")),
+        "names": [sorted(trainer.state()["optimizer"]) for trainer in (first, second)],
+    }
+
+
+def newest_of_the_coordinator(root: str, ranks: int) -> tuple[list[int], list[int]]:
+    """Save in folders that have other checkpoints on each rank. Returns the ids saved under, and what is there then."""
+    rank, group = dist.get_rank(), group_of(ranks)
+    folder = os.path.join(root, str(rank))
+    alone = SaveOptions(no_dist=True)
+    saved = []
+    with install(save_options=alone):
+        for unique_id in (3, 4) if rank == 0 else (3, 9):
+            dist.save_state_dict({"x": paddle.ones([2])}, folder, unique_id=unique_id)
+    spread = Spread(list(range(ranks)), (0,))
+    for policy in ("paddle", "next", "paddle"):
+        with install(policy, **_OPTIONS):  # type: ignore[arg-type]
+            state = {"x": dist_tensor(np.arange(12, dtype=np.float32), spread)}
+            saved.append(dist.save_state_dict(state, folder, process_group=group).unique_id)
+            dist.load_state_dict(state, folder, process_group=group)
+    return saved, list_checkpoints(folder)
+
+
+def with_aoa_config(folder: str, ranks: int, having: list[int]) -> tuple[Outcome, Outcome]:
+    """Load with an aoa_config on some ranks, then without."""
+    config = {"aoa_statements": ["a -> b"]} if dist.get_rank() in having else None
+    state, group = {"x": paddle.zeros([3])}, group_of(ranks)
+    with install(**_OPTIONS):  # type: ignore[arg-type]
+        dist.save_state_dict({"x": paddle.ones([3])}, folder, group)
+        first = outcome_of(lambda: dist.load_state_dict(state, folder, group, aoa_config=config))
+        second = outcome_of(lambda: dist.load_state_dict(state, folder, group) and float(state["x"].sum()))
+    return first, second

@@ -1,0 +1,453 @@
+"""install() and uninstall(): what they replace and give back, and how the functions in the place of Paddle's behave."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_dist_ckpt import (
+    AsyncSave,
+    CheckpointNotFoundError,
+    LoadOptions,
+    SaveOptions,
+    SaveReport,
+    StateDictMismatchError,
+    list_checkpoints,
+    load_state_dict,
+    read_metadata,
+    save_state_dict,
+)
+from paddle_dist_ckpt.drop_in import install, uninstall
+from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
+from paddle_dist_ckpt.storage import LocalStorage
+from test.paddle import cases_drop_in as cases
+from test.ranks.fresh import fresh_ranks
+from test.ranks.pool import RankPool
+from test.ranks.world import REPOSITORY
+
+NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
+OWN = {name: getattr(dist, name) for name in NAMES}
+HOME = sys.modules[dist.load_state_dict.__module__]  # where Paddle defines two of them
+
+
+@pytest.fixture(autouse=True)
+def _paddle_is_left_as_it_was() -> Iterator[None]:
+    before = attributes()
+    yield
+    left = newest_replacement()
+    while newest_replacement() is not None:
+        uninstall()
+    assert left is None
+    assert attributes() == before
+
+
+def attributes() -> dict[tuple[str, str], int]:
+    """What the modules of paddle.distributed have, by identity."""
+    modules = [(n, m) for n, m in list(sys.modules.items()) if n.split(".")[:2] == ["paddle", "distributed"]]
+    return {(name, key): id(value) for name, module in modules for key, value in vars(module).items() if key in NAMES}
+
+
+def state(number: float) -> dict[str, Any]:
+    return {"model": {"w": paddle.full([3], number), "encoder.b": paddle.full([2], number)}}
+
+
+def value_in(folder: Path) -> float:
+    target = state(0)
+    load_state_dict(target, folder)
+    return float(target["model"]["w"][0])
+
+
+# -- what is replaced, and given back
+
+
+def test_it_is_there_within_the_block_alone(tmp_path: Path) -> None:
+    with install():
+        assert not {getattr(dist, name) for name in NAMES} & set(OWN.values())
+        assert isinstance(dist.save_state_dict(state(1), tmp_path), SaveReport)
+    assert [getattr(dist, name) for name in NAMES] == list(OWN.values())
+
+
+def test_no_module_of_paddle_distributed_keeps_the_former_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("paddle.distributed.made_up")
+    module.under_another_name = dist.save_state_dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    own = {id(function) for function in OWN.values()}
+    with install():
+        modules = [loaded for name, loaded in list(sys.modules.items()) if name.startswith("paddle.")]
+        kept = [(loaded, key) for loaded in modules for key, value in list(vars(loaded).items()) if id(value) in own]
+        assert kept == []
+        assert vars(module)["under_another_name"] is dist.save_state_dict
+    assert vars(module)["under_another_name"] is OWN["save_state_dict"]
+
+
+def test_a_function_that_is_not_handed_on_is_replaced_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "load_merged_state_dict")  # as in Paddle 3.0
+    with install():
+        assert not hasattr(dist, "load_merged_state_dict")
+        assert vars(HOME)["load_merged_state_dict"] is not OWN["load_merged_state_dict"]
+    assert vars(HOME)["load_merged_state_dict"] is OWN["load_merged_state_dict"]
+
+
+def test_a_function_that_this_paddle_does_not_have_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "load_merged_state_dict")  # as in Paddle 2.6
+    monkeypatch.delattr(HOME, "load_merged_state_dict")
+    before = attributes()
+    with install():
+        assert attributes().keys() == before.keys()
+        assert dist.load_state_dict is not OWN["load_state_dict"]
+    assert attributes() == before
+
+
+def test_installed_twice_it_is_uninstalled_twice(tmp_path: Path) -> None:
+    install("next")
+    first = dist.save_state_dict
+    install("paddle")
+    assert dist.save_state_dict is not first
+    assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in range(2)] == [0, 0]
+    uninstall()
+    assert dist.save_state_dict is first
+    assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in range(2)] == [1, 2]
+    uninstall()
+    assert dist.save_state_dict is OWN["save_state_dict"]
+    uninstall()  # of nothing
+
+
+def test_a_block_takes_off_its_own(tmp_path: Path) -> None:
+    with install("next"):
+        outer = dist.save_state_dict
+        with install():
+            uninstall()
+            assert dist.save_state_dict is outer
+        assert dist.save_state_dict is outer, "what was taken off before is not taken off again"
+        with pytest.raises(KeyError), install():
+            raise KeyError
+        assert dist.save_state_dict is outer
+
+
+def test_blocks_may_end_in_any_order(tmp_path: Path) -> None:
+    first, second, third = install("next"), install("paddle"), install("next")
+    last = dist.save_state_dict
+    second.__exit__(None, None, None)
+    first.__exit__(None, None, None)
+    assert dist.save_state_dict is last
+    third.__exit__(None, None, None)
+    assert dist.save_state_dict is OWN["save_state_dict"]
+
+
+def test_what_somebody_else_has_put_there_before_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(dist, "save_state_dict", theirs)
+    with install():
+        assert dist.save_state_dict is not theirs
+    assert dist.save_state_dict is theirs
+
+
+def test_what_somebody_else_has_put_over_it_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    called = []
+    handle = install()
+    ours = dist.load_merged_state_dict
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        called.append(args)
+        return ours(*args, **kwargs)
+
+    dist.load_merged_state_dict = theirs
+    try:
+        dist.save_state_dict(state(4), tmp_path / "ours")
+        assert sorted(dist.load_merged_state_dict(tmp_path / "ours")) == ["model.encoder.b", "model.w"]
+        uninstall()
+        assert dist.load_merged_state_dict is theirs
+        assert "load_merged_state_dict was replaced by somebody else meanwhile" in caplog.text
+        dist.save_state_dict({"w": paddle.full([2], 5.0)}, str(tmp_path / "paddle"))
+        (loaded,) = dist.load_merged_state_dict(str(tmp_path / "paddle")).values()  # through ours, Paddle's
+        assert loaded.tolist() == [5.0, 5.0]
+        assert len(called) == 2
+        handle.__exit__(None, None, None)
+        assert dist.load_merged_state_dict is theirs
+    finally:
+        dist.load_merged_state_dict = OWN["load_merged_state_dict"]
+
+
+def test_who_still_has_our_function_calls_the_former_one(tmp_path: Path) -> None:
+    with install():
+        held = dist.save_state_dict
+    held({"w": paddle.ones([2])}, str(tmp_path))
+    assert list(tmp_path.glob("*.distcp"))
+    assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"unique_id_policy": "newest"}, ValueError),
+        ({"save_options": LoadOptions()}, TypeError),
+        ({"load_options": {"strict": False}}, TypeError),
+    ],
+)
+def test_bad_arguments_replace_nothing(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(arguments))):
+        install(**arguments)
+    assert dist.save_state_dict is OWN["save_state_dict"]
+
+
+# -- how it is called
+
+SAVE = ["state_dict", "path", "process_group", "coordinator_rank"]  # since Paddle 2.6
+LOAD = [*SAVE, "unique_id", "offload", "mw_name_compatibility"]  # since 3.0
+MERGED = ["path", "prefix", "unique_id", "offload"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("save_state_dict", [*SAVE, "unique_id", "async_save", "safetensors", "save_replicas"]),
+        ("load_state_dict", [*LOAD, "aoa_config", "safetensors", "worker_groups", "comm_method"]),
+        ("load_merged_state_dict", [*MERGED, "aoa_config", "safetensors"]),
+    ],
+)
+def test_parameters_are_those_of_paddle(name: str, parameters: list[str]) -> None:
+    with install():
+        ours = inspect.signature(getattr(dist, name)).parameters
+    own = inspect.signature(OWN[name]).parameters
+    assert list(ours) == parameters
+    assert [(p.name, p.default) for p in own.values()] == [(p.name, p.default) for p in ours.values()][: len(own)]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        ("save_state_dict", "safetensors", True),
+        ("save_state_dict", "save_replicas", True),
+        ("load_state_dict", "safetensors", True),
+        ("load_state_dict", "mw_name_compatibility", False),
+        ("load_state_dict", "worker_groups", [None, None]),
+        ("load_state_dict", "comm_method", "grouped_send_recv"),
+        ("load_state_dict", "offload", True),
+        ("load_merged_state_dict", "safetensors", True),
+        ("load_merged_state_dict", "offload", True),
+    ],
+)
+def test_arguments_that_change_nothing_are_taken(
+    tmp_path: Path, name: str, argument: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_state_dict(state(1), tmp_path)
+    with install(), caplog.at_level(logging.DEBUG, "paddle_dist_ckpt"):
+        arguments = (tmp_path,) if name == "load_merged_state_dict" else (state(2), tmp_path)
+        getattr(dist, name)(*arguments, **{argument: value})
+    assert (f"{name}: {argument}={value!r} changes nothing here" in caplog.text) == (argument != "offload")
+    assert value_in(tmp_path) == (2 if name == "save_state_dict" else 1)
+
+
+@pytest.mark.parametrize("config", [{}, {"aoa_statements": ["a -> b"]}])
+def test_an_aoa_config_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    with install():
+        dist.save_state_dict(state(1), tmp_path)
+        target = state(0)
+        with pytest.raises(NotImplementedError, match="aoa_config is not supported"):
+            dist.load_state_dict(target, tmp_path, aoa_config=config)
+        assert not target["model"]["w"].any()
+        with pytest.raises(NotImplementedError, match="aoa_config is not supported"):
+            dist.load_merged_state_dict(tmp_path, aoa_config=config)
+
+
+def test_options_are_used(tmp_path: Path) -> None:
+    with install(save_options=SaveOptions(user_metadata={"run": 7})):
+        dist.save_state_dict(state(1), tmp_path)
+        target = {**state(0), "more": paddle.zeros([1])}
+        with pytest.raises(StateDictMismatchError, match="more"):
+            dist.load_state_dict(target, tmp_path)
+        with install(load_options=LoadOptions(strict=False)):
+            assert len(dist.load_state_dict(target, tmp_path).skipped) == 1
+    assert target["model"]["w"].tolist() == [1, 1, 1]
+    assert read_metadata(tmp_path).user_metadata == {"run": 7}
+
+
+def test_it_works_in_static_mode(tmp_path: Path) -> None:
+    with install():
+        saved, target = state(3), state(0)
+        paddle.enable_static()
+        try:
+            dist.save_state_dict(saved, tmp_path)
+            dist.load_state_dict(target, tmp_path)
+            merged = dist.load_merged_state_dict(tmp_path)
+            assert not paddle.in_dynamic_mode()
+        finally:
+            paddle.disable_static()
+    assert target["model"]["w"].tolist() == merged["model.w"].tolist() == [3, 3, 3]
+
+
+def test_a_merged_load_returns_flat_keys_as_paddle_does(tmp_path: Path) -> None:
+    flat = {"model.w": paddle.full([3], 1.0), "model.encoder.b": paddle.full([2], 1.0), "modelling": paddle.ones([1])}
+    dist.save_state_dict(flat, str(tmp_path / "paddle"))
+    prefixes = (None, "", "model", "model.encoder")
+    own = [dist.load_merged_state_dict(str(tmp_path / "paddle"), prefix) for prefix in prefixes]
+    assert own[2].pop("ing").tolist() == [1.0], "which is what Paddle leaves of 'modelling'"
+    with install():
+        dist.save_state_dict({**state(1), "modelling": flat["modelling"]}, tmp_path / "ours")
+        ours = [dist.load_merged_state_dict(tmp_path / "ours", prefix) for prefix in prefixes]
+        for found, expected in zip(ours, own, strict=True):
+            assert {k: v.tolist() for k, v in found.items()} == {k: v.tolist() for k, v in expected.items()}
+        with pytest.raises(CheckpointNotFoundError, match="no key matches"):
+            dist.load_merged_state_dict(tmp_path / "ours", "optimizer")
+
+
+# -- which checkpoint a save without an id makes
+
+
+def test_the_newest_checkpoint_is_replaced(tmp_path: Path) -> None:
+    dist.save_state_dict({"w": paddle.ones([2])}, str(tmp_path / "paddle"), unique_id=3)
+    dist.save_state_dict({"w": paddle.ones([2])}, str(tmp_path / "paddle"))
+    assert sorted(path.name for path in (tmp_path / "paddle").glob("*.distcp")) == ["0_3.distcp"], "so does Paddle"
+    with install():
+        asked = (None, None, 3, None, 1, None)
+        ids = [dist.save_state_dict(state(1), tmp_path, unique_id=unique_id).unique_id for unique_id in asked]
+    assert ids == [0, 0, 3, 3, 1, 3]
+    assert list_checkpoints(tmp_path) == [0, 1, 3]
+
+
+def test_a_folder_that_is_saved_to_again_and_again_does_not_grow(tmp_path: Path) -> None:
+    with install():
+        for i in range(5):
+            dist.save_state_dict(state(i), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert value_in(tmp_path) == 4
+
+
+def test_all_are_kept_if_told_so(tmp_path: Path) -> None:
+    with install(unique_id_policy="next"):
+        assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in range(3)] == [0, 1, 2]
+        target = state(0)
+        dist.load_state_dict(target, tmp_path, unique_id=1)
+    assert target["model"]["w"].tolist() == [1, 1, 1]
+
+
+def test_saves_in_the_background_replace_each_other(tmp_path: Path) -> None:
+    with install():
+        handles = [dist.save_state_dict(state(i), tmp_path, async_save=True) for i in range(3)]
+        assert all(isinstance(handle, AsyncSave) for handle in handles)
+        assert [handle.result().unique_id for handle in handles] == [0, 0, 0]
+    assert value_in(tmp_path) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_that_it_was_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with install():
+        dist.save_state_dict(state(1), tmp_path)
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr(LocalStorage, "create", fail)
+            dist.save_state_dict(state(2), tmp_path)
+    assert value_in(tmp_path) == 1
+
+
+def test_a_damaged_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    with install():
+        dist.save_state_dict(state(1), tmp_path)
+        (tmp_path / "0.metadata").write_bytes(b"\0" * 100)
+        assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in (2, 3)] == [1, 1]
+    assert (tmp_path / "0.metadata").read_bytes() == b"\0" * 100
+    assert value_in(tmp_path) == 3
+
+
+def test_checkpoints_of_paddle_itself_stay(tmp_path: Path) -> None:
+    dist.save_state_dict({"w": paddle.ones([2])}, str(tmp_path), unique_id=4)
+    theirs = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with install():
+        assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in range(2)] == [5, 5]
+        with pytest.raises(ValueError, match="unique_id 4 is taken"):
+            dist.save_state_dict(state(1), tmp_path, unique_id=4)
+    assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
+
+
+def test_an_old_checkpoint_is_brought_over(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    saved = {"w": paddle.arange(6, dtype="float32").reshape([2, 3]), "b": paddle.full([3], 2.0)}
+    dist.save_state_dict(dict(saved), str(old))
+    save_state_dict(dist.load_merged_state_dict(str(old)), new)
+    shutil.rmtree(old)
+    target = {key: paddle.zeros_like(value) for key, value in saved.items()}
+    with install():
+        dist.load_state_dict(target, new)
+    for key, value in saved.items():
+        np.testing.assert_array_equal(target[key], value)
+
+
+# -- on ranks
+
+
+def test_a_trainer_that_knows_only_paddle_goes_on_in_another_layout(tmp_path: Path) -> None:
+    ends = fresh_ranks(4, cases.train_and_resume, str(tmp_path), timeout=60)
+    assert [end.exit_code for end in ends] == [0] * 4, [end.log for end in ends if end.exit_code]
+    for end in ends:
+        found = end.result
+        np.testing.assert_allclose(found["resumed"], found["uninterrupted"], rtol=1e-4)
+        assert not np.allclose(found["anew"], found["uninterrupted"], rtol=1e-2)
+        assert found["checkpoints"] == [0], "the second save has replaced the first"
+        first, second = found["names"]
+        assert len(first) == len(second)
+        assert not set(first) & set(second), "the runs call their variables differently"
+
+
+def test_the_coordinator_alone_decides_which_is_the_newest(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(cases.newest_of_the_coordinator, str(tmp_path), 3, ranks=3)
+    assert [saved for saved, _ in results] == [[4, 5, 5]] * 3
+    assert [left for _, left in results] == [[3, 4, 5], [3, 9], [3, 9]]
+
+
+@pytest.mark.parametrize("having", [[0, 1, 2], [0], [2]])
+def test_an_aoa_config_is_refused_on_every_rank(pool: RankPool, tmp_path: Path, having: list[int]) -> None:
+    results = pool.run(cases.with_aoa_config, str(tmp_path), 3, having, ranks=3)
+    for rank, (first, second) in enumerate(results):
+        assert first.error == ("NotImplementedError" if rank in having else "RankFailureError")
+        assert "aoa_config is not supported" in first.message
+        assert first.seconds < 10
+        assert second.result == 3.0
+
+
+UNINITIALISED = """
+import paddle.distributed as dist
+from paddle_dist_ckpt import read_metadata
+from paddle_dist_ckpt.drop_in import install
+import paddle
+
+assert not dist.is_initialized()
+install()
+dist.save_state_dict({"w": paddle.ones([4])}, "checkpoint")
+assert read_metadata("checkpoint").world_size == dist.get_world_size() == 2
+"""
+
+
+def test_a_job_that_has_not_initialised_anything_is_initialised_as_by_paddle(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNINITIALISED, encoding="utf-8")
+    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--host", "127.0.0.1"]
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [*command, "--log_dir", "logs", "script.py"],
+        env={**env, "PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    logs = "".join(path.read_text(errors="replace")[-2000:] for path in sorted(tmp_path.glob("logs/workerlog.*")))
+    assert done.returncode == 0, done.stdout[-1000:] + logs
+    assert list_checkpoints(tmp_path / "checkpoint") == [0]

@@ -1,0 +1,353 @@
+"""Saving and loading by one call: whatever a user passes, in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_dist_ckpt import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    LocalStorage,
+    PerRank,
+    SaveReport,
+    StateDictMismatchError,
+    UnsupportedValueError,
+    list_checkpoints,
+    load_merged_state_dict,
+    load_state_dict,
+    one_call,
+    read_metadata,
+    save_state_dict,
+)
+from paddle_dist_ckpt.one_call import load, save
+from test.paddle.cases_one_call import arrays, assert_equal, job, numpy_of, train
+
+
+def linear(number: float = 0.0) -> Any:
+    layer = paddle.nn.Linear(3, 2)
+    for parameter in layer.parameters():
+        parameter.set_value(paddle.full(parameter.shape, number))
+    return layer
+
+
+def adam(*layers: Any, number: float | None = None) -> Any:
+    """An optimizer for all the layers; if a number is given, stepped without changing them, with that first moment."""
+    optimizer = paddle.optimizer.Adam(0.1, parameters=[p for layer in layers for p in layer.parameters()])
+    if number is not None:
+        sum(((layer(paddle.ones([1, 3])) * 0).sum() for layer in layers), paddle.zeros([])).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        for moment in first_moments(optimizer):
+            moment.set_value(paddle.full(moment.shape, number))
+    return optimizer
+
+
+def first_moments(optimizer: Any) -> list[Any]:
+    return [value for key, value in optimizer.state_dict().items() if "moment1" in key]
+
+
+# -- alone
+
+
+def test_a_job_goes_on(tmp_path: Path) -> None:
+    model, optimizer, schedule = job(7)
+    train(model, optimizer, schedule, 3)
+    report = save(tmp_path, model, optimizer, {"epoch": 3})
+    assert isinstance(report, SaveReport)
+    saved, losses = arrays(model, optimizer), train(model, optimizer, schedule, 3, first=3)
+
+    again, other, later = job(8)
+    assert (arrays(again)["large.weight"] != saved["large.weight"]).any()
+    state = load(tmp_path, again, other)
+    assert_equal(arrays(again, other), saved)
+    assert later.last_epoch == 3
+    assert list(state) == ["model", "optimizer", "epoch"]
+    assert state["epoch"] == 3
+    assert_equal(numpy_of(state["model"]), arrays(again))
+    assert set(state["optimizer"]) == set(other.state_dict())
+    assert train(again, other, later, 3, first=3) == losses
+
+
+def test_without_objects_the_whole_state_is_returned(tmp_path: Path) -> None:
+    model, optimizer, schedule = job(7)
+    others = {
+        "epoch": 3,
+        "ema": paddle.arange(3),
+        "array": np.arange(4),
+        "nested": {"best": [0.5, None], 7: b"x"},
+        "schedule": schedule,
+        "own": PerRank("mine"),
+    }
+    save(tmp_path, model, optimizer, others)
+    state = load(tmp_path)
+    assert set(state) == {"model", "optimizer", *others}
+    assert_equal({**numpy_of(state["model"]), **numpy_of(state["optimizer"])}, arrays(model, optimizer))
+    assert {"large.weight.moment1", "norm.bias.beta1_pow_acc"} <= set(state["optimizer"])
+    assert (state["epoch"], state["nested"], state["own"]) == (3, others["nested"], {0: "mine"})
+    assert isinstance(state["array"], np.ndarray)
+    assert state["ema"].tolist() == [0, 1, 2]
+    assert state["schedule"] == schedule.state_dict()
+    beside = load(tmp_path, job(8)[0])
+    assert set(beside) == {"model", *others}, "what was not asked for is not read"
+    assert beside["own"] == state["own"]
+    assert beside["ema"].tolist() == [0, 1, 2]
+
+
+def test_a_fresh_optimizer_is_saved_too(tmp_path: Path) -> None:
+    layer = linear(1.0)
+    save(tmp_path, layer, adam(layer))
+    again = linear()
+    optimizer = adam(again, number=5.0)
+    load(tmp_path, again, optimizer)
+    assert [moment.abs().max() for moment in first_moments(optimizer)] == [0, 0]
+    assert again.weight.tolist() == layer.weight.tolist()
+
+
+def test_lists(tmp_path: Path) -> None:
+    models = [linear(1.0), linear(2.0)]
+    save(tmp_path, models, [adam(models[0], number=3.0), adam(models[1], number=4.0)])
+    state = load(tmp_path)
+    assert [one["bias"].tolist() for one in state["model"]] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [one["bias.moment1"].tolist() for one in state["optimizer"]] == [[3.0, 3.0], [4.0, 4.0]]
+    targets = [linear(), linear()]
+    optimizers = [adam(targets[0]), adam(targets[1])]
+    found = load(tmp_path, targets, optimizers)
+    assert [target.bias.tolist() for target in targets] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [first_moments(one)[0].max() for one in optimizers] == [3, 4]
+    assert [one["bias"].tolist() for one in found["model"]] == [[1.0, 1.0], [2.0, 2.0]]
+    assert len(found["optimizer"]) == 2
+    with pytest.raises(StateDictMismatchError, match="model.weight"):
+        load(tmp_path, linear())
+
+
+def test_one_optimizer_for_several_models(tmp_path: Path) -> None:
+    models = [linear(1.0), linear(2.0)]
+    optimizer = adam(*models, number=3.0)
+    first_moments(optimizer)[-1].set_value(paddle.full([2], 9.0))
+    save(tmp_path, models, optimizer)
+    targets = [linear(), linear()]
+    again = adam(*targets)
+    load(tmp_path, targets, again)
+    assert [moment.max() for moment in first_moments(again)] == [3, 3, 3, 9]
+
+
+def test_a_list_of_one_stays_a_list(tmp_path: Path) -> None:
+    save(tmp_path, [linear(1.0)])
+    assert [one["bias"].tolist() for one in load(tmp_path)["model"]] == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("wrapped", ["saved", "loaded"])
+@pytest.mark.parametrize("several", [False, True])
+def test_wrapped_for_data_parallelism_or_not(tmp_path: Path, wrapped: str, several: bool) -> None:
+    source, target = linear(1.0), linear()
+    outer = {"saved": source, "loaded": target}
+    outer[wrapped] = paddle.DataParallel(outer[wrapped])
+    passed = {name: [layer] if several else layer for name, layer in outer.items()}
+    save(tmp_path, passed["saved"])
+    assert set(read_metadata(tmp_path).state_dict_metadata) == (
+        {"model.0.weight", "model.0.bias"} if several else {"model.weight", "model.bias"}
+    )
+    load(tmp_path, passed["loaded"])
+    assert target.bias.tolist() == [1.0, 1.0]
+
+
+def test_other_functions_read_it(tmp_path: Path) -> None:
+    model, optimizer, schedule = job(7)
+    train(model, optimizer, schedule, 1)
+    save(tmp_path, model, optimizer, {"epoch": 3})
+    merged = load_merged_state_dict(tmp_path)
+    assert_equal({**numpy_of(merged["model"]), **numpy_of(merged["optimizer"])}, arrays(model, optimizer))
+    again, other, _ = job(8)
+    target = {"model": again, "optimizer": other, "epoch": None}
+    assert load_state_dict(target, tmp_path).unused_keys == ()
+    assert_equal(arrays(again, other), arrays(model, optimizer))
+    assert target["epoch"] == 3
+
+
+# -- one checkpoint in a folder
+
+
+def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
+    for number in (1.0, 2.0):
+        assert save(tmp_path, linear(number)).unique_id == 0
+    assert list_checkpoints(tmp_path) == [0]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    save_state_dict({"model": linear(3.0)}, tmp_path)
+    assert load(tmp_path)["model"]["bias"].tolist() == [2.0, 2.0], "another function's is not taken for it"
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, linear(1.0))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(LocalStorage, "create", no_space)
+        save(tmp_path, linear(2.0))
+    assert load(tmp_path)["model"]["bias"].tolist() == [1.0, 1.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def no_space(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def replaced_after(name: str, saves: list[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the checkpoint replaced after a part of a load, as often as there are saves."""
+    real = getattr(one_call, name)
+
+    def then_replaced(*args: Any) -> Any:
+        result = real(*args)
+        if saves:
+            saves.pop()()
+        return result
+
+    monkeypatch.setattr(one_call, name, then_replaced)
+
+
+@pytest.mark.parametrize("part", ["_fill", "_load_others"])
+def test_all_that_is_loaded_is_of_one_save(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, linear(1.0), others={"number": 1, "only once": 1})
+    replaced_after(part, [lambda: save(tmp_path, linear(2.0), others={"number": 2})], monkeypatch)
+    target = linear()
+    state = load(tmp_path, target)
+    assert (target.bias.tolist(), state["number"], set(state)) == ([2.0, 2.0], 2, {"model", "number"})
+
+
+def test_a_checkpoint_that_never_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, linear(1.0))
+    replaced_after("_fill", [lambda: save(tmp_path, linear(2.0))] * 3, monkeypatch)
+    with pytest.raises(CheckpointError, match="replaced 3 times"):
+        load(tmp_path, linear())
+
+
+# -- threads and places
+
+
+class CountedReads(LocalStorage):
+    """Reads that wait until as many as expected go on at once; tells how many did, and on which threads."""
+
+    def __init__(self, path: Path, expected: int) -> None:
+        super().__init__(path)
+        self.expected, self.now, self.most = expected, 0, 0
+        self.threads: set[int] = set()
+        self.changed = threading.Condition()
+
+    def open(self, name: str) -> Any:
+        file = super().open(name)
+        real = file.read_into
+
+        def read_into(buffers: Any, *where: Any) -> None:
+            if sum(len(buffer) for buffer in buffers) >= 1 << 20:
+                self.count()
+            real(buffers, *where)
+
+        file.read_into = read_into  # type: ignore[method-assign]
+        return file
+
+    def count(self) -> None:
+        with self.changed:
+            self.threads.add(threading.get_ident())
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most >= self.expected, 10)
+            self.now -= 1
+
+
+@pytest.mark.parametrize("into", ["objects", "nothing"])
+@pytest.mark.parametrize(("nthreads", "expected"), [(0, 1), (2, 2), (8, 8)])
+def test_how_many_threads_read(tmp_path: Path, nthreads: int, expected: int, into: str) -> None:
+    layer = paddle.nn.Linear(2048, 8 * 256, bias_attr=False)
+    save(tmp_path, layer)
+    storage = CountedReads(tmp_path, expected)
+    arguments = {"model": paddle.nn.Linear(2048, 8 * 256, bias_attr=False)} if into == "objects" else {}
+    state = load(storage, nthreads=nthreads, **arguments)
+    assert (state["model"]["weight"] == layer.weight).all()
+    assert storage.most == expected
+    if nthreads == 0:
+        assert storage.threads == {threading.get_ident()}
+    else:
+        assert threading.get_ident() not in storage.threads
+
+
+@pytest.mark.parametrize("place", [None, "cpu", paddle.CPUPlace(), paddle.zeros([1]).place])
+def test_places(tmp_path: Path, place: Any) -> None:
+    save(tmp_path, linear(1.0))
+    assert load(tmp_path, map_location=place)["model"]["bias"].place.is_cpu_place()
+
+
+# -- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"model": None}, TypeError, "^model must be a paddle.nn.Layer or a list of them, not NoneType"),
+        ({"model": {"weight": 1}}, TypeError, "^model must be .*, not dict"),
+        ({"model": paddle.nn.Linear}, TypeError, "^model must be .*, not the class Linear"),
+        ({"model": [linear(), 3]}, TypeError, r"^model\[1\] must be a paddle.nn.Layer, not int"),
+        ({"optimizer": linear()}, TypeError, "^optimizer must be a paddle.optimizer.Optimizer .*, not Linear"),
+        ({"optimizer": [None]}, TypeError, r"^optimizer\[0\] must be .*, not NoneType"),
+        ({"others": [1]}, TypeError, "^others must be None or a dict, not list"),
+        ({"others": {"model": 1, "x": 1}}, ValueError, r"^others must not have the keys \['model'\]"),
+        ({"others": {"optimizer": 1, "model": 1}}, ValueError, r"\['model', 'optimizer'\]"),
+        ({"group": 3}, TypeError, "^group must be None or a paddle.distributed group, not int"),
+        ({"path": 3}, TypeError, "^path must be .*, not int"),
+        ({"path": ""}, ValueError, "^path must name"),
+        ({"others": {"call": {"back": print}}}, UnsupportedValueError, "call.back"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path: Path, arguments: dict[str, Any], error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        save(**{"path": tmp_path / "new", "model": linear(), **arguments})
+    assert not (tmp_path / "new").exists() or not any((tmp_path / "new").iterdir())
+
+
+def test_a_part_that_does_not_say_of_what(tmp_path: Path) -> None:
+    layer = linear()
+    layer.weight.is_distributed = True
+    with pytest.raises(UnsupportedValueError, match="model.weight.*is_distributed"):
+        save(tmp_path, layer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"model": "net"}, TypeError, "^model must be .*, not str"),
+        ({"model": [linear(), None]}, TypeError, r"^model\[1\] must be"),
+        ({"optimizer": {}}, TypeError, "^optimizer must be .*, not dict"),
+        ({"map_location": "gpu:0"}, ValueError, "^map_location is 'gpu:0'; only 'cpu'"),
+        ({"map_location": 0}, TypeError, "^map_location must be .*, not int"),
+        ({"map_location": paddle.CPUPlace}, TypeError, "^map_location must be .*, not the class CPUPlace"),
+        ({"nthreads": -1}, ValueError, "^nthreads must not be negative, but is -1"),
+        ({"nthreads": True}, TypeError, "^nthreads must be an integer, not True"),
+        ({"nthreads": 1.0}, TypeError, "^nthreads must be an integer, not 1.0"),
+        ({"nthreads": None}, TypeError, "^nthreads must be an integer, not None"),
+        ({"path": None}, TypeError, "^path must be"),
+        ({"path": "/nowhere"}, CheckpointNotFoundError, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_loaded(tmp_path: Path, arguments: dict[str, Any], error: Any, words: str) -> None:
+    save(tmp_path, linear())
+    with pytest.raises(error, match=words):
+        load(**{"path": tmp_path, **arguments})
+
+
+def test_an_object_that_does_not_fit(tmp_path: Path) -> None:
+    layer = linear(1.0)
+    save(tmp_path, layer, adam(layer))
+    target = paddle.nn.Linear(3, 4)
+    before = target.weight.numpy().copy()
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(tmp_path, target)
+    assert len(caught.value.problems) == 2
+    assert (target.weight.numpy() == before).all()
+    with pytest.raises(StateDictMismatchError, match="pass model beside optimizer") as caught:
+        load(tmp_path, optimizer=adam(linear()))
+    assert caught.value.problems
