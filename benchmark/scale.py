@@ -31,8 +31,8 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, Piece, TensorView
-from paddle_dist_ckpt.engine.fit import Fit
 from paddle_dist_ckpt.engine.answering import Answering
+from paddle_dist_ckpt.engine.fit import Fit
 from paddle_dist_ckpt.engine.messages import (
     Description,
     Folder,
