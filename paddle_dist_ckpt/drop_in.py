@@ -65,9 +65,9 @@ def install(
     """
     if unique_id_policy not in ("paddle", "next"):
         raise ValueError(f"unique_id_policy must be 'paddle' or 'next', not {unique_id_policy!r}")
-    if not isinstance(save_options or SaveOptions(), SaveOptions):
+    if save_options is not None and not isinstance(save_options, SaveOptions):
         raise TypeError(f"save_options must be SaveOptions, not {type(save_options).__name__}")
-    if not isinstance(load_options or LoadOptions(), LoadOptions):
+    if load_options is not None and not isinstance(load_options, LoadOptions):
         raise TypeError(f"load_options must be LoadOptions, not {type(load_options).__name__}")
     from .paddle_adapter.patches import Replacement  # paddle is imported only when it is used
 

@@ -268,7 +268,8 @@ class CheckpointManager:
         self._last_step = chosen
         if self._schedule is not None and self._decided is not None:  # the steps begin anew
             self._schedule.close()
-            self._schedule, self._decided = self._new_schedule(), None
+            self._schedule = self._new_schedule()
+        self._decided = None
         return chosen
 
     @contextmanager

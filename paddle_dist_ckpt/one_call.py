@@ -137,8 +137,8 @@ def _load_into(objects: dict[str, Any], storage: Storage, on_host: bool, threads
     for _ in range(_ATTEMPTS):
         metadata = read_checkpoint(storage, _UNIQUE_ID)
         try:
-            _fill(objects, storage, threads)
             others = _load_others(metadata, storage, on_host, threads)
+            _fill(objects, storage, threads)
         except (StateDictMismatchError, CheckpointCorruptedError, CheckpointNotFoundError) as error:
             if save_of(storage, _UNIQUE_ID) != metadata.save_id:
                 continue  # another save has replaced it meanwhile

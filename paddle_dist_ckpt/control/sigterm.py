@@ -35,6 +35,8 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
         _pid = os.getpid()
     if signal.getsignal(signal.SIGTERM) is not _handle:
         _previous, _first = signal.signal(signal.SIGTERM, _handle), None
+    if not _listeners:
+        _first = None
     token = object()
     _listeners[token] = listener
 

@@ -11,37 +11,46 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from .paths import join, plain_key
 
 __all__ = [
+    "Names",
     "OptimizerVariable",
     "canonical_paths",
-    "is_learning_rate",
+    "container_of",
     "is_of_run",
     "optimizer_key",
-    "parameters_of",
-    "structured_variables",
-    "variables_of_run",
 ]
 
 _DIST = ".dist"
 _MASTER = "master_weight"
 _MASTERS = "/master_weights"
-_SHARDED_MASTER = "w_0"
+_SHARDED_MASTER = ".w_0"
+_ACCUMULATORS = (
+    *("moment1", "moment2", "moment2_max", "moment", "velocity", "beta1_pow_acc", "beta2_pow_acc"),
+    *("beta1_pow", "beta2_pow", "inf_norm", "momentum", "momentum_acc", "mean_square", "mean_grad"),
+    *("_avg_squared_grad", "_avg_squared_update", "momentum_decay_pow", "mu_product", "rho", "d", "y", "m", "prevs"),
+    *("learning_rates", "master_weight"),
+)
 _OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
 _LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
-_ACCUMULATOR = re.compile(r"([^\W\d]\w*?)(?:_\d+)?")
+_STRUCTURED = re.compile(rf"\.(?:({'|'.join(_ACCUMULATORS)})(?:_0)?|w_0)$")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
 # What follows a parameter's name. A copy of the parameter has a name that continues likewise, but is another parameter.
 _REST = re.compile(rf"(?:_fp32_master{_NUMBER})?(?:_(?!deepcopy_\d)([^\W\d]\w*?){_NUMBER})?")
 
 
 class OptimizerVariable(NamedTuple):
-    """An optimizer's variable in terms of a state_dict: its parameter's path, and the accumulator's name."""
+    """An optimizer's variable in terms of a state_dict: its parameter's path, and the accumulator's name.
 
-    parameter: str
+    If only the name of the parameter's variable is known, and tensors at several paths have it, these are all there: as
+    tied parameters have, models made under names of their own, and stages of a pipeline, which count for themselves.
+    """
+
+    parameters: tuple[str, ...]
     accumulator: str
 
 
@@ -83,7 +92,8 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
 
     The parameters are found among the same entries. If an optimizer has entries of parameters from several containers
     (two models), and these share structured names, the container's own name is put before: ``d.fc.weight.moment1``.
-    Entries that would get one path, or one that exists already, are left out.
+    Entries that would get one path, or one that exists already, are left out, and those of parameters that cannot be
+    told from others in another container.
 
     Args:
         paths: Those of all tensors of a checkpoint or of a state_dict.
@@ -94,7 +104,8 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
     """
     if not any(map(_may_be_variable, paths)):
         return {}
-    parameters, known = _find_parameters(paths, names)
+    bearers, known = _find_parameters(paths, names)
+    parameters = {name: group[0] for name, group in bearers.items() if len({_place(path) for path in group}) == 1}
     if not parameters:
         return {}
     places = {name: path.rpartition("/")[0] for name, path in parameters.items()}
@@ -113,67 +124,107 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
     return {old: new for old, new in translated.items() if counts[new] == 1 and new not in taken}
 
 
-def parameters_of(paths: Sequence[str], names: Sequence[str | None]) -> dict[str, str]:
-    """The path of each parameter by its variable's name; the first one of several."""
-    return _find_parameters(paths, names)[0]
-
-
-def variables_of_run(
-    paths: Sequence[str], names: Sequence[str | None], table: Mapping[str, str] | None = None
-) -> dict[str, OptimizerVariable]:
-    """The optimizer variables among tensors whose keys are Paddle's own, which differ from run to run.
+class Names:
+    """What the tensors of a checkpoint or of a state_dict are called, and which of them are an optimizer's variables.
 
     Args:
-        paths: Those of all tensors of a checkpoint or of a state_dict.
-        names: The framework's name of each tensor's variable, or None.
-        table: The path of each parameter by its variable's name, if these are to be taken from elsewhere.
+        paths: Their paths.
+        names: The framework's name of each one's variable, or None.
     """
-    if not any(map(_may_be_variable, paths)):
-        return {}
-    parameters, known = _find_parameters(paths, names) if table is None else (table, {})
-    found = _find_variables(paths, parameters, known)
-    return {
-        path: OptimizerVariable(parameters[variable.parameter], variable.accumulator) for path, _, variable in found
-    }
 
+    def __init__(self, paths: Sequence[str], names: Sequence[str | None]) -> None:
+        self.paths, self.names = paths, names
 
-def structured_variables(paths: Sequence[str], parameters: Iterable[str]) -> dict[str, OptimizerVariable]:
-    """The optimizer variables among tensors whose keys begin with their parameter's structured name.
+    @cached_property
+    def variables(self) -> dict[str, OptimizerVariable]:
+        """The optimizer variables, as far as something says whose they are.
 
-    Such keys are ``fc.weight.moment1``, and as optimizers' ``sharded_state_dict()`` has them ``fc.weight.moment1_0``
-    and, for master weights, ``fc.weight.w_0``. With the container's own name before them, ``d.fc.weight.moment1``, they
-    tell models apart.
+        That is their key, if it is Paddle's name of one; or their variable's name, if the key is structured; or else
+        the key alone, if it begins with a parameter's key and ends with the name of one of Paddle's accumulators.
+        """
+        parameters, known = _find_parameters(self.paths, self.names)
+        found: dict[str, OptimizerVariable] = {}
+        for path, name in zip(self.paths, self.names, strict=True):
+            variable = self._of_run(path, parameters, known)
+            if variable is not None:
+                found[path] = OptimizerVariable(tuple(parameters[variable.parameter]), variable.accumulator)
+                continue
+            structured = self._by_name(path, name, parameters, known) or self.structured(path)
+            if structured is not None:
+                found[path] = structured
+        return found
 
-    Args:
-        paths: Those of tensors that may be such.
-        parameters: The paths of tensors that may be parameters. Several that have a name in common are left out.
-    """
-    places: dict[str, set[str]] = defaultdict(set)
-    for parameter in parameters:
-        key = _last(parameter)
-        places[key].add(parameter)
-        container = parameter.rpartition("/")[0]
-        if container:
-            places[f"{_last(container)}.{key}"].add(parameter)
-    found: dict[str, OptimizerVariable] = {}
-    for path in paths:
-        name, _, accumulator = _last(path).rpartition(".")
-        several = places.get(name)
-        match = _ACCUMULATOR.fullmatch(accumulator) if several is not None and len(several) == 1 else None
-        if match is not None and several is not None:
-            (parameter,) = several
-            found[path] = OptimizerVariable(parameter, _MASTER if accumulator == _SHARDED_MASTER else match[1])
-    return found
+    @staticmethod
+    def _of_run(
+        path: str, parameters: Mapping[str, Sequence[str]], known: Mapping[str, _Variable | None]
+    ) -> _Variable | None:
+        container, _, part = path.rpartition("/")
+        key = part if "~" not in part else _last(path)
+        if container.endswith(_MASTERS):
+            parameter = _table_name(key, parameters)
+            return None if parameter is None else _Variable(parameter, _MASTER)
+        variable = known[key] if key in known else _parse(key, parameters)
+        return None if variable is None or path in parameters.get(key, ()) else variable
+
+    @staticmethod
+    def _by_name(
+        path: str,
+        name: str | None,
+        parameters: Mapping[str, Sequence[str]],
+        known: Mapping[str, _Variable | None],
+    ) -> OptimizerVariable | None:
+        variable = known.get(name) if name is not None else None
+        if variable is None or path in parameters.get(name or "", ()):
+            return None
+        last = _last(path)
+        end = next((end for end in _ends_of(variable.accumulator) if last.endswith(end)), None)
+        if end is None:
+            return None
+        own = last[: -len(end)]
+        group = parameters[variable.parameter]
+        exact = [other for other in group if own in (_last(other), f"{_last(_place(other))}.{_last(other)}")]
+        # Without one, the names are of several ranks that count for themselves, and this one says nothing.
+        return OptimizerVariable(tuple(exact), variable.accumulator) if exact else None
+
+    def structured(self, path: str) -> OptimizerVariable | None:
+        """Which variable a path is by its structured key, of a parameter that is among these tensors.
+
+        Such keys are ``fc.weight.moment1``, and as optimizers' ``sharded_state_dict()`` has them
+        ``fc.weight.moment1_0`` and, for master weights, ``fc.weight.w_0``. With the container's own name before them,
+        ``d.fc.weight.moment1``, they tell models apart.
+        """
+        match = _STRUCTURED.search(path)
+        if match is None:
+            return None
+        candidates = self._by_key.get(_last(path[: match.start()]), [])
+        if len(candidates) > 1:
+            container = path.rpartition("/")[0]
+            candidates = [other for other in candidates if other.rpartition("/")[0] == container]
+        if len(candidates) != 1 or candidates[0] == path:
+            return None
+        return OptimizerVariable((candidates[0],), _MASTER if match[1] is None else match[1])
+
+    @cached_property
+    def _by_key(self) -> Mapping[str, list[str]]:
+        places: dict[str, list[str]] = defaultdict(list)
+        for path in self.paths:
+            container, _, part = path.rpartition("/")
+            key = part if "~" not in part else _last(path)
+            places[key].append(path)
+            if container:
+                places[f"{_last(container)}.{key}"].append(path)
+        return places
+
+    @cached_property
+    def learning_rates(self) -> list[str]:
+        """The paths of static-graph programs' learning rates: that are called so and are under that name."""
+        pairs = zip(self.paths, self.names, strict=True)
+        return [path for path, name in pairs if name and _LEARNING_RATE.search(path) and _last(path) == name]
 
 
 def is_of_run(key: str) -> bool:
     """Whether a flat key looks like Paddle's own name of an optimizer variable, such as ``linear_0.w_0_moment1_0``."""
     return _OF_RUN.search(key) is not None
-
-
-def is_learning_rate(path: str) -> bool:
-    """Whether a path ends in the name that the learning rate of a static-graph program has."""
-    return _LEARNING_RATE.search(path) is not None
 
 
 def _may_be_variable(path: str) -> bool:
@@ -203,6 +254,11 @@ def _table_name(name: str, parameters: Mapping[str, object]) -> str | None:
     return other if other in parameters else None
 
 
+def container_of(path: str) -> str:
+    """Where an entry is; that of a master weight in a dict of its own is its optimizer's."""
+    return path.rpartition("/")[0].removesuffix(_MASTERS)
+
+
 def _last(path: str) -> str:
     """The last part of a path, as a str."""
     part = path.rpartition("/")[2]
@@ -211,27 +267,40 @@ def _last(path: str) -> str:
 
 def _find_parameters(
     paths: Sequence[str], names: Sequence[str | None]
-) -> tuple[dict[str, str], dict[str, _Variable | None]]:
-    """The path of each parameter by its variable's name (the first one of several), and the names that were parsed."""
-    first: dict[str, str] = {}
+) -> tuple[dict[str, list[str]], dict[str, _Variable | None]]:
+    """The paths of each parameter by its variable's name, ascending, and the names that were parsed."""
+    bearers: dict[str, list[str]] = {}
     for path, name in zip(paths, names, strict=True):
-        if name is not None and (name not in first or path < first[name]):
-            first[name] = path
-    parameters: dict[str, str] = {}
+        if name is not None:
+            bearers.setdefault(name, []).append(path)
+    parameters: dict[str, list[str]] = {}
     known: dict[str, _Variable | None] = {}
-    for name in sorted(first):  # a parameter's name comes before those of its accumulators
-        path = first[name]
-        if path.rpartition("/")[0].endswith(_MASTERS):
-            continue
+    for name in sorted(bearers):  # a parameter's name comes before those of its accumulators
         variable = known[name] = _parse(name, parameters)
-        if variable is None or not _is_called_so(_last(path), name, variable):
-            parameters[name] = path
+        own = sorted(
+            path
+            for path in bearers[name]
+            if not _place(path).endswith(_MASTERS)
+            and (variable is None or not _is_called_so(_last(path), name, variable))
+        )
+        if own:
+            parameters[name] = own
     return parameters, known
+
+
+def _place(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _is_called_so(last: str, name: str, variable: _Variable) -> bool:
     """Whether an entry has an optimizer variable's name, Paddle's or that of every run."""
-    return last == name or last.endswith("." + variable.accumulator)
+    return last == name or last.endswith(_ends_of(variable.accumulator))
+
+
+def _ends_of(accumulator: str) -> tuple[str, ...]:
+    """How structured keys end that are an accumulator's, here or in ``sharded_state_dict()``."""
+    ends = (f".{accumulator}", f".{accumulator}_0")
+    return (*ends, _SHARDED_MASTER) if accumulator == _MASTER else ends
 
 
 def _find_variables(

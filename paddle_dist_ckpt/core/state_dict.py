@@ -54,6 +54,14 @@ class LeafAdapter(Protocol):
         """The framework's names of the tensors' variables."""
         ...
 
+    def parameters(self, value: Any) -> list[int]:
+        """The tokens of the parameters that an optimizer steps, as far as it tells them."""
+        ...
+
+    def token(self, tensor: Any) -> int:
+        """What a tensor and an optimizer's parameter have in common if they are the same."""
+        ...
+
 
 def flatten(state_dict: dict[Any, Any], adapter: LeafAdapter) -> Leaves:
     """The leaves of a state_dict.
@@ -136,12 +144,12 @@ class _Flattening:
 
     def open_objects(self) -> None:
         """Replace the objects by their state_dicts."""
-        leaves, optimizers = self.leaves, []
+        leaves, named = self.leaves, []
         while self._found:
             path, value, depth = self._found.pop(0)
             kind, state = self._adapter.open_object(value, plain_key(path))
-            if kind is ObjectKind.OPTIMIZER:
-                optimizers.append(path)
+            if kind in (ObjectKind.OPTIMIZER, ObjectKind.PROGRAM):
+                named.append((path, value if kind is ObjectKind.OPTIMIZER else None))
             leaves.objects.append(OpenedObject(path, value, kind, state))
             below = self._children(path, state, depth)
             if below is not None:
@@ -149,11 +157,29 @@ class _Flattening:
             else:
                 leaves.value_paths.append(path)
                 leaves.values.append(dict(state))
-        if optimizers:
-            canonical = canonical_paths(leaves.tensor_paths, self._adapter.names(leaves.tensors))
-            for i, old in enumerate(leaves.tensor_paths):
-                if old in canonical and any(old.startswith(path + "/") for path in optimizers):
-                    leaves.tensor_paths[i] = canonical[old]
+        if named:
+            self._name_after_parameters(named)
+
+    def _name_after_parameters(self, named: Sequence[tuple[str, Any | None]]) -> None:
+        """Rename the entries of optimizers, given with their paths, and of programs.
+
+        The parameters of an optimizer are those that it steps, if they are in the state_dict; or else any.
+        """
+        leaves, adapter = self.leaves, self._adapter
+        names = adapter.names(leaves.tensors)
+        paths = list(leaves.tensor_paths)
+        numbers: dict[int, int] = {}
+        for i in sorted(range(len(paths)), key=paths.__getitem__):
+            numbers.setdefault(adapter.token(leaves.tensors[i]), i)
+        for place, optimizer in named:
+            inside = [i for i, path in enumerate(paths) if path.startswith(place + "/")]
+            own: list[int] = []
+            if optimizer is not None:
+                own = [numbers[token] for token in adapter.parameters(optimizer) if token in numbers]
+            rest = sorted({*inside, *own}) if own or optimizer is None else range(len(paths))
+            canonical = canonical_paths([paths[i] for i in rest], [names[i] for i in rest])
+            for i in inside:
+                leaves.tensor_paths[i] = canonical.get(paths[i], paths[i])
 
 
 def _is_plain_key(key: Any) -> bool:

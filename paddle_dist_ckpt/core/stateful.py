@@ -19,11 +19,13 @@ class ObjectKind(Enum):
     Attributes:
         FIXED: The entries that its state_dict has now, and no others.
         OPTIMIZER: Likewise; its entries, but for parameters, are named after the parameters.
+        PROGRAM: Likewise; of its values, which are not tensors, none need be stored.
         FREE: All values and numpy arrays that are stored for it, whatever it has now; and the tensors that it has now.
     """
 
     FIXED = "fixed"
     OPTIMIZER = "optimizer"
+    PROGRAM = "program"
     FREE = "free"
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from ..core.codec import table_to_record
 from ..core.columns import pack_column
 from ..core.metadata import Metadata
-from ..core.naming import OptimizerVariable, is_learning_rate
+from ..core.naming import Names
 from ..core.paths import is_own, plain_key
 from ..core.shards import Kind
-from ..planning.name_match import StoredNames, WantedNames
+from ..planning.name_match import NameMatch
 from .key_map import path_of_key
 from .messages import LoadAnswer, Wanted
 from .own_values import parent_of
@@ -59,7 +59,7 @@ class Answering:
         self._paths = sorted([*metadata.table.paths, *self._values])
         self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
-        self._names = StoredNames(metadata.table.index, metadata.table.paths, metadata.table.names)
+        self._match = NameMatch(Names(metadata.table.paths, metadata.table.names), metadata.table.index)
         self._missing = 0
         self.asked: set[str] = set()
 
@@ -69,29 +69,30 @@ class Answering:
 
     def answer(self, wanted: Wanted) -> LoadAnswer:
         """What the checkpoint has of a wish."""
-        index, paths, found = self._index, self._metadata.table.paths, _Found()
+        paths, found = self._metadata.table.paths, _Found()
         moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
-        of_run = {path: OptimizerVariable(*variable) for path, variable in wanted.of_run.items()}
-        names = WantedNames(wanted.tensors, of_run, moved)
+        everything = [*wanted.tensors, *wanted.others]
+        names = Names(everything, wanted.names or [None] * len(everything))
+        places = self._match.places(wanted.tensors, names, moved)
         for path in wanted.tensors:
-            place = index.get(path) if path not in of_run and path not in moved else None
-            if place is None:
-                place = self._names.place(path, names)
-                if place is not None and paths[place] != path:
-                    found.stored[path] = paths[place]
+            place = places.get(path)
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
-            elif is_learning_rate(path) and not self._names.has_learning_rate:
+                if paths[place] != path:
+                    found.stored[path] = paths[place]
+            elif not self._match.has_learning_rate and path in names.learning_rates:
                 found.left[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
-                found.odd[path] = self._what_is(names.stored(path))
+                found.odd[path] = self._what_is(moved.get(path, path))
+        schedulers = {scheduler for path, _ in wanted.values if (scheduler := _scheduler_of(path)) is not None}
         for path, present in wanted.values:
-            self._answer_value(path, present, names, found)
+            source = moved.get(path) or self._scheduler_at(path, schedulers)
+            self._answer_value(path, source, present, found)
         self.asked.update(paths[t] for t in found.tensors)
         return self._assemble(found)
 
-    def _answer_value(self, path: str, present: str, names: WantedNames, found: _Found) -> None:
-        source = names.moved.get(path) or self._scheduler_at(path)
+    def _answer_value(self, path: str, source: str, present: str, found: _Found) -> None:
+        """A value that is wanted at a path, and would be stored at ``source``."""
         place = self._index.get(source)
         if present == "object":
             self._answer_object(path, source, found)
@@ -108,8 +109,8 @@ class Answering:
             self._answer_subtree(path, source, found)
         elif present == "dict" and place is None:
             return  # an empty dict wants nothing
-        elif _scheduler_of(path) is not None and names.has_learning_rate_beside(path):
-            found.left[path] = "left as it is, for the checkpoint has no state of a learning rate's scheduler"
+        elif present == "optional":
+            found.left[path] = "left as it is, for the checkpoint does not have it"
         else:
             found.odd[path] = self._what_is(source)
 
@@ -160,10 +161,11 @@ class Answering:
             else:
                 found.add_entry(self._index[stored], stored, wanted)
 
-    def _scheduler_at(self, path: str) -> str:
-        """Where a value is stored: at its path, or that of the only scheduler, whose optimizer may be elsewhere."""
+    def _scheduler_at(self, path: str, wanted: set[str]) -> str:
+        """Where a value is stored: at its path; or in the only scheduler there is, which may be elsewhere than the only
+        one that is wanted."""
         scheduler = _scheduler_of(path)
-        if scheduler is None or path in self._values or path in self._index or len(self._schedulers) != 1:
+        if scheduler is None or len(wanted) != 1 or len(self._schedulers) != 1:
             return path
         (stored,) = self._schedulers
         return stored + path[len(scheduler) :]

@@ -40,11 +40,12 @@ class AsyncSave:
 
     def start(self) -> None:
         """Start the thread; when the interpreter is ending, do the work at once instead. Called once."""
-        self._started = True
         if at_exit():
+            self._started = True
             self._work()
         else:
             self._thread.start()
+            self._started = True
 
     @property
     def started(self) -> bool:

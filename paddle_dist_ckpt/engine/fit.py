@@ -67,7 +67,14 @@ class Fit:
         self._plan()
 
     def _add_odd(self, wishes: Wishes) -> None:
-        present = {"none": "None", "dict": "a dict", "own": "a PerRank", "object": "an object", "other": "a value"}
+        present = {
+            "none": "None",
+            "dict": "a dict",
+            "own": "a PerRank",
+            "object": "an object",
+            "other": "a value",
+            "optional": "a value",
+        }
         tensors = set(wishes.tensors.paths) if self._answer.odd else set()
         for path, found in self._answer.odd.items():
             has = (
@@ -225,7 +232,9 @@ class Fit:
             row, _, entry_box = self._boxes(item)
             corners = (entry_box.offset, entry_box.shape)
             number = shard - int(first[self.targets.tensor[row]])
-            needs.append(ShardNeed(self.targets.path(row), number, item, corners, bool(self.targets.staged[row])))
+            needs.append(
+                ShardNeed(self.targets.stored_path(row), number, item, corners, bool(self.targets.staged[row]))
+            )
         return needs
 
     def consumer(self, item: int, entry_part: Box) -> Consumer:

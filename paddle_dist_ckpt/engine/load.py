@@ -14,6 +14,7 @@ If files are gone because a save has replaced the checkpoint meanwhile, the load
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import errno
 import logging
@@ -23,7 +24,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..core.metadata import FileInfo
-from ..core.naming import variables_of_run
 from ..core.paths import is_own, plain_key
 from ..core.per_rank import PerRank
 from ..core.ports import CollectiveWatch
@@ -194,12 +194,9 @@ class _Loading:
             folder = self._context.folder()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
-        tensors = self._wishes.tensors
-        of_run = {
-            path: (found.parameter, found.accumulator)
-            for path, found in variables_of_run(tensors.paths, tensors.names).items()
-        }
-        wanted = Wanted(tensors.paths, list(self._wishes.values.items()), of_run, self._moved)
+        tensors, others = self._wishes.tensors, self._wishes.others
+        names = [*tensors.names, *others.values()]
+        wanted = Wanted(tensors.paths, list(self._wishes.values.items()), list(others), names, self._moved)
         choices = {name: str(getattr(self._options, name)) for name in ("exchange", "strict", "cast", "per_rank")}
         return encode(LoadRequest(self._unique_id, choices, folder, encode(wanted)))
 
@@ -323,7 +320,11 @@ class _Loading:
         values = {path: from_jsonable(tree) for path, tree in self._answer.values}
         targets, renamed = self._fit.targets, self._answer.renamed
         entries = {path: decode_value(json) for path, json in targets.values().items()} | dict(targets.arrays())
-        values |= {path: value for stored, value in entries.items() for path in renamed.get(stored, [stored])}
+        values |= {
+            path: value if i == 0 else copy.deepcopy(value)
+            for stored, value in entries.items()
+            for i, path in enumerate(renamed.get(stored, [stored]))
+        }
         for path in [path for path in values if is_own(path) and path not in self._wishes.values]:
             values[parent_of(path)] = PerRank(values.pop(path))
         paths = sorted(values)

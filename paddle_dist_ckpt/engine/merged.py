@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def _load(
 
     with SoloHub().session("load", options.timeout) as session:
         context = Context(storage, session, NoTransport(), adapter, threads=threads)
+        options = dataclasses.replace(options, key_map=None)  # whole tensors are loaded under the keys that they have
         load_leaves(scan, lambda found, _: values.update(found), context, metadata.unique_id, options)
     tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
     return {path: tensors[path] if path in tensors else values[path] for path in paths}

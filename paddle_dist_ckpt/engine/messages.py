@@ -172,13 +172,14 @@ class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
     """What one rank wants: the tensors' paths, and each value's path with what stands there now.
 
-    ``of_run`` has the tensors that are known to be an optimizer's variables although their keys differ from run to run:
-    each one's parameter, by its path, and accumulator. ``moved`` has the stored flat keys that the user has given.
+    ``names`` are the tensors' names, and those of ``others`` of the same state_dict that are not wanted; or all are
+    left out. ``moved`` has the stored flat keys that the user has given.
     """
 
     tensors: list[str]
     values: list[tuple[str, str]]
-    of_run: dict[str, tuple[str, str]] = {}
+    others: list[str] = []
+    names: list[str | None] = []
     moved: dict[str, str] = {}
 
 

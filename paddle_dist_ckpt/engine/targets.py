@@ -33,12 +33,15 @@ Array = npt.NDArray[Any]
 class Wishes:
     """What a load's caller has: tensors, values' paths with what is there now, and what cannot be loaded.
 
-    A value is there as ``"none"``, ``"dict"``, ``"own"`` (a PerRank), ``"object"`` (one of any values) or ``"other"``.
+    A value is there as ``"none"``, ``"dict"``, ``"own"`` (a PerRank), ``"object"`` (one of any values), ``"optional"``
+    (of a program) or ``"other"``.
+    ``others`` are the names of tensors that are not loaded, by their paths.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
     values: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    others: dict[str, str | None] = field(default_factory=dict)
     has_objects: bool = False
 
 
@@ -62,7 +65,13 @@ def collect(leaves: Leaves, adapter: TensorAdapter, left: Container[str] = ()) -
             wishes.problems.append(str(error))
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
         if path not in left and (not free or owner_of(path, objects) not in free):
-            wishes.values[path] = _present(value)
+            owner = objects.get(owner_of(path, objects) or "") if objects else None
+            is_optional = owner is not None and owner.kind is ObjectKind.PROGRAM
+            wishes.values[path] = "optional" if is_optional else _present(value)
+    if len(wishes.tensors.paths) < len(leaves.tensor_paths):
+        names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
+        wanted = set(wishes.tensors.paths)
+        wishes.others = {path: name for path, name in names if path not in wanted}
     wishes.values.update((path, "object") for path in free if path not in left)
     wishes.has_objects = bool(objects)
     return wishes
@@ -185,7 +194,12 @@ class Targets:
             self._address = np.append(self._address, 0)
 
     def path(self, row: int) -> str:
-        """The path of a row's tensor."""
+        """The path of a row's tensor, as it is wanted; of a stored value, as it is stored."""
+        owner = self._owner[row]
+        return self._table.paths[self.tensor[row]] if owner < 0 else self._wishes.tensors.paths[owner]
+
+    def stored_path(self, row: int) -> str:
+        """The path of a row's tensor in the checkpoint."""
         return self._table.paths[self.tensor[row]]
 
     def box(self, row: int) -> Box:

@@ -14,17 +14,21 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 from paddle.base import framework
+from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.auto_parallel import api
 
 from ..core.naming import optimizer_key
 from ..core.stateful import set_state
+from ..errors import UnsupportedValueError
 from .schedulers import is_scheduler, restore_scheduler
 from .static_program import is_program, restore_program
 
 __all__ = [
+    "check_optimizer",
     "is_optimizer",
     "make_accumulators",
     "optimizer_state",
+    "parameters_of",
     "restore",
     "restore_layer",
     "restore_optimizer",
@@ -37,7 +41,7 @@ _SCHEDULER = "LR_Scheduler"
 
 def is_optimizer(value: Any) -> bool:
     """Whether it is one of Paddle's optimizers, or what ``paddle.distributed.shard_optimizer`` made of one."""
-    return isinstance(value, paddle.optimizer.Optimizer)
+    return isinstance(value, (paddle.optimizer.Optimizer, _SHARD_OPTIMIZER))
 
 
 def _inner(optimizer: Any) -> Any:
@@ -59,6 +63,8 @@ def make_accumulators(optimizer: Any) -> None:
     if create is None or not groups or not paddle.in_dynamic_mode():
         return
     owner = _inner(optimizer)
+    if getattr(owner, "helper", None) is None:  # Paddle 2.6 makes it in the first step only
+        owner.helper = LayerHelper(type(owner).__name__)
     masters = dict(getattr(owner, "_master_weights", {}))
     block = framework.default_main_program().global_block()
     with paddle.no_grad():
@@ -129,6 +135,33 @@ def optimizer_state(optimizer: Any, structured: Mapping[str, str]) -> dict[str, 
     if isinstance(state.get(_MASTERS), dict):
         state[_MASTERS] = dict(state[_MASTERS])
     return _renamed(state, structured) if structured else state
+
+
+def check_optimizer(optimizer: Any, key: str) -> None:
+    """Refuse optimizers whose state is elsewhere, or is not told apart from that of other ranks.
+
+    Raises:
+        UnsupportedValueError: this is one.
+    """
+    if _is_of_program(optimizer):
+        raise UnsupportedValueError(f"{key}: this optimizer belongs to a static-graph program; use the DistModel")
+    if any(not one.is_dist() and getattr(one, "is_distributed", False) for one in parameters_of(optimizer)):
+        raise UnsupportedValueError(
+            f"{key}: this optimizer steps parameters that are marked is_distributed, which are one rank's parts of larger "
+            "ones; use its sharded_state_dict(), which says which"
+        )
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """The parameters that an optimizer steps."""
+    groups = getattr(optimizer, "_param_groups", None) or []
+    return [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
+
+
+def _is_of_program(optimizer: Any) -> bool:
+    """Whether a static-graph program has taken over its variables. Paddle's own state_dict() crashes then."""
+    accumulators = getattr(_inner(optimizer), "_accumulators", {}).values()
+    return any(not isinstance(value, paddle.Tensor) for by_name in accumulators for value in by_name.values())
 
 
 def _renamed(state: dict[str, Any], structured: Mapping[str, str]) -> dict[str, Any]:

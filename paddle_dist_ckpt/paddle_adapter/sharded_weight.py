@@ -53,14 +53,14 @@ class Layout(NamedTuple):
     strides: tuple[int, ...] | None
 
     @staticmethod
-    def of(weight: Any, strides: tuple[int, ...] | None) -> Layout:
-        """That of a ShardedWeight."""
+    def of(weight: Any, found: Sequence[int], strides: tuple[int, ...] | None) -> Layout:
+        """That of a ShardedWeight, the shape and strides of whose memory are given."""
         return Layout(
             _ints(weight.global_shape),
             _ints(weight.local_shape),
             _ints(weight.global_offset),
             _range(weight.flattened_range) if weight.is_flattened else None,
-            _ints(weight.local_tensor.shape),
+            _ints(found),
             strides,
         )
 
@@ -78,9 +78,8 @@ class Layout(NamedTuple):
             return Geometry(Kind.TENSOR, dtype, self.shape, False, ()), ()
         if self.flat is None:
             strides = self.strides if self.found == self.local_shape else None
-            return Geometry(Kind.TENSOR, dtype, self.shape, False, (Piece(Box(offset, self.local_shape), strides),)), (
-                0,
-            )
+            piece = Piece(Box(offset, self.local_shape), strides)
+            return Geometry(Kind.TENSOR, dtype, self.shape, False, (piece,)), (0,)
         pieces, starts, start = [], [], 0
         for box in cut_flat_range(self.local_shape, *self.flat):
             moved = tuple(map(sum, zip(offset, box.offset, strict=True)))

@@ -33,12 +33,17 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
     Raises:
         UnsupportedValueError: it has no state yet.
     """
+    engine = getattr(model, "_engine", None)
+    if getattr(model, "_mode", None) is None or getattr(engine, "_executor", True) is None:
+        raise UnsupportedValueError(
+            f"{key}: this DistModel has no state yet: only train() moves the layer's parameters into the program; call "
+            "it first, and then eval() or predict() if you need these"
+        )
     try:
         state = dict(model.state_dict())
     except Exception as error:
         raise UnsupportedValueError(
-            f"{key}: this DistModel has no state ({type(error).__name__}: {error}); has it been set to train(), eval() "
-            "or predict() before?"
+            f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
     scheduler = _scheduler(model)
     if scheduler is not None and _SCHEDULER not in state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import weakref
@@ -32,14 +33,18 @@ _NOT_RESTORED: tuple[Any, ...] = tuple(filter(None, [getattr(paddle.optimizer, "
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """A geometry, and all attributes of a tensor from which it follows."""
+    """A geometry, and all attributes of a tensor from which it follows.
+
+    The placements and the mesh that Paddle gives lie within the tensor, and are invalid memory when it is gone or given
+    other data. So texts and a copy of them are kept.
+    """
 
     shape: list[int]
     dtype: Any
     strides: list[int]
     contiguous: bool
     local_shape: list[int] | None
-    placements: Any
+    placements: list[str] | None
     mesh: Any
     geometry: Geometry
 
@@ -51,7 +56,7 @@ class _Known:
             return self.mesh is None
         if self.mesh is None or _local_shape(value) != self.local_shape:
             return False
-        return bool(value.placements == self.placements and value.process_mesh == self.mesh)
+        return bool(_placements(value) == self.placements and value.process_mesh == self.mesh)
 
 
 class PaddleAdapter:
@@ -87,11 +92,20 @@ class PaddleAdapter:
                 "could not be restored; save what you need of its state_dict()"
             )
         if objects.is_optimizer(value):
+            objects.check_optimizer(value, key)
             return ObjectKind.OPTIMIZER, objects.optimizer_state(value, {})
         if is_program(value):
-            return ObjectKind.OPTIMIZER, program_state(value, key)
+            return ObjectKind.PROGRAM, program_state(value, key)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
         return kind, state_of(value, key)
+
+    def parameters(self, value: Any) -> list[int]:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return [id(parameter) for parameter in objects.parameters_of(value)]
+
+    def token(self, tensor: Any) -> int:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return id(_local(tensor))
 
     def restore(self, value: Any, state: dict[Any, Any]) -> None:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -99,7 +113,7 @@ class PaddleAdapter:
 
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""
-        return [None if isinstance(tensor, np.ndarray) else self._name(_local(tensor)) for tensor in tensors]
+        return [self._name(one) if isinstance(one, paddle.Tensor) else None for one in map(_local, tensors)]
 
     def _name(self, tensor: Any) -> str | None:
         """The name of a tensor's variable, if it says anything."""
@@ -118,12 +132,13 @@ class PaddleAdapter:
             return view_of_array(value)
         if is_sharded_weight(value):
             return self._view_part(value, path)
-        is_dist = value.is_dist()
+        is_dist, dtype = value.is_dist(), value.dtype
         if not is_dist:
             _check_plain(value, path)
         known = self._last
         try:
-            if known is None or known.dtype is not value.dtype or not known.is_of(value, is_dist):
+            # In newer versions of Paddle dtypes are singletons, which is faster to see than that they are equal.
+            if known is None or not (known.dtype is dtype or known.dtype == dtype) or not known.is_of(value, is_dist):
                 known = self._find(value, is_dist, path)
         except NotImplementedError:  # so Paddle refuses to tell the local shape
             raise _no_memory(path) from None
@@ -135,18 +150,22 @@ class PaddleAdapter:
 
     def _view_part(self, weight: Any, path: str) -> TensorView:
         """A ShardedWeight. Its parts are not compared, and may be divided among the ranks that have the same."""
-        local, key = weight.local_tensor, plain_key(path)
+        local, key = _local(weight), plain_key(path)
+        if not isinstance(local, paddle.Tensor) or not (local.is_dist() or local.is_dense()):
+            raise UnsupportedValueError(f"{key}: the local_tensor of a ShardedWeight must be a dense paddle.Tensor")
+        if local.is_dist():
+            local = local._local_value()
         dtype = self._dtype(local.dtype, key)
-        layout = Layout.of(weight, _strides(local, dtype) if local._is_initialized() else None)
+        layout = Layout.of(weight, local.shape, _strides(local, dtype) if local._is_initialized() else None)
         known = self._sharded.get((layout, dtype))
         if known is None:
             known = self._sharded[layout, dtype] = layout.geometry(dtype, key)
         geometry, starts = known
         if not starts:
-            return TensorView(geometry, (), weight, self._name(local))
+            return TensorView(geometry, (), (local,), self._name(local))
         base = self._address(local, geometry, path)
         addresses = tuple(base + start for start in starts)
-        return TensorView(geometry, addresses, weight, self._name(local))  # not known by the tensor: that is plain
+        return TensorView(geometry, addresses, (local,), self._name(local))  # not the tensor itself: that is plain
 
     def _find(self, value: Any, is_dist: bool, path: str) -> _Known:
         """The geometry of a tensor that is not like the one before."""
@@ -160,7 +179,7 @@ class PaddleAdapter:
         geometry = make(value, shape, self._dtype(dtype, key), key)
         local, placements, mesh = None, None, None
         if is_dist:
-            local, placements, mesh = _local_shape(value), value.placements, value.process_mesh
+            local, placements, mesh = _local_shape(value), _placements(value), copy.copy(value.process_mesh)
         self._last = _Known(value.shape, dtype, value.strides, value.is_contiguous(), local, placements, mesh, geometry)
         candidates.append(self._last)
         return self._last
@@ -171,6 +190,11 @@ class PaddleAdapter:
 
     def _dist_geometry(self, value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
         mesh, placements = value.process_mesh, value.placements
+        if not mesh.process_ids:
+            raise UnsupportedValueError(
+                f"{key}: the DistTensor does not tell its mesh, as those that reshard() of Paddle 2.6 returns; use what a "
+                "further operation returns, such as x + 0"
+            )
         coordinate = mesh_coordinate(mesh, self._rank)
         if coordinate is None:
             return Geometry(Kind.TENSOR, dtype, shape, False, ())
@@ -292,8 +316,7 @@ class _Attributes:
         return (
             list(map(tensor.is_dist, values)) == self.dist
             and list(map(tensor.is_contiguous, values)) == self.contiguous
-            # dtypes are singletons; should they not be, the tensors are only looked at anew
-            and all(map(operator.is_, map(tensor.dtype.__get__, values), self.dtypes))
+            and list(map(tensor.dtype.__get__, values)) == self.dtypes
             and _all_equal("shape", values, self.shapes)
             and _all_equal("strides", _without(values, self.contiguous), self.strides)
             and not any(getattr(value, "is_distributed", False) for value in _without(values, self.dist))
@@ -303,7 +326,7 @@ class _Attributes:
     def _are_distributed_so(self, values: Sequence[Any]) -> bool:
         return (
             all(map(operator.eq, map(_local_shape, values), self.local_shapes))
-            and _all_equal("placements", values, self.placements)
+            and all(map(operator.eq, map(_placements, values), self.placements))
             and _all_equal("process_mesh", values, self.meshes)
         )
 
@@ -358,6 +381,10 @@ def _local(value: Any) -> Any:
 
 def _local_shape(value: Any) -> Any:
     return value._local_value().shape
+
+
+def _placements(value: Any) -> list[str]:
+    return list(map(str, value.placements))
 
 
 if hasattr(paddle.Tensor, "_local_shape"):  # not in Paddle 2.6

@@ -7,133 +7,156 @@ of that run's variable names: the wanted keys by those of the tensors that are t
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from ..core.naming import (
-    OptimizerVariable,
-    is_learning_rate,
-    parameters_of,
-    structured_variables,
-    variables_of_run,
-)
+from ..core.naming import Names, OptimizerVariable, container_of
 
-__all__ = ["StoredNames", "WantedNames"]
+__all__ = ["NameMatch"]
 
 
-class WantedNames:
-    """What is wanted.
+class NameMatch:
+    """Finds the stored tensors for wanted ones.
 
     Args:
-        paths: The wanted tensors.
-        of_run: The optimizer variables among them whose keys depend on the run that wants them.
-        moved: The stored path for each wanted one that the user has named.
+        stored: What is stored.
+        index: The number of each stored tensor by its path.
     """
 
-    def __init__(
-        self, paths: Sequence[str], of_run: Mapping[str, OptimizerVariable], moved: Mapping[str, str] | None = None
-    ) -> None:
-        self.paths, self.of_run, self.moved = paths, of_run, moved or {}
+    def __init__(self, stored: Names, index: Mapping[str, int]) -> None:
+        self._stored, self._index = stored, index
 
-    @cached_property
-    def variables(self) -> Mapping[str, OptimizerVariable]:
-        """All optimizer variables that are recognised."""
-        rest = [path for path in self.paths if path not in self.of_run]
-        return {**structured_variables(rest, rest), **self.of_run}
+    def places(self, paths: Iterable[str], wanted: Names, moved: Mapping[str, str]) -> dict[str, int]:
+        """The number of the stored tensor for each wanted path, without those for which there is none.
 
-    def variable(self, path: str) -> OptimizerVariable | None:
-        """Which optimizer variable a path is, in terms of the stored parameters' paths."""
-        found = self.variables.get(path)
-        return None if found is None else found._replace(parameter=self.stored(found.parameter))
+        Args:
+            paths: The wanted tensors.
+            wanted: What they, and others of the same state_dict, are called.
+            moved: Where the user says that some are stored.
+        """
+        index = self._index
+        if not moved and self._is_alike(wanted):
+            return {path: index[path] for path in paths if path in index}
+        names = _Wanted(wanted, moved)
+        found: dict[str, int] = {}
+        by_name: dict[str, int] = {}
+        for path in paths:
+            own = moved.get(path, path)
+            place, variable = index.get(own), names.variable(path)
+            if place is not None and (path in moved or self._may_be(own, variable)):
+                found[path] = place
+            elif (named := self._by_name(path, own, variable, names)) is not None:
+                by_name[path] = named
+            elif place is not None and own not in self._stored.variables:
+                found[path] = place  # it is not known which parameter that is of, so only its key speaks for it
+        counts, taken = Counter(by_name.values()), set(found.values())
+        for path, place in by_name.items():
+            if path in moved or (counts[place] == 1 and place not in taken):  # else it cannot be both
+                found[path] = place
+        return found
 
-    def has_learning_rate_beside(self, path: str) -> bool:
-        """Whether a static-graph program's learning rate is wanted in the container in which a scheduler's value is."""
-        return any(path.startswith(_container(rate) + "/") for rate in self._learning_rates)
+    def _is_alike(self, wanted: Names) -> bool:
+        """Whether the same names are at the same paths, so that equal keys mean the same."""
+        index, names = self._index, self._stored.names
+        return all(
+            path in index and names[index[path]] == name for path, name in zip(wanted.paths, wanted.names, strict=True)
+        )
 
-    @cached_property
-    def _learning_rates(self) -> list[str]:
-        return [path for path in self.paths if is_learning_rate(path)]
+    def _may_be(self, path: str, variable: OptimizerVariable | None) -> bool:
+        """Whether what is stored under a path can be a variable: nothing speaks against it, and something for it."""
+        return variable is None or self._stored.variables.get(path) == variable
 
-    def stored(self, path: str) -> str:
-        """The path under which something is to be looked for first."""
-        return self.moved.get(path, path)
-
-
-class StoredNames:
-    """What a checkpoint has.
-
-    Args:
-        index: The number of each tensor by its path.
-        paths: Their paths.
-        names: The names that their variables had in the run that saved them.
-    """
-
-    def __init__(self, index: Mapping[str, int], paths: Sequence[str], names: Sequence[str | None]) -> None:
-        self._index, self._paths, self._names = index, paths, names
-
-    def place(self, path: str, wanted: WantedNames) -> int | None:
-        """The number of the tensor that is wanted under a path, or None."""
-        own = wanted.stored(path)
-        if own in self._index and (path not in wanted.of_run or path in wanted.moved):
-            return self._index[own]
-        variable = wanted.variable(path)
+    def _by_name(self, path: str, own: str, variable: OptimizerVariable | None, names: _Wanted) -> int | None:
+        if _tail(own) != _tail(path):  # the user has named something else
+            return None
+        if path in names.learning_rates:
+            return self._learning_rate(own)
+        alone = variable is None
+        if variable is None:  # its parameter may be stored, though it is not wanted
+            variable = self._stored.structured(own)
         if variable is None:
-            return self._learning_rate(own) if is_learning_rate(own) else self._by_structured_name(own)
-        place = self._of_variable(own, variable)
-        if place is not None or own in self._variables:
-            return place
-        return self._index.get(own)  # it is not known which parameter that is of, so only its name speaks for it
+            return None
+        found = self._of_variable(variable)
+        container = container_of(own)
+        same = [other for other in found if container_of(other) == container]
+        if len(same) > 1 and own in same and self._stored.variables[own] == variable:
+            same = [own]
+        if not same and not alone and self._is_beside(container, variable, names):
+            same = found
+        return self._index[same[0]] if len(same) == 1 else None
 
-    def _of_variable(self, path: str, variable: OptimizerVariable) -> int | None:
-        """An optimizer variable: that of the same container, or one of which either side is beside the parameter."""
-        found = self._by_variable.get(variable, [])
-        container, beside = _container(path), _container(variable.parameter)
-        same = [other for other in found if _container(other) == container]
-        if not same and container != beside:
-            found = [other for other in found if _container(other) == beside]
-        found = same or found
-        return self._index[found[0]] if len(found) == 1 else None
+    def _of_variable(self, variable: OptimizerVariable) -> list[str]:
+        """The stored paths of a variable: of just its parameters, or else of some of them."""
+        accumulator = variable.accumulator
+        found = {path: None for one in variable.parameters for path in self._by_variable.get((one, accumulator), ())}
+        exact = [path for path in found if self._stored.variables[path] == variable]
+        return exact or list(found)
+
+    def _is_beside(self, container: str, variable: OptimizerVariable, names: _Wanted) -> bool:
+        """Whether either side has optimizer variables in the parameters' own container, and neither has others."""
+        stored = set().union(*(self._containers.get(one, ()) for one in variable.parameters))
+        wanted = set().union(*(names.containers.get(one, ()) for one in variable.parameters))
+        beside = set(map(container_of, variable.parameters))
+        return len(stored) == len(wanted) == 1 and (container in beside or not stored.isdisjoint(beside))
 
     def _learning_rate(self, path: str) -> int | None:
         """The learning rate of a static-graph program: that of the same container, or the only one."""
-        same = [other for other in self._learning_rates if _container(other) == _container(path)]
-        found = same or self._learning_rates
+        rates = self._stored.learning_rates
+        found = [other for other in rates if container_of(other) == container_of(path)] or rates
         return self._index[found[0]] if len(found) == 1 else None
 
     @property
     def has_learning_rate(self) -> bool:
         """Whether there is a learning rate of a static-graph program."""
-        return bool(self._learning_rates)
+        return bool(self._stored.learning_rates)
 
     @cached_property
-    def _learning_rates(self) -> list[str]:
-        return [path for path in self._paths if is_learning_rate(path)]
-
-    def _by_structured_name(self, path: str) -> int | None:
-        """An optimizer variable whose parameter is not wanted, but called alike by its structured name."""
-        variable = structured_variables([path], self._paths).get(path)
-        return None if variable is None else self._of_variable(path, variable)
-
-    @cached_property
-    def _parameters(self) -> dict[str, str]:
-        return parameters_of(self._paths, self._names)
-
-    @cached_property
-    def _variables(self) -> Mapping[str, OptimizerVariable]:
-        """The optimizer variables that are recognised, by path."""
-        of_run = variables_of_run(self._paths, self._names, self._parameters)
-        rest = [path for path in self._paths if path not in of_run]
-        return {**structured_variables(rest, rest), **of_run}
-
-    @cached_property
-    def _by_variable(self) -> Mapping[OptimizerVariable, list[str]]:
-        places: dict[OptimizerVariable, list[str]] = defaultdict(list)
-        for path, variable in self._variables.items():
-            places[variable].append(path)
+    def _by_variable(self) -> Mapping[tuple[str, str], list[str]]:
+        """Where the variables are, by parameter and accumulator."""
+        places: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for path, (parameters, accumulator) in self._stored.variables.items():
+            for one in parameters:
+                places[one, accumulator].append(path)
         return places
 
+    @cached_property
+    def _containers(self) -> Mapping[str, set[str]]:
+        """Where the variables of each parameter are."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for path, (parameters, _) in self._stored.variables.items():
+            for one in parameters:
+                found[one].add(container_of(path))
+        return found
 
-def _container(path: str) -> str:
-    """Where an entry is; that of a master weight is its optimizer's."""
-    return path.rpartition("/")[0].removesuffix("/master_weights")
+
+class _Wanted:
+    """What is wanted, in terms of the stored parameters' paths."""
+
+    def __init__(self, names: Names, moved: Mapping[str, str]) -> None:
+        self._names, self._moved = names, moved
+        self.learning_rates = set(names.learning_rates)
+
+    def variable(self, path: str) -> OptimizerVariable | None:
+        """Which optimizer variable a path is."""
+        found = self._names.variables.get(path)
+        if found is None or not self._moved:
+            return found
+        return OptimizerVariable(tuple(sorted(map(self._stored, found.parameters))), found.accumulator)
+
+    def _stored(self, path: str) -> str:
+        return self._moved.get(path, path)
+
+    @cached_property
+    def containers(self) -> Mapping[str, set[str]]:
+        """Where the variables of each parameter are."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for path, (parameters, _) in self._names.variables.items():
+            for one in parameters:
+                found[self._stored(one)].add(container_of(self._stored(path)))
+        return found
+
+
+def _tail(path: str) -> str:
+    """The last of the parts of a key that dots separate."""
+    return path.rpartition("/")[2].rpartition(".")[2]

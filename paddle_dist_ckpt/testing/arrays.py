@@ -90,6 +90,14 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return [None] * len(tensors)
 
+    def parameters(self, value: Any) -> list[int]:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return []
+
+    def token(self, tensor: Any) -> int:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return id(tensor)
+
     def restore(self, value: Any, state: dict[Any, Any]) -> None:
         """See :class:`..core.tensors.TensorAdapter`."""
         set_state(value, state)

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from paddle_dist_ckpt.core.naming import variables_of_run
-from paddle_dist_ckpt.planning.name_match import StoredNames, WantedNames
+from paddle_dist_ckpt.core.naming import Names
+from paddle_dist_ckpt.planning.name_match import NameMatch
 
 Entries = dict[str, str | None]
 
@@ -50,11 +50,9 @@ def below(prefix: str, entries: Entries) -> Entries:
 def match(stored: Entries, wanted: Entries, moved: dict[str, str] | None = None) -> dict[str, str | None]:
     """The stored path that each wanted one gets."""
     paths = list(stored)
-    names = StoredNames({path: i for i, path in enumerate(paths)}, paths, list(stored.values()))
-    of_run = variables_of_run(list(wanted), list(wanted.values()))
-    asked = WantedNames(list(wanted), of_run, moved)
-    places = {path: names.place(path, asked) for path in wanted}
-    return {path: None if place is None else paths[place] for path, place in places.items()}
+    names = NameMatch(Names(paths, list(stored.values())), {path: i for i, path in enumerate(paths)})
+    places = names.places(list(wanted), Names(list(wanted), list(wanted.values())), moved or {})
+    return {path: paths[places[path]] if path in places else None for path in wanted}
 
 
 @pytest.mark.parametrize("prefix", ["", "/job/~i3"])
@@ -143,11 +141,71 @@ def test_what_the_user_has_moved() -> None:
 
 
 def test_learning_rates_of_programs() -> None:
-    assert match({"/m/learning_rate_0": None}, {"/m/learning_rate_5": None}) == {
+    def rates(*paths: str) -> Entries:
+        return {path: path.rpartition("/")[2] for path in paths}
+
+    assert match(rates("/m/learning_rate_0"), rates("/m/learning_rate_5")) == {
         "/m/learning_rate_5": "/m/learning_rate_0"
     }
-    two: Entries = {"/a/learning_rate_0": None, "/b/learning_rate_1": None}
-    assert match(two, {"/b/learning_rate_7": None, "/c/learning_rate_3": None}) == {
+    assert match(
+        rates("/a/learning_rate_0", "/b/learning_rate_1"), rates("/b/learning_rate_7", "/c/learning_rate_3")
+    ) == {
         "/b/learning_rate_7": "/b/learning_rate_1",
         "/c/learning_rate_3": None,
     }
+    named_so: Entries = {"/m/learning_rate_0": "x"}
+    assert match(named_so, rates("/m/learning_rate_5")) == {"/m/learning_rate_5": None}
+    assert match(rates("/m/learning_rate_5"), named_so) == {"/m/learning_rate_0": None}
+
+
+def test_names_that_only_look_like_accumulators() -> None:
+    stored: Entries = dict.fromkeys(["/m/fc.weight", "/m/fc.weight.ema_999", "/m/fc.weight.lora_A"])
+    asked: Entries = dict.fromkeys(["/m/fc.weight", "/m/fc.weight.ema_9999", "/n/fc.weight.lora_A", "/n/fc.weight.m"])
+    assert match(stored, asked) == {"/m/fc.weight": "/m/fc.weight", **dict.fromkeys(list(asked)[1:])}
+
+
+def test_a_stored_variable_is_found_for_one_wanted_one_only() -> None:
+    job: Entries = {"/job/fc.weight": "p", "/job/p_moment1_0": "p_moment1_0"}
+    asked: Entries = {
+        "/job/fc.weight": "q",
+        "/a/q_moment1_0": "q_moment1_0",
+        "/b/q_moment1_1": "q_moment1_1",
+    }
+    assert set(match(job, asked).values()) == {"/job/fc.weight", None}
+    del asked["/b/q_moment1_1"]
+    assert match(job, asked)["/a/q_moment1_0"] == "/job/p_moment1_0"
+    both: Entries = {**job, "/ema/p_moment1_1": "p_moment1_1"}
+    assert match(both, asked)["/a/q_moment1_0"] is None, "two optimizers have one, and neither is meant"
+
+
+def test_models_whose_variables_have_equal_names() -> None:
+    def entries(first: str, second: str, *optimizers: str) -> Entries:
+        found: Entries = {}
+        for model in ("d", "g"):
+            found |= {f"/{model}/a": first, f"/{model}/b": second}
+        for optimizer in optimizers:
+            found |= {f"/{optimizer}/{name}_m_0": f"{name}_m_0" for name in (first, second)}
+        return found
+
+    stored, asked = entries("l_0", "l_1", "o"), entries("l_1", "l_0", "o")
+    found = match(stored, asked)
+    assert found["/o/l_0_m_0"] == "/o/l_1_m_0", "whichever model's it is, it is that of b"
+    assert match(stored, entries("x_0", "x_1", "o"))["/o/x_1_m_0"] == "/o/l_1_m_0"
+    apart = {**entries("l_0", "l_1", "o"), "/g/a": "l_1", "/g/b": "l_0"}
+    assert match(stored, apart)["/o/l_0_m_0"] is None, "of a in one model and of b in the other"
+
+
+def test_equal_keys_do_not_match_against_what_the_tables_say() -> None:
+    def models(first: str, second: str) -> Entries:
+        return {"/m/~l0/w": first, "/m/~l1/w": second}
+
+    stored: Entries = {**models("p_0", "p_1"), "/o/~l0/w.moment1": "p_0_moment1_0", "/o/~l1/w.moment1": "p_1_moment1_0"}
+    asked: Entries = {**models("q_0", "q_1"), "/o/~l0/w.moment1": "q_1_moment1_0", "/o/~l1/w.moment1": "q_0_moment1_0"}
+    found = match(stored, asked)
+    assert found["/o/~l0/w.moment1"] is None
+    assert found["/m/~l0/w"] == "/m/~l0/w"
+
+
+def test_of_several_of_one_parameter_the_equal_key_is_taken() -> None:
+    entries: Entries = {"/m/w": "p", **dict.fromkeys(("/o/p_moment1_0", "/o/p_moment1_1"))}
+    assert match(entries, {**entries, "/m/w": "p", "/m/x": None}) == {**{path: path for path in entries}, "/m/x": None}
