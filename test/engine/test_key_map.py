@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError
-from paddle_dist_ckpt.testing import run_ranks
+from paddle_dist_ckpt.engine.merged import Selection, load_merged
+from paddle_dist_ckpt.storage import as_storage
+from paddle_dist_ckpt.testing import NumpyAdapter, run_ranks
 from test.engine.helpers import all_ok
 
 LARGE = "x" * 10_000  # an entry of a data file
@@ -143,6 +145,52 @@ def test_a_function_that_fails_or_returns_something_else(tmp_path: Path) -> None
 def test_bad_maps(bad: Any) -> None:
     with pytest.raises(TypeError, match="key_map"):
         LoadOptions(key_map=bad)
+
+
+def test_merged_loads_have_the_keys_that_are_stored(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "v": 1})
+    for key_map in ({"a": None}, {"a": "b"}, {"v": None}, lambda key: "b"):
+        merged = load_whole_with(tmp_path, LoadOptions(key_map=key_map))
+        assert merged["a"].tolist() == [0, 0]
+        assert (merged["b"].tolist(), merged["v"]) == ([1, 1], 1)
+
+
+def load_whole_with(path: Path, options: LoadOptions) -> dict[Any, Any]:
+    selection = Selection()
+    return load_merged(as_storage(path), NumpyAdapter(), None, selection, False, False, options)
+
+
+def test_what_is_wanted_twice_is_not_shared(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": list(range(3000)), "counter": holder(np.arange(4))})
+    first, second = Counter(), Counter()
+    target: dict[str, Any] = {"a": None, "b": None, "x": first, "y": second}
+    loaded(tmp_path, target, {"b": "a", "x": "counter", "y": "counter"})
+    assert target["a"] == target["b"] == list(range(3000))
+    assert target["a"] is not target["b"]
+    assert not np.shares_memory(first.state["table"], second.state["table"])
+
+
+def holder(table: Any) -> Counter:
+    counter = Counter()
+    counter.state = {"table": table}
+    return counter
+
+
+def test_views_of_one_memory_from_one_key_must_agree(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.array([1.0, 2.0, 3.0])})
+    memory = np.zeros(4)
+    options = LoadOptions(timeout=20, key_map={"b": "a"})
+    (error,) = run_ranks(1, lambda rank: rank.load({"a": memory[:3], "b": memory[1:]}, tmp_path, options=options))
+    assert isinstance(error, StateDictMismatchError)
+    assert memory.tolist() == [0] * 4
+
+
+def test_a_key_that_is_named_in_full_is_meant(tmp_path: Path) -> None:
+    saved(tmp_path, {"m": {"fc.weight": np.ones(2)}, "o": {"fc.weight.moment1": np.ones(2)}})
+    target = {"m": {"fc.weight": np.zeros(2)}, "o": {"fc.weight.moment1": np.zeros(2)}}
+    options = LoadOptions(timeout=20, key_map={"o.fc.weight.moment1": "o.fc.weight.other"})
+    (error,) = run_ranks(1, lambda rank: rank.load(target, tmp_path, options=options))
+    assert isinstance(error, StateDictMismatchError)
 
 
 def test_a_hint_names_what_may_be_meant(tmp_path: Path) -> None:

@@ -350,6 +350,18 @@ def test_sigterm_needs_the_main_thread(tmp_path: Path) -> None:
     assert "main thread" in str(raised[0])
 
 
+def test_a_step_is_due_again_after_a_return_to_an_earlier_one(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=10) as steps:
+        steps.save(10, numbers(10))
+        steps.save(20, numbers(20))
+        steps.restore(numbers(0), 10)
+        assert steps.save(20, numbers(21)) is not None
+        steps.wait()
+        target = numbers(0)
+        steps.restore(target, 20)
+        assert target["step"] == 21
+
+
 @pytest.mark.parametrize("bad", ["s3://bucket/run", ""])
 def test_roots_that_are_no_folders(tmp_path: Path, bad: str) -> None:
     with pytest.raises(ValueError, match="must name a local folder"):

@@ -11,7 +11,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_dist_ckpt import StateDictMismatchError, load_state_dict, save_state_dict
+from paddle_dist_ckpt import StateDictMismatchError, UnsupportedValueError, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.naming import canonical_paths, optimizer_key
 from paddle_dist_ckpt.paddle_adapter import objects
 
@@ -563,3 +563,43 @@ def test_other_objects() -> None:
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
     objects.restore(scheduler, {**scheduler.state_dict(), "last_epoch": 5})
     assert scheduler.last_epoch == 5
+
+
+def test_an_optimizer_of_one_ranks_parts_is_refused(tmp_path: Path) -> None:
+    layer = layer_of()
+    optimizer = optimizer_for(layer)
+    layer.weight.is_distributed = True
+    with pytest.raises(
+        UnsupportedValueError, match=r"optimizer: this optimizer steps parameters .* sharded_state_dict"
+    ):
+        save_state_dict({"optimizer": optimizer}, tmp_path)
+
+
+def test_models_made_under_names_of_their_own_are_told_apart(tmp_path: Path) -> None:
+    def make(order: list[str]) -> Any:
+        with paddle.utils.unique_name.guard():
+            made = {name: paddle.nn.Linear(4, 4) for name in order}
+        layer = paddle.nn.Layer()
+        for name in sorted(made):
+            layer.add_sublayer(name, made[name])
+        return layer
+
+    def moments(layer: Any, optimizer: Any) -> dict[str, Any]:
+        found = optimizer._accumulators["moment1"]
+        return {key: found[parameter.name].numpy().copy() for key, parameter in layer.named_parameters()}
+
+    def job(order: list[str], number: int) -> dict[str, Any]:
+        first, second = make(["a", "b"]), make(order)
+        optimizer = optimizer_for(second)
+        loss = sum((second.a(second.b(paddle.full([1, 4], float(n)))) ** 2).sum() for n in range(1, number))
+        loss.backward()
+        optimizer.step()
+        return {"d": first, "g": second, "o": optimizer}
+
+    saved, loaded = job(["a", "b"], 3), job(["b", "a"], 5)
+    save_state_dict(saved, tmp_path)
+    load_state_dict(loaded, tmp_path)
+    expected = moments(saved["g"], saved["o"])
+    assert not np.array_equal(expected["a.weight"], expected["b.weight"])
+    for key, value in moments(loaded["g"], loaded["o"]).items():
+        assert np.array_equal(value, expected[key]), key

@@ -533,3 +533,39 @@ def test_tied_parts_must_agree(tmp_path: Path) -> None:
     save_state_dict({key: weight.reshape([3, 4]) + i for i, key in enumerate(keys)}, tmp_path / "apart")
     with pytest.raises(StateDictMismatchError, match="second"):
         load_state_dict(tied(target, slice(0, 12)), tmp_path / "apart")
+
+
+class Lazy:
+    """Like a ShardedWeight whose tensor is made when it is asked for."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.local_shape = self.global_shape = (1000,)
+        self.global_offset, self.is_flattened, self.flattened_range = (0,), False, None
+
+    @property
+    def local_tensor(self) -> Any:
+        return paddle.full([1000], self.value)
+
+
+def test_a_tensor_that_is_made_on_demand_lives_as_long_as_it_is_read(tmp_path: Path) -> None:
+    save_state_dict({f"{i}": Lazy(i) for i in range(50)}, tmp_path)
+    for key, tensor in load_merged_state_dict(tmp_path).items():
+        assert (tensor.numpy() == float(key)).all()
+
+
+@pytest.mark.parametrize("local", [None, np.zeros(3), [1, 2]])
+def test_what_is_no_tensor_is_refused(tmp_path: Path, local: Any) -> None:
+    odd = type("Odd", (), {**vars(Lazy(0)), "local_tensor": local})()
+    with pytest.raises(UnsupportedValueError, match=r"odd: .* dense paddle.Tensor"):
+        save_state_dict({"odd": odd}, tmp_path)
+
+
+def test_a_dist_tensor_in_it_counts_by_its_local_value(tmp_path: Path) -> None:
+    dist = paddle.distributed
+    mesh = dist.ProcessMesh([0], dim_names=["x"])
+    whole = dist.shard_tensor(paddle.arange(12, dtype="float32").reshape([4, 3]), mesh, [dist.Shard(0)])
+    fields = {"local_tensor": whole, "local_shape": (4, 3), "global_shape": (4, 3), "global_offset": (0, 0)}
+    part = type("Part", (), {**fields, "is_flattened": False, "flattened_range": None})()
+    save_state_dict({"w": part}, tmp_path)
+    assert load_merged_state_dict(tmp_path)["w"].numpy().tolist() == np.arange(12).reshape(4, 3).tolist()
