@@ -87,9 +87,11 @@ def evaluate(run: Run, number: int) -> list[float]:
 
 
 def save_without_state(run: Run, what: str) -> Outcome:
-    """Save a program that has no mode, or the layer of which one was made."""
-    job = _Job(run, None if what == "program" else "train")
-    state = {"model": job.program if what == "program" else job.net}
+    """Save a program that was never set to train, or what one was made of."""
+    job = _Job(run, None if what in ("program", "evaluated") else "train")
+    if what == "evaluated":
+        job.program.eval()
+    state = {"model": {"layer": job.net, "optimizer": job.optimizer}.get(what, job.program)}
     return outcome_of(lambda: save_state_dict(state, str(run.save)))
 
 

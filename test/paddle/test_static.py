@@ -166,7 +166,15 @@ def test_variables_are_known_by_their_names(ranks: RankPool, saved: Saved, form:
     assert not [name for name in names.values() if name.startswith("eager_tmp")]
 
 
-@pytest.mark.parametrize(("what", "said"), [("program", "train()"), ("layer", "use the DistModel")])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("program", "train()"),
+        ("evaluated", "only train() moves"),
+        ("layer", "use the DistModel"),
+        ("optimizer", "use the DistModel"),
+    ],
+)
 def test_nothing_to_save(ranks: RankPool, tmp_path: Path, what: str, said: str) -> None:
     run = Run(form="program", save=str(tmp_path))
     for outcome in ranks.run(cases.save_without_state, run, what):
