@@ -147,8 +147,8 @@ def check_optimizer(optimizer: Any, key: str) -> None:
         raise UnsupportedValueError(f"{key}: this optimizer belongs to a static-graph program; use the DistModel")
     if any(not one.is_dist() and getattr(one, "is_distributed", False) for one in parameters_of(optimizer)):
         raise UnsupportedValueError(
-            f"{key}: this optimizer steps parameters that are marked is_distributed, which are one rank's parts of larger "
-            "ones; use its sharded_state_dict(), which says which"
+            f"{key}: this optimizer steps parameters that are marked is_distributed, which are one rank's parts of "
+            "larger ones; use its sharded_state_dict(), which says which"
         )
 
 

@@ -192,8 +192,8 @@ class PaddleAdapter:
         mesh, placements = value.process_mesh, value.placements
         if not mesh.process_ids:
             raise UnsupportedValueError(
-                f"{key}: the DistTensor does not tell its mesh, as those that reshard() of Paddle 2.6 returns; use what a "
-                "further operation returns, such as x + 0"
+                f"{key}: the DistTensor does not tell its mesh, as those that reshard() of Paddle 2.6 returns; use "
+                "what a further operation returns, such as x + 0"
             )
         coordinate = mesh_coordinate(mesh, self._rank)
         if coordinate is None:
@@ -380,15 +380,14 @@ def _local(value: Any) -> Any:
 
 
 def _local_shape(value: Any) -> Any:
-    return value._local_value().shape
+    try:
+        return value._local_shape
+    except NotImplementedError:  # Paddle 2.6 has none for tensors without elements
+        return value._local_value().shape
 
 
 def _placements(value: Any) -> list[str]:
     return list(map(str, value.placements))
-
-
-if hasattr(paddle.Tensor, "_local_shape"):  # not in Paddle 2.6
-    _local_shape = paddle.Tensor._local_shape.__get__
 
 
 def _strides(local: Any, dtype: DType) -> tuple[int, ...] | None:
