@@ -7,18 +7,28 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 BENCH_VENV := benchmark/.venv
+COMPAT := 3.0.0 2.6.2
+COMPAT_TESTS := $(patsubst %,test/paddle/test_%.py,tensors placements conversions groups failures training identity \
+	identity_dist objects objects_on_ranks random_state async_save manager one_call one_call_on_ranks drop_in)
+NUMPY_3.0.0 := 2.4
+NUMPY_2.6.2 := 2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-compat lint bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 demo: $(INSTALLED) ## train on 4 ranks, come back on 2 in another layout, compare
 	@$(PYTHON) examples/demo.py
 
 test: $(INSTALLED) ## run the tests
 	$(PYTHON) -m pytest -q
+
+test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older versions of Paddle (5 minutes; not a part of test)
+	@for version in $(COMPAT); do \
+		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q $(COMPAT_TESTS) || exit 1; \
+	done
 
 lint: $(INSTALLED_DEV) ## check style and types
 	$(PYTHON) -m ruff check .
@@ -33,6 +43,14 @@ bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint
 	$(PYTHON) -m benchmark.async_save --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(BENCH_VENV)/bin/python -m benchmark.charts
 	$(PYTHON) -m benchmark.summary
+
+.venv-%/.installed: setup.py
+	@python=$$(.ci/find-python) || exit 1; \
+	echo "Making .venv-$* with $$($$python --version) (once; Paddle 2.6.2 needs Python 3.12 at most)"; \
+	$$python -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
+		'paddlepaddle==$*' 'numpy<$(NUMPY_$*)' setuptools
+	@touch $@
 
 $(BENCH_VENV)/.installed: benchmark/requirements.txt | $(INSTALLED)
 	$(PYTHON) -m venv --clear $(BENCH_VENV)

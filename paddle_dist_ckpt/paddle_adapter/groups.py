@@ -19,6 +19,7 @@ from paddle.distributed.communication.group import Group
 
 from ..control import SoloHub, ZmqHub
 from ..control.no_transport import NoTransport
+from ..core.memory import address_of, copy_bytes
 from ..core.ports import Bytes1D, ControlHub, Transport
 from ..errors import CheckpointError
 
@@ -193,8 +194,8 @@ class PaddleTransport:
 
     def broadcast(self, data: Bytes1D, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
-        with self._operation():
-            dist.broadcast(_tensor(data if data.flags.writeable else data.copy()), source, self._group)
+        with self._operation(), _receiving(data if data.flags.writeable else data.copy()) as tensor:
+            dist.broadcast(tensor, source, self._group)
 
     def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
@@ -207,7 +208,8 @@ class PaddleTransport:
 
     def _scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         received = into if into.size == size else np.empty(size, np.uint8)
-        dist.scatter(_tensor(received), self._outgoing(parts, size, source), source, self._group)
+        with _receiving(received) as tensor:
+            dist.scatter(tensor, self._outgoing(parts, size, source), source, self._group)
         if received is not into:
             into[:] = received[: into.size]
 
@@ -220,6 +222,15 @@ class PaddleTransport:
             start = self._group.get_group_rank(destination) * size
             data[start : start + part.size] = part
         return _tensor(data)
+
+
+@contextmanager
+def _receiving(data: Bytes1D) -> Iterator[Any]:
+    """A tensor over numpy memory, or over a copy, as Paddle 2.6 makes one; then what it received is written back."""
+    tensor = _tensor(data)
+    yield tensor
+    if data.size and tensor.data_ptr() != address_of(data):
+        copy_bytes(address_of(data), tensor.data_ptr(), data.size)
 
 
 def _tensor(data: Bytes1D) -> Any:

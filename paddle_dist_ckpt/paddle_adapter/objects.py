@@ -73,9 +73,12 @@ def make_accumulators(optimizer: Any) -> None:
             if parameters:
                 create(block, parameters if group is None else {**group, "params": parameters})
                 for parameter in parameters:
+                    if not isinstance(optimizer, paddle.optimizer.Optimizer):  # in Paddle 2.6, that of shard_optimizer
+                        optimizer._shard_accumulator(parameter)
                     _distribute(owner, parameter)
     if masters:  # shard_optimizer replaces those that exist by new tensors
         owner._master_weights.update(masters)
+    _name_accumulators(owner)
 
 
 def _is_due(optimizer: Any, parameter: Any) -> bool:
@@ -95,6 +98,14 @@ def _names(optimizer: Any, parameter: Any) -> tuple[str, ...]:
     """The names under which a parameter's accumulators may be kept: its own, and its master weight's."""
     master = getattr(optimizer, "_master_weights", {}).get(parameter.name)
     return (parameter.name,) if master is None else (parameter.name, master.name)
+
+
+def _name_accumulators(optimizer: Any) -> None:
+    """Give accumulators back the names in place of which shard_optimizer of Paddle 2.6 numbers them."""
+    for kind, accumulators in optimizer._accumulators.items():
+        for name, accumulator in accumulators.items():
+            if accumulator.name.startswith("generated_tensor_"):
+                accumulator.name = f"{name}_{kind}_0"
 
 
 def _distribute(optimizer: Any, parameter: Any) -> None:

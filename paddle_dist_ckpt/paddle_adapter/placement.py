@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import paddle.distributed as dist
+from paddle.distributed.auto_parallel import api
+
 from ..core.box import Box
 from ..core.tensors import Reduction
 from ..errors import UnsupportedValueError
 
-__all__ = ["local_box", "mesh_coordinate", "reduction_of"]
+__all__ = [
+    "IS_PADDLE_2_6",
+    "layout_of",
+    "local_box",
+    "local_shape",
+    "mesh_coordinate",
+    "placement_texts",
+    "reduction_of",
+]
+
+IS_PADDLE_2_6 = not hasattr(api, "dtensor_from_local")  # for what no object there tells
+
+
+def layout_of(tensor: Any, key: str) -> tuple[Any, list[Any]]:
+    """A DistTensor's mesh and placements.
+
+    In Paddle 2.6 what ``reshard`` returns, or an optimizer's step did, has these only in other terms.
+
+    Raises:
+        UnsupportedValueError: it has none, or is partial in these terms, which do not tell the reduction.
+    """
+    if tensor.process_mesh.process_ids:
+        return tensor.process_mesh, tensor.placements
+    attributes = getattr(tensor, "dist_attr", None)
+    if attributes is None or attributes._is_partial():
+        raise UnsupportedValueError(
+            f"{key}: the DistTensor does not tell its mesh and placements; use what a further operation on it returns"
+        )
+    mesh = copy.copy(attributes.process_mesh)
+    placements: list[Any] = [dist.Replicate()] * len(mesh.shape)
+    for dim, mesh_dim in enumerate(attributes.dims_mapping):
+        if mesh_dim >= 0:
+            placements[mesh_dim] = dist.Shard(dim)
+    return mesh, placements
+
+
+def placement_texts(tensor: Any) -> list[str]:
+    """The placements of a DistTensor as texts, or another one that tells them, to see whether they have changed."""
+    return list(map(str, tensor.placements)) or [str(tensor.dist_attr)]
+
+
+def local_shape(tensor: Any) -> Any:
+    """The shape of a DistTensor's local value."""
+    try:
+        return tensor._local_shape
+    except NotImplementedError:  # in Paddle 2.6, of one without elements
+        return tensor._local_value().shape
 
 
 def mesh_coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:
@@ -32,9 +82,9 @@ def local_box(
 ) -> Box:
     """Where the local value at a mesh coordinate lies in the global tensor.
 
-    A tensor dimension of n elements over p ranks is cut into pieces of ceil(n/p), the last ones smaller or empty. Where
-    several mesh dimensions cut one tensor dimension, each cuts what the one before it left, in the order that
-    ``Shard.get_co_shard_order`` gives.
+    A tensor dimension of n elements over p ranks is cut into pieces of ceil(n/p), the last ones smaller or empty; by
+    Paddle 2.6 into n mod p pieces of ceil(n/p) and others of floor(n/p). Where several mesh dimensions cut one tensor
+    dimension, each cuts what the one before it left, in the order that ``Shard.get_co_shard_order`` gives.
 
     Args:
         shape: The global shape.
@@ -48,11 +98,17 @@ def local_box(
     """
     offset, length = [0] * len(shape), list(shape)
     for dim, mesh_dim in _cuts(placements, len(shape), key):
-        piece = -(-length[dim] // mesh_shape[mesh_dim])
-        start = min(coordinate[mesh_dim] * piece, length[dim])
-        length[dim] = min(piece, length[dim] - start)
+        start, stop = (_start(length[dim], mesh_shape[mesh_dim], coordinate[mesh_dim] + i) for i in (0, 1))
+        length[dim] = stop - start
         offset[dim] += start
     return Box(tuple(offset), tuple(length))
+
+
+def _start(length: int, pieces: int, place: int) -> int:
+    """Where the piece at a place starts."""
+    if IS_PADDLE_2_6:
+        return length // pieces * place + min(length % pieces, place)
+    return min(-(-length // pieces) * place, length)
 
 
 def _cuts(placements: Sequence[Any], ndim: int, key: str) -> list[tuple[int, int]]:
@@ -101,10 +157,16 @@ def reduction_of(
     partial = [i for i, placement in enumerate(placements) if placement.is_partial()]
     if not partial:
         return None
-    names = {str(placements[i].reduce_type()).rpartition("kRed")[2].lower() for i in partial}
+    names = {_name_of_reduction(placements[i]) for i in partial}
     if len(names) > 1:
         raise UnsupportedValueError(f"{key}: partial with several reductions ({', '.join(sorted(names))})")
     position = 0
     for i in partial:
         position = position * mesh_shape[i] + coordinate[i]
     return Reduction(names.pop(), position, math.prod(mesh_shape[i] for i in partial))
+
+
+def _name_of_reduction(placement: Any) -> str:
+    if hasattr(placement, "reduce_type"):
+        return str(placement.reduce_type()).rpartition("kRed")[2].lower()
+    return str(placement).rpartition("=")[2].rstrip(")").lower()  # "Partial(reduce_type=SUM)"; in Paddle 2.6

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import paddle
+from paddle.base import core
+
+from ..errors import UnsupportedValueError
 
 __all__ = ["rng_state", "set_rng_state"]
 
@@ -21,11 +24,21 @@ def rng_state() -> dict[str, Any]:
     Returns:
         A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, ``cpu`` always, one state for each
         device) and ``fleet`` (by name, those of the tracker for model parallelism, if it has any).
+
+    Raises:
+        UnsupportedValueError: Paddle does not tell the state of its generator on the CPU. So it is in Paddle 2.6.
     """
+    by_device = {kind: _plain(_states(kind)) for kind in _kinds()}
+    if not isinstance(by_device["cpu"][0][-1], bytes):
+        raise UnsupportedValueError(
+            f"Paddle {paddle.__version__} does not tell the state of its random generator on the CPU, only the seed it "
+            "began with, so the numbers that follow could not be repeated; keep the states of Python's and numpy's "
+            "generators yourself, or use Paddle 3"
+        )
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
-        "paddle": {kind: _plain(_states(kind)) for kind in _kinds()},
+        "paddle": by_device,
         "fleet": {name: _plain(states) for name, states in _tracked().items()},
     }
 
@@ -46,7 +59,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tracked = _restored(state["fleet"], _tracked(), "fleet's tracker")
     _set_python_and_numpy(state["python"], state["numpy"])
     for kind, states in by_device.items():
-        paddle.set_rng_state(states, kind)
+        _set_states(kind, states)
     if tracked:
         _tracker().set_states_tracker(tracked)
 
@@ -69,6 +82,14 @@ def _kinds() -> list[str]:
 
 def _states(kind: str) -> list[Any]:
     return list(paddle.get_rng_state(kind))
+
+
+def _set_states(kind: str, states: list[Any]) -> None:
+    """Set those of the CPU, or of the device that is in use. Older versions of Paddle cannot if it is named."""
+    if kind == "cpu":
+        core.default_cpu_generator().set_state(states[0])
+    else:
+        paddle.set_rng_state(states)
 
 
 def _tracker() -> Any:

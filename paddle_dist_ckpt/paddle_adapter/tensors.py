@@ -22,7 +22,15 @@ from ..core.stateful import ObjectKind, state_of
 from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from . import objects
-from .placement import local_box, mesh_coordinate, reduction_of
+from .placement import (
+    IS_PADDLE_2_6,
+    layout_of,
+    local_box,
+    local_shape,
+    mesh_coordinate,
+    placement_texts,
+    reduction_of,
+)
 from .sharded_weight import Layout, is_sharded_weight
 from .static_program import is_program, is_temporary, program_state, variables_by_address
 
@@ -54,9 +62,9 @@ class _Known:
             return False
         if not is_dist:
             return self.mesh is None
-        if self.mesh is None or _local_shape(value) != self.local_shape:
+        if self.mesh is None or local_shape(value) != self.local_shape:
             return False
-        return bool(_placements(value) == self.placements and value.process_mesh == self.mesh)
+        return bool(placement_texts(value) == self.placements and value.process_mesh == self.mesh)
 
 
 class PaddleAdapter:
@@ -142,6 +150,8 @@ class PaddleAdapter:
                 known = self._find(value, is_dist, path)
         except NotImplementedError:  # so Paddle refuses to tell the local shape
             raise _no_memory(path) from None
+        if IS_PADDLE_2_6 and is_dist:
+            _check_name(value.name, path)
         self._viewed[id(value)] = known
         geometry = known.geometry
         if not geometry.pieces:
@@ -179,7 +189,7 @@ class PaddleAdapter:
         geometry = make(value, shape, self._dtype(dtype, key), key)
         local, placements, mesh = None, None, None
         if is_dist:
-            local, placements, mesh = _local_shape(value), _placements(value), copy.copy(value.process_mesh)
+            local, placements, mesh = local_shape(value), placement_texts(value), copy.copy(value.process_mesh)
         self._last = _Known(value.shape, dtype, value.strides, value.is_contiguous(), local, placements, mesh, geometry)
         candidates.append(self._last)
         return self._last
@@ -189,12 +199,7 @@ class PaddleAdapter:
         return Geometry(Kind.TENSOR, dtype, shape, True, (Piece(whole(shape), _strides(value, dtype)),))
 
     def _dist_geometry(self, value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
-        mesh, placements = value.process_mesh, value.placements
-        if not mesh.process_ids:
-            raise UnsupportedValueError(
-                f"{key}: the DistTensor does not tell its mesh, as those that reshard() of Paddle 2.6 returns; use "
-                "what a further operation returns, such as x + 0"
-            )
+        mesh, placements = layout_of(value, key)
         coordinate = mesh_coordinate(mesh, self._rank)
         if coordinate is None:
             return Geometry(Kind.TENSOR, dtype, shape, False, ())
@@ -325,8 +330,8 @@ class _Attributes:
 
     def _are_distributed_so(self, values: Sequence[Any]) -> bool:
         return (
-            all(map(operator.eq, map(_local_shape, values), self.local_shapes))
-            and all(map(operator.eq, map(_placements, values), self.placements))
+            all(map(operator.eq, map(local_shape, values), self.local_shapes))
+            and all(map(operator.eq, map(placement_texts, values), self.placements))
             and _all_equal("process_mesh", values, self.meshes)
         )
 
@@ -361,6 +366,15 @@ def _no_memory(path: str) -> UnsupportedValueError:
     )
 
 
+def _check_name(name: str, path: str) -> None:
+    """Refuse keys that are numbers of the run. So shard_optimizer of Paddle 2.6 names what it distributes."""
+    if name.startswith("generated_tensor_") and path.endswith(f"/{name}"):
+        raise UnsupportedValueError(
+            f"{plain_key(path)}: by this number Paddle 2.6 may call another tensor in another run; save and load the "
+            "optimizer itself instead of its state_dict()"
+        )
+
+
 def _check_plain(value: Any, path: str) -> None:
     """Refuse plain tensors that cannot be saved or loaded."""
     if not value.is_dense():
@@ -377,17 +391,6 @@ def _check_plain(value: Any, path: str) -> None:
 def _local(value: Any) -> Any:
     """The tensor of a ShardedWeight; another one itself."""
     return value.local_tensor if is_sharded_weight(value) else value
-
-
-def _local_shape(value: Any) -> Any:
-    try:
-        return value._local_shape
-    except NotImplementedError:  # Paddle 2.6 has none for tensors without elements
-        return value._local_value().shape
-
-
-def _placements(value: Any) -> list[str]:
-    return list(map(str, value.placements))
 
 
 def _strides(local: Any, dtype: DType) -> tuple[int, ...] | None:

@@ -36,7 +36,8 @@ from paddle_dist_ckpt.core.memory import bytes_at
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
-from test.paddle.tensors import dist_tensor, local_array, mesh_of, paddle_tensor
+from test.paddle.tensors import dist_tensor, from_local, local_array, mesh_of, paddle_tensor
+from test.paddle.versions import FLOAT8
 from test.ranks.groups import group_of
 
 ROWS, COLUMNS = 64, 1024
@@ -138,16 +139,14 @@ def rich_state(ranks: int) -> dict[str, Any]:
     assert not state["transposed"].is_contiguous()
     share = paddle.full([ROWS, 3], float(1 + dist.get_rank()))
     for name, local in (("partial", share), ("partial transposed", share.clone().transpose([1, 0]))):
-        state[name] = paddle.Tensor(
-            local, dims=local.shape, process_mesh=mesh_of(Spread(everyone, (None,))), placements=[dist.Partial()]
-        )
+        state[name] = from_local(local, local.shape, mesh_of(Spread(everyone, (None,))), [dist.Partial()])
     state["array"] = rich_array("float64")
     state["strided"] = rich_array("float64")[::2, ::3]
     state["values"] = {"large": list(range(5000)), "small": [1, {"a": 2}], "text": "x"}
     return state
 
 
-SHARDED = ("float32", "bfloat16", "float8_e4m3fn", "bool", "int8")
+SHARDED = ("float32", "bfloat16", *(("float8_e4m3fn",) if FLOAT8 else ()), "bool", "int8")
 
 
 def destroy(state: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.clear_grad()
             self.scheduler.step()
-            losses.append(float(loss))
+            losses.append(float(loss.numpy()))
         return losses
 
 

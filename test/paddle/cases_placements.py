@@ -10,7 +10,18 @@ import paddle.distributed as dist
 
 from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
 from test.paddle.layouts import Spread, part_of
-from test.paddle.tensors import NUMPY_DTYPES, dist_tensor, local_array, mesh_of, paddle_tensor, to_array
+from test.paddle.outcomes import Outcome, outcome_of
+from test.paddle.tensors import (
+    NUMPY_DTYPES,
+    dist_tensor,
+    from_local,
+    local_array,
+    mesh_of,
+    paddle_tensor,
+    placements_of,
+    to_array,
+)
+from test.paddle.versions import FROM_LOCAL
 from test.ranks.groups import group_of
 
 REDUCTIONS = {
@@ -19,6 +30,7 @@ REDUCTIONS = {
     "max": (dist.ReduceType.kRedMax, lambda parts: parts.max(0)),
     "min": (dist.ReduceType.kRedMin, lambda parts: parts.min(0)),
 }
+CUT = NUMPY_DTYPES if FROM_LOCAL else ("float32", "float64")  # dtypes of partial tensors that can be cut as well
 
 
 def addends(count: int, shape: tuple[int, ...]) -> Any:
@@ -32,7 +44,7 @@ def save_partial(path: str, ranks: int, reduction: str, dtype: str) -> None:
     """Save a tensor that is partial over all ranks, and one that another mesh dimension cuts besides."""
     kind, _ = REDUCTIONS[reduction]
     state = {"whole": _partial(addends(ranks, (5, 6)), dtype, Spread(list(range(ranks)), (None,)), kind)}
-    if ranks == 4:
+    if ranks == 4 and dtype in CUT:
         state["cut"] = _partial(addends(2, (5, 6)), dtype, Spread([[0, 1], [2, 3]], (None, 1)), kind)
     save_state_dict(state, path, group_of(ranks))
 
@@ -45,7 +57,7 @@ def _partial(parts: Any, dtype: str, spread: Spread, kind: Any) -> Any:
     assert local is not None
     placements = [dist.Partial(kind), *(dist.Shard(dim) for dim in spread.dims[1:])]
     tensor = paddle_tensor(np.ascontiguousarray(local).astype(NUMPY_DTYPES[dtype]))
-    return paddle.Tensor(tensor, dims=list(parts[0].shape), process_mesh=mesh, placements=placements)
+    return from_local(tensor, parts[0].shape, mesh, placements)
 
 
 def load_partial(path: str, ranks: int, reduction: str) -> list[Any]:
@@ -98,15 +110,35 @@ def _co_sharded(local: Any, orders: tuple[int, int]) -> Any:
     return paddle.Tensor(paddle.to_tensor(local), dims=[8], process_mesh=mesh, placements=placements)
 
 
-def paddle_cuts(shape: tuple[int, ...], spread: Spread) -> tuple[Any, Any]:
-    """What Paddle itself gives this rank of a tensor of 0, 1, 2, ..., and what these tests say it should have."""
+def save_what_paddle_cuts(path: str, shape: tuple[int, ...], spread: Spread) -> tuple[Any, Any]:
+    """Save a tensor of 0, 1, 2, ... that Paddle itself has cut.
+
+    Returns:
+        What this rank has of it, and what these tests say it has by the placements that Paddle gives the tensor. Where
+        several mesh dimensions are to cut one tensor dimension, Paddle 3.0 lets only the last of them do it.
+    """
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    tensor = dist.shard_tensor(
-        paddle.to_tensor(array),
-        mesh_of(spread),
-        [dist.Replicate() if d is None else dist.Shard(d) for d in spread.dims],
-    )
-    return to_array(tensor._local_value()), part_of(array, spread, dist.get_rank())
+    tensor = dist.shard_tensor(paddle.to_tensor(array), mesh_of(spread), placements_of(spread))
+    save_state_dict({"x": tensor}, path, group_of(4))
+    dims = tuple(next(filter(placement.is_shard, range(len(shape))), None) for placement in tensor.placements)
+    return to_array(tensor._local_value()), part_of(array, Spread(spread.mesh, dims), dist.get_rank())
+
+
+def save_resharded(path: str) -> Outcome:
+    """Save and load what ``reshard`` returns; the result is whether all came back."""
+    mesh = mesh_of(Spread([0, 1], (None,)))
+    whole = dist_tensor(np.arange(6, dtype=np.float32), Spread([0, 1], (None,)))
+    cut = dist.reshard(whole, mesh, [dist.Shard(0)])
+    again = dist.reshard(cut, mesh, [dist.Replicate()])
+    state = {"cut": cut, "again": again}
+    before = [local_array(tensor).copy() for tensor in state.values()]
+    save_state_dict(state, path, group_of(2))
+    for tensor in state.values():
+        tensor.scale_(0.0)
+    load_state_dict(state, path, group_of(2))
+    assert all(map(np.array_equal, map(local_array, state.values()), before))
+    partial = dist.reshard(whole, mesh, [dist.Partial()])
+    return outcome_of(lambda: save_state_dict({"partial": partial}, path, group_of(2)))
 
 
 def save_large(path: str, ranks: int, tensors: int, nbytes: int) -> tuple[int, int]:
@@ -121,9 +153,7 @@ def save_large_partial(path: str, ranks: int, elements: int) -> None:
     """Save a partial tensor of 0, 1, 2, ..., of which every rank holds as much."""
     spread = Spread(list(range(ranks)), (None,))
     share = np.arange(elements, dtype=np.float64) / ranks
-    tensor = paddle.Tensor(
-        paddle.to_tensor(share), dims=[elements], process_mesh=mesh_of(spread), placements=[dist.Partial()]
-    )
+    tensor = from_local(paddle.to_tensor(share), [elements], mesh_of(spread), [dist.Partial()])
     save_state_dict({"x": tensor}, path, group_of(ranks))
 
 

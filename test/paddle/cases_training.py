@@ -59,5 +59,5 @@ def _run(net: Any, optimizer: Any, schedule: Any, mesh: Any, steps: range) -> li
         optimizer.step()
         optimizer.clear_grad()
         schedule.step()
-        losses.append(float(loss))
+        losses.append(float(loss.numpy()))
     return losses

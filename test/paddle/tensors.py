@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -10,14 +12,22 @@ import paddle
 import paddle.distributed as dist
 
 from test.paddle.layouts import Array, Spread, part_of
+from test.paddle.versions import FLOAT8, FROM_LOCAL
 
-__all__ = ["NUMPY_DTYPES", "dist_tensor", "local_array", "mesh_of", "paddle_tensor", "placements_of", "to_array"]
+__all__ = [
+    "NUMPY_DTYPES",
+    "dist_tensor",
+    "from_local",
+    "local_array",
+    "mesh_of",
+    "paddle_tensor",
+    "placements_of",
+    "to_array",
+]
 
-_BY_BYTES = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-}
+_BY_BYTES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16}
+if FLOAT8:
+    _BY_BYTES |= {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 _PLAIN = (
     "float16",
     "float32",
@@ -63,17 +73,43 @@ def placements_of(spread: Spread) -> list[Any]:
     return [dist.Replicate() if dim is None else dist.Shard(dim) for dim in spread.dims]
 
 
-def dist_tensor(array: Array, spread: Spread) -> Any:
-    """The DistTensor of a global array, as this rank sees it; made without any communication.
+def from_local(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
+    """The DistTensor of which a plain tensor is this rank's part, made without any communication.
 
     It is the constructor that ``dtensor_from_local`` calls, which would take every rank's part to be as large as this
     one's.
     """
+    if FROM_LOCAL:
+        return paddle.Tensor(local, dims=list(shape), process_mesh=mesh, placements=list(placements))
+    return _cut_and_filled(local, shape, mesh, placements)
+
+
+def _cut_and_filled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
+    """In Paddle 2.6 a whole tensor must be cut, whose memory is filled then.
+
+    Only some dtypes can be cut, so others are cast afterwards. But what is cast is no longer partial, and a tensor that
+    is not on this rank cannot be cast.
+    """
+    zeros = paddle.zeros(list(shape))
+    if any(each.is_partial() for each in placements) or dist.get_rank() not in mesh.process_ids:
+        zeros = zeros.astype(local.dtype)
+    tensor = dist.shard_tensor(zeros, mesh, list(placements))
+    if tensor.dtype != local.dtype:
+        tensor = tensor.astype(local.dtype)
+    part = tensor._local_value()
+    if part._is_initialized():
+        assert part.shape == local.shape
+        ctypes.memmove(part.data_ptr(), local.data_ptr(), int(np.prod(local.shape)) * local.element_size())
+    return tensor
+
+
+def dist_tensor(array: Array, spread: Spread) -> Any:
+    """The DistTensor of a global array, as this rank sees it."""
     local = part_of(array, spread, dist.get_rank())
     tensor = paddle_tensor(np.zeros(array.shape, array.dtype) if local is None else np.ascontiguousarray(local))
     if array.ndim == 0:
         tensor = tensor.reshape([])
-    return paddle.Tensor(tensor, dims=list(array.shape), process_mesh=mesh_of(spread), placements=placements_of(spread))
+    return from_local(tensor, array.shape, mesh_of(spread), placements_of(spread))
 
 
 def local_array(tensor: Any) -> Array:

@@ -11,16 +11,16 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_dist_ckpt.core.tensors import Identity
 from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
+from test.paddle.tensors import from_local
 
 
 def tensors() -> list[Any]:
     mesh = dist.ProcessMesh([0], dim_names=["x"])
     plain = [paddle.arange(12, dtype="float32").reshape([3, 4]) for _ in range(2)]
-    return [*plain, dtensor_from_local(paddle.ones([4, 4]), mesh, [dist.Shard(0)])]
+    return [*plain, from_local(paddle.ones([4, 4]), [4, 4], mesh, [dist.Shard(0)])]
 
 
 def identity_of(values: list[Any]) -> Identity:

@@ -139,11 +139,12 @@ def test_master_weights_are_divided_too(pool: RankPool, tmp_path: Path) -> None:
 
 def test_distributed_models_pass_through(pool: RankPool, tmp_path: Path) -> None:
     written = pool.run(cases.save_sharded, str(tmp_path), RANKS, ranks=RANKS)
-    assert [nbytes for nbytes, _ in written] == [128, 128, 128, 64]  # the last rank has a row, and writes the bias
+    rows = [128, 128, 128, 64] if FROM_LOCAL else [128, 96, 128, 96]  # a rank that has few writes the bias as well
+    assert [nbytes for nbytes, _ in written] == rows
     whole = np.arange(104, dtype=np.float32).reshape(13, 8)
     assert np.array_equal(load(tmp_path)["model"]["weight"].numpy(), whole)
     ((part, bias),) = pool.run(cases.load_sharded, str(tmp_path), RANKS, ranks=[2], timeout=60)
-    assert np.array_equal(part, whole[8:12])
+    assert np.array_equal(part, part_of(whole, Spread([0, 1, 2, 3], (0,)), 2))
     assert np.array_equal(bias, whole[0])
     parts = pool.run(cases.load_sharded, str(tmp_path), 2, ranks=2)
     assert np.array_equal(np.concatenate([part for part, _ in parts]), whole)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from test.paddle import cases_training as cases
+from test.paddle.versions import FROM_LOCAL, lacks
 from test.ranks.fresh import fresh_ranks
 
 
@@ -18,6 +19,7 @@ def run(ranks: int, *args: Any) -> list[float]:
     return list(ends[0].result)
 
 
+@lacks(FROM_LOCAL, "has keys that are numbers of the run in state_dict() of shard_optimizer")
 @pytest.mark.parametrize(
     ("source", "source_ranks", "destination", "ranks"), [("dp2_mp2", 4, "mp2", 2), ("mp2", 2, "dp2_mp2", 4)]
 )

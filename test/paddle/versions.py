@@ -1,0 +1,24 @@
+"""What the Paddle at hand has. Tests of what it has not are skipped, and say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle.distributed.auto_parallel import api
+
+__all__ = ["FLOAT8", "FROM_LOCAL", "LATER_THAN_3_0", "RNG_STATE", "SHARDING_STAGES", "SHARD_ORDER", "lacks"]
+
+FLOAT8 = hasattr(paddle, "float8_e4m3fn")
+FROM_LOCAL = hasattr(api, "dtensor_from_local")  # DistTensors of any local values
+RNG_STATE = len(paddle.get_rng_state("cpu")[0].__getstate__()) > 3  # with the engine, not only its seed
+SHARDING_STAGES = hasattr(dist, "ShardingStage1")
+SHARD_ORDER = hasattr(dist.Shard, "get_co_shard_order")
+LATER_THAN_3_0 = SHARD_ORDER  # stands for what cannot be asked
+
+
+def lacks(feature: object, what: str) -> Any:
+    """A mark: skip the test unless this Paddle has the feature. ``what`` completes the sentence "Paddle 2.6 ..."."""
+    return pytest.mark.skipif(not feature, reason=f"Paddle {paddle.__version__} {what}")
