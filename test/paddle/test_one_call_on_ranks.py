@@ -13,6 +13,8 @@ from paddle_dist_ckpt import read_metadata
 from paddle_dist_ckpt.one_call import load, save
 from test.paddle import cases_one_call as cases
 from test.paddle.cases_one_call import arrays, assert_equal, job, numpy_of, train
+from test.paddle.layouts import Spread, part_of
+from test.paddle.versions import FROM_LOCAL
 from test.ranks.fresh import fresh_ranks
 from test.ranks.pool import RankPool
 
