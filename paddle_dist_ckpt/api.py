@@ -184,7 +184,8 @@ def load_merged_state_dict(
     from .paddle_adapter import PaddleAdapter  # paddle is imported only when it is used
 
     selection = Selection(prefix, wanted)
-    return load_merged(as_storage(path), PaddleAdapter(0), unique_id, selection, flat, offload, options)
+    adapter = PaddleAdapter(0, piece_bytes=options.staging_bytes)
+    return load_merged(as_storage(path), adapter, unique_id, selection, flat, offload, options)
 
 
 def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:

@@ -126,8 +126,9 @@ def load(
     if optimizer is not None:
         objects["optimizer"] = replicas.optimizers(optimizer)
     if not objects:
-        adapter = PaddleAdapter(0)
-        return load_merged(storage, adapter, _UNIQUE_ID, Selection(), False, on_host, LoadOptions(), threads)
+        options = LoadOptions()
+        adapter = PaddleAdapter(0, piece_bytes=options.staging_bytes)
+        return load_merged(storage, adapter, _UNIQUE_ID, Selection(), False, on_host, options, threads)
     others = _load_into(objects, storage, on_host, threads)
     return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
 
@@ -156,7 +157,8 @@ def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
     options = LoadOptions(no_dist=True)
     ranks = connect(None, 0, options.no_dist, options.timeout)
     with ranks.hub.session("load", options.timeout) as session:
-        context = Context(storage, session, ranks.transport, PaddleAdapter(ranks.rank), threads=threads)
+        adapter = PaddleAdapter(ranks.rank, piece_bytes=options.staging_bytes)
+        context = Context(storage, session, ranks.transport, adapter, threads=threads)
         load_together(objects, context, _UNIQUE_ID, options)
 
 
@@ -166,7 +168,9 @@ def _load_others(metadata: Metadata, storage: Storage, on_host: bool, threads: i
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
     selection = Selection(keys=keys)
-    return load_merged(storage, PaddleAdapter(0), _UNIQUE_ID, selection, False, on_host, LoadOptions(), threads)
+    options = LoadOptions()
+    adapter = PaddleAdapter(0, piece_bytes=options.staging_bytes)
+    return load_merged(storage, adapter, _UNIQUE_ID, selection, False, on_host, options, threads)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

@@ -76,6 +76,8 @@ class LoadOptions:
         key_map: Where wanted entries are stored, if not under their own keys: a mapping of wanted flat keys, or of
             first parts of some (of which the longest counts), to stored ones; or a function of a wanted key that
             returns the stored one. None instead of a key leaves the entry as it is.
+        staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
+            time.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
     """
 
@@ -86,11 +88,14 @@ class LoadOptions:
     per_rank: Literal["refuse", "by_rank", "coordinator"] = "refuse"
     exchange: Literal["auto", "always", "never"] = "auto"
     key_map: Mapping[str, str | None] | Callable[[str], str | None] | None = None
+    staging_bytes: int = 256 << 20
     progress: bool | None = None
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_key_map(self.key_map)
+        if not is_integer(self.staging_bytes) or self.staging_bytes < 1:
+            raise ValueError(f"staging_bytes must be a number of bytes above 0, not {self.staging_bytes!r}")
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
         _check_bools(no_dist=self.no_dist, strict=self.strict, cast=self.cast)

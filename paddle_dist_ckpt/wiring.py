@@ -67,7 +67,8 @@ def load_with(
     from .paddle_adapter import PaddleAdapter
 
     with ranks.hub.session("load_state_dict", options.timeout) as session:
-        context = Context(as_storage(path), session, ranks.transport, PaddleAdapter(ranks.rank))
+        adapter = PaddleAdapter(ranks.rank, piece_bytes=options.staging_bytes)
+        context = Context(as_storage(path), session, ranks.transport, adapter)
         return load(state_dict, context, checked_id(unique_id), options)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, whole
+from .device_memory import DeviceBytes
 from .dtypes import DTYPES, DType
 from .memory import address_of
 from .shards import Kind
@@ -70,6 +71,7 @@ class Geometry:
             tensor without elements has itself as its one piece.
         reduction: What this rank's pieces are, if the tensor is partial.
         writable: Whether a load can fill it.
+        on_device: Whether its memory is a device's, and its addresses mean something there alone.
     """
 
     kind: Kind
@@ -79,6 +81,7 @@ class Geometry:
     pieces: tuple[Piece, ...]
     reduction: Reduction | None = None
     writable: bool = True
+    on_device: bool = False
 
 
 class TensorView(NamedTuple):
@@ -138,6 +141,10 @@ class TensorAdapter(LeafAdapter, Protocol):
 
         ``addresses`` are those of all their pieces, as :meth:`view` has found them.
         """
+        ...
+
+    def device_bytes(self, value: Any) -> DeviceBytes:
+        """The memory of a tensor on a device, which is contiguous there."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:

@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box, whole
 from ..core.columns import IntArray, pack_column, places_within
+from ..core.device_memory import DeviceArray
 from ..core.dtypes import DTYPES
 from ..core.memory import address_of, array_at
 from ..core.paths import RankIndex, join, plain_key
@@ -137,6 +139,8 @@ class LocalState:
     ``known`` is the description from before if the tensors are still the same.
     """
 
+    adapter: TensorAdapter
+
     tensors: LocalTensors
     value_paths: list[str]
     value_json: list[bytes]
@@ -148,10 +152,19 @@ class LocalState:
         """The tensors' pieces."""
         return Pieces(self.tensors.geometries, np.array(self.tensors.geometry, np.int64))
 
-    def array(self, row: int) -> Any:
+    def part(self, row: int, box: Box) -> npt.NDArray[Any] | DeviceArray:
+        """A box of piece ``row``, counted from the piece's corner, as an array of raw items."""
+        array = self.array(row)
+        return array.part(box) if isinstance(array, DeviceArray) else np.asarray(array[box.slices])
+
+    def array(self, row: int) -> npt.NDArray[Any] | DeviceArray:
         """Piece ``row`` as an array of raw items."""
         geometry, piece = self.pieces.cells[self.pieces.cell[row]]
         owner = self.tensors.owners[self.pieces.tensor[row]]
+        if geometry.on_device:
+            memory = self.adapter.device_bytes(owner)
+            start = self.tensors.addresses[row] - memory.base
+            return DeviceArray(memory, start, piece.box.shape, geometry.dtype.raw)
         return array_at(self.tensors.addresses[row], piece.box.shape, piece.strides, geometry.dtype.raw, owner)
 
     @cached_property
@@ -248,7 +261,7 @@ def describe(state_dict: dict[Any, Any], adapter: TensorAdapter, rank: int, know
         join(path, RankIndex(rank)) if isinstance(value, PerRank) else path
         for path, value in zip(leaves.value_paths, leaves.values, strict=True)
     ]
-    state = LocalState(tensors, paths, [], [], known)
+    state = LocalState(adapter, tensors, paths, [], [], known)
     _add_values(state, leaves.values, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
@@ -320,8 +333,8 @@ def digests_of(state: LocalState) -> bytes:
     return np.array(digests, "<u8").tobytes()
 
 
-def _hash_array(update: Callable[[Any], None], array: Any) -> None:
-    if array.flags.c_contiguous:
+def _hash_array(update: Callable[[Any], None], array: npt.NDArray[Any] | DeviceArray) -> None:
+    if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         update(array.reshape(-1).view(np.uint8))
         return
     buffer = np.empty(_HASH_CHUNK, np.uint8)

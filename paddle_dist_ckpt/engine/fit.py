@@ -15,6 +15,7 @@ from ..core.grouping import group_rows
 from ..core.metadata import FileInfo
 from ..core.paths import plain_key
 from ..core.shards import ShardTable
+from ..core.tensors import TensorAdapter
 from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
 from .batch import Batch, ItemKind, KindTable
 from .messages import LoadAnswer, ShardNeed
@@ -37,6 +38,7 @@ class Fit:
         wishes: The wishes.
         cast: Whether dtypes are converted.
         own: Which values it takes of those that every rank has its own of.
+        adapter: Makes the memory of devices accessible.
 
     Attributes:
         targets: What is filled.
@@ -47,7 +49,7 @@ class Fit:
         CheckpointCorruptedError: the answer contradicts itself.
     """
 
-    def __init__(self, answer: LoadAnswer, wishes: Wishes, cast: bool, own: OwnValues) -> None:
+    def __init__(self, answer: LoadAnswer, wishes: Wishes, cast: bool, own: OwnValues, adapter: TensorAdapter) -> None:
         self._answer = answer
         self._table: ShardTable = table_from_record(answer.tensors, len(answer.files))
         check_value_rows(self._table)
@@ -62,7 +64,7 @@ class Fit:
         self._add_odd(wishes)
         self.left = [f"{plain_key(path)}: {reason}" for path, reason in answer.left.items()]
         elsewhere = {**answer.stored, **dict.fromkeys((*answer.odd, *answer.left))}
-        self.targets = Targets(wishes, self._table, cast, elsewhere, own.others)
+        self.targets = Targets(wishes, self._table, cast, elsewhere, own.others, adapter)
         self.problems += self.targets.problems
         self._plan()
 
@@ -121,6 +123,14 @@ class Fit:
     def _itemsize(self) -> IntArray:
         """The stored item size of each item's tensor."""
         return self._table.itemsizes[self._table.shard_tensor[self._shard]]
+
+    def device_groups(self, most: int) -> list[IntArray]:
+        """The targets on a device that are read and not staged, in groups of at most ``most`` bytes each (or one)."""
+        return self.targets.device_groups(np.unique(self._wanted), most)
+
+    def items_of(self, rows: IntArray) -> IntArray:
+        """The items of some targets."""
+        return np.flatnonzero(np.isin(self._wanted, rows))
 
     def nbytes(self, items: IntArray) -> int:
         """Bytes of these items."""

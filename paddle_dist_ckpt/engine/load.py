@@ -23,6 +23,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+
+from ..core.columns import IntArray
 from ..core.metadata import FileInfo
 from ..core.paths import is_own, plain_key
 from ..core.per_rank import PerRank
@@ -210,7 +213,7 @@ class _Loading:
             session.ranks,
             self._options.per_rank,
         )
-        self._fit = fit = Fit(answer, self._wishes, self._options.cast, own)
+        self._fit = fit = Fit(answer, self._wishes, self._options.cast, own, self._context.adapter)
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if self._options.exchange != "always" or len(self._session.ranks) == 1:
@@ -273,17 +276,32 @@ class _Loading:
         return b""
 
     def _run_pass(self, staged: bool, rounds: Sequence[Round] | None) -> None:
-        items = self._fit.items(staged)
+        fit, targets = self._fit, self._fit.targets
+        items = fit.items(staged)
+        most = self._options.staging_bytes if rounds is None else 1 << 62  # an exchange goes by rounds of its own
+        groups = [] if staged else fit.device_groups(most)
         shown = self._options.progress
-        with Progress("load", self._fit.nbytes(items), shown, self._context.is_coordinator) as progress:
+        with Progress("load", fit.nbytes(items), shown, self._context.is_coordinator) as progress:
             if rounds is None:
-                small, others = self._fit.split(items)
-                read_batches(self._fit.batches(small, self._opened), self._threads, self._session.check, progress)
-                wanted = self._fit.entries(others, self._opened)
-                read_entries(wanted, self._answer.block_bytes, self._threads, self._session.check, progress)
+                later = np.concatenate([np.zeros(0, np.int64), *(fit.items_of(group) for group in groups)])
+                self._read_items(np.setdiff1d(items, later), progress)
+                for group in groups:
+                    targets.open_buffers(group)
+                    self._read_items(fit.items_of(group), progress)
+                    targets.flush(group)
             else:
+                for group in groups:
+                    targets.open_buffers(group)
                 self._exchange(rounds, progress)
+                for group in groups:
+                    targets.flush(group)
         self._bytes_read += progress.done
+
+    def _read_items(self, items: IntArray, progress: Progress) -> None:
+        small, others = self._fit.split(items)
+        read_batches(self._fit.batches(small, self._opened), self._threads, self._session.check, progress)
+        wanted = self._fit.entries(others, self._opened)
+        read_entries(wanted, self._answer.block_bytes, self._threads, self._session.check, progress)
 
     @property
     def _threads(self) -> int:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..core.box import Box, flat_range
 from ..core.codec import VERSION, table_to_record
 from ..core.columns import IntArray, unpack_column
+from ..core.device_memory import DeviceArray
 from ..core.paths import plain_key
 from ..core.ports import ControlSession
 from ..core.shards import LayoutCollection, ShardTable
@@ -35,8 +36,8 @@ from .messages import RankPlan, SaveOrder, unpack_signed
 __all__ = ["LIBRARY", "FilePart", "Source", "make_parts"]
 
 LIBRARY = f"paddle_dist_ckpt {__version__}"
-Source = int | npt.NDArray[Any]
-"""Where an entry's bytes are: the address of contiguous memory, or an array of raw items."""
+Source = int | npt.NDArray[Any] | DeviceArray
+"""Where an entry's bytes are: the address of contiguous host memory, or an array of raw items."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class FilePart:
         """Where each entry's bytes are now; ``reduced`` has those of partial tensors, by piece and box."""
         sources: list[Source] = np.array(state.tensors.addresses, np.int64)[self.rows].tolist()
         cells = state.pieces.cells
-        special = np.array([p.strides is not None or g.reduction is not None for g, p in cells], bool)
+        special = np.array([p.strides is not None or g.reduction is not None or g.on_device for g, p in cells], bool)
         odd = set(np.flatnonzero(special[state.pieces.cell[self.rows]]).tolist()) | set(self.cuts)
         for i in odd:
             row = int(self.rows[i])
@@ -77,10 +78,10 @@ class FilePart:
                 continue
             part = box.relative_to(piece.box.offset)
             elements = flat_range(part, piece.box.shape)
-            if piece.strides is None and elements is not None:
+            if piece.strides is None and elements is not None and not geometry.on_device:
                 sources[i] = state.tensors.addresses[row] + elements[0] * geometry.dtype.itemsize
             else:
-                sources[i] = np.asarray(state.array(row)[part.slices])
+                sources[i] = state.part(row, part)
         return sources
 
     def boxes(self, state: LocalState) -> list[tuple[int, Box]]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box
+from ..core.device_memory import DeviceArray
 from ..core.dtypes import arithmetic_dtype
 from ..core.ports import Bytes1D, Transport
 from ..core.tensors import Geometry
@@ -51,7 +52,7 @@ def reduce_partials(
     Returns:
         The reduced values, as raw items, for each written box of a partial tensor.
     """
-    results = {(row, box): np.array(_part(state, row, box), order="C") for row, box in written}
+    results = {(row, box): _on_host(_part(state, row, box)) for row, box in written}
     streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:
         streams.setdefault(transfer.source, {}).setdefault(transfer.destination, []).append(transfer)
@@ -75,9 +76,14 @@ def _geometry(state: LocalState, row: int) -> Geometry:
     return state.pieces.cells[state.pieces.cell[row]][0]
 
 
-def _part(state: LocalState, row: int, box: Box) -> Array:
+def _part(state: LocalState, row: int, box: Box) -> Array | DeviceArray:
     piece = state.pieces.cells[state.pieces.cell[row]][1]
-    return np.asarray(state.array(row)[box.relative_to(piece.box.offset).slices])
+    return state.part(row, box.relative_to(piece.box.offset))
+
+
+def _on_host(part: Array | DeviceArray) -> Array:
+    """A contiguous copy."""
+    return part.to_host() if isinstance(part, DeviceArray) else np.array(part, order="C")
 
 
 def _padded(transfer: Transfer) -> int:

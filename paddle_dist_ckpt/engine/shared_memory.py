@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..core.columns import IntArray
 from ..core.memory import address_of
 from ..core.tensors import Geometry, Piece
 
@@ -75,8 +76,15 @@ def find_shared_memory(targets: Targets) -> list[SharedMemory]:
 
     Targets that merely lie between each other's rows are taken for sharing; that costs memory and does no harm.
     """
+    return [
+        *_find(targets, np.flatnonzero(~targets.staged & ~targets.on_device), False),
+        *_find(targets, np.flatnonzero(~targets.staged & targets.on_device), True),
+    ]
+
+
+def _find(targets: Targets, rows: IntArray, on_device: bool) -> list[SharedMemory]:
+    """Those among rows that are all on the host, or all on a device, for whose memory host memory stands."""
     reach = np.array([_reach(geometry, piece) for geometry, piece in targets.cells], np.int64).reshape(-1, 2)
-    rows = np.flatnonzero(~targets.staged)
     start = targets.addresses[rows] + reach[targets.cell[rows], 0]
     stop = targets.addresses[rows] + reach[targets.cell[rows], 1]
     order = np.argsort(start, kind="stable")
@@ -88,10 +96,26 @@ def find_shared_memory(targets: Targets) -> list[SharedMemory]:
     for first, last in zip(firsts[lasts - firsts > 1].tolist(), lasts[lasts - firsts > 1].tolist(), strict=True):
         group = rows[first:last].tolist()
         if len({targets.path(row) for row in group}) > 1:
-            memories = [targets.array(row) for row in group]
+            low, high = int(start[first]), int(stop[last - 1])
+            if on_device:
+                memories = _stand_ins(targets, group, start[first:last] - low, high - low)
+                low = int(min(map(address_of, memories)))
+                high += low - int(start[first])
+            else:
+                memories = [targets.array(row) for row in group]
             buffers = [targets.stage(row) for row in group]
-            shared.append(SharedMemory(group, buffers, memories, int(start[first]), int(stop[last - 1])))
+            shared.append(SharedMemory(group, buffers, memories, low, high))
     return shared
+
+
+def _stand_ins(targets: Targets, rows: Sequence[int], offsets: IntArray, nbytes: int) -> list[Array]:
+    """Arrays that lie in a stretch of host memory as these rows lie in a device's."""
+    stretch = np.zeros(nbytes, np.uint8)
+    found = []
+    for row, offset in zip(rows, offsets.tolist(), strict=True):
+        geometry, piece = targets.cells[targets.cell[row]]
+        found.append(np.ndarray(piece.box.shape, geometry.dtype.raw, stretch.data, offset))
+    return found
 
 
 def _reach(geometry: Geometry, piece: Piece) -> tuple[int, int]:

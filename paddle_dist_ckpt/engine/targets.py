@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, whole
 from ..core.columns import IntArray
+from ..core.device_memory import DeviceArray
 from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
 from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
@@ -93,23 +94,31 @@ class Targets:
         stored: The stored paths of tensors that are stored under another than the wanted one; None for those of which
             there is nothing.
         left_out: Stored values that are not read.
+        adapter: Makes the memory of devices accessible.
 
     Attributes:
         cells: The different pieces: geometry of the tensor, and which part of it.
         tensor: The tensor of each row in the table, ``[rows]``.
         cell: Its piece, ``[rows]``.
         staged: Whether it goes to a buffer that is looked at before anything else is touched, ``[rows]``.
+        on_device: Whether it is in a device's memory, ``[rows]``.
         zeros: Memory of addends that are to become zero (see :meth:`_without_addends`).
         shared: Memory that several keys have.
         problems: What does not fit, a line each.
     """
 
     def __init__(
-        self, wishes: Wishes, table: ShardTable, cast: bool, stored: Mapping[str, str | None], left_out: Container[str]
+        self,
+        wishes: Wishes,
+        table: ShardTable,
+        cast: bool,
+        stored: Mapping[str, str | None],
+        left_out: Container[str],
+        adapter: TensorAdapter,
     ) -> None:
-        self._wishes, self._table = wishes, table
+        self._wishes, self._table, self._adapter = wishes, table, adapter
         self.problems: list[str] = []
-        self.zeros: list[Array] = []
+        self.zeros: list[Array | DeviceArray] = []
         self._buffers: dict[int, Array] = {}
         tensors = wishes.tensors
         pieces = Pieces(tensors.geometries, np.array(tensors.geometry, np.int64))
@@ -127,6 +136,8 @@ class Targets:
         self._address: IntArray = np.array(tensors.addresses, np.int64)[rows]
         self.staged = np.zeros(len(rows), bool)
         self._without_addends()
+        on_device = np.array([geometry.on_device for geometry, _ in self.cells], bool)
+        self.on_device: npt.NDArray[np.bool_] = on_device[self.cell]
         self._add_values(left_out, set(place.tolist()))
         self.shared = find_shared_memory(self)
 
@@ -171,7 +182,7 @@ class Targets:
         is_zero = np.array([_becomes_zero(geometry) for geometry, _ in self.cells], bool)
         if is_zero.any():
             zero = is_zero[self.cell]
-            self.zeros = [self.array(row) for row in np.flatnonzero(zero).tolist()]
+            self.zeros = [self.memory(row) for row in np.flatnonzero(zero).tolist()]
             self._keep(np.flatnonzero(~zero))
 
     def _keep(self, rows: IntArray) -> None:
@@ -190,6 +201,7 @@ class Targets:
             self.tensor = np.append(self.tensor, t)
             self.cell = np.append(self.cell, len(self.cells) - 1)
             self.staged = np.append(self.staged, True)
+            self.on_device = np.append(self.on_device, False)
             self._owner = np.append(self._owner, -1)
             self._address = np.append(self._address, 0)
 
@@ -214,8 +226,17 @@ class Targets:
         """Where a row's data go, as raw items of the wanted type."""
         if row in self._buffers:
             return self._buffers[row]
+        memory = self.memory(row)
+        assert not isinstance(memory, DeviceArray), "it is given a buffer before"
+        return memory
+
+    def memory(self, row: int) -> Array | DeviceArray:
+        """The memory of a row's tensor."""
         geometry, piece = self.cells[self.cell[row]]
         owner = self._wishes.tensors.owners[self._owner[row]]
+        if geometry.on_device:
+            data = self._adapter.device_bytes(owner)
+            return DeviceArray(data, int(self._address[row]) - data.base, piece.box.shape, geometry.dtype.raw)
         return array_at(int(self._address[row]), piece.box.shape, piece.strides, geometry.dtype.raw, owner)
 
     @property
@@ -236,6 +257,34 @@ class Targets:
         buffer = self._buffers[row] = np.empty(piece.box.shape, geometry.dtype.raw)
         self.staged[row] = True
         return buffer
+
+    def device_groups(self, rows: IntArray, most: int) -> list[IntArray]:
+        """Those of some rows that go to a device, in groups of at most ``most`` bytes each (or one row)."""
+        groups: list[IntArray] = []
+        sizes = np.array([piece.box.size * geometry.dtype.itemsize for geometry, piece in self.cells], np.int64)
+        group: list[int] = []
+        room = most
+        for row in rows[self.on_device[rows] & ~self.staged[rows]].tolist():
+            nbytes = int(sizes[self.cell[row]])
+            if group and nbytes > room:
+                groups.append(np.array(group, np.int64))
+                group, room = [], most
+            group.append(row)
+            room -= nbytes
+        return [*groups, np.array(group, np.int64)] if group else groups
+
+    def open_buffers(self, rows: IntArray) -> None:
+        """Let rows be read to buffers in host memory, until :meth:`flush`."""
+        for row in rows.tolist():
+            geometry, piece = self.cells[self.cell[row]]
+            self._buffers[row] = np.empty(piece.box.shape, geometry.dtype.raw)
+
+    def flush(self, rows: IntArray) -> None:
+        """Copy the buffers of rows to the device, and drop them."""
+        for row in rows.tolist():
+            memory = self.memory(row)
+            assert isinstance(memory, DeviceArray)
+            memory.write(self._buffers.pop(row))
 
     def values(self) -> Mapping[str, bytes]:
         """The values that were stored as entries, after they are read: JSON by path."""
@@ -297,8 +346,15 @@ class Targets:
         """Fill what is not filled from files: shared memory from buffers, addends of zero."""
         for shared in self.shared:
             shared.fill()
+            for row, filled in zip(shared.rows, shared.memories, strict=True):
+                memory = self.memory(row)
+                if isinstance(memory, DeviceArray):
+                    memory.write(filled)
         for array in self.zeros:
-            array[...] = 0
+            if isinstance(array, DeviceArray):
+                array.clear()
+            else:
+                array[...] = 0
 
 
 def _becomes_zero(geometry: Geometry) -> bool:

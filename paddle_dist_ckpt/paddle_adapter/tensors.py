@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import operator
 import weakref
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..core.box import whole
+from ..core.box import Box, cut_flat_range, whole
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.paths import plain_key
 from ..core.shards import Kind
@@ -22,6 +23,7 @@ from ..core.stateful import ObjectKind, state_of
 from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from . import objects
+from .device import TensorBytes, has_devices, is_on_device
 from .placement import (
     IS_PADDLE_2_6,
     layout_of,
@@ -72,16 +74,19 @@ class PaddleAdapter:
 
     Args:
         rank: This process's global rank.
+        piece_bytes: Cut what is on a device in pieces of at most so many bytes; None does not cut.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, piece_bytes: int | None = None) -> None:
         self._rank = rank
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[_Known]] = {}
         self._last: _Known | None = None
-        self._sharded: dict[tuple[Layout, DType], tuple[Geometry, tuple[int, ...]]] = {}
+        self._sharded: dict[tuple[Layout, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
         self._viewed: dict[int, _Known] = {}  # by the id of each Paddle tensor that was looked at
-        self._host_only = not _has_devices()
+        self._host_only = not has_devices()
+        self._piece_bytes = piece_bytes
+        self._starts: dict[int, tuple[int, ...]] = {}  # of the pieces of cut geometries, by their ids
 
     @property
     def version(self) -> str | None:
@@ -146,8 +151,14 @@ class PaddleAdapter:
         known = self._last
         try:
             # In newer versions of Paddle dtypes are singletons, which is faster to see than that they are equal.
-            if known is None or not (known.dtype is dtype or known.dtype == dtype) or not known.is_of(value, is_dist):
-                known = self._find(value, is_dist, path)
+            on_device = not self._host_only and is_on_device(value)
+            if (
+                known is None
+                or known.geometry.on_device is not on_device
+                or not (known.dtype is dtype or known.dtype == dtype)
+                or not known.is_of(value, is_dist)
+            ):
+                known = self._find(value, is_dist, on_device, path)
         except NotImplementedError:  # so Paddle refuses to tell the local shape
             raise _no_memory(path) from None
         if IS_PADDLE_2_6 and is_dist:
@@ -156,7 +167,39 @@ class PaddleAdapter:
         geometry = known.geometry
         if not geometry.pieces:
             return TensorView(geometry, (), value, self._name(value))
-        return TensorView(geometry, (self._address(value, geometry, path),), value, self._name(value))
+        return TensorView(geometry, self._addresses(value, geometry, path), value, self._name(value))
+
+    def _addresses(self, value: Any, geometry: Geometry, path: str) -> tuple[int, ...]:
+        base = self._address(value, geometry, path)
+        return (base,) if len(geometry.pieces) == 1 else tuple(base + start for start in self._starts[id(geometry)])
+
+    def device_bytes(self, value: Any) -> TensorBytes:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        local = value[0] if isinstance(value, tuple) else value
+        return TensorBytes(local._local_value() if local.is_dist() else local)
+
+    def _placed(self, geometry: Geometry, on_device: bool, key: str) -> Geometry:
+        """The geometry on the device; there it must be contiguous."""
+        if not on_device or not geometry.pieces:
+            return geometry
+        if any(piece.strides is not None for piece in geometry.pieces):
+            raise UnsupportedValueError(
+                f"{key}: is not contiguous, on a device; use contiguous() before it is saved or loaded"
+            )
+        pieces: list[Piece] = []
+        starts: list[int] = []
+        start = 0
+        most = max(1, (self._piece_bytes or 1 << 62) // geometry.dtype.itemsize)
+        for box, _ in geometry.pieces:
+            for low in range(0, max(1, box.size), most):
+                for part in cut_flat_range(box.shape, low, min(low + most, box.size)) or [whole(box.shape)]:
+                    moved = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
+                    pieces.append(Piece(Box(moved, part.shape)))
+                    starts.append(start)
+                    start += part.size * geometry.dtype.itemsize
+        placed = dataclasses.replace(geometry, pieces=tuple(pieces), on_device=True)
+        self._starts[id(placed)] = tuple(starts)
+        return placed
 
     def _view_part(self, weight: Any, path: str) -> TensorView:
         """A ShardedWeight. Its parts are not compared, and may be divided among the ranks that have the same."""
@@ -167,9 +210,13 @@ class PaddleAdapter:
             local = local._local_value()
         dtype = self._dtype(local.dtype, key)
         layout = Layout.of(weight, local.shape, _strides(local, dtype) if local._is_initialized() else None)
-        known = self._sharded.get((layout, dtype))
+        on_device = not self._host_only and is_on_device(local)
+        known = self._sharded.get((layout, dtype, on_device))
         if known is None:
-            known = self._sharded[layout, dtype] = layout.geometry(dtype, key)
+            geometry, starts = layout.geometry(dtype, key)
+            placed = self._placed(geometry, on_device, key)
+            known = placed, self._starts.get(id(placed), starts)
+            self._sharded[layout, dtype, on_device] = known
         geometry, starts = known
         if not starts:
             return TensorView(geometry, (), (local,), self._name(local))
@@ -177,16 +224,16 @@ class PaddleAdapter:
         addresses = tuple(base + start for start in starts)
         return TensorView(geometry, addresses, (local,), self._name(local))  # not the tensor itself: that is plain
 
-    def _find(self, value: Any, is_dist: bool, path: str) -> _Known:
+    def _find(self, value: Any, is_dist: bool, on_device: bool, path: str) -> _Known:
         """The geometry of a tensor that is not like the one before."""
         shape, dtype = tuple(value.shape), value.dtype
         candidates = self._known.setdefault((shape, dtype), [])
         for known in candidates:
-            if known.is_of(value, is_dist):
+            if known.geometry.on_device is on_device and known.is_of(value, is_dist):
                 self._last = known
                 return known
         make, key = self._dist_geometry if is_dist else self._plain_geometry, plain_key(path)
-        geometry = make(value, shape, self._dtype(dtype, key), key)
+        geometry = self._placed(make(value, shape, self._dtype(dtype, key), key), on_device, key)
         local, placements, mesh = None, None, None
         if is_dist:
             local, placements, mesh = local_shape(value), placement_texts(value), copy.copy(value.process_mesh)
@@ -225,10 +272,6 @@ class PaddleAdapter:
         """
         if 0 in geometry.shape:
             return 0
-        if not (self._host_only or value.place.is_cpu_place()):
-            raise UnsupportedValueError(
-                f"{plain_key(path)}: is on {value.place}; only tensors in host memory are supported so far"
-            )
         try:
             address = int(value.data_ptr() or 0)
         except (RuntimeError, ValueError):
@@ -398,12 +441,3 @@ def _strides(local: Any, dtype: DType) -> tuple[int, ...] | None:
     if local.is_contiguous() or 0 in local.shape:
         return None
     return tuple(stride * dtype.itemsize for stride in local.strides)
-
-
-def _has_devices() -> bool:
-    """Whether this Paddle can have tensors elsewhere than in host memory."""
-    builds = ("is_compiled_with_cuda", "is_compiled_with_rocm", "is_compiled_with_xpu", "is_compiled_with_ipu")
-    if any(getattr(paddle, name)() for name in builds if hasattr(paddle, name)):
-        return True
-    custom = getattr(paddle.device, "get_all_custom_device_type", None)
-    return bool(custom()) if custom is not None else True

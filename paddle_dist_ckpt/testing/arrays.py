@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
+from ..core.device_memory import DeviceBytes
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of
 from ..core.shards import Kind
@@ -89,6 +90,10 @@ class NumpyAdapter:
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""
         return [None] * len(tensors)
+
+    def device_bytes(self, value: Any) -> DeviceBytes:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        raise AssertionError("numpy's arrays are on no device")
 
     def parameters(self, value: Any) -> list[int]:
         """See :class:`..core.tensors.TensorAdapter`."""
