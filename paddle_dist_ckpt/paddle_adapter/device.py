@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import paddle
 
-__all__ = ["TensorBytes", "has_devices", "is_on_device"]
+__all__ = ["TensorBytes", "has_devices", "host_tensor", "is_on_device"]
 
 Bytes1D = npt.NDArray[np.uint8]
 

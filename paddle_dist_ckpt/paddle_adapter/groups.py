@@ -15,6 +15,8 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.base import core
+from paddle.base.framework import _current_expected_place as _current_place
+from paddle.base.framework import _dygraph_place_guard as _place_guard
 from paddle.distributed.communication.group import Group
 
 from ..control import SoloHub, ZmqHub
@@ -22,12 +24,14 @@ from ..control.no_transport import NoTransport
 from ..core.memory import address_of, copy_bytes
 from ..core.ports import Bytes1D, ControlHub, Transport
 from ..errors import CheckpointError
+from .device import TensorBytes, host_tensor
 
 __all__ = ["PaddleTransport", "Ranks", "connect"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
 _SCATTER_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
+_STAGED_BYTES = 32 << 20  # on the device
 _LEAST_SCATTER = 256 << 10  # of one rank's part
 
 
@@ -168,12 +172,15 @@ class _PaddleStore:
 class PaddleTransport:
     """Bulk data over a Paddle process group. See :class:`..core.ports.Transport`.
 
-    On a CPU group, numpy memory is handed to the collectives as it is.
+    To a CPU group's collectives numpy memory is handed as it is. Those of other backends take tensors on their device
+    only: the data go there and back in parts of bounded size.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._broken = False
+        self._on_host = _takes_host_memory(group)
+        self._place = _current_place()
 
     def abandon(self) -> None:
         """A collective was given up while it hung: the communicator cannot be used any more."""
@@ -194,17 +201,56 @@ class PaddleTransport:
 
     def broadcast(self, data: Bytes1D, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
-        with self._operation(), _receiving(data if data.flags.writeable else data.copy()) as tensor:
-            dist.broadcast(tensor, source, self._group)
+        with self._operation():
+            if self._on_host:
+                with _receiving(data if data.flags.writeable else data.copy()) as tensor:
+                    dist.broadcast(tensor, source, self._group)
+                return
+            for start in range(0, data.size, _STAGED_BYTES):
+                part = data[start : start + _STAGED_BYTES]
+                staged = self._device_tensor(part.size)
+                if self._group.rank == self._group.get_group_rank(source):
+                    TensorBytes(staged).write(0, part if part.flags.writeable else part.copy())
+                dist.broadcast(staged, source, self._group)
+                if self._group.rank != self._group.get_group_rank(source):
+                    TensorBytes(staged).read(0, part)
 
     def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """See :class:`..core.ports.Transport`."""
         step = max(_LEAST_SCATTER, _SCATTER_BYTES // self._group.nranks)
+        scatter = self._scatter if self._on_host else self._send
         with self._operation():
             for start in range(0, size, step):
                 stop = min(start + step, size)
                 window = {rank: part[start:stop] for rank, part in parts.items()}
-                self._scatter(window, into[start:stop], stop - start, source)
+                scatter(window, into[start:stop], stop - start, source)
+
+    def _device_tensor(self, nbytes: int) -> Any:
+        """New memory on the device that this rank had chosen when the group was first used."""
+        with _place_guard(self._place):
+            return paddle.empty([nbytes], dtype="uint8")
+
+    def _send(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+        """Send each part by itself, for a device's group."""
+        me, root = self._group.rank, self._group.get_group_rank(source)
+        operations = []
+        staged = self._device_tensor(max(1, into.size))
+        if me == root:
+            for destination, part in sorted(parts.items()):
+                if not part.size:
+                    continue
+                outgoing = self._device_tensor(part.size)
+                TensorBytes(outgoing).write(0, np.ascontiguousarray(part) if part.flags.writeable else part.copy())
+                if self._group.get_group_rank(destination) == me:
+                    into[: part.size] = part
+                else:
+                    operations.append(dist.P2POp(dist.isend, outgoing, destination, self._group))
+        elif into.size:
+            operations.append(dist.P2POp(dist.irecv, staged, source, self._group))
+        for task in dist.batch_isend_irecv(operations) if operations else ():
+            task.wait()
+        if me != root and into.size:
+            TensorBytes(staged).read(0, into)
 
     def _scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         received = into if into.size == size else np.empty(size, np.uint8)
@@ -221,17 +267,18 @@ class PaddleTransport:
         for destination, part in parts.items():
             start = self._group.get_group_rank(destination) * size
             data[start : start + part.size] = part
-        return _tensor(data)
+        return host_tensor(data)
 
 
 @contextmanager
 def _receiving(data: Bytes1D) -> Iterator[Any]:
     """A tensor over numpy memory, or over a copy, as Paddle 2.6 makes one; then what it received is written back."""
-    tensor = _tensor(data)
+    tensor = host_tensor(data)
     yield tensor
     if data.size and tensor.data_ptr() != address_of(data):
         copy_bytes(address_of(data), tensor.data_ptr(), data.size)
 
 
-def _tensor(data: Bytes1D) -> Any:
-    return paddle.utils.dlpack.from_dlpack(data.__dlpack__())
+def _takes_host_memory(group: Any) -> bool:
+    """Whether a group's collectives take tensors in host memory."""
+    return "gloo" in str(getattr(group, "backend", "gloo")).lower()
