@@ -9,12 +9,22 @@ import paddle.distributed as dist
 import pytest
 from paddle.distributed.auto_parallel import api
 
-__all__ = ["FLOAT8", "FROM_LOCAL", "LATER_THAN_3_0", "RNG_STATE", "SHARDING_STAGES", "SHARD_ORDER", "lacks"]
+__all__ = [
+    "FLOAT8",
+    "FROM_LOCAL",
+    "LATER_THAN_3_0",
+    "RNG_STATE",
+    "SHARDING_STAGES",
+    "SHARD_OPTIMIZER",
+    "SHARD_ORDER",
+    "lacks",
+]
 
 FLOAT8 = hasattr(paddle, "float8_e4m3fn")
 FROM_LOCAL = hasattr(api, "dtensor_from_local")  # DistTensors of any local values
 RNG_STATE = len(paddle.get_rng_state("cpu")[0].__getstate__()) > 3  # with the engine, not only its seed
 SHARDING_STAGES = hasattr(dist, "ShardingStage1")
+SHARD_OPTIMIZER = issubclass(api._ShardOptimizer, paddle.optimizer.Optimizer)  # what shard_optimizer returns is one
 SHARD_ORDER = hasattr(dist.Shard, "get_co_shard_order")
 LATER_THAN_3_0 = SHARD_ORDER  # stands for what cannot be asked
 
