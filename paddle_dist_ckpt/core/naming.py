@@ -22,6 +22,7 @@ __all__ = [
     "canonical_paths",
     "container_of",
     "is_of_run",
+    "may_be_optimizers",
     "optimizer_key",
 ]
 
@@ -220,6 +221,11 @@ class Names:
         """The paths of static-graph programs' learning rates: that are called so and are under that name."""
         pairs = zip(self.paths, self.names, strict=True)
         return [path for path, name in pairs if name and _LEARNING_RATE.search(path) and _last(path) == name]
+
+
+def may_be_optimizers(path: str) -> bool:
+    """Whether a path may be an optimizer variable's, in any form. Many a state has none of these."""
+    return _may_be_variable(path) or _STRUCTURED.search(path) is not None
 
 
 def is_of_run(key: str) -> bool:

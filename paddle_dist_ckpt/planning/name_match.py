@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from ..core.naming import Names, OptimizerVariable, container_of
+from ..core.naming import Names, OptimizerVariable, container_of, may_be_optimizers
 
 __all__ = ["NameMatch"]
 
@@ -36,7 +36,7 @@ class NameMatch:
             moved: Where the user says that some are stored.
         """
         index = self._index
-        if not moved and self._is_alike(wanted):
+        if not moved and (self._is_alike(wanted) or not any(map(may_be_optimizers, wanted.paths))):
             return {path: index[path] for path in paths if path in index}
         names = _Wanted(wanted, moved)
         found: dict[str, int] = {}
