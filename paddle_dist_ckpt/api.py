@@ -12,6 +12,7 @@ from .engine.commit import committed_ids
 from .engine.load_coordinator import read_checkpoint
 from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
+from .engine.staging import group_bytes
 from .engine.verify import verify_checkpoint
 from .options import LoadOptions, SaveOptions
 from .storage import as_storage
@@ -125,8 +126,8 @@ def load_state_dict(
         process_group: The Paddle group whose ranks load together; None for the default group.
         coordinator_rank: Global rank of the one that reads `.metadata`; the same on every rank.
         unique_id: Which checkpoint; None for the newest.
-        offload: Stage and exchange data on the host. (Tensors in host memory, the only ones supported so far, always
-            are.)
+        offload: Exchange data among ranks in host memory even if the group's collectives are a device's: by a gloo
+            group of the same ranks, the job's own or one that is made for it. Targets stay where they are.
         options: See :class:`LoadOptions`.
 
     Returns:
@@ -144,7 +145,7 @@ def load_state_dict(
     from .paddle_adapter import connect  # paddle is imported only when it is used
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
-    return load_with(ranks, state_dict, path, unique_id, options)
+    return load_with(ranks, state_dict, path, unique_id, options, offload)
 
 
 def load_merged_state_dict(
@@ -184,7 +185,7 @@ def load_merged_state_dict(
     from .paddle_adapter import PaddleAdapter  # paddle is imported only when it is used
 
     selection = Selection(prefix, wanted)
-    adapter = PaddleAdapter(0, piece_bytes=options.staging_bytes)
+    adapter = PaddleAdapter(0, piece_bytes=group_bytes(options.staging_bytes))
     return load_merged(as_storage(path), adapter, unique_id, selection, flat, offload, options)
 
 

@@ -12,6 +12,7 @@ from .engine.context import Context
 from .engine.load import load
 from .engine.save import After, save, save_in_background
 from .engine.save_memory import SaveMemory
+from .engine.staging import group_bytes
 from .formats.names import MOST_IDS
 from .options import LoadOptions, SaveOptions
 from .storage import as_storage
@@ -61,14 +62,22 @@ def save_with(
 
 
 def load_with(
-    ranks: Ranks, state_dict: dict[Any, Any], path: Any, unique_id: int | None, options: LoadOptions
+    ranks: Ranks,
+    state_dict: dict[Any, Any],
+    path: Any,
+    unique_id: int | None,
+    options: LoadOptions,
+    offload: bool = False,
 ) -> LoadReport:
     """Load together with other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
     from .paddle_adapter import PaddleAdapter
 
     with ranks.hub.session("load_state_dict", options.timeout) as session:
-        adapter = PaddleAdapter(ranks.rank, piece_bytes=options.staging_bytes)
-        context = Context(as_storage(path), session, ranks.transport, adapter)
+        adapter = PaddleAdapter(ranks.rank, piece_bytes=group_bytes(options.staging_bytes))
+        if not isinstance(offload, bool):  # here, so that the other ranks hear of it
+            raise TypeError(f"offload must be a bool, not {offload!r}")
+        transport = ranks.host_transport if offload else ranks.transport
+        context = Context(as_storage(path), session, transport, adapter, offload=offload)
         return load(state_dict, context, checked_id(unique_id), options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -60,17 +60,29 @@ class InProcessTransport:
         self._rank = rank
         self._broken = threading.Event()
 
-    def broadcast(self, data: Bytes1D, source: int) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Transport`. Raises as :meth:`scatter` does."""
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """See :class:`paddle_dist_ckpt.core.ports.Transport`. Raises as :meth:`exchange` does."""
         parts = dict.fromkeys(self._pipes.ranks, data) if source == self._rank else {}
-        self.scatter(parts, data, data.size, source)
+        self._scatter(parts, data, data.size, source)
 
-    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
         """See :class:`paddle_dist_ckpt.core.ports.Transport`.
 
         Raises:
             CheckpointError: a part is too large, ranks named different sizes, or the transport was abandoned.
         """
+        nothing = np.zeros(0, np.uint8)
+        for sender, size in senders:
+            self._scatter(outgoing if sender == self._rank else {}, incoming.get(sender, nothing), size, sender)
+
+    def _scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+        """Send to each rank its own part, of at most ``size`` bytes."""
         self._check()
         if source != self._rank:
             self._take(into, size, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..core.ports import Bytes1D
 
@@ -12,8 +12,14 @@ __all__ = ["NoTransport"]
 class NoTransport:
     """Implements :class:`..core.ports.Transport` for a group of one, to which nothing needs to be sent."""
 
-    def broadcast(self, data: Bytes1D, source: int) -> None:
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """There is nobody else."""
 
-    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
         """There is nobody else."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .box import Box, cut_flat_range, flat_range, whole
+from .box import Box, cut_flat_range, whole
 
-__all__ = ["DeviceArray", "DeviceBytes"]
+__all__ = ["Copies", "DeviceArray", "DeviceBytes", "Mark", "contiguous_strides"]
 
 _SPAN_BYTES = 4 << 20  # of a part that is not contiguous, this much around it is copied at once
 
@@ -19,52 +18,64 @@ Bytes1D = npt.NDArray[np.uint8]
 
 
 class DeviceBytes(Protocol):
-    """A contiguous row of items in a device's memory, which starts at the address ``base`` there.
-
-    Places and lengths are in bytes, and of whole items.
-    """
+    """A row of items in a device's memory, which starts at the address ``base`` there."""
 
     @property
     def base(self) -> int: ...
 
-    def read(self, start: int, into: Bytes1D) -> None:
-        """Copy from byte ``start`` on; returns when the data are there. All work queued before is done first."""
+
+class Mark(Protocol):
+    """A point in a queue of copies."""
+
+    def wait(self) -> None:
+        """Wait until all copies that were queued before it are done. Other threads run meanwhile."""
         ...
 
-    def write(self, start: int, data: Bytes1D) -> None:
-        """Copy to byte ``start`` on; returns when ``data`` is not needed any more."""
+
+class Copies(Protocol):
+    """A queue of copies between host memory and that of devices.
+
+    They are made one after the other, beside what a device computes, but after all that had been queued there when the
+    first of them was. Host memory belongs to its copy until a mark behind that is reached. Places and lengths are in
+    bytes, and of whole items. Any thread may use it.
+    """
+
+    def read(self, memory: DeviceBytes, start: int, into: Bytes1D) -> None:
+        """Copy from byte ``start`` on to the host."""
+        ...
+
+    def write(self, memory: DeviceBytes, start: int, data: Bytes1D) -> None:
+        """Copy to byte ``start`` on."""
+        ...
+
+    def mark(self) -> Mark:
+        """The point behind all that was queued so far."""
         ...
 
 
 class DeviceArray:
-    """A box of an array that lies contiguously in a device's memory.
+    """An array in a device's memory.
 
     Args:
         memory: The memory.
         start: Where in it the array begins, in bytes.
         shape: The array's shape.
+        strides: Bytes from one element to the next, one a dimension, none negative; None if it is contiguous.
         dtype: Its type of raw items.
-        box: Which part of the array it is; all of it by default.
     """
 
-    __slots__ = ("_box", "_memory", "_outer", "_start", "dtype")
+    __slots__ = ("_memory", "_start", "_strides", "dtype", "shape")
 
     def __init__(
         self,
         memory: DeviceBytes,
         start: int,
         shape: Sequence[int],
+        strides: Sequence[int] | None,
         dtype: np.dtype[np.generic],
-        box: Box | None = None,
     ) -> None:
-        self._memory, self._start, self._outer = memory, start, tuple(shape)
-        self._box = whole(self._outer) if box is None else box
-        self.dtype = dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self._box.shape
+        self._memory, self._start, self.shape, self.dtype = memory, start, tuple(shape), dtype
+        self._strides = contiguous_strides(shape, dtype.itemsize) if strides is None else tuple(strides)
 
     @property
     def itemsize(self) -> int:
@@ -74,51 +85,94 @@ class DeviceArray:
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return self._box.size * self.itemsize
+        return whole(self.shape).size * self.itemsize
 
     def part(self, box: Box) -> DeviceArray:
-        """A box of it, counted from its own corner."""
-        moved = tuple(map(sum, zip(self._box.offset, box.offset, strict=True)))
-        return DeviceArray(self._memory, self._start, self._outer, self.dtype, Box(moved, box.shape))
+        """A box of it."""
+        start = self._start + sum(o * stride for o, stride in zip(box.offset, self._strides, strict=True))
+        return DeviceArray(self._memory, start, box.shape, self._strides, self.dtype)
 
-    def read(self, start: int, stop: int, into: Bytes1D) -> None:
-        """Copy bytes ``start:stop``, of whole items in row-major order, to the beginning of ``into``."""
+    def begin_read(self, start: int, stop: int, into: Bytes1D, copies: Copies) -> Callable[[], None] | None:
+        """Queue copies of bytes ``start:stop``, of whole items in row-major order, to the beginning of ``into``.
+
+        Returns:
+            What is left to do: something to be called, which waits for copies of its own, where the bytes do not stand
+            next to each other on the device.
+        """
         size, at = self.itemsize, 0
+        scattered: list[tuple[DeviceArray, Bytes1D]] = []
         for box in cut_flat_range(self.shape, start // size, stop // size):
-            moved = tuple(map(sum, zip(self._box.offset, box.offset, strict=True)))
-            for inner in self._reachable(Box(moved, box.shape)):
-                nbytes = inner.size * size
-                self._read_box(inner, into[at : at + nbytes])
-                at += nbytes
+            part = self.part(box)
+            piece = into[at : at + part.nbytes]
+            if part._is_contiguous():
+                copies.read(self._memory, part._start, piece)
+            else:
+                scattered.append((part, piece))
+            at += part.nbytes
 
-    def to_host(self) -> npt.NDArray[Any]:
+        def read_scattered() -> None:
+            for part, piece in scattered:
+                part._read_scattered(piece, copies)
+
+        return read_scattered if scattered else None
+
+    def read(self, start: int, stop: int, into: Bytes1D, copies: Copies) -> None:
+        """Copy bytes ``start:stop`` to the beginning of ``into``; returns when they are there."""
+        rest = self.begin_read(start, stop, into, copies)
+        copies.mark().wait()
+        if rest is not None:
+            rest()
+
+    def to_host(self, copies: Copies) -> npt.NDArray[Any]:
         """A copy in host memory."""
         data = np.empty(self.nbytes, np.uint8)
-        self.read(0, self.nbytes, data)
+        self.read(0, self.nbytes, data, copies)
         return data.view(self.dtype).reshape(self.shape)
 
-    def write(self, data: npt.NDArray[Any]) -> None:
-        """Fill it. It must be contiguous."""
-        flat = flat_range(self._box, self._outer)
-        assert flat is not None
-        self._memory.write(self._start + flat[0] * self.itemsize, data.reshape(-1).view(np.uint8))
+    def write(self, data: npt.NDArray[Any], copies: Copies) -> None:
+        """Queue copies that fill it; ``data`` must stay as it is until a mark behind them is reached.
 
-    def clear(self) -> None:
-        """Fill it with zeros."""
-        flat = flat_range(self._box, self._outer)
-        assert flat is not None
-        zeros = np.zeros(min(self.nbytes, _SPAN_BYTES), np.uint8)
-        for start in range(0, self.nbytes, _SPAN_BYTES):
-            at = self._start + flat[0] * self.itemsize + start
-            self._memory.write(at, zeros[: min(_SPAN_BYTES, self.nbytes - start)])
+        Where it is not contiguous, this waits, and what lies between its elements must not be written meanwhile.
 
-    def _strides(self) -> list[int]:
-        """Items from one to the next in the array, one number a dimension."""
-        return [math.prod(self._outer[d + 1 :]) for d in range(len(self._outer))]
+        Args:
+            data: Contiguous raw items, of its shape.
+            copies: The queue.
+        """
+        if self._is_contiguous():
+            copies.write(self._memory, self._start, data.reshape(-1).view(np.uint8))
+            return
+        for box in self._reachable(whole(self.shape)):
+            part = self.part(box)
+            around, view = part._around(copies)
+            index: Any = (*box.slices, ...)
+            view[...] = data[index]
+            copies.write(self._memory, part._start, around)
+            copies.mark().wait()
+
+    def clear(self, copies: Copies) -> None:
+        """Fill it with zeros; returns when that is done."""
+        rows = max(1, _SPAN_BYTES // max(1, self.itemsize))
+        size = whole(self.shape).size
+        for start in range(0, size, rows):
+            for box in cut_flat_range(self.shape, start, min(start + rows, size)):
+                self.part(box).write(np.zeros(box.shape, self.dtype), copies)
+            copies.mark().wait()
+
+    def _is_contiguous(self) -> bool:
+        expected = self.itemsize
+        for n, stride in zip(reversed(self.shape), reversed(self._strides), strict=True):
+            if n != 1 and stride != expected:
+                return False
+            expected *= n
+        return True
+
+    def _span(self, box: Box) -> int:
+        """Bytes from the first element of a box to behind its last one."""
+        return self.itemsize + sum((n - 1) * stride for n, stride in zip(box.shape, self._strides, strict=True))
 
     def _reachable(self, box: Box) -> Iterator[Box]:
-        """A box of the array in parts, in order, that are contiguous or whose surroundings are small."""
-        if flat_range(box, self._outer) is not None or self._span(box) * self.itemsize <= _SPAN_BYTES:
+        """A box in parts, in order, whose surroundings are small."""
+        if self._span(box) <= _SPAN_BYTES or box.size == 1:
             yield box
             return
         first = next(d for d, n in enumerate(box.shape) if n > 1)
@@ -129,18 +183,25 @@ class DeviceArray:
             shape[first] = length
             yield from self._reachable(Box(tuple(offset), tuple(shape)))
 
-    def _span(self, box: Box) -> int:
-        """Items from the first one of a box to its last one."""
-        return 1 + sum((n - 1) * stride for n, stride in zip(box.shape, self._strides(), strict=True))
+    def _around(self, copies: Copies) -> tuple[Bytes1D, npt.NDArray[Any]]:
+        """A copy of the memory from its first element to its last one, and the array in that copy."""
+        around = np.empty(self._span(whole(self.shape)), np.uint8)
+        copies.read(self._memory, self._start, around)
+        copies.mark().wait()
+        return around, np.ndarray(self.shape, self.dtype, around.data, 0, self._strides)
 
-    def _read_box(self, box: Box, into: Bytes1D) -> None:
-        strides, size = self._strides(), self.itemsize
-        start = self._start + sum(o * stride for o, stride in zip(box.offset, strides, strict=True)) * size
-        if flat_range(box, self._outer) is not None:
-            self._memory.read(start, into)
-            return
-        around = np.empty(self._span(box) * size, np.uint8)
-        self._memory.read(start, around)
-        steps = [stride * size for stride in strides]
-        part = np.ndarray(box.shape, self.dtype, around.data, 0, steps)
-        into.view(self.dtype).reshape(box.shape)[...] = part
+    def _read_scattered(self, into: Bytes1D, copies: Copies) -> None:
+        items = into.view(self.dtype).reshape(self.shape)
+        for box in self._reachable(whole(self.shape)):
+            _, view = self.part(box)._around(copies)
+            index: Any = (*box.slices, ...)
+            items[index] = view
+
+
+def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Bytes from one element to the next, one a dimension, of a contiguous array."""
+    strides, step = [], itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

@@ -5,7 +5,7 @@ Each has at least two implementations: a real one and the in-process or faulty t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
@@ -169,17 +169,29 @@ class Transport(Protocol):
     matches them by number, so ranks that had done different numbers of them would wait for each other for ever.
     """
 
-    def broadcast(self, data: Bytes1D, source: int) -> None:
-        """Send ``data`` from ``source`` to every rank of the group; the others' ``data`` is filled."""
-        ...
-
-    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
-        """Send to each rank of the group its own part.
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """Send ``data`` from ``source`` to every rank of the group; the others' ``data`` is filled.
 
         Args:
-            parts: On the source, what goes to each rank: at most ``size`` bytes; ranks may be left out.
-            into: On the others, filled with as many bytes of this rank's part as it has; may be empty.
-            size: Size of the largest part, the same on every rank.
+            data: The bytes, in host memory.
             source: The rank that sends.
+            most: The most memory of a device that may be used, in bytes; the same on every rank.
+        """
+        ...
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
+        """Send one message from each of some ranks to each of some others.
+
+        Args:
+            outgoing: What this rank sends, by destination.
+            incoming: To be filled with what it gets, by sender.
+            senders: The ranks that send anything, each with the size of its largest message; the same on every rank.
+            most: See :meth:`broadcast`.
         """
         ...

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, whole
-from .device_memory import DeviceBytes
+from .device_memory import Bytes1D, Copies, DeviceBytes
 from .dtypes import DTYPES, DType
 from .memory import address_of
 from .shards import Kind
@@ -144,7 +144,19 @@ class TensorAdapter(LeafAdapter, Protocol):
         ...
 
     def device_bytes(self, value: Any) -> DeviceBytes:
-        """The memory of a tensor on a device, which is contiguous there."""
+        """The memory of a tensor on a device, from its first element to its last one."""
+        ...
+
+    def copies(self) -> Copies:
+        """A new queue of copies between host memory and that of devices."""
+        ...
+
+    def host_memory(self, nbytes: int) -> Bytes1D:
+        """Host memory that copies from and to devices are fast with; its content is arbitrary. It starts at a page.
+
+        Raises:
+            MemoryError: there is not so much.
+        """
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:

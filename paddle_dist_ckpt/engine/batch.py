@@ -25,9 +25,8 @@ from ..core.ports import Bytes1D
 from ..errors import CheckpointCorruptedError
 from .buffers import Buffers
 from .reader import CHUNK_BYTES, GAP_BYTES, OpenFile, view_at
-from .threads import run_all
 
-__all__ = ["Batch", "ItemKind", "KindTable", "read_batches"]
+__all__ = ["Batch", "ItemKind", "KindTable", "batch_tasks"]
 
 Array = npt.NDArray[Any]
 
@@ -106,24 +105,21 @@ class Batch:
     names: Callable[[int], str]
 
 
-def read_batches(
-    batches: Sequence[Batch], threads: int, check: Callable[[], None], progress: Callable[[int], None]
-) -> None:
-    """Read, verify and hand out.
+def batch_tasks(
+    batches: Sequence[Batch], buffers: Buffers, progress: Callable[[int], None]
+) -> list[Callable[[], None]]:
+    """Tasks that read, verify and hand out. They may be run at the same time.
 
     Args:
         batches: What to read.
-        threads: How many threads read.
-        check: Called now and then; may raise to stop.
+        buffers: Of which each task uses one.
         progress: Told how many bytes were read, as they are.
 
-    Raises:
-        CheckpointCorruptedError: an entry is not what was written; names it and the file.
-        OSError: reading failed.
+    Returns:
+        The tasks. They raise CheckpointCorruptedError if an entry is not what was written, and name it and the file;
+        OSError if reading failed.
     """
-    buffers = Buffers(threads)
-    tasks = [task for batch in batches for task in _tasks(batch, buffers, progress)]
-    run_all(tasks, threads, check)
+    return [task for batch in batches for task in _tasks(batch, buffers, progress)]
 
 
 def _tasks(batch: Batch, buffers: Buffers, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:

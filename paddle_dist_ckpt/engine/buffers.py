@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..core.memory import fresh_pages
@@ -13,13 +13,15 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """As many buffers as there are threads. They start at a page, as direct I/O demands.
+    """A few buffers. They start at a page, as direct I/O demands.
 
     Args:
-        count: How many may be borrowed at once.
+        count: How many may be in use at once.
+        allocate: Makes a buffer of a given size.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, allocate: Callable[[int], Bytes1D] = fresh_pages) -> None:
+        self._allocate = allocate
         self._free: queue.SimpleQueue[Bytes1D | None] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(None)
@@ -27,10 +29,24 @@ class Buffers:
     @contextmanager
     def borrow(self, size: int) -> Iterator[Bytes1D]:
         """A buffer of ``size`` bytes, its content arbitrary, until the end of the block."""
+        buffer = self.take(size)
+        try:
+            yield buffer[:size]
+        finally:
+            self.give_back(buffer)
+
+    def take(self, size: int) -> Bytes1D:
+        """A buffer of ``size`` bytes or more, its content arbitrary; waits for one."""
         buffer = self._free.get()
         try:
             if buffer is None or len(buffer) < size:
-                buffer = fresh_pages(size)
-            yield buffer[:size]
-        finally:
-            self._free.put(buffer)
+                buffer = None  # first of all make room
+                buffer = self._allocate(size)
+            return buffer
+        except BaseException:
+            self._free.put(None)
+            raise
+
+    def give_back(self, buffer: Bytes1D) -> None:
+        """Give back a buffer that was taken."""
+        self._free.put(buffer)

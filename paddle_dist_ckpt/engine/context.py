@@ -25,6 +25,7 @@ class Context:
         memory: What is remembered from one save to the next.
         threads: How many threads a load reads with; None for its part of the host's cores.
         replace_newest: Whether a save without an id replaces the newest checkpoint.
+        offload: Whether a load's transport was chosen for host memory.
     """
 
     storage: Storage
@@ -34,6 +35,7 @@ class Context:
     memory: SaveMemory = field(default_factory=SaveMemory)
     threads: int | None = None
     replace_newest: bool = False
+    offload: bool = False
 
     @property
     def is_coordinator(self) -> bool:

@@ -13,7 +13,7 @@ import xxhash
 
 from ..core.box import Box, whole
 from ..core.columns import IntArray, pack_column, places_within
-from ..core.device_memory import DeviceArray
+from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DTYPES
 from ..core.memory import address_of, array_at
 from ..core.paths import RankIndex, join, plain_key
@@ -164,8 +164,18 @@ class LocalState:
         if geometry.on_device:
             memory = self.adapter.device_bytes(owner)
             start = self.tensors.addresses[row] - memory.base
-            return DeviceArray(memory, start, piece.box.shape, geometry.dtype.raw)
+            return DeviceArray(memory, start, piece.box.shape, piece.strides, geometry.dtype.raw)
         return array_at(self.tensors.addresses[row], piece.box.shape, piece.strides, geometry.dtype.raw, owner)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """Copies from devices. They come after all that was queued on a device before the first of them."""
+        return self.adapter.copies()
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether some of it is on a device."""
+        return any(geometry.on_device for geometry in self.tensors.geometries)
 
     @cached_property
     def outline(self) -> list[Any]:
@@ -328,17 +338,20 @@ def digests_of(state: LocalState) -> bytes:
         if is_plain[geometry]:
             digest = xxhash.xxh3_64()
             for row in range(first[t], first[t + 1]):
-                _hash_array(digest.update, state.array(row))
+                _hash_array(digest.update, state.array(row), state)
             digests.append(digest.intdigest())
     return np.array(digests, "<u8").tobytes()
 
 
-def _hash_array(update: Callable[[Any], None], array: npt.NDArray[Any] | DeviceArray) -> None:
+def _hash_array(update: Callable[[Any], None], array: npt.NDArray[Any] | DeviceArray, state: LocalState) -> None:
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         update(array.reshape(-1).view(np.uint8))
         return
     buffer = np.empty(_HASH_CHUNK, np.uint8)
     for start in range(0, array.nbytes, _HASH_CHUNK):
         stop = min(start + _HASH_CHUNK, array.nbytes)
-        gather(array, start, stop, buffer)
+        if isinstance(array, DeviceArray):
+            array.read(start, stop, buffer[: stop - start], state.copies)
+        else:
+            gather(array, start, stop, buffer)
         update(buffer[: stop - start])

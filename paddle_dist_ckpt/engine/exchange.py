@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ class Exchange:
         files: The files that this rank reads, by name.
         consumer: Makes a consumer for (need, box in the shard), for this rank's own needs.
         transport: How bytes travel.
+        within: Around each round, by its number: makes the memory of its targets accessible.
+        staging_bytes: The most memory of a device that the transport may use.
         block_bytes, threads, check, progress: See :func:`.reader.read_entries`.
         failure: The first error in reading. The exchange goes on all the same, with arbitrary bytes, so that no other
             rank waits for ever; whoever runs it raises the error afterwards.
@@ -45,6 +48,8 @@ class Exchange:
     files: Mapping[str, OpenFile]
     consumer: Callable[[int, Box], Consumer]
     transport: Transport
+    within: Callable[[int], AbstractContextManager[None]]
+    staging_bytes: int
     block_bytes: int
     threads: int
     check: Callable[[], None]
@@ -55,10 +60,11 @@ class Exchange:
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Run all rounds."""
-        for one in rounds:
-            outgoing = self._read(one.reads)
-            self._broadcast(one.broadcasts, outgoing)
-            self._scatter(one, outgoing)
+        for i, one in enumerate(rounds):
+            with self.within(i):
+                outgoing = self._read(one.reads)
+                self._broadcast(one.broadcasts, outgoing)
+                self._exchange(one, outgoing)
 
     def _read(self, units: Sequence[UnitRead]) -> dict[_Address, Bytes1D]:
         """Read this round's units; returns the messages with the bytes to be sent."""
@@ -133,28 +139,30 @@ class Exchange:
             if not message.sizes:
                 continue
             if message.source == self.place:
-                self.transport.broadcast(outgoing[_ALL, k], source)
+                self.transport.broadcast(outgoing[_ALL, k], source, self.staging_bytes)
                 continue
             alone = len(message.rows) == 1 and message.rows[0] >= 0
             memory = _whole_memory(self.consumer(message.rows[0], Box(*message.boxes[0]))) if alone else None
             if memory is not None:
-                self.transport.broadcast(memory, source)
+                self.transport.broadcast(memory, source, self.staging_bytes)
                 self.received += len(memory)
                 continue
             data = self._buffer("incoming", sum(message.sizes))
-            self.transport.broadcast(data, source)
+            self.transport.broadcast(data, source, self.staging_bytes)
             self._unpack(message, data)
 
-    def _scatter(self, one: Round, outgoing: Mapping[_Address, Bytes1D]) -> None:
-        """Send and receive what is for single ranks. All ranks take part in each operation, in the plan's order."""
-        incoming = {message.source: message for message in one.receives}
-        parts = {self.ranks[destination]: data for (destination, _), data in outgoing.items() if destination != _ALL}
-        for source, size in one.scatters:
-            message = incoming.get(source)
-            data = self._buffer("incoming", sum(message.sizes) if message is not None else 0)
-            self.transport.scatter(parts if source == self.place else {}, data, size, self.ranks[source])
-            if message is not None:
-                self._unpack(message, data)
+    def _exchange(self, one: Round, outgoing: Mapping[_Address, Bytes1D]) -> None:
+        """Send and receive what is for single ranks, packed in one message for each pair of them."""
+        outgoing_parts = {self.ranks[to]: data for (to, _), data in outgoing.items() if to != _ALL}
+        incoming = {
+            self.ranks[message.source]: self._buffer(("incoming", message.source), sum(message.sizes))
+            for message in one.receives
+        }
+        senders = [(self.ranks[source], size) for source, size in one.scatters]
+        if senders:
+            self.transport.exchange(outgoing_parts, incoming, senders, self.staging_bytes)
+        for message in one.receives:
+            self._unpack(message, incoming[self.ranks[message.source]])
 
     def _unpack(self, message: Incoming, data: Bytes1D) -> None:
         at = 0

@@ -9,7 +9,8 @@ from ..core.metadata import FileInfo
 from ..core.ports import Bytes1D
 from ..formats.datafile import DataFileInfo, FileLayout, FileTable
 from ..storage.base import Storage
-from .writer import WINDOW_BYTES, DataFileWriter, Snapshot, Tensors
+from .contents import WINDOW_BYTES, Snapshot, Tensors
+from .writer import DataFileWriter
 
 __all__ = ["FileSave", "bytes_ahead"]
 

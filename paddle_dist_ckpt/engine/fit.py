@@ -132,6 +132,11 @@ class Fit:
         """The items of some targets."""
         return np.flatnonzero(np.isin(self._wanted, rows))
 
+    def rows_on_device(self, items: Sequence[int]) -> IntArray:
+        """The targets of some items, as far as they are on a device and not staged."""
+        rows = np.unique(self._wanted[np.array(items, np.int64)])
+        return rows[self.targets.on_device[rows] & ~self.targets.staged[rows]]
+
     def nbytes(self, items: IntArray) -> int:
         """Bytes of these items."""
         return int((np.prod(self._shape, axis=1, dtype=np.int64)[self._like[items]] * self._itemsize[items]).sum())

@@ -1,4 +1,4 @@
-"""Copies a range of an array's bytes, in row-major order, whatever its strides and wherever it is."""
+"""Copies a range of an array's bytes, in row-major order, whatever its strides."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from typing import Any
 import numpy.typing as npt
 
 from ..core.box import cut_flat_range
-from ..core.device_memory import DeviceArray
 from ..core.ports import Bytes1D
 
 __all__ = ["gather"]
 
 
-def gather(array: npt.NDArray[Any] | DeviceArray, start: int, stop: int, buffer: Bytes1D) -> None:
+def gather(array: npt.NDArray[Any], start: int, stop: int, buffer: Bytes1D) -> None:
     """Copy bytes ``start:stop`` (of whole items) of an array into the beginning of a buffer."""
-    if isinstance(array, DeviceArray):
-        array.read(start, stop, buffer)
-        return
     size, at = array.itemsize, 0
     for box in cut_flat_range(array.shape, start // size, stop // size):
         nbytes = box.size * size

@@ -17,15 +17,18 @@ import bisect
 import copy
 import dataclasses
 import errno
+import functools
 import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..core.columns import IntArray
+from ..core.device_memory import Copies
 from ..core.metadata import FileInfo
 from ..core.paths import is_own, plain_key
 from ..core.per_rank import PerRank
@@ -36,8 +39,10 @@ from ..core.values import decode_value, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..formats.datafile import read_header
 from ..options import LoadOptions
+from ..planning.exchange_plan import ALL
 from . import key_map
-from .batch import read_batches
+from .batch import batch_tasks
+from .buffers import Buffers
 from .context import Context
 from .exchange import Exchange
 from .fit import Fit
@@ -59,9 +64,10 @@ from .messages import (
 )
 from .own_values import OwnValues, parent_of
 from .progress import Progress
-from .reader import OpenFile, read_entries
+from .reader import OpenFile, entry_tasks
+from .staging import GroupStaging, RoundStaging, group_bytes
 from .targets import Wishes, all_paths, collect
-from .threads import io_threads
+from .threads import io_threads, run_all
 from .watched import WatchedTransport
 
 __all__ = ["load", "load_leaves"]
@@ -200,7 +206,11 @@ class _Loading:
         tensors, others = self._wishes.tensors, self._wishes.others
         names = [*tensors.names, *others.values()]
         wanted = Wanted(tensors.paths, list(self._wishes.values.items()), list(others), names, self._moved)
-        choices = {name: str(getattr(self._options, name)) for name in ("exchange", "strict", "cast", "per_rank")}
+        choices = {
+            name: str(getattr(self._options, name))
+            for name in ("exchange", "strict", "cast", "per_rank", "staging_bytes")
+        }
+        choices["offload"] = str(self._context.offload)
         return encode(LoadRequest(self._unique_id, choices, folder, encode(wanted)))
 
     def _plan(self, files: ExitStack) -> bytes:
@@ -271,37 +281,44 @@ class _Loading:
 
     def _read(self, order: ExchangeOrder | None) -> bytes:
         self._run_pass(False, order.main if order is not None else None)
-        self._fit.targets.finish()
+        self._fit.targets.finish(self._copies)
         self._collect_values()
         return b""
 
     def _run_pass(self, staged: bool, rounds: Sequence[Round] | None) -> None:
-        fit, targets = self._fit, self._fit.targets
-        items = fit.items(staged)
-        most = self._options.staging_bytes if rounds is None else 1 << 62  # an exchange goes by rounds of its own
-        groups = [] if staged else fit.device_groups(most)
-        shown = self._options.progress
-        with Progress("load", fit.nbytes(items), shown, self._context.is_coordinator) as progress:
-            if rounds is None:
-                later = np.concatenate([np.zeros(0, np.int64), *(fit.items_of(group) for group in groups)])
-                self._read_items(np.setdiff1d(items, later), progress)
-                for group in groups:
-                    targets.open_buffers(group)
-                    self._read_items(fit.items_of(group), progress)
-                    targets.flush(group)
-            else:
-                for group in groups:
-                    targets.open_buffers(group)
+        items = self._fit.items(staged)
+        with Progress(
+            "load", self._fit.nbytes(items), self._options.progress, self._context.is_coordinator
+        ) as progress:
+            if rounds is not None:
                 self._exchange(rounds, progress)
-                for group in groups:
-                    targets.flush(group)
+            else:
+                try:
+                    run_all(self._tasks(items, staged, progress), self._threads, self._session.check)
+                finally:
+                    self._copies.mark().wait()
         self._bytes_read += progress.done
 
-    def _read_items(self, items: IntArray, progress: Progress) -> None:
+    @cached_property
+    def _copies(self) -> Copies:
+        return self._context.adapter.copies()
+
+    def _tasks(self, items: IntArray, staged: bool, progress: Progress) -> Iterator[Callable[[], None]]:
+        """What has to be done to read items: first those that go to host memory, then those that go to a device."""
+        fit, options, buffers = self._fit, self._options, Buffers(self._threads)
+        groups = [] if staged else fit.device_groups(group_bytes(options.staging_bytes))
+        later = np.concatenate([np.zeros(0, np.int64), *(fit.items_of(group) for group in groups)])
+        yield from self._read_tasks(np.setdiff1d(items, later), buffers, progress)
+        staging = GroupStaging(fit.targets, self._copies, self._context.adapter.host_memory)
+        for group in groups:
+            make_tasks = functools.partial(self._read_tasks, fit.items_of(group), buffers, progress)
+            yield from staging.through(group, make_tasks)
+
+    def _read_tasks(self, items: IntArray, buffers: Buffers, progress: Progress) -> Iterator[Callable[[], None]]:
         small, others = self._fit.split(items)
-        read_batches(self._fit.batches(small, self._opened), self._threads, self._session.check, progress)
+        yield from batch_tasks(self._fit.batches(small, self._opened), buffers, progress)
         wanted = self._fit.entries(others, self._opened)
-        read_entries(wanted, self._answer.block_bytes, self._threads, self._session.check, progress)
+        yield from entry_tasks(wanted, self._answer.block_bytes, buffers, progress)
 
     @property
     def _threads(self) -> int:
@@ -313,19 +330,28 @@ class _Loading:
     def _exchange(self, rounds: Sequence[Round], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
 
+        place = self._session.ranks.index(self._session.rank)
+        rows = [self._fit.rows_on_device(_items_of(one, place)) for one in rounds]
+        staging = RoundStaging(self._fit.targets, self._copies, rows, self._options.staging_bytes)
+
         def run(watch: CollectiveWatch) -> Exchange:
             exchange = Exchange(
                 ranks=self._session.ranks,
-                place=self._session.ranks.index(self._session.rank),
+                place=place,
                 files=self._opened,
                 consumer=self._fit.consumer,
                 transport=WatchedTransport(self._context.transport, watch),
+                within=staging.round,
+                staging_bytes=self._options.staging_bytes,
                 block_bytes=self._answer.block_bytes,
                 threads=1,
                 check=self._session.check,
                 progress=progress,
             )
-            exchange.run(rounds)
+            try:
+                exchange.run(rounds)
+            finally:
+                staging.finish()
             return exchange
 
         exchange = self._session.run_collectives(run)
@@ -374,3 +400,10 @@ class _Loading:
             unused_keys=tuple(result.unused),
             seconds=self._seconds,
         )
+
+
+def _items_of(one: Round, place: int) -> list[int]:
+    """The items that a round brings something for, at this rank's place."""
+    pieces = [p.row for unit in one.reads for p in unit.pieces if p.destination in (ALL, place)]
+    received = [row for message in (*one.broadcasts, *one.receives) for row in message.rows]
+    return [item for item in (*pieces, *received) if item >= 0]

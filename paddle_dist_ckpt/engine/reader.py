@@ -26,7 +26,7 @@ from ..storage.base import ReadableFile
 from .buffers import Buffers
 from .threads import run_all
 
-__all__ = ["CHUNK_BYTES", "GAP_BYTES", "Consumer", "OpenFile", "StoredEntry", "read_entries", "view_at"]
+__all__ = ["CHUNK_BYTES", "GAP_BYTES", "Consumer", "OpenFile", "StoredEntry", "entry_tasks", "read_entries", "view_at"]
 
 CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
 GAP_BYTES = 4096  # a page: what lies between closer ranges is read from the disk anyway
@@ -120,13 +120,23 @@ def read_entries(
         CheckpointCorruptedError: a block is not what was written; names the tensor and the file.
         OSError: reading failed.
     """
+    run_all(entry_tasks(wanted, block_bytes, Buffers(threads), progress, gap), threads, check)
+
+
+def entry_tasks(
+    wanted: Iterable[tuple[StoredEntry, Sequence[Consumer]]],
+    block_bytes: int,
+    buffers: Buffers,
+    progress: Callable[[int], None],
+    gap: int = GAP_BYTES,
+) -> list[Callable[[], None]]:
+    """What :func:`read_entries` runs: tasks that use one of the buffers each."""
     by_file: dict[int, list[_Segment]] = {}
     for entry, consumers in wanted:
         segments = _segments(entry, consumers, block_bytes)
         by_file.setdefault(id(entry.file), []).extend(segments)
-    reading = _Reading(block_bytes, threads, progress, gap)
-    tasks = [task for segments in by_file.values() for task in reading.tasks(segments)]
-    run_all(tasks, threads, check)
+    reading = _Reading(block_bytes, buffers, progress, gap)
+    return [task for segments in by_file.values() for task in reading.tasks(segments)]
 
 
 def _segments(entry: StoredEntry, consumers: Sequence[Consumer], block_bytes: int) -> list[_Segment]:
@@ -156,9 +166,8 @@ def _bounds(entry: StoredEntry, box: Box) -> tuple[int, int]:
 class _Reading:
     """The tasks that read segments of files."""
 
-    def __init__(self, block_bytes: int, threads: int, progress: Callable[[int], None], gap: int) -> None:
-        self._block_bytes, self._progress, self._gap = block_bytes, progress, gap
-        self._buffers = Buffers(threads)
+    def __init__(self, block_bytes: int, buffers: Buffers, progress: Callable[[int], None], gap: int) -> None:
+        self._block_bytes, self._buffers, self._progress, self._gap = block_bytes, buffers, progress, gap
 
     def tasks(self, segments: list[_Segment]) -> Iterator[Callable[[], None]]:
         """Segments of one file, neighbours together up to the size of a chunk."""

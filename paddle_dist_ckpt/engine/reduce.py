@@ -20,6 +20,7 @@ from .messages import Transfer
 __all__ = ["OPERATIONS", "reduce_partials"]
 
 _CHUNK_BYTES = 16 << 20
+_DEVICE_BYTES = 64 << 20
 _ALIGNMENT = 16
 OPERATIONS = {
     "sum": np.add,
@@ -52,7 +53,7 @@ def reduce_partials(
     Returns:
         The reduced values, as raw items, for each written box of a partial tensor.
     """
-    results = {(row, box): _on_host(_part(state, row, box)) for row, box in written}
+    results = {(row, box): _on_host(_part(state, row, box), state) for row, box in written}
     streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:
         streams.setdefault(transfer.source, {}).setdefault(transfer.destination, []).append(transfer)
@@ -65,7 +66,7 @@ def reduce_partials(
             parts = {}
             if rank == source:
                 parts = {d: _packed(by_destination[d], state, start, stop) for d, stop in stops.items()}
-            transport.scatter(parts, into, largest, source)
+            transport.exchange(parts, {source: into}, [(source, largest)], _DEVICE_BYTES)
             _apply(by_destination.get(rank, []), into, start, results, state)
     for (row, _), array in results.items():
         _finish(array, _geometry(state, row))
@@ -81,9 +82,9 @@ def _part(state: LocalState, row: int, box: Box) -> Array | DeviceArray:
     return state.part(row, box.relative_to(piece.box.offset))
 
 
-def _on_host(part: Array | DeviceArray) -> Array:
+def _on_host(part: Array | DeviceArray, state: LocalState) -> Array:
     """A contiguous copy."""
-    return part.to_host() if isinstance(part, DeviceArray) else np.array(part, order="C")
+    return part.to_host(state.copies) if isinstance(part, DeviceArray) else np.array(part, order="C")
 
 
 def _padded(transfer: Transfer) -> int:
@@ -105,7 +106,11 @@ def _packed(stream: Sequence[Transfer], state: LocalState, start: int, stop: int
     packed = np.empty(stop - start, np.uint8)
     for transfer, low, high, place in _in_window(stream, start, stop):
         part = _part(state, transfer.source_row, Box(*transfer.box))
-        gather(part, low, high, packed[place : place + high - low])
+        into = packed[place : place + high - low]
+        if isinstance(part, DeviceArray):
+            part.read(low, high, into, state.copies)
+        else:
+            gather(part, low, high, into)
     return packed
 
 

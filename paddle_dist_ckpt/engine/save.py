@@ -32,6 +32,7 @@ from ..formats.names import data_file_name
 from ..options import SaveOptions
 from .async_save import AsyncSave
 from .commit import remove_saves
+from .contents import AHEAD, Tensors
 from .context import Context
 from .describe import LocalState, describe, digests_of
 from .file_save import FileSave, bytes_ahead
@@ -42,7 +43,6 @@ from .reduce import reduce_partials
 from .save_coordinator import SaveCoordinator, seal
 from .threads import io_threads
 from .watched import WatchedTransport
-from .writer import Tensors
 
 __all__ = ["After", "save", "save_in_background"]
 
@@ -224,10 +224,13 @@ class _Saving:
         assert order is not None
         assert state is not None
         reduced = self._follow_plan(order, state)
+        allocate = self._context.adapter.host_memory if state.has_devices else None
+        ahead, copies = (AHEAD, state.copies) if state.has_devices else (0, None)
+        buffers = memory.window_buffers(self._foreground_threads + ahead, allocate)
         for part in memory.parts:
             name = data_file_name(self._session.rank, order.unique_id, order.save_id, part.number)
             info = part.info(state, order, self._session, self._context.adapter.version, self._options)
-            contents = Tensors(part.table, part.sources(state, reduced), self._foreground_threads)
+            contents = Tensors(part.table, part.sources(state, reduced), buffers, copies)
             self._files.append(FileSave(self._storage, name, part.table, info, contents))
 
     @property
@@ -271,7 +274,9 @@ class _Saving:
             surplus = max(0, surplus - ahead)
             kept.append(file.table.nbytes - ahead)
         rooms = [-(-nbytes // _PAGE) * _PAGE for nbytes in kept]
-        buffer, start = self._memory.snapshot_buffer(sum(rooms)), 0
+        assert self._state is not None
+        allocate = self._context.adapter.host_memory if self._state.has_devices else None
+        buffer, start = self._memory.snapshot_buffer(sum(rooms), allocate), 0
         for file, nbytes, room in zip(self._files, kept, rooms, strict=True):
             file.take_snapshot(buffer[start : start + nbytes])
             start += room

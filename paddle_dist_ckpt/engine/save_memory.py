@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,12 +11,15 @@ import numpy as np
 from ..core.memory import fresh_pages
 from ..core.ports import Bytes1D
 from .async_save import AsyncSave
+from .buffers import Buffers
 from .describe import KnownState
 from .messages import Transfer
 from .part import FilePart
 from .planned_save import PlannedSave
 
 __all__ = ["SaveMemory"]
+
+Allocate = Callable[[int], Bytes1D]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,14 +48,31 @@ class SaveMemory:
     parts: list[FilePart] = field(default_factory=list)
     planned: PlannedSave | None = None
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
+    _buffer_is_fast: bool = False
+    _windows: Buffers | None = None
+    _windows_are: tuple[int, bool] = (0, False)
 
-    def snapshot_buffer(self, nbytes: int) -> Bytes1D:
+    def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.
+
+        Args:
+            nbytes: How much.
+            allocate: Makes memory that copies from devices are fast with; None if there are none.
 
         Raises:
             MemoryError: there is not so much.
         """
-        if len(self._buffer) < nbytes:
+        fast = allocate is not None
+        if len(self._buffer) < nbytes or (fast and not self._buffer_is_fast):
             self._buffer = np.empty(0, np.uint8)  # first of all make room
-            self._buffer = fresh_pages(nbytes, inherited=False)
+            self._buffer = allocate(nbytes) if allocate is not None else fresh_pages(nbytes, inherited=False)
+            self._buffer_is_fast = fast
         return self._buffer[:nbytes]
+
+    def window_buffers(self, count: int, allocate: Allocate | None = None) -> Buffers:
+        """Buffers for ``count`` windows, the same again if they will do; ``allocate`` as for a snapshot."""
+        wanted = count, allocate is not None
+        if self._windows is None or self._windows_are != wanted:
+            self._windows = Buffers(count, allocate or fresh_pages)
+            self._windows_are = wanted
+        return self._windows

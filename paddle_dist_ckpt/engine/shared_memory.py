@@ -109,12 +109,12 @@ def _find(targets: Targets, rows: IntArray, on_device: bool) -> list[SharedMemor
 
 
 def _stand_ins(targets: Targets, rows: Sequence[int], offsets: IntArray, nbytes: int) -> list[Array]:
-    """Arrays that lie in a stretch of host memory as these rows lie in a device's."""
+    """Arrays that lie in a stretch of host memory as these rows lie in a device's, where no stride is negative."""
     stretch = np.zeros(nbytes, np.uint8)
     found = []
     for row, offset in zip(rows, offsets.tolist(), strict=True):
         geometry, piece = targets.cells[targets.cell[row]]
-        found.append(np.ndarray(piece.box.shape, geometry.dtype.raw, stretch.data, offset))
+        found.append(np.ndarray(piece.box.shape, geometry.dtype.raw, stretch.data, offset, piece.strides))
     return found
 
 

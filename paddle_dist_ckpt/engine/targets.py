@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, whole
 from ..core.columns import IntArray
-from ..core.device_memory import DeviceArray
+from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
 from ..core.memory import address_of, array_at
 from ..core.paths import plain_key
@@ -236,14 +237,15 @@ class Targets:
         owner = self._wishes.tensors.owners[self._owner[row]]
         if geometry.on_device:
             data = self._adapter.device_bytes(owner)
-            return DeviceArray(data, int(self._address[row]) - data.base, piece.box.shape, geometry.dtype.raw)
+            start = int(self._address[row]) - data.base
+            return DeviceArray(data, start, piece.box.shape, piece.strides, geometry.dtype.raw)
         return array_at(int(self._address[row]), piece.box.shape, piece.strides, geometry.dtype.raw, owner)
 
     @property
     def addresses(self) -> IntArray:
         """Where each row's data go, ``[rows]``."""
         addresses = self._address.copy()
-        for row, buffer in self._buffers.items():
+        for row, buffer in list(self._buffers.items()):  # other threads displace some
             addresses[row] = address_of(buffer)
         return addresses
 
@@ -260,31 +262,39 @@ class Targets:
 
     def device_groups(self, rows: IntArray, most: int) -> list[IntArray]:
         """Those of some rows that go to a device, in groups of at most ``most`` bytes each (or one row)."""
-        groups: list[IntArray] = []
-        sizes = np.array([piece.box.size * geometry.dtype.itemsize for geometry, piece in self.cells], np.int64)
-        group: list[int] = []
-        room = most
-        for row in rows[self.on_device[rows] & ~self.staged[rows]].tolist():
-            nbytes = int(sizes[self.cell[row]])
-            if group and nbytes > room:
-                groups.append(np.array(group, np.int64))
-                group, room = [], most
-            group.append(row)
+        rows = rows[self.on_device[rows] & ~self.staged[rows]]
+        groups: list[list[int]] = []
+        room = 0
+        for row, nbytes in zip(rows.tolist(), self.sizes(rows).tolist(), strict=True):
+            if not groups or nbytes > room:
+                groups.append([])
+                room = most
+            groups[-1].append(row)
             room -= nbytes
-        return [*groups, np.array(group, np.int64)] if group else groups
+        return [np.array(group, np.int64) for group in groups]
 
-    def open_buffers(self, rows: IntArray) -> None:
-        """Let rows be read to buffers in host memory, until :meth:`flush`."""
-        for row in rows.tolist():
-            geometry, piece = self.cells[self.cell[row]]
-            self._buffers[row] = np.empty(piece.box.shape, geometry.dtype.raw)
+    def sizes(self, rows: IntArray) -> IntArray:
+        """Bytes of some rows."""
+        return self._cell_bytes[self.cell[rows]]
 
-    def flush(self, rows: IntArray) -> None:
-        """Copy the buffers of rows to the device, and drop them."""
-        for row in rows.tolist():
-            memory = self.memory(row)
-            assert isinstance(memory, DeviceArray)
-            memory.write(self._buffers.pop(row))
+    @cached_property
+    def _cell_bytes(self) -> IntArray:
+        return np.array([piece.box.size * geometry.dtype.itemsize for geometry, piece in self.cells], np.int64)
+
+    def place(self, row: int, memory: npt.NDArray[np.uint8]) -> None:
+        """Let a row be filled in host memory for the time being."""
+        geometry, piece = self.cells[self.cell[row]]
+        self._buffers[row] = memory.view(geometry.dtype.raw).reshape(piece.box.shape)
+
+    def displace(self, row: int) -> Array:
+        """Undo :meth:`place`; returns what is there."""
+        return self._buffers.pop(row)
+
+    def device_memory(self, row: int) -> DeviceArray:
+        """The memory of a row that is on a device."""
+        memory = self.memory(row)
+        assert isinstance(memory, DeviceArray)
+        return memory
 
     def values(self) -> Mapping[str, bytes]:
         """The values that were stored as entries, after they are read: JSON by path."""
@@ -342,17 +352,17 @@ class Targets:
         self.shared = agreeing
         return problems
 
-    def finish(self) -> None:
+    def finish(self, copies: Copies) -> None:
         """Fill what is not filled from files: shared memory from buffers, addends of zero."""
         for shared in self.shared:
             shared.fill()
             for row, filled in zip(shared.rows, shared.memories, strict=True):
-                memory = self.memory(row)
-                if isinstance(memory, DeviceArray):
-                    memory.write(filled)
+                if self.on_device[row]:
+                    self.device_memory(row).write(np.ascontiguousarray(filled), copies)
+                    copies.mark().wait()
         for array in self.zeros:
             if isinstance(array, DeviceArray):
-                array.clear()
+                array.clear(copies)
             else:
                 array[...] = 0
 

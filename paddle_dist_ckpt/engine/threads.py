@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 __all__ = ["at_exit", "io_threads", "lower_priority", "run_all"]
@@ -45,24 +45,30 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
     """Run the tasks, several at a time. The first that fails ends the rest, and its exception is raised.
 
     Args:
-        tasks: What to run.
+        tasks: What to run. Each is taken, by one thread at a time, when a thread is free to run it, and is run then.
         threads: How many threads.
         check: Called between tasks; may raise to stop them.
     """
+    iterator = iter(tasks)
+    lock, failures = threading.Lock(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            while not failures:
+                with lock:
+                    check()
+                    task = next(iterator, None)
+                if task is None:
+                    return
+                task()
+        except BaseException as error:
+            failures.append(error)
+
     if threads == 1 or at_exit():
-        for task in tasks:
-            check()
-            task()
-        return
-
-    def checked(task: Callable[[], None]) -> None:
-        check()
-        task()
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="paddle_dist_ckpt") as pool:
-        futures: list[Future[None]] = [pool.submit(checked, task) for task in tasks]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        pool.shutdown(wait=True, cancel_futures=True)
-    for future in futures:
-        if not future.cancelled():
-            future.result()
+        work()
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="paddle_dist_ckpt") as pool:
+            for _ in range(threads):
+                pool.submit(work)
+    if failures:
+        raise failures[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..core.ports import Bytes1D, CollectiveWatch, Transport
 
@@ -15,12 +15,18 @@ class WatchedTransport:
     def __init__(self, inner: Transport, watch: CollectiveWatch) -> None:
         self._inner, self._watch = inner, watch
 
-    def broadcast(self, data: Bytes1D, source: int) -> None:
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """See :class:`..core.ports.Transport`."""
         with self._watch.waiting():
-            self._inner.broadcast(data, source)
+            self._inner.broadcast(data, source, most)
 
-    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
         """See :class:`..core.ports.Transport`."""
         with self._watch.waiting():
-            self._inner.scatter(parts, into, size, source)
+            self._inner.exchange(outgoing, incoming, senders, most)

@@ -1,20 +1,30 @@
 """Tensors in a device's memory, whatever device Paddle drives: copies of parts of them to the host and back.
 
-A part of a contiguous tensor is a view of it, which needs no kernel, and Paddle copies a view into host memory
-that is given, without any other memory. Such a copy waits for what was queued on the device's stream, and lets other
-threads run meanwhile.
+Copies go on a stream of their own, which first waits for what the stream of computations has to do. A part of a tensor
+is a view of it, which needs no kernel, and Paddle copies a view into host memory that is given, without any other
+memory. To wait for a stream by its own functions would hold Python's lock meanwhile, so events are asked instead.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import paddle
+from paddle.base.framework import _dygraph_place_guard as _place_guard
 
-__all__ = ["TensorBytes", "has_devices", "host_tensor", "is_on_device"]
+from ..core.memory import fresh_pages
+from .pinned import pinned_memory
 
+__all__ = ["DeviceCopies", "TensorBytes", "has_devices", "host_memory", "host_tensor", "is_on_device"]
+
+_LEAST_WAIT, _MOST_WAIT = 20e-6, 500e-6
 Bytes1D = npt.NDArray[np.uint8]
 
 
@@ -32,36 +42,135 @@ def is_on_device(tensor: Any) -> bool:
     if not tensor._is_initialized():
         return False
     place = tensor.place
-    return not (place.is_cpu_place() or place.is_cuda_pinned_place())
+    pinned = place.is_cuda_pinned_place() or getattr(place, "is_xpu_pinned_place", bool)()
+    return not (place.is_cpu_place() or pinned)
 
 
 class TensorBytes:
-    """The memory of a contiguous plain tensor. Implements :class:`..core.device_memory.DeviceBytes`.
+    """The memory of a plain tensor, from its first element to its last one.
+
+    Implements :class:`..core.device_memory.DeviceBytes`.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor; its strides are not negative.
     """
 
     def __init__(self, tensor: Any) -> None:
         self.base = int(tensor.data_ptr())
+        self.place = tensor.place
         self._itemsize, self._dtype = int(tensor.element_size()), tensor.dtype
         with paddle.no_grad():  # not as bytes: of a view that does not start where its memory does, Paddle errs there
-            self._items = tensor.detach().view([-1]) if tensor.shape else tensor.detach().unsqueeze(0)
+            tensor = tensor.detach()
+            if not tensor.is_contiguous():
+                span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
+                self._items = paddle.as_strided(tensor, [span], [1], tensor.offset)
+            else:
+                self._items = tensor.view([-1]) if tensor.shape else tensor.unsqueeze(0)
 
-    def read(self, start: int, into: Bytes1D) -> None:
-        """See :class:`..core.device_memory.DeviceBytes`."""
-        with paddle.no_grad():
-            host_tensor(into).view(self._dtype).copy_(self._part(start, len(into)), True)
-
-    def write(self, start: int, data: Bytes1D) -> None:
-        """See :class:`..core.device_memory.DeviceBytes`."""
-        with paddle.no_grad():
-            self._part(start, len(data)).copy_(host_tensor(data).view(self._dtype), True)
-
-    def _part(self, start: int, nbytes: int) -> Any:
+    def part(self, start: int, nbytes: int) -> Any:
+        """The items in these bytes, as a tensor."""
         return self._items._slice(start // self._itemsize, (start + nbytes) // self._itemsize)
+
+    def alike(self, data: Bytes1D) -> Any:
+        """Host memory as a tensor of the same type, without a copy. It must be writable."""
+        return host_tensor(data).view(self._dtype)
+
+
+class DeviceCopies:
+    """A queue of copies, on a stream of its own for each device. Implements :class:`..core.device_memory.Copies`.
+
+    Its memory is that of :class:`TensorBytes`. A device for which Paddle has no streams makes each copy at once.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Any] = {}
+        self._in_use: list[Any] = []  # tensors, which must not be freed before they are copied
+
+    def read(self, memory: Any, start: int, into: Bytes1D) -> None:
+        """See :class:`..core.device_memory.Copies`."""
+        self._copy(memory.alike(into), memory.part(start, len(into)), memory.place)
+
+    def write(self, memory: Any, start: int, data: Bytes1D) -> None:
+        """See :class:`..core.device_memory.Copies`."""
+        self._copy(memory.part(start, len(data)), memory.alike(data), memory.place)
+
+    def mark(self) -> _Marks:
+        """See :class:`..core.device_memory.Copies`."""
+        with _current_stream:
+            events = [_recorded(stream, device) for device, stream in self._streams.items() if stream is not None]
+            in_use, self._in_use = self._in_use, []
+        return _Marks(events, in_use)
+
+    def _copy(self, target: Any, source: Any, place: Any) -> None:
+        with paddle.no_grad(), self._on_stream(_name_of(place)) as stream:
+            target.copy_(source, stream is None)
+            self._in_use += (target, source)
+
+    @contextmanager
+    def _on_stream(self, device: str) -> Iterator[Any]:
+        """Let copies be queued on the stream of this queue. It is set for all threads, so only one may be in here."""
+        with _current_stream:
+            if device not in self._streams:
+                self._streams[device] = stream = _stream_for_copies(device)
+                if stream is not None:
+                    stream.wait_event(_recorded(paddle.device.current_stream(device), device))
+            stream = self._streams[device]
+            if stream is None:
+                yield None
+                return
+            with paddle.device.stream_guard(stream):
+                yield stream
+
+
+class _Marks:
+    """A point on each of some streams. Implements :class:`..core.device_memory.Mark`."""
+
+    def __init__(self, events: list[Any], in_use: list[Any]) -> None:
+        self._events, self._in_use = events, in_use
+
+    def wait(self) -> None:
+        """See :class:`..core.device_memory.Mark`."""
+        pause = _LEAST_WAIT
+        for event in self._events:
+            while not event.query():
+                time.sleep(pause)
+                pause = min(2 * pause, _MOST_WAIT)
+        self._in_use = []
+
+
+_current_stream = threading.Lock()
+
+
+@cache
+def _stream_for_copies(device: str) -> Any:
+    """A stream that nothing but copies of this library goes on; None for a device that has no streams."""
+    try:
+        return paddle.device.Stream(device)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return None
+
+
+def _recorded(stream: Any, device: str) -> Any:
+    """A new event at the end of what a stream has to do."""
+    with _place_guard(paddle.device._convert_to_place(device)):  # events belong to the current device
+        event = paddle.device.Event()
+    event.record(stream)
+    return event
+
+
+def _name_of(place: Any) -> str:
+    """A device as Paddle's functions take it."""
+    if place.is_custom_place():
+        return f"{place.custom_device_type()}:{place.custom_device_id()}"
+    return f"gpu:{place.gpu_device_id()}" if place.is_gpu_place() else f"xpu:{place.xpu_device_id()}"
 
 
 def host_tensor(data: Bytes1D) -> Any:
     """Host memory as a tensor, without a copy. It must be writable."""
     return paddle.utils.dlpack.from_dlpack(data.__dlpack__())
+
+
+def host_memory(nbytes: int) -> Bytes1D:
+    """Host memory for copies from and to devices, pinned where the device has that; its content is arbitrary."""
+    pinned = pinned_memory(nbytes)
+    return fresh_pages(nbytes, inherited=False) if pinned is None else pinned

@@ -1,4 +1,4 @@
-"""Paddle's process groups as the engine sees them: a control hub made once per group, and a transport over it."""
+"""Paddle's process groups as the engine sees them: a control hub made once per group, and transports over it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,23 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import paddle
 import paddle.distributed as dist
 from paddle.base import core
-from paddle.base.framework import _current_expected_place as _current_place
-from paddle.base.framework import _dygraph_place_guard as _place_guard
 from paddle.distributed.communication.group import Group
 
 from ..control import SoloHub, ZmqHub
 from ..control.no_transport import NoTransport
-from ..core.memory import address_of, copy_bytes
-from ..core.ports import Bytes1D, ControlHub, Transport
-from ..errors import CheckpointError
-from .device import TensorBytes, host_tensor
+from ..core.ports import ControlHub, Transport
+from .host_group import host_group
+from .transport import PaddleTransport, takes_host_memory
 
-__all__ = ["PaddleTransport", "Ranks", "connect"]
+__all__ = ["Ranks", "connect"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
-_SCATTER_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
-_STAGED_BYTES = 32 << 20  # on the device
-_LEAST_SCATTER = 256 << 10  # of one rank's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +32,15 @@ class Ranks:
     Attributes:
         rank: This process's global rank.
         hub: For control messages.
-        transport: For bulk data.
+        transport: For bulk data, by the group's own collectives.
+        host_transport: For bulk data that are to stay in host memory.
         memory: Whatever the caller wants to keep with the connection.
     """
 
     rank: int
     hub: ControlHub
     transport: Transport
+    host_transport: Transport
     memory: dict[str, Any] = field(default_factory=dict)
 
 
@@ -103,16 +95,22 @@ def _warn_if_launched() -> None:
 @functools.lru_cache(maxsize=1)
 def _alone(pid: int, rank: int) -> Ranks:
     """A rank that works alone. A process that was forked from another begins anew."""
-    return Ranks(rank, SoloHub(rank), NoTransport())
+    return Ranks(rank, SoloHub(rank), NoTransport(), NoTransport())
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept with a group: its transport, and for each coordinator the connection and the attempts at it."""
+    """What is kept with a group: its transports, and for each coordinator the connection and the attempts at it."""
 
     transport: PaddleTransport
+    host_transport: PaddleTransport
     connections: dict[int, Ranks] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+
+    def abandon(self) -> None:
+        """A collective was given up, by one transport or the other."""
+        self.transport.abandon()
+        self.host_transport.abandon()
 
 
 def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
@@ -121,7 +119,10 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
         return _alone(os.getpid(), rank)
     kept: _Kept | None = group.__dict__.get(_ATTRIBUTE)
     if kept is None:
-        kept = group.__dict__[_ATTRIBUTE] = _Kept(PaddleTransport(group))
+        kept = _Kept(PaddleTransport(lambda: group), PaddleTransport(lambda: host_group(group)))
+        if takes_host_memory(group):
+            kept.host_transport = kept.transport
+        group.__dict__[_ATTRIBUTE] = kept
     if coordinator not in kept.connections:
         attempts = kept.attempts.get(coordinator, 0)
         kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
@@ -134,9 +135,9 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
             bind_host=_own_host(),
             bootstrap_timeout=timeout,
             opened=attempts,
-            on_abandon=kept.transport.abandon,
+            on_abandon=kept.abandon,
         )
-        kept.connections[coordinator] = Ranks(rank, hub, kept.transport)
+        kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport)
     return kept.connections[coordinator]
 
 
@@ -167,118 +168,3 @@ class _PaddleStore:
                 raise TimeoutError(key)
             time.sleep(self._POLL_SECONDS)
         return bytes.fromhex(self._store.get(key).decode())
-
-
-class PaddleTransport:
-    """Bulk data over a Paddle process group. See :class:`..core.ports.Transport`.
-
-    To a CPU group's collectives numpy memory is handed as it is. Those of other backends take tensors on their device
-    only: the data go there and back in parts of bounded size.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._broken = False
-        self._on_host = _takes_host_memory(group)
-        self._place = _current_place()
-
-    def abandon(self) -> None:
-        """A collective was given up while it hung: the communicator cannot be used any more."""
-        self._broken = True
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        if self._broken:
-            raise CheckpointError(
-                "an earlier collective of this process group failed or hung, so its ranks are out of step and its "
-                "communicator cannot be used any more; restart the job"
-            )
-        try:
-            yield
-        except BaseException:
-            self._broken = True
-            raise
-
-    def broadcast(self, data: Bytes1D, source: int) -> None:
-        """See :class:`..core.ports.Transport`."""
-        with self._operation():
-            if self._on_host:
-                with _receiving(data if data.flags.writeable else data.copy()) as tensor:
-                    dist.broadcast(tensor, source, self._group)
-                return
-            for start in range(0, data.size, _STAGED_BYTES):
-                part = data[start : start + _STAGED_BYTES]
-                staged = self._device_tensor(part.size)
-                if self._group.rank == self._group.get_group_rank(source):
-                    TensorBytes(staged).write(0, part if part.flags.writeable else part.copy())
-                dist.broadcast(staged, source, self._group)
-                if self._group.rank != self._group.get_group_rank(source):
-                    TensorBytes(staged).read(0, part)
-
-    def scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
-        """See :class:`..core.ports.Transport`."""
-        step = max(_LEAST_SCATTER, _SCATTER_BYTES // self._group.nranks)
-        scatter = self._scatter if self._on_host else self._send
-        with self._operation():
-            for start in range(0, size, step):
-                stop = min(start + step, size)
-                window = {rank: part[start:stop] for rank, part in parts.items()}
-                scatter(window, into[start:stop], stop - start, source)
-
-    def _device_tensor(self, nbytes: int) -> Any:
-        """New memory on the device that this rank had chosen when the group was first used."""
-        with _place_guard(self._place):
-            return paddle.empty([nbytes], dtype="uint8")
-
-    def _send(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
-        """Send each part by itself, for a device's group."""
-        me, root = self._group.rank, self._group.get_group_rank(source)
-        operations = []
-        staged = self._device_tensor(max(1, into.size))
-        if me == root:
-            for destination, part in sorted(parts.items()):
-                if not part.size:
-                    continue
-                outgoing = self._device_tensor(part.size)
-                TensorBytes(outgoing).write(0, np.ascontiguousarray(part) if part.flags.writeable else part.copy())
-                if self._group.get_group_rank(destination) == me:
-                    into[: part.size] = part
-                else:
-                    operations.append(dist.P2POp(dist.isend, outgoing, destination, self._group))
-        elif into.size:
-            operations.append(dist.P2POp(dist.irecv, staged, source, self._group))
-        for task in dist.batch_isend_irecv(operations) if operations else ():
-            task.wait()
-        if me != root and into.size:
-            TensorBytes(staged).read(0, into)
-
-    def _scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
-        received = into if into.size == size else np.empty(size, np.uint8)
-        with _receiving(received) as tensor:
-            dist.scatter(tensor, self._outgoing(parts, size, source), source, self._group)
-        if received is not into:
-            into[:] = received[: into.size]
-
-    def _outgoing(self, parts: Mapping[int, Bytes1D], size: int, source: int) -> Any:
-        """On the source, all parts behind each other in the group's order, each in ``size`` bytes."""
-        if self._group.rank != self._group.get_group_rank(source):
-            return None
-        data = np.empty(size * self._group.nranks, np.uint8)
-        for destination, part in parts.items():
-            start = self._group.get_group_rank(destination) * size
-            data[start : start + part.size] = part
-        return host_tensor(data)
-
-
-@contextmanager
-def _receiving(data: Bytes1D) -> Iterator[Any]:
-    """A tensor over numpy memory, or over a copy, as Paddle 2.6 makes one; then what it received is written back."""
-    tensor = host_tensor(data)
-    yield tensor
-    if data.size and tensor.data_ptr() != address_of(data):
-        copy_bytes(address_of(data), tensor.data_ptr(), data.size)
-
-
-def _takes_host_memory(group: Any) -> bool:
-    """Whether a group's collectives take tensors in host memory."""
-    return "gloo" in str(getattr(group, "backend", "gloo")).lower()

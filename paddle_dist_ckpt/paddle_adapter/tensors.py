@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 
 from ..core.box import Box, cut_flat_range, whole
+from ..core.device_memory import contiguous_strides
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.paths import plain_key
 from ..core.shards import Kind
@@ -23,7 +24,7 @@ from ..core.stateful import ObjectKind, state_of
 from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from . import objects
-from .device import TensorBytes, has_devices, is_on_device
+from .device import Bytes1D, DeviceCopies, TensorBytes, has_devices, host_memory, is_on_device
 from .placement import (
     IS_PADDLE_2_6,
     layout_of,
@@ -178,27 +179,31 @@ class PaddleAdapter:
         local = value[0] if isinstance(value, tuple) else value
         return TensorBytes(local._local_value() if local.is_dist() else local)
 
-    def _placed(self, geometry: Geometry, on_device: bool, key: str) -> Geometry:
-        """The geometry on the device; there it must be contiguous."""
+    def copies(self) -> DeviceCopies:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return DeviceCopies()
+
+    def host_memory(self, nbytes: int) -> Bytes1D:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return host_memory(nbytes)
+
+    def _placed(self, geometry: Geometry, starts: Sequence[int], on_device: bool) -> Geometry:
+        """The geometry, on the device if it is there, with large pieces cut. Each piece starts at one of ``starts``."""
         if not on_device or not geometry.pieces:
             return geometry
-        if any(piece.strides is not None for piece in geometry.pieces):
-            raise UnsupportedValueError(
-                f"{key}: is not contiguous, on a device; use contiguous() before it is saved or loaded"
-            )
         pieces: list[Piece] = []
-        starts: list[int] = []
-        start = 0
-        most = max(1, (self._piece_bytes or 1 << 62) // geometry.dtype.itemsize)
-        for box, _ in geometry.pieces:
+        cut_starts: list[int] = []
+        itemsize = geometry.dtype.itemsize
+        most = max(1, (self._piece_bytes or 1 << 62) // itemsize)
+        for (box, strides), start in zip(geometry.pieces, starts, strict=True):
+            steps = contiguous_strides(box.shape, itemsize) if strides is None else strides
             for low in range(0, max(1, box.size), most):
                 for part in cut_flat_range(box.shape, low, min(low + most, box.size)) or [whole(box.shape)]:
                     moved = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
-                    pieces.append(Piece(Box(moved, part.shape)))
-                    starts.append(start)
-                    start += part.size * geometry.dtype.itemsize
+                    pieces.append(Piece(Box(moved, part.shape), strides))
+                    cut_starts.append(start + sum(map(operator.mul, part.offset, steps)))
         placed = dataclasses.replace(geometry, pieces=tuple(pieces), on_device=True)
-        self._starts[id(placed)] = tuple(starts)
+        self._starts[id(placed)] = tuple(cut_starts)
         return placed
 
     def _view_part(self, weight: Any, path: str) -> TensorView:
@@ -214,7 +219,7 @@ class PaddleAdapter:
         known = self._sharded.get((layout, dtype, on_device))
         if known is None:
             geometry, starts = layout.geometry(dtype, key)
-            placed = self._placed(geometry, on_device, key)
+            placed = self._placed(geometry, starts, on_device)
             known = placed, self._starts.get(id(placed), starts)
             self._sharded[layout, dtype, on_device] = known
         geometry, starts = known
@@ -233,7 +238,7 @@ class PaddleAdapter:
                 self._last = known
                 return known
         make, key = self._dist_geometry if is_dist else self._plain_geometry, plain_key(path)
-        geometry = self._placed(make(value, shape, self._dtype(dtype, key), key), on_device, key)
+        geometry = self._placed(make(value, shape, self._dtype(dtype, key), key), (0,), on_device)
         local, placements, mesh = None, None, None
         if is_dist:
             local, placements, mesh = local_shape(value), placement_texts(value), copy.copy(value.process_mesh)

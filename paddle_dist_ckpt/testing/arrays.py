@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
-from ..core.device_memory import DeviceBytes
+from ..core.device_memory import Copies, DeviceBytes
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
-from ..core.memory import address_of
+from ..core.memory import address_of, fresh_pages
 from ..core.shards import Kind
 from ..core.stateful import ObjectKind, set_state, state_of
 from ..core.tensors import Geometry, Piece, Reduction, TensorView, is_native_array, view_of_array
@@ -74,6 +74,25 @@ def _outline(value: Any) -> tuple[Any, ...]:
     return (*memory, value.shape, value.dtype.name, tuple(value.boxes), value.plain, value.reduction)
 
 
+class _NoCopies:
+    """An empty queue of copies. Implements :class:`..core.device_memory.Copies`, and its mark."""
+
+    def read(self, memory: DeviceBytes, start: int, into: npt.NDArray[np.uint8]) -> None:
+        """See :class:`..core.device_memory.Copies`."""
+        raise AssertionError("numpy's arrays are on no device")
+
+    def write(self, memory: DeviceBytes, start: int, data: npt.NDArray[np.uint8]) -> None:
+        """See :class:`..core.device_memory.Copies`."""
+        raise AssertionError("numpy's arrays are on no device")
+
+    def mark(self) -> _NoCopies:
+        """See :class:`..core.device_memory.Copies`."""
+        return self
+
+    def wait(self) -> None:
+        """See :class:`..core.device_memory.Mark`."""
+
+
 class NumpyAdapter:
     """Makes :class:`ShardedArray` and numpy arrays accessible to the engine."""
 
@@ -94,6 +113,14 @@ class NumpyAdapter:
     def device_bytes(self, value: Any) -> DeviceBytes:
         """See :class:`..core.tensors.TensorAdapter`."""
         raise AssertionError("numpy's arrays are on no device")
+
+    def copies(self) -> Copies:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return _NoCopies()
+
+    def host_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return fresh_pages(nbytes, inherited=False)
 
     def parameters(self, value: Any) -> list[int]:
         """See :class:`..core.tensors.TensorAdapter`."""

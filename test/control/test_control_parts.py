@@ -154,44 +154,44 @@ def test_only_bytes_are_sent() -> None:
         session.gather_scatter("r", lambda: bytearray(1), lambda parts: parts)  # type: ignore[arg-type, return-value]
 
 
-NOTHING = np.zeros(0, np.uint8)
+MOST = 1 << 20
 
 
 def test_transport_keeps_order_and_copies() -> None:
     world = InProcessWorld(3)
     first, second, third = (world.transport(rank) for rank in (0, 1, 2))
     data = np.arange(4, dtype=np.uint8)
-    first.scatter({1: data, 2: data[:1]}, NOTHING, 4, 0)
+    first.exchange({1: data, 2: data[:1]}, {}, [(0, 4)], MOST)
     data[:] = 9
-    first.broadcast(data, 0)
+    first.broadcast(data, 0, MOST)
     found = [np.zeros(4, np.uint8), np.zeros(4, np.uint8)]
     receiver: Transport = second
-    receiver.scatter({}, found[0], 4, 0)
-    receiver.broadcast(found[1], 0)
+    receiver.exchange({}, {0: found[0]}, [(0, 4)], MOST)
+    receiver.broadcast(found[1], 0, MOST)
     assert [list(each) for each in found] == [[0, 1, 2, 3], [9, 9, 9, 9]]
     small = np.full(1, 7, np.uint8)
-    third.scatter({}, small, 4, 0)
+    third.exchange({}, {0: small}, [(0, 4)], MOST)
     assert list(small) == [0]
 
 
 def test_transport_checks_sizes() -> None:
     world = InProcessWorld(2)
-    world.transport(0).scatter({1: np.zeros(3, np.uint8)}, NOTHING, 3, 0)
+    world.transport(0).exchange({1: np.zeros(3, np.uint8)}, {}, [(0, 3)], MOST)
     with pytest.raises(CheckpointError, match="rank 1 expected 4 bytes from rank 0, which sent 3"):
-        world.transport(1).scatter({}, np.zeros(4, np.uint8), 4, 0)
+        world.transport(1).exchange({}, {0: np.zeros(4, np.uint8)}, [(0, 4)], MOST)
     with pytest.raises(CheckpointError, match="rank 0 sends 3 bytes to rank 1 where 2 were agreed"):
-        world.transport(0).scatter({1: np.zeros(3, np.uint8)}, NOTHING, 2, 0)
+        world.transport(0).exchange({1: np.zeros(3, np.uint8)}, {}, [(0, 2)], MOST)
 
 
 def test_an_abandoned_transport_raises() -> None:
     transport = InProcessWorld(2).transport(1)
     with ThreadPoolExecutor(1) as pool:
-        blocked = pool.submit(transport.broadcast, np.zeros(1, np.uint8), 0)
+        blocked = pool.submit(transport.broadcast, np.zeros(1, np.uint8), 0, MOST)
         transport.abandon()
         with pytest.raises(CheckpointError, match="abandoned"):
             blocked.result(5)
     with pytest.raises(CheckpointError, match="abandoned"):
-        transport.broadcast(np.zeros(1, np.uint8), 1)
+        transport.broadcast(np.zeros(1, np.uint8), 1, MOST)
 
 
 @pytest.mark.parametrize("muted", [0, 2])

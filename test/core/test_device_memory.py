@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,23 +11,52 @@ import pytest
 from paddle_dist_ckpt.core import device_memory
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.device_memory import DeviceArray
+from paddle_dist_ckpt.core.dtypes import dtype_named
+from paddle_dist_ckpt.core.memory import address_of
+
+ITEM = np.dtype("<u4")
 
 
 class FakeDevice:
-    """Memory that counts what is copied."""
+    """Memory, and a queue of copies from and to it, which are made when somebody waits."""
 
     base = 1000
 
     def __init__(self, data: np.ndarray) -> None:
         self.data = data.copy().view(np.uint8).reshape(-1)
         self.copied = 0
+        self.queue: list[Callable[[], None]] = []
 
-    def read(self, start: int, into: np.ndarray) -> None:
-        into[...] = self.data[start : start + len(into)]
+    def read(self, memory: FakeDevice, start: int, into: np.ndarray) -> None:
+        assert memory is self
+        self.queue.append(lambda: np.copyto(into, self.data[start : start + len(into)]))
         self.copied += len(into)
 
-    def write(self, start: int, data: np.ndarray) -> None:
-        self.data[start : start + len(data)] = data
+    def write(self, memory: FakeDevice, start: int, data: np.ndarray) -> None:
+        assert memory is self
+        self.queue.append(lambda: np.copyto(self.data[start : start + len(data)], data))
+
+    def mark(self) -> FakeDevice:
+        return self
+
+    def wait(self) -> None:
+        while self.queue:
+            self.queue.pop(0)()
+
+
+def drawn(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray]:
+    """A device, an array there that may be transposed and have gaps, and the same array on the host."""
+    shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(0, 4)))
+    steps = [draw.choice([1, 1, 2]) for _ in shape]
+    padded = tuple(n * step for n, step in zip(shape, steps, strict=True))
+    whole = np.arange(3, 3 + int(np.prod(padded)), dtype=ITEM)
+    device = FakeDevice(np.concatenate([np.zeros(3, ITEM), whole]))
+    memory = device.data[12:].view(ITEM).reshape(padded)
+    order = draw.sample(range(len(shape)), len(shape))
+    index = tuple(slice(None, None, step) for step in steps)
+    array = memory[(*index, ...)].transpose(order)
+    start = 12 + address_of(array) - address_of(memory)
+    return device, DeviceArray(device, start, array.shape, array.strides, ITEM), array
 
 
 @pytest.mark.parametrize("span", [16, 200, 4 << 20])
@@ -34,34 +64,64 @@ def test_any_range_of_any_box(monkeypatch: pytest.MonkeyPatch, span: int) -> Non
     monkeypatch.setattr(device_memory, "_SPAN_BYTES", span)
     for seed in range(300):
         draw = random.Random(seed)
-        shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(0, 4)))
-        whole = np.arange(int(np.prod(shape)), dtype="<u4").reshape(shape)
-        device = FakeDevice(np.concatenate([np.zeros(3, "<u4"), whole.reshape(-1)]))
-        array = DeviceArray(device, 12, shape, np.dtype("<u4"))
-        corners = [sorted(draw.sample(range(n + 1), 2)) for n in shape]
+        device, array, whole = drawn(draw)
+        corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.shape]
         part = array.part(Box(tuple(a for a, _ in corners), tuple(b - a for a, b in corners)))
-        expected = whole[tuple(slice(a, b) for a, b in corners)]
+        expected = np.array(whole[(*(slice(a, b) for a, b in corners), ...)])
         assert (part.shape, part.nbytes, part.itemsize) == (expected.shape, expected.nbytes, 4)
-        assert np.array_equal(part.to_host(), expected)
+        assert np.array_equal(part.to_host(device), expected)
         low, high = sorted(draw.choices(range(expected.size + 1), k=2))
         into = np.full((high - low) * 4, 255, np.uint8)
-        part.read(low * 4, high * 4, into)
-        assert np.array_equal(into.view("<u4"), expected.reshape(-1)[low:high])
+        part.read(low * 4, high * 4, into, device)
+        assert np.array_equal(into.view(ITEM), expected.reshape(-1)[low:high])
+
+
+@pytest.mark.parametrize("span", [16, 200, 4 << 20])
+def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
+    monkeypatch.setattr(device_memory, "_SPAN_BYTES", span)
+    for seed in range(300):
+        draw = random.Random(seed)
+        device, array, whole = drawn(draw)
+        corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.shape]
+        part = array.part(Box(tuple(a for a, _ in corners), tuple(b - a for a, b in corners)))
+        index = (*(slice(a, b) for a, b in corners), ...)
+        expected = device.data.copy()
+        view = np.ndarray(whole.shape, ITEM, expected.data, address_of(whole) - address_of(device.data), whole.strides)
+        view[index] = np.arange(1000, 1000 + part.nbytes // 4, dtype=ITEM).reshape(part.shape)
+        part.write(np.array(view[index]), device)
+        device.wait()
+        assert device.data.tobytes() == expected.tobytes()
+        view[index] = 0
+        part.clear(device)
+        assert device.data.tobytes() == expected.tobytes()
+
+
+def test_what_is_contiguous_is_queued_and_the_rest_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(np.arange(64, dtype=ITEM))
+    array = DeviceArray(device, 0, (8, 8), None, ITEM)
+    into = np.zeros(64, np.uint8)
+    assert array.part(Box((2, 0), (2, 8))).begin_read(0, 64, into, device) is None
+    assert len(device.queue) == 1
+    assert not into.any(), "it is copied when the device comes to it"
+    device.wait()
+    assert into.view(ITEM).tolist() == list(range(16, 32))
+    rest = array.part(Box((0, 1), (2, 3))).begin_read(0, 24, into, device)
+    assert rest is not None
+    assert not device.queue
+    rest()
+    assert into[:24].view(ITEM).tolist() == [1, 2, 3, 9, 10, 11]
 
 
 def test_columns_are_read_with_little_around_them() -> None:
-    whole = np.arange(1 << 20, dtype="<u4").reshape(1 << 10, 1 << 10)
+    whole = np.arange(1 << 20, dtype=ITEM).reshape(1 << 10, 1 << 10)
     device = FakeDevice(whole)
-    array = DeviceArray(device, 0, whole.shape, np.dtype("<u4"))
-    assert np.array_equal(array.part(Box((0, 8), (1 << 10, 1000))).to_host(), whole[:, 8:1008])
+    array = DeviceArray(device, 0, whole.shape, None, ITEM)
+    assert np.array_equal(array.part(Box((0, 8), (1 << 10, 1000))).to_host(device), whole[:, 8:1008])
     assert device.copied <= whole.nbytes
 
 
-def test_what_is_contiguous_is_written_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "_SPAN_BYTES", 8)
-    device = FakeDevice(np.arange(12, dtype="<u4"))
-    rows = DeviceArray(device, 0, (4, 3), np.dtype("<u4")).part(Box((1, 0), (2, 3)))
-    rows.write(np.arange(50, 56, dtype="<u4").reshape(2, 3))
-    assert device.data.view("<u4").tolist() == [0, 1, 2, *range(50, 56), 9, 10, 11]
-    rows.clear()
-    assert device.data.view("<u4").tolist() == [0, 1, 2, *[0] * 6, 9, 10, 11]
+def test_large_items_and_no_items() -> None:
+    device = FakeDevice(np.arange(8, dtype=np.uint8).repeat(16))
+    array = DeviceArray(device, 0, (4, 2), None, dtype_named("complex128").raw)
+    assert array.part(Box((1, 1), (2, 1))).to_host(device).tobytes() == bytes([3] * 16 + [5] * 16)
+    assert array.part(Box((1, 1), (0, 1))).to_host(device).shape == (0, 1)

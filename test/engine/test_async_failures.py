@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from paddle_dist_ckpt.engine.contents import Tensors
 from paddle_dist_ckpt.engine.save_memory import SaveMemory
-from paddle_dist_ckpt.engine.writer import Tensors
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
 from test.engine.background import (
@@ -79,7 +79,7 @@ def broken_buffer(monkeypatch: pytest.MonkeyPatch, applies: Callable[[SaveMemory
     """There is no memory for the snapshots of some ranks."""
     original = SaveMemory.snapshot_buffer
 
-    def buffer(memory: SaveMemory, nbytes: int) -> Any:
+    def buffer(memory: SaveMemory, nbytes: int, allocate: Any = None) -> Any:
         if applies(memory):
             raise MemoryError("injected")
         return original(memory, nbytes)

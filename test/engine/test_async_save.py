@@ -21,8 +21,8 @@ import pytest
 
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.engine.contents import WINDOW_BYTES
 from paddle_dist_ckpt.engine.verify import verify_checkpoint
-from paddle_dist_ckpt.engine.writer import WINDOW_BYTES
 from paddle_dist_ckpt.formats import datafile
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
@@ -108,7 +108,7 @@ def check_rich(folder: Path, ranks: int) -> None:
 def test_what_was_there_at_the_call_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, bound: int | None
 ) -> None:
-    for name in ("file_save.WINDOW_BYTES", "writer.Tensors.window_bytes", "writer.Snapshot.window_bytes"):
+    for name in ("file_save.WINDOW_BYTES", "contents.Tensors.window_bytes", "contents.Snapshot.window_bytes"):
         monkeypatch.setattr(f"paddle_dist_ckpt.engine.{name}", 8192)
     gate = Gate()
     user = {"step": [1]}
@@ -177,7 +177,7 @@ def layout_of(folder: Path) -> dict[str, bytes]:
 def test_its_files_are_those_of_a_synchronous_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int | None, parts: bool
 ) -> None:
-    for name in ("file_save.WINDOW_BYTES", "writer.Tensors.window_bytes", "writer.Snapshot.window_bytes"):
+    for name in ("file_save.WINDOW_BYTES", "contents.Tensors.window_bytes", "contents.Snapshot.window_bytes"):
         monkeypatch.setattr(f"paddle_dist_ckpt.engine.{name}", 8192)
     if parts:
         split = datafile.split_in_parts

@@ -245,10 +245,10 @@ def test_replicas_on_several_hosts_are_read_once_and_broadcast(tmp_path: Path, m
     sent: list[int] = []
     broadcast = InProcessTransport.broadcast
 
-    def counted(self: InProcessTransport, data: Any, source: int) -> None:
+    def counted(self: InProcessTransport, data: Any, source: int, most: int) -> None:
         if source == self._rank:
             sent.append(len(data))
-        broadcast(self, data, source)
+        broadcast(self, data, source, most)
 
     monkeypatch.setattr(InProcessTransport, "broadcast", counted)
     states = [{"w": blank_like(array), "x": blank_like(other)} for _ in range(4)]

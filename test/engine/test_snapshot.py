@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from paddle_dist_ckpt.core.columns import pack_column
 from paddle_dist_ckpt.core.dtypes import dtype_named
 from paddle_dist_ckpt.core.memory import address_of, fresh_pages
 from paddle_dist_ckpt.core.metadata import FileInfo
-from paddle_dist_ckpt.engine import file_save, writer
+from paddle_dist_ckpt.engine import contents, file_save
+from paddle_dist_ckpt.engine.block_hashes import BlockHashes
+from paddle_dist_ckpt.engine.buffers import Buffers
+from paddle_dist_ckpt.engine.contents import Snapshot, Tensors
 from paddle_dist_ckpt.engine.file_save import FileSave, bytes_ahead
 from paddle_dist_ckpt.engine.part import Source
 from paddle_dist_ckpt.engine.save_memory import SaveMemory
-from paddle_dist_ckpt.engine.writer import Snapshot, Tensors
 from paddle_dist_ckpt.formats.datafile import FORMAT, DataFileInfo, Entries, EntryKind, FileTable, read_info
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -54,8 +57,8 @@ INFO = DataFileInfo(
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of two pages, so that small files have many."""
     monkeypatch.setattr(file_save, "WINDOW_BYTES", WINDOW)
-    for contents in (writer.Tensors, writer.Snapshot):
-        monkeypatch.setattr(contents, "window_bytes", WINDOW)
+    for kind in (contents.Tensors, contents.Snapshot):
+        monkeypatch.setattr(kind, "window_bytes", WINDOW)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class File:
         return [address_of(a) if a.flags.c_contiguous else a for a in self.arrays]
 
     def tensors(self, threads: int = 1) -> Tensors:
-        return Tensors(self.table, self.sources, threads)
+        return Tensors(self.table, self.sources, Buffers(threads), None)
 
     def digests(self) -> list[int]:
         """The digest of every block, entry by entry."""
@@ -210,31 +213,34 @@ def test_a_snapshot_is_copied_to_its_memory_and_no_further() -> None:
 
 @pytest.mark.parametrize("block_bytes", BLOCKS)
 @pytest.mark.parametrize("seed", range(6))
-def test_each_window_of_a_snapshot_hashes_the_blocks_that_begin_in_it(seed: int, block_bytes: int) -> None:
-    """So that every block is hashed once, in whatever order the windows are asked for."""
+def test_every_block_is_hashed_in_whatever_order_the_windows_are_opened(seed: int, block_bytes: int) -> None:
     file = file_of(random_sizes(seed), block_bytes)
-    first = min(file.table.nbytes // WINDOW // 2 * WINDOW, file.table.nbytes)
-    memory = page_memory(file.table.nbytes - first)
+    total = file.table.nbytes
+    first = min(total // WINDOW // 2 * WINDOW, total)
+    memory = page_memory(total - first)
     file.tensors().copy_to(memory, first)
-    snapshot = Snapshot(file.table, memory, first)
-    expected = dict(enumerate(file.digests()))
-    found: dict[int, int] = {}
-    for start in reversed(range(first, file.table.nbytes, WINDOW)):
-        stop = min(start + WINDOW, file.table.nbytes)
-        hashes = np.zeros(file.table.first_block[-1], np.uint64)
-        with snapshot.window(start, stop, hashes) as window:
-            assert window.tobytes() == file.data[start:stop]
-            assert address_of(window) % 4096 == 0, "else direct I/O is not possible"
-        for block in np.flatnonzero(hashes).tolist():
-            assert block not in found
-            found[block] = int(hashes[block])
-    assert found.items() <= expected.items()
-    starts = [
-        at
-        for low, high in zip(file.table.offsets, file.table.offsets[1:], strict=False)
-        for at in range(low, high, block_bytes)
-    ]
-    assert set(found) == {block for block, at in enumerate(starts) if at >= first}
+    hashes = BlockHashes(file.table)
+    count = -(-first // WINDOW)
+    ahead = Tensors(file.table, file.sources, Buffers(count), None).windows(range(first), hashes)
+    windows = [*ahead, *Snapshot(file.table, memory, first).windows(range(first, total), hashes)]
+    random.Random(seed).shuffle(windows)
+    for window in windows:
+        with window.data as data:
+            assert data[: window.stop - window.start].tobytes() == file.data[window.start : window.stop]
+            assert address_of(data) % 4096 == 0, "else direct I/O is not possible"
+    assert hashes.values.tolist() == file.digests()
+
+
+def test_threads_may_hash_parts_of_one_block_at_the_same_time() -> None:
+    file = file_of(bytes_of(40 * 4096 + 5), 64 * 4096)
+    for seed in range(20):
+        hashes = BlockHashes(file.table)
+        starts = list(range(0, file.table.nbytes, 4096))
+        random.Random(seed).shuffle(starts)
+        with ThreadPoolExecutor(4) as pool:
+            for start in starts:
+                pool.submit(hashes.add, 0, start, memoryview(file.data)[start : start + 4096])
+        assert hashes.values.tolist() == file.digests()
 
 
 def test_what_comes_ahead_is_written_by_the_call_and_the_rest_later(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def on_ranks(states: States, call: Callable[[Ranks, dict[str, Any]], Any]) -> li
     """Make a call on one rank for each state, at the same time; returns what each returned, or raised."""
 
     def work(rank: SimulatedRank) -> Any:
-        return call(Ranks(rank.rank, rank.hub, rank.transport), states[rank.rank])
+        return call(Ranks(rank.rank, rank.hub, rank.transport, rank.transport), states[rank.rank])
 
     return run_ranks(len(states), work)
 

@@ -1,0 +1,204 @@
+"""The bytes that a data file gets, a window at a time: from the tensors themselves, or from a copy made earlier.
+
+Windows start at multiples of a page, which lets a storage bypass the page cache. What is in them is hashed on its way,
+while it is in the processor's cache. What comes from a device is copied ahead: while some windows are hashed and
+written, the next ones are on their way.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ..core.device_memory import Copies, DeviceArray, Mark
+from ..core.memory import address_of, copy_bytes
+from ..core.ports import Bytes1D
+from ..formats.datafile import FileTable
+from .block_hashes import BlockHashes
+from .buffers import Buffers
+from .gather import gather
+from .part import Source
+
+__all__ = ["AHEAD", "WINDOW_BYTES", "Contents", "Snapshot", "Tensors", "Window"]
+
+WINDOW_BYTES = 2 << 20
+AHEAD = 2  # windows that are copied from a device while others are hashed and written
+_SNAPSHOT_WINDOW_BYTES = 4 * WINDOW_BYTES  # needs no memory, and interrupts training less often
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Bytes ``start:stop`` of a file's data section. Inside ``data`` they are there, and hashed."""
+
+    start: int
+    stop: int
+    data: AbstractContextManager[Bytes1D]
+
+
+class Contents(Protocol):
+    """The data section of a file."""
+
+    def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
+        """A part of the data section in windows, each of which must be opened, once, by whatever thread.
+
+        Args:
+            span: Which bytes; it starts at a multiple of ``WINDOW_BYTES`` and ends at one or at the end.
+            hashes: Where the bytes are hashed.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """A window that is being filled: copies from devices are under way, and what lies scattered there is still left."""
+
+    start: int
+    stop: int
+    buffer: Bytes1D
+    mark: Mark | None = None
+    rest: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Tensors:
+    """Contents that are gathered from the tensors' memory, which must stay alive and as it is.
+
+    Args:
+        table: The file's entries.
+        sources: Where the bytes of each are.
+        buffers: For the windows: one for each thread that opens any, and ``AHEAD`` more if sources are on a device.
+        copies: Brings bytes from devices; None if no source is on one.
+    """
+
+    window_bytes = WINDOW_BYTES
+
+    def __init__(self, table: FileTable, sources: Sequence[Source], buffers: Buffers, copies: Copies | None) -> None:
+        self._table, self._sources, self._buffers, self._copies = table, sources, buffers, copies
+
+    def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
+        """See :class:`Contents`."""
+        ahead = AHEAD if self._copies is not None else 0
+        begun: deque[_Filling] = deque()
+        try:
+            for start in range(span.start, span.stop, self.window_bytes):
+                stop = min(start + self.window_bytes, span.stop)
+                begun.append(_Filling(start, stop, self._buffers.take(stop - start)))
+                self._begin(begun[-1])
+                if len(begun) > ahead:
+                    yield self._window(begun.popleft(), hashes)
+            while begun:
+                yield self._window(begun.popleft(), hashes)
+        finally:
+            for filling in begun:  # nobody will open them, but their memory must not be used while it is being filled
+                self._give_back(filling)
+
+    def _window(self, filling: _Filling, hashes: BlockHashes) -> Window:
+        return Window(filling.start, filling.stop, self._filled(filling, hashes))
+
+    def _begin(self, filling: _Filling) -> None:
+        """Queue the copies from devices for a window."""
+        if self._copies is not None:
+            self._queue(filling.start, filling.stop, filling.buffer, filling.rest)
+            filling.mark = self._copies.mark()
+
+    def _queue(self, start: int, stop: int, buffer: Bytes1D, rest: list[Callable[[], None]]) -> None:
+        """Queue the copies from devices of bytes ``start:stop`` to a buffer; adds to ``rest`` what is left to do."""
+        assert self._copies is not None
+        for i, low, high in _entries_of(self._table, start, stop):
+            source = self._sources[i]
+            if isinstance(source, DeviceArray):
+                first, last = max(start, low), min(stop, high)
+                part = buffer[first - start : last - start]
+                left = source.begin_read(first - low, last - low, part, self._copies)
+                if left is not None:
+                    rest.append(left)
+
+    def _give_back(self, filling: _Filling) -> None:
+        if self._copies is not None:
+            (filling.mark or self._copies.mark()).wait()
+        self._buffers.give_back(filling.buffer)
+
+    @contextmanager
+    def _filled(self, filling: _Filling, hashes: BlockHashes) -> Iterator[Bytes1D]:
+        try:
+            if filling.mark is not None:
+                filling.mark.wait()
+            for work in filling.rest:
+                work()
+            start, window = filling.start, filling.buffer[: filling.stop - filling.start]
+            base, view = address_of(window) - start, window.data
+            for i, low, high in _entries_of(self._table, start, filling.stop):
+                first, last = max(start, low), min(filling.stop, high)
+                if first < last:
+                    self._fill(i, first - low, last - low, base + first, view[first - start : last - start])
+                    hashes.add(i, first - low, view[first - start : last - start])
+            yield window
+        finally:
+            self._give_back(filling)
+
+    def _fill(self, i: int, low: int, high: int, address: int, part: memoryview) -> None:
+        """Copy bytes ``low:high`` of an entry to their place in a window, unless they have come from a device."""
+        source = self._sources[i]
+        if isinstance(source, int):
+            copy_bytes(address, source + low, high - low)
+        elif not isinstance(source, DeviceArray):
+            gather(source, low, high, np.frombuffer(part, np.uint8))
+
+    def copy_to(self, memory: Bytes1D, start: int) -> None:
+        """Copy the data section from byte ``start`` on to the beginning of ``memory``, and hash nothing."""
+        rest: list[Callable[[], None]] = []
+        try:
+            if self._copies is not None:
+                self._queue(start, self._table.nbytes, memory, rest)
+            base, view = address_of(memory) - start, memory.data
+            for i, low, high in _entries_of(self._table, start, self._table.nbytes):
+                first = max(start, low)
+                if first < high:
+                    self._fill(i, first - low, high - low, base + first, view[first - start : high - start])
+        finally:
+            if self._copies is not None:
+                self._copies.mark().wait()
+        for work in rest:
+            work()
+
+
+class Snapshot:
+    """Contents that were copied before.
+
+    Args:
+        table: The file's entries.
+        memory: The data section from byte ``start`` on; it begins at a page.
+        start: A multiple of ``WINDOW_BYTES``.
+    """
+
+    window_bytes = _SNAPSHOT_WINDOW_BYTES
+
+    def __init__(self, table: FileTable, memory: Bytes1D, start: int) -> None:
+        self._table, self._memory, self._start = table, memory, start
+
+    def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
+        """See :class:`Contents`."""
+        for start in range(span.start, span.stop, self.window_bytes):
+            stop = min(start + self.window_bytes, span.stop)
+            yield Window(start, stop, self._hashed(start, stop, hashes))
+
+    @contextmanager
+    def _hashed(self, start: int, stop: int, hashes: BlockHashes) -> Iterator[Bytes1D]:
+        window = self._memory[start - self._start : stop - self._start]
+        for i, low, high in _entries_of(self._table, start, stop):
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                hashes.add(i, first - low, window.data[first - start : last - start])
+        yield window
+
+
+def _entries_of(table: FileTable, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The entries that bytes ``start:stop`` of the data section have a part of, with where each lies in it."""
+    offsets = table.offsets
+    first, last = bisect.bisect_right(offsets, start) - 1, bisect.bisect_left(offsets, stop)
+    return zip(range(first, last), offsets[first:last], offsets[first + 1 : last + 1], strict=True)

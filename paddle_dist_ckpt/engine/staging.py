@@ -1,0 +1,169 @@
+"""Host memory of bounded size through which a load's data go to tensors on a device.
+
+Where this rank reads for itself, rows of the targets are taken in groups, one after the other (:class:`GroupStaging`):
+while one group is being copied to the device, the next ones are read. In an exchange the plan says which rows each
+round brings something for (:class:`RoundStaging`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..core.columns import IntArray
+from ..core.device_memory import Copies, Mark
+from ..core.ports import Bytes1D
+
+if TYPE_CHECKING:
+    from .targets import Targets
+
+__all__ = ["GroupStaging", "RoundStaging", "group_bytes"]
+
+_GROUPS = 4  # that are read, or copied to the device, at a time
+_MOST_GROUP_BYTES = 16 << 20
+_ALIGNMENT = 16  # of the largest items; what stands together in a file is read at once if it does here too
+Task = Callable[[], None]
+
+
+def group_bytes(staging_bytes: int) -> int:
+    """Bytes of a group, and the most of a piece of a tensor on a device, of so much staging memory."""
+    return max(1, min(_MOST_GROUP_BYTES, staging_bytes // _GROUPS))
+
+
+class GroupStaging:
+    """Groups of rows on their way through buffers, of which there are four.
+
+    Args:
+        targets: What is to be filled.
+        copies: Copies to the devices.
+        allocate: Makes a buffer.
+    """
+
+    def __init__(self, targets: Targets, copies: Copies, allocate: Callable[[int], Bytes1D]) -> None:
+        self._targets, self._copies, self._allocate = targets, copies, allocate
+        self._buffers: queue.SimpleQueue[tuple[Bytes1D | None, Mark | None]] = queue.SimpleQueue()
+        for _ in range(_GROUPS):
+            self._buffers.put((None, None))
+        self._lock = threading.Lock()
+
+    def through(self, rows: IntArray, make_tasks: Callable[[], Iterable[Task]]) -> Iterator[Task]:
+        """The tasks that fill a group, of which the last to end sends it to the device.
+
+        Args:
+            rows: The group.
+            make_tasks: Called when there is memory for the rows.
+        """
+        buffer = self._open(rows)
+        tasks = list(make_tasks())
+        left = itertools.count(len(tasks) - 1, -1)
+
+        def run(task: Task) -> None:
+            task()
+            if next(left) == 0:
+                self._close(rows, buffer)
+
+        for task in tasks:
+            yield functools.partial(run, task)
+        if not tasks:
+            self._close(rows, buffer)
+
+    def _open(self, rows: IntArray) -> Bytes1D:
+        """Give rows memory on the host; waits for it."""
+        buffer, mark = self._buffers.get()
+        if mark is not None:
+            mark.wait()
+        sizes = self._targets.sizes(rows)
+        starts = np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT).tolist()])
+        if buffer is None or len(buffer) < starts[-1]:
+            buffer = self._allocate(int(starts[-1]))
+        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=False):
+            self._targets.place(row, buffer[start : start + size])
+        return buffer
+
+    def _close(self, rows: IntArray, buffer: Bytes1D) -> None:
+        """Send rows to the device, and let go of their memory when they have arrived."""
+        with self._lock:
+            for row in rows.tolist():
+                self._targets.device_memory(row).write(self._targets.displace(row), self._copies)
+            mark = self._copies.mark()
+        self._buffers.put((buffer, mark))
+
+
+class RoundStaging:
+    """The rows of an exchange, in host memory from the first round that brings something for them to the last.
+
+    If there are more than the bound allows, some go to the device before they are complete, and come back later.
+
+    Args:
+        targets: What is to be filled.
+        copies: Copies to and from the devices.
+        rows: The rows on a device that each round brings something for.
+        most: The most bytes at a time, unless a single round needs more.
+    """
+
+    def __init__(self, targets: Targets, copies: Copies, rows: Sequence[IntArray], most: int) -> None:
+        self._targets, self._copies, self._rows, self._most = targets, copies, rows, most
+        self._last = {row: i for i, here in enumerate(rows) for row in here.tolist()}
+        self._open: dict[int, int] = {}  # rows that are on the host, with their sizes, the least recently used first
+        self._incomplete: set[int] = set()  # rows that are on the device for the time being
+        self._leaving: deque[tuple[Mark, int]] = deque()  # on their way there, with their sizes
+        self._used = 0
+
+    @contextmanager
+    def round(self, number: int) -> Iterator[None]:
+        """Within it the round's rows are on the host."""
+        rows = self._rows[number]
+        missing = [row for row in rows.tolist() if row not in self._open]
+        sizes = dict(zip(missing, self._targets.sizes(np.array(missing, np.int64)).tolist(), strict=True))
+        for row in rows.tolist():
+            if row in self._open:
+                self._open[row] = self._open.pop(row)
+        self._make_room(sum(sizes.values()), set(rows.tolist()))
+        for row, size in sizes.items():
+            self._bring(row, size)
+        yield
+        self._send([row for row in rows.tolist() if self._last[row] == number])
+
+    def finish(self) -> None:
+        """Wait until everything is on the device."""
+        self._copies.mark().wait()
+
+    def _make_room(self, nbytes: int, needed: set[int]) -> None:
+        room = self._most - nbytes
+        victims = [row for row in self._open if row not in needed]
+        leaving = sum(size for _, size in self._leaving)
+        for row in victims:
+            if self._used - leaving <= room:
+                break
+            leaving += self._open[row]
+            self._incomplete.add(row)
+            self._send([row])
+        while self._used > room and self._leaving:
+            mark, size = self._leaving.popleft()
+            mark.wait()
+            self._used -= size
+
+    def _bring(self, row: int, size: int) -> None:
+        """Give a row memory on the host, with what the device has of it so far."""
+        memory: Bytes1D = np.empty(size, np.uint8)
+        if row in self._incomplete:
+            self._incomplete.remove(row)
+            self._targets.device_memory(row).read(0, size, memory, self._copies)
+        self._targets.place(row, memory)
+        self._open[row] = size
+        self._used += size
+
+    def _send(self, rows: Sequence[int]) -> None:
+        """Send rows to the device, and let go of their memory when they have arrived."""
+        for row in rows:
+            self._targets.device_memory(row).write(self._targets.displace(row), self._copies)
+        if rows:
+            self._leaving.append((self._copies.mark(), sum(self._open.pop(row) for row in rows)))
