@@ -2,8 +2,8 @@
 
     python -m benchmark.summary [--results DIR]
 
-Reads what benchmark.run, .scale, .bytes_read, .exchange and .async_save wrote, prints a table with a row for every
-goal, and writes it to goals.md. Works of benchmark.run that were not measured have no row.
+Reads what benchmark.run, .scale, .bytes_read, .exchange, .async_save and .device wrote, prints a table with a row for
+every goal, and writes it to goals.md. Works of benchmark.run that were not measured have no row.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ _LIMITS = (
 
 def summary(results: Path) -> list[Row]:
     """Work, goal, what was found, and whether that is enough, for every goal."""
-    names = ("benchmark", "scale", "bytes_read", "exchange", "async_save")
+    names = ("benchmark", "scale", "bytes_read", "exchange", "async_save", "device")
     files = {name: results / f"{name}.json" for name in names}
     found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items() if path.exists()}
     rows = _measured_side_by_side(found["benchmark"]) if "benchmark" in found else []
@@ -117,8 +117,9 @@ def summary(results: Path) -> list[Row]:
         text = f"{one['ratio']:.3g}x ({one['low']:.3g} to {one['high']:.3g})"
         work = f"exchange: {one['ranks']} ranks with folders of their own"
         rows.append([work, f"at least {one['goal']:g}x gloo alone", text, _verdict(one["met"])])
-    for goal in found.get("async_save", {}).get("goals", []):
-        rows.append([goal["work"], goal["goal"], goal["found"], _verdict(goal["met"])])
+    for name in ("async_save", "device"):
+        for goal in found.get(name, {}).get("goals", []):
+            rows.append([goal["work"], goal["goal"], goal["found"], _verdict(goal["met"])])
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .box import Box, cut_flat_range, whole
 
-__all__ = ["Copies", "DeviceArray", "DeviceBytes", "Mark", "contiguous_strides"]
+__all__ = ["Copies", "DeviceArray", "DeviceBytes", "Mark", "Request", "Scattered", "contiguous_strides", "write_all"]
 
 _SPAN_BYTES = 4 << 20  # of a part that is not contiguous, this much around it is copied at once
 
@@ -22,6 +22,10 @@ class DeviceBytes(Protocol):
 
     @property
     def base(self) -> int: ...
+
+
+Request = tuple[DeviceBytes, int, Bytes1D]
+"""A copy: the memory of a device, the byte there at which it starts, and the bytes on the host. All of whole items."""
 
 
 class Mark(Protocol):
@@ -36,16 +40,15 @@ class Copies(Protocol):
     """A queue of copies between host memory and that of devices.
 
     They are made one after the other, beside what a device computes, but after all that had been queued there when the
-    first of them was. Host memory belongs to its copy until a mark behind that is reached. Places and lengths are in
-    bytes, and of whole items. Any thread may use it.
+    first of them was. Host memory belongs to its copy until a mark behind that is reached. Any thread may use it.
     """
 
-    def read(self, memory: DeviceBytes, start: int, into: Bytes1D) -> None:
-        """Copy from byte ``start`` on to the host."""
+    def read(self, requests: Sequence[Request]) -> None:
+        """Copy from devices to the host."""
         ...
 
-    def write(self, memory: DeviceBytes, start: int, data: Bytes1D) -> None:
-        """Copy to byte ``start`` on."""
+    def write(self, requests: Sequence[Request]) -> None:
+        """Copy from the host to devices."""
         ...
 
     def mark(self) -> Mark:
@@ -92,36 +95,37 @@ class DeviceArray:
         start = self._start + sum(o * stride for o, stride in zip(box.offset, self._strides, strict=True))
         return DeviceArray(self._memory, start, box.shape, self._strides, self.dtype)
 
-    def begin_read(self, start: int, stop: int, into: Bytes1D, copies: Copies) -> Callable[[], None] | None:
-        """Queue copies of bytes ``start:stop``, of whole items in row-major order, to the beginning of ``into``.
+    def pieces(self, start: int, stop: int, into: Bytes1D) -> tuple[list[Request], list[Scattered]]:
+        """What has to be done to copy bytes ``start:stop``, of whole items in row-major order, to the host.
+
+        Args:
+            start: The first byte.
+            stop: The one behind the last.
+            into: The bytes go to its beginning.
 
         Returns:
-            What is left to do: something to be called, which waits for copies of its own, where the bytes do not stand
-            next to each other on the device.
+            The copies that are needed; and parts that do not stand together on the device, each with where it goes, to
+            be read by :meth:`read_scattered`.
         """
         size, at = self.itemsize, 0
-        scattered: list[tuple[DeviceArray, Bytes1D]] = []
+        requests, scattered = list[Request](), list[Scattered]()
         for box in cut_flat_range(self.shape, start // size, stop // size):
             part = self.part(box)
             piece = into[at : at + part.nbytes]
-            if part._is_contiguous():
-                copies.read(self._memory, part._start, piece)
+            if part.is_contiguous():
+                requests.append((self._memory, part._start, piece))
             else:
                 scattered.append((part, piece))
             at += part.nbytes
-
-        def read_scattered() -> None:
-            for part, piece in scattered:
-                part._read_scattered(piece, copies)
-
-        return read_scattered if scattered else None
+        return requests, scattered
 
     def read(self, start: int, stop: int, into: Bytes1D, copies: Copies) -> None:
         """Copy bytes ``start:stop`` to the beginning of ``into``; returns when they are there."""
-        rest = self.begin_read(start, stop, into, copies)
+        requests, scattered = self.pieces(start, stop, into)
+        copies.read(requests)
         copies.mark().wait()
-        if rest is not None:
-            rest()
+        for part, piece in scattered:
+            part.read_scattered(piece, copies)
 
     def to_host(self, copies: Copies) -> npt.NDArray[Any]:
         """A copy in host memory."""
@@ -130,23 +134,17 @@ class DeviceArray:
         return data.view(self.dtype).reshape(self.shape)
 
     def write(self, data: npt.NDArray[Any], copies: Copies) -> None:
-        """Queue copies that fill it; ``data`` must stay as it is until a mark behind them is reached.
+        """Queue copies that fill it; see :func:`write_all`."""
+        write_all([(self, data)], copies)
 
-        Where it is not contiguous, this waits, and what lies between its elements must not be written meanwhile.
-
-        Args:
-            data: Contiguous raw items, of its shape.
-            copies: The queue.
-        """
-        if self._is_contiguous():
-            copies.write(self._memory, self._start, data.reshape(-1).view(np.uint8))
-            return
+    def write_scattered(self, data: npt.NDArray[Any], copies: Copies) -> None:
+        """Fill it by way of a copy that has what lies between its elements, which must not be written meanwhile."""
         for box in self._reachable(whole(self.shape)):
             part = self.part(box)
             around, view = part._around(copies)
             index: Any = (*box.slices, ...)
             view[...] = data[index]
-            copies.write(self._memory, part._start, around)
+            copies.write([(self._memory, part._start, around)])
             copies.mark().wait()
 
     def clear(self, copies: Copies) -> None:
@@ -158,7 +156,12 @@ class DeviceArray:
                 self.part(box).write(np.zeros(box.shape, self.dtype), copies)
             copies.mark().wait()
 
-    def _is_contiguous(self) -> bool:
+    def request(self, data: npt.NDArray[Any]) -> Request:
+        """The copy from or to contiguous items in host memory, if it is contiguous itself."""
+        return self._memory, self._start, data.reshape(-1).view(np.uint8)
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements stand one behind the other."""
         expected = self.itemsize
         for n, stride in zip(reversed(self.shape), reversed(self._strides), strict=True):
             if n != 1 and stride != expected:
@@ -186,16 +189,36 @@ class DeviceArray:
     def _around(self, copies: Copies) -> tuple[Bytes1D, npt.NDArray[Any]]:
         """A copy of the memory from its first element to its last one, and the array in that copy."""
         around = np.empty(self._span(whole(self.shape)), np.uint8)
-        copies.read(self._memory, self._start, around)
+        copies.read([(self._memory, self._start, around)])
         copies.mark().wait()
         return around, np.ndarray(self.shape, self.dtype, around.data, 0, self._strides)
 
-    def _read_scattered(self, into: Bytes1D, copies: Copies) -> None:
+    def read_scattered(self, into: Bytes1D, copies: Copies) -> None:
+        """Copy all of it, with what lies between its elements, and pick them; returns when they are in ``into``."""
         items = into.view(self.dtype).reshape(self.shape)
         for box in self._reachable(whole(self.shape)):
             _, view = self.part(box)._around(copies)
             index: Any = (*box.slices, ...)
             items[index] = view
+
+
+Scattered = tuple[DeviceArray, Bytes1D]
+"""A part of an array that is not contiguous, and where it goes."""
+
+
+def write_all(pairs: Iterable[tuple[DeviceArray, npt.NDArray[Any]]], copies: Copies) -> None:
+    """Queue copies that fill arrays. Where one is not contiguous, this waits.
+
+    Args:
+        pairs: Each array, and its contiguous raw items in host memory, which must stay as they are until a mark behind
+            the copies is reached.
+        copies: The queue.
+    """
+    pairs = list(pairs)
+    copies.write([array.request(data) for array, data in pairs if array.is_contiguous()])
+    for array, data in pairs:
+        if not array.is_contiguous():
+            array.write_scattered(data, copies)
 
 
 def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

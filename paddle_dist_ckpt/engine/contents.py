@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from ..core.device_memory import Copies, DeviceArray, Mark
+from ..core.device_memory import Copies, DeviceArray, Mark, Request, Scattered
 from ..core.memory import address_of, copy_bytes
 from ..core.ports import Bytes1D
 from ..formats.datafile import FileTable
@@ -62,7 +62,7 @@ class _Filling:
     stop: int
     buffer: Bytes1D
     mark: Mark | None = None
-    rest: list[Callable[[], None]] = field(default_factory=list)
+    scattered: list[Scattered] = field(default_factory=list)
 
 
 class Tensors:
@@ -103,20 +103,26 @@ class Tensors:
     def _begin(self, filling: _Filling) -> None:
         """Queue the copies from devices for a window."""
         if self._copies is not None:
-            self._queue(filling.start, filling.stop, filling.buffer, filling.rest)
+            filling.scattered = self._queue(filling.start, filling.stop, filling.buffer, self._copies)
             filling.mark = self._copies.mark()
 
-    def _queue(self, start: int, stop: int, buffer: Bytes1D, rest: list[Callable[[], None]]) -> None:
-        """Queue the copies from devices of bytes ``start:stop`` to a buffer; adds to ``rest`` what is left to do."""
-        assert self._copies is not None
+    def _queue(self, start: int, stop: int, buffer: Bytes1D, copies: Copies) -> list[Scattered]:
+        """Queue the copies from devices of bytes ``start:stop`` to a buffer; returns what lies scattered there."""
+        requests, scattered = list[Request](), list[Scattered]()
         for i, low, high in _entries_of(self._table, start, stop):
             source = self._sources[i]
             if isinstance(source, DeviceArray):
                 first, last = max(start, low), min(stop, high)
-                part = buffer[first - start : last - start]
-                left = source.begin_read(first - low, last - low, part, self._copies)
-                if left is not None:
-                    rest.append(left)
+                some, others = source.pieces(first - low, last - low, buffer[first - start : last - start])
+                requests += some
+                scattered += others
+        copies.read(requests)
+        return scattered
+
+    def _pick(self, scattered: Sequence[Scattered]) -> None:
+        for part, into in scattered:
+            assert self._copies is not None
+            part.read_scattered(into, self._copies)
 
     def _give_back(self, filling: _Filling) -> None:
         if self._copies is not None:
@@ -128,8 +134,7 @@ class Tensors:
         try:
             if filling.mark is not None:
                 filling.mark.wait()
-            for work in filling.rest:
-                work()
+            self._pick(filling.scattered)
             start, window = filling.start, filling.buffer[: filling.stop - filling.start]
             base, view = address_of(window) - start, window.data
             for i, low, high in _entries_of(self._table, start, filling.stop):
@@ -151,10 +156,10 @@ class Tensors:
 
     def copy_to(self, memory: Bytes1D, start: int) -> None:
         """Copy the data section from byte ``start`` on to the beginning of ``memory``, and hash nothing."""
-        rest: list[Callable[[], None]] = []
+        scattered: list[Scattered] = []
         try:
             if self._copies is not None:
-                self._queue(start, self._table.nbytes, memory, rest)
+                scattered = self._queue(start, self._table.nbytes, memory, self._copies)
             base, view = address_of(memory) - start, memory.data
             for i, low, high in _entries_of(self._table, start, self._table.nbytes):
                 first = max(start, low)
@@ -163,8 +168,7 @@ class Tensors:
         finally:
             if self._copies is not None:
                 self._copies.mark().wait()
-        for work in rest:
-            work()
+        self._pick(scattered)
 
 
 class Snapshot:

@@ -190,7 +190,8 @@ class Fit:
 
     def _kinds(self, items: IntArray) -> tuple[KindTable, IntArray]:
         """The different kinds of items, and which kind each is."""
-        stride = {row: self.targets.strides(row) for row in np.flatnonzero(self.targets.staged).tolist()}
+        buffered = np.flatnonzero(self.targets.staged | self.targets.on_device).tolist()
+        stride = {row: self.targets.strides(row) for row in buffered}
         row = self._wanted[items]
         columns = np.column_stack([self.targets.cell[row], self.targets.staged[row], self._like[items]])
         first, kind = group_rows(columns)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core.columns import IntArray
-from ..core.device_memory import Copies, Mark
+from ..core.device_memory import Copies, Mark, write_all
 from ..core.ports import Bytes1D
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupStaging", "RoundStaging", "group_bytes"]
 
 _GROUPS = 4  # that are read, or copied to the device, at a time
-_MOST_GROUP_BYTES = 16 << 20
+_MOST_GROUP_BYTES = 8 << 20  # more would take longer to be had than to be used
 _ALIGNMENT = 16  # of the largest items; what stands together in a file is read at once if it does here too
 Task = Callable[[], None]
 
@@ -91,8 +91,7 @@ class GroupStaging:
     def _close(self, rows: IntArray, buffer: Bytes1D) -> None:
         """Send rows to the device, and let go of their memory when they have arrived."""
         with self._lock:
-            for row in rows.tolist():
-                self._targets.device_memory(row).write(self._targets.displace(row), self._copies)
+            _write(self._targets, rows.tolist(), self._copies)
             mark = self._copies.mark()
         self._buffers.put((buffer, mark))
 
@@ -163,7 +162,11 @@ class RoundStaging:
 
     def _send(self, rows: Sequence[int]) -> None:
         """Send rows to the device, and let go of their memory when they have arrived."""
-        for row in rows:
-            self._targets.device_memory(row).write(self._targets.displace(row), self._copies)
         if rows:
+            _write(self._targets, rows, self._copies)
             self._leaving.append((self._copies.mark(), sum(self._open.pop(row) for row in rows)))
+
+
+def _write(targets: Targets, rows: Iterable[int], copies: Copies) -> None:
+    """Send rows to the device."""
+    write_all(((targets.device_memory(row), targets.displace(row)) for row in rows), copies)

@@ -7,9 +7,10 @@ memory. To wait for a stream by its own functions would hold Python's lock meanw
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ import paddle
 from paddle.base.framework import _dygraph_place_guard as _place_guard
 
 from ..core.memory import fresh_pages
-from .pinned import pinned_memory
+from .gpu import pinned_memory
 
 __all__ = ["DeviceCopies", "TensorBytes", "has_devices", "host_memory", "host_tensor", "is_on_device"]
 
@@ -57,7 +58,7 @@ class TensorBytes:
 
     def __init__(self, tensor: Any) -> None:
         self.base = int(tensor.data_ptr())
-        self.place = tensor.place
+        self.device = _name_of(tensor.place)
         self._itemsize, self._dtype = int(tensor.element_size()), tensor.dtype
         with paddle.no_grad():  # not as bytes: of a view that does not start where its memory does, Paddle errs there
             tensor = tensor.detach()
@@ -84,15 +85,17 @@ class DeviceCopies:
 
     def __init__(self) -> None:
         self._streams: dict[str, Any] = {}
-        self._in_use: list[Any] = []  # tensors, which must not be freed before they are copied
+        self._in_use: list[tuple[Any, Any]] = []  # tensors, which must not be freed before they are copied
 
-    def read(self, memory: Any, start: int, into: Bytes1D) -> None:
+    def read(self, requests: Sequence[tuple[Any, int, Bytes1D]]) -> None:
         """See :class:`..core.device_memory.Copies`."""
-        self._copy(memory.alike(into), memory.part(start, len(into)), memory.place)
+        for device, alike in _by_device(requests):
+            self._copy(device, [(m.alike(into), m.part(start, len(into))) for m, start, into in alike])
 
-    def write(self, memory: Any, start: int, data: Bytes1D) -> None:
+    def write(self, requests: Sequence[tuple[Any, int, Bytes1D]]) -> None:
         """See :class:`..core.device_memory.Copies`."""
-        self._copy(memory.part(start, len(data)), memory.alike(data), memory.place)
+        for device, alike in _by_device(requests):
+            self._copy(device, [(m.part(start, len(data)), m.alike(data)) for m, start, data in alike])
 
     def mark(self) -> _Marks:
         """See :class:`..core.device_memory.Copies`."""
@@ -101,10 +104,12 @@ class DeviceCopies:
             in_use, self._in_use = self._in_use, []
         return _Marks(events, in_use)
 
-    def _copy(self, target: Any, source: Any, place: Any) -> None:
-        with paddle.no_grad(), self._on_stream(_name_of(place)) as stream:
-            target.copy_(source, stream is None)
-            self._in_use += (target, source)
+    def _copy(self, device: str, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Queue copies to the first of each pair from the second."""
+        with paddle.no_grad(), self._on_stream(device) as stream:
+            self._in_use += pairs
+            for target, source in pairs:
+                target.copy_(source, stream is None)
 
     @contextmanager
     def _on_stream(self, device: str) -> Iterator[Any]:
@@ -125,7 +130,7 @@ class DeviceCopies:
 class _Marks:
     """A point on each of some streams. Implements :class:`..core.device_memory.Mark`."""
 
-    def __init__(self, events: list[Any], in_use: list[Any]) -> None:
+    def __init__(self, events: list[Any], in_use: list[tuple[Any, Any]]) -> None:
         self._events, self._in_use = events, in_use
 
     def wait(self) -> None:
@@ -156,6 +161,12 @@ def _recorded(stream: Any, device: str) -> Any:
         event = paddle.device.Event()
     event.record(stream)
     return event
+
+
+def _by_device(requests: Sequence[tuple[Any, int, Bytes1D]]) -> Iterator[tuple[str, list[tuple[Any, int, Bytes1D]]]]:
+    """Runs of requests of the same device."""
+    for device, alike in itertools.groupby(requests, lambda request: request[0].device):
+        yield str(device), list(alike)
 
 
 def _name_of(place: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,9 +21,10 @@ from .device import DeviceCopies, TensorBytes, host_tensor
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 
-_TOGETHER_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
-_BROADCAST_BYTES = 32 << 20  # by way of a device
+_HOST_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
+_DEVICE_BYTES = 32 << 20  # the same by way of a device
 _LEAST_PART = 256 << 10  # of one rank's part
+_NOTHING: Bytes1D = np.zeros(0, np.uint8)
 
 
 def takes_host_memory(group: Any) -> bool:
@@ -78,11 +80,11 @@ class PaddleTransport:
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """See :class:`..core.ports.Transport`."""
         with self._operation():
-            step = min(most, _BROADCAST_BYTES) if self._memory.is_device else max(1, data.size)
+            step = min(most, _DEVICE_BYTES) if self._memory.is_device else max(1, data.size)
             is_source = self._group.rank == self._group.get_group_rank(source)
             for start in range(0, data.size, step):
-                part = data[start : start + step]
-                tensor = self._memory.tensor(part, is_source)
+                part = [data[start : start + step]]
+                tensor = self._memory.filled(part) if is_source else self._memory.empty(part)
                 dist.broadcast(tensor, source, self._group)
                 if not is_source:
                     self._memory.fetch(tensor, part)
@@ -95,19 +97,17 @@ class PaddleTransport:
         most: int,
     ) -> None:
         """See :class:`..core.ports.Transport`."""
-        count, largest = len(self._ranks), max((size for _, size in senders), default=0)
         with self._operation():
+            together = min(most // 2, _DEVICE_BYTES) if self._memory.is_device else _HOST_BYTES
             if self._has_all_to_all:
-                step = max(1, (most if self._memory.is_device else 2 * _TOGETHER_BYTES) // (2 * count))
-                for start in range(0, largest, step):
+                step = max(1, together // len(self._ranks))
+                for start in range(0, max((size for _, size in senders), default=0), step):
                     self._all_to_all(_cut(outgoing, start, step), _cut(incoming, start, step))
                 return
-            bound = min(most // 2, _TOGETHER_BYTES) if self._memory.is_device else _TOGETHER_BYTES
-            step = max(1 if self._memory.is_device else _LEAST_PART, bound // count)
-            nothing = np.zeros(0, np.uint8)
+            step = max(1 if self._memory.is_device else _LEAST_PART, together // len(self._ranks))
             for source, size in senders:
                 for start in range(0, size, step):
-                    into = incoming.get(source, nothing)[start : start + step]
+                    into = incoming.get(source, _NOTHING)[start : start + step]
                     self._scatter(_cut(outgoing, start, step), into, min(step, size - start), source)
 
     @cached_property
@@ -119,69 +119,68 @@ class PaddleTransport:
             self._all_to_all(ones, got)
         except (RuntimeError, NotImplementedError, ValueError, OSError):
             return False
-        return all(part.all() for part in got.values())
+        return True
 
     def _all_to_all(self, outgoing: Mapping[int, Bytes1D], incoming: Mapping[int, Bytes1D]) -> None:
         """Send and receive one message for each pair of ranks, and a byte to itself, since none may be without any."""
-        me = dist.get_rank()
-        extra = [int(rank == me) for rank in self._ranks]
-        sent = [_size(outgoing, rank) + more for rank, more in zip(self._ranks, extra, strict=True)]
-        received = [_size(incoming, rank) + more for rank, more in zip(self._ranks, extra, strict=True)]
-        packed, into = np.zeros(sum(sent), np.uint8), np.zeros(sum(received), np.uint8)
-        for start, rank in zip(np.cumsum([0, *sent]).tolist(), self._ranks, strict=False):
-            if rank in outgoing:
-                packed[start : start + outgoing[rank].size] = outgoing[rank]
-        tensor = self._memory.tensor(into, False)
+        me, extra = dist.get_rank(), np.zeros(1, np.uint8)
+        sent = [outgoing.get(rank, extra if rank == me else _NOTHING) for rank in self._ranks]
+        received = [incoming.get(rank, extra if rank == me else _NOTHING) for rank in self._ranks]
+        tensor = self._memory.empty(received)
         dist.alltoall_single(
-            in_tensor=self._memory.tensor(packed, True),
+            in_tensor=self._memory.filled(sent),
             out_tensor=tensor,
-            in_split_sizes=sent,
-            out_split_sizes=received,
+            in_split_sizes=[int(part.size) for part in sent],
+            out_split_sizes=[int(part.size) for part in received],
             group=self._group,
         )
-        self._memory.fetch(tensor, into)
-        for start, rank in zip(np.cumsum([0, *received]).tolist(), self._ranks, strict=False):
-            if rank in incoming:
-                incoming[rank][:] = into[start : start + incoming[rank].size]
+        self._memory.fetch(tensor, received)
 
     def _scatter(self, outgoing: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """Send to each rank its own part, padded to ``size`` bytes."""
-        is_source = self._group.rank == self._group.get_group_rank(source)
-        packed = None
-        if is_source:
-            data = np.zeros(size * len(self._ranks), np.uint8)
+        received = [into if into.size == size else np.empty(size, np.uint8)]
+        tensor = self._memory.empty(received)
+        if self._group.rank == self._group.get_group_rank(source):
+            packed = np.zeros(size * len(self._ranks), np.uint8)
             for rank, part in outgoing.items():
                 start = self._group.get_group_rank(rank) * size
-                data[start : start + part.size] = part
-            packed = self._memory.tensor(data, True)
-        received = into if into.size == size else np.empty(size, np.uint8)
-        tensor = self._memory.tensor(received, False)
-        dist.scatter(tensor, packed, source, self._group)
-        if not is_source:
-            self._memory.fetch(tensor, received)
-            if received is not into:
-                into[:] = received[: into.size]
+                packed[start : start + part.size] = part
+            dist.scatter(tensor, self._memory.filled([packed]), source, self._group)
+            return
+        dist.scatter(tensor, None, source, self._group)
+        self._memory.fetch(tensor, received)
+        if received[0] is not into:
+            into[:] = received[0][: into.size]
 
 
 class _HostMemory:
-    """How data get to collectives that take host memory, and from there: they are there."""
+    """Tensors for collectives that take host memory: over the bytes themselves if they stand together."""
 
     is_device = False
 
     @staticmethod
-    def tensor(data: Bytes1D, filled: bool) -> Any:
-        """A tensor for a collective, with this content if it shall be ``filled``."""
-        return host_tensor(data if data.flags.writeable else data.copy())
+    def filled(parts: Sequence[Bytes1D]) -> Any:
+        """A tensor with these bytes, one part behind the other."""
+        alone = parts[0] if len(parts) == 1 and parts[0].flags.writeable else None
+        return host_tensor(np.concatenate(parts) if alone is None else alone)
 
     @staticmethod
-    def fetch(tensor: Any, into: Bytes1D) -> None:
-        """Get what a collective has put into a tensor. (Paddle 2.6 has made that over a copy of the memory.)"""
-        if into.size and tensor.data_ptr() != address_of(into):
-            copy_bytes(address_of(into), tensor.data_ptr(), into.size)
+    def empty(parts: Sequence[Bytes1D]) -> Any:
+        """A tensor to be filled with as many bytes."""
+        return host_tensor(parts[0] if len(parts) == 1 else np.empty(sum(part.size for part in parts), np.uint8))
+
+    @staticmethod
+    def fetch(tensor: Any, parts: Sequence[Bytes1D]) -> None:
+        """Get the bytes that a collective has put into a tensor."""
+        start = int(tensor.data_ptr())
+        for part in parts:  # Paddle 2.6 makes tensors over copies of the memory
+            if part.size and address_of(part) != start:
+                copy_bytes(address_of(part), start, part.size)
+            start += part.size
 
 
 class _DeviceMemory:
-    """How data get to collectives that take a device's memory, and from there: by copies.
+    """Tensors for collectives that take a device's memory. What it holds goes there and comes back by copies.
 
     Args:
         place: The device.
@@ -192,27 +191,33 @@ class _DeviceMemory:
     def __init__(self, place: Any) -> None:
         self._place = place
 
-    def tensor(self, data: Bytes1D, filled: bool) -> Any:
+    def filled(self, parts: Sequence[Bytes1D]) -> Any:
         """See :class:`_HostMemory`."""
-        with _place_guard(self._place):
-            tensor = paddle.empty([data.size], dtype="uint8")
-        if filled:
-            copies = DeviceCopies()
-            copies.write(TensorBytes(tensor), 0, data if data.flags.writeable else data.copy())
-            copies.mark().wait()
+        tensor, copies = self.empty(parts), DeviceCopies()
+        memory = TensorBytes(tensor)
+        copies.write([(memory, start, p if p.flags.writeable else p.copy()) for start, p in _places(parts)])
+        copies.mark().wait()
         return tensor
 
+    def empty(self, parts: Sequence[Bytes1D]) -> Any:
+        """See :class:`_HostMemory`."""
+        with _place_guard(self._place):
+            return paddle.empty([sum(part.size for part in parts)], dtype="uint8")
+
     @staticmethod
-    def fetch(tensor: Any, into: Bytes1D) -> None:
-        """See :class:`_HostMemory`. The copies wait for the collective, for which the computations have to wait."""
+    def fetch(tensor: Any, parts: Sequence[Bytes1D]) -> None:
+        """See :class:`_HostMemory`. The copies wait for the computations, which wait for the collective."""
         copies = DeviceCopies()
-        copies.read(TensorBytes(tensor), 0, into)
+        memory = TensorBytes(tensor)
+        copies.read([(memory, start, part) for start, part in _places(parts)])
         copies.mark().wait()
+
+
+def _places(parts: Sequence[Bytes1D]) -> Iterator[tuple[int, Bytes1D]]:
+    """Where each part that is not empty starts in all of them."""
+    starts = itertools.accumulate((part.size for part in parts), initial=0)
+    return ((start, part) for start, part in zip(starts, parts, strict=False) if part.size)
 
 
 def _cut(parts: Mapping[int, Bytes1D], start: int, size: int) -> dict[int, Bytes1D]:
     return {rank: part[start : start + size] for rank, part in parts.items()}
-
-
-def _size(parts: Mapping[int, Bytes1D], rank: int) -> int:
-    return int(parts[rank].size) if rank in parts else 0

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
-from ..core.device_memory import Copies, DeviceBytes
+from ..core.device_memory import Copies, DeviceBytes, Request
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of, fresh_pages
 from ..core.shards import Kind
@@ -77,11 +77,11 @@ def _outline(value: Any) -> tuple[Any, ...]:
 class _NoCopies:
     """An empty queue of copies. Implements :class:`..core.device_memory.Copies`, and its mark."""
 
-    def read(self, memory: DeviceBytes, start: int, into: npt.NDArray[np.uint8]) -> None:
+    def read(self, requests: Sequence[Request]) -> None:
         """See :class:`..core.device_memory.Copies`."""
         raise AssertionError("numpy's arrays are on no device")
 
-    def write(self, memory: DeviceBytes, start: int, data: npt.NDArray[np.uint8]) -> None:
+    def write(self, requests: Sequence[Request]) -> None:
         """See :class:`..core.device_memory.Copies`."""
         raise AssertionError("numpy's arrays are on no device")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from paddle_dist_ckpt.core import device_memory
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.core.device_memory import DeviceArray
+from paddle_dist_ckpt.core.device_memory import DeviceArray, Request
 from paddle_dist_ckpt.core.dtypes import dtype_named
 from paddle_dist_ckpt.core.memory import address_of
 
@@ -27,14 +27,16 @@ class FakeDevice:
         self.copied = 0
         self.queue: list[Callable[[], None]] = []
 
-    def read(self, memory: FakeDevice, start: int, into: np.ndarray) -> None:
-        assert memory is self
-        self.queue.append(lambda: np.copyto(into, self.data[start : start + len(into)]))
-        self.copied += len(into)
+    def read(self, requests: Sequence[Request]) -> None:
+        for memory, start, into in requests:
+            assert memory is self
+            self.queue.append(lambda start=start, into=into: np.copyto(into, self.data[start : start + len(into)]))
+            self.copied += len(into)
 
-    def write(self, memory: FakeDevice, start: int, data: np.ndarray) -> None:
-        assert memory is self
-        self.queue.append(lambda: np.copyto(self.data[start : start + len(data)], data))
+    def write(self, requests: Sequence[Request]) -> None:
+        for memory, start, data in requests:
+            assert memory is self
+            self.queue.append(lambda start=start, data=data: np.copyto(self.data[start : start + len(data)], data))
 
     def mark(self) -> FakeDevice:
         return self
@@ -96,19 +98,20 @@ def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytes
         assert device.data.tobytes() == expected.tobytes()
 
 
-def test_what_is_contiguous_is_queued_and_the_rest_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_contiguous_takes_one_copy_and_the_rest_is_left() -> None:
     device = FakeDevice(np.arange(64, dtype=ITEM))
     array = DeviceArray(device, 0, (8, 8), None, ITEM)
     into = np.zeros(64, np.uint8)
-    assert array.part(Box((2, 0), (2, 8))).begin_read(0, 64, into, device) is None
-    assert len(device.queue) == 1
-    assert not into.any(), "it is copied when the device comes to it"
+    requests, scattered = array.part(Box((2, 0), (2, 8))).pieces(0, 64, into)
+    assert [(start, len(data)) for _, start, data in requests] == [(64, 64)]
+    assert not scattered
+    device.read(requests)
     device.wait()
     assert into.view(ITEM).tolist() == list(range(16, 32))
-    rest = array.part(Box((0, 1), (2, 3))).begin_read(0, 24, into, device)
-    assert rest is not None
-    assert not device.queue
-    rest()
+    requests, scattered = array.part(Box((0, 1), (2, 3))).pieces(0, 24, into)
+    assert not requests
+    ((part, piece),) = scattered
+    part.read_scattered(piece, device)
     assert into[:24].view(ITEM).tolist() == [1, 2, 3, 9, 10, 11]
 
 

@@ -64,6 +64,7 @@ def environment(
     speed: float = 0.0,
     network_speed: float = 0.0,
     pageable_waits: bool = False,
+    all_to_all: bool = True,
 ) -> dict[str, str]:
     """Return the variables of a process whose Paddle has the device.
 
@@ -74,10 +75,12 @@ def environment(
         network_speed: Bytes per second that a rank gives to collectives; 0 for no limit.
         pageable_waits: An asynchronous copy to host memory that is not pinned returns only when it is done, as with
             CUDA, rather than at once.
+        all_to_all: Whether its collectives have this operation.
     """
     return {
         "CUSTOM_DEVICE_ROOT": str(library().parent),
         "TEST_DEVICE_COUNT": str(devices),
+        "TEST_DEVICE_NO_ALL_TO_ALL": str(int(not all_to_all)),
         "TEST_DEVICE_MEMORY": str(memory),
         "TEST_DEVICE_SPEED": str(speed),
         "TEST_DEVICE_NETWORK_SPEED": str(network_speed),

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
+from paddle.base.framework import _dygraph_place_guard as _place_guard
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
-from paddle_dist_ckpt.core.memory import bytes_at
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
+from paddle_dist_ckpt.core.memory import address_of, bytes_at, fresh_pages
+from paddle_dist_ckpt.paddle_adapter import device, groups
 from paddle_dist_ckpt.paddle_adapter.placement import local_box, mesh_coordinate
+from test.device_plugin import control
 
 SHAPES = {"matrix": (64, 48), "odd": (16, 7), "row": (96,), "cube": (8, 6, 10)}
 DTYPES = {"matrix": "float32", "odd": "int64", "row": "bfloat16", "cube": "float64"}
@@ -22,6 +29,14 @@ LAYOUTS: dict[str, tuple[Any, list[Any]]] = {
     "two": ([2, 1], [dist.Shard(0)]),
     "columns": ([0, 1, 2, 3], [dist.Shard(1)]),
 }
+PAIRS: dict[str, tuple[Any, list[Any]]] = {
+    "pair": ([0, 1], [dist.Shard(0)]),
+    "swapped": ([1, 0], [dist.Shard(0)]),
+}
+
+
+PAIR = ["matrix", "row", "cube"]
+COLLECTIVES = ["broadcast", "all_to_all", "all_gather", "all_reduce", "reduce", "reduce_scatter", "send", "recv"]
 
 
 def whole(name: str) -> np.ndarray:
@@ -36,7 +51,7 @@ def on_device(array: np.ndarray, dtype: str) -> paddle.Tensor:
 
 def tensor(name: str, layout: str, fill: bool) -> paddle.Tensor | None:
     """Return a DistTensor on this rank's device: its part of `whole`, or zeros. None outside the mesh."""
-    ranks, placements = LAYOUTS[layout]
+    ranks, placements = (LAYOUTS | PAIRS)[layout]
     mesh = dist.ProcessMesh(ranks, dim_names=["x", "y"][: np.ndim(ranks)])
     shape = SHAPES[name]
     coordinate = mesh_coordinate(mesh, dist.get_rank())
@@ -49,7 +64,7 @@ def tensor(name: str, layout: str, fill: bool) -> paddle.Tensor | None:
 
 def state(layout: str, fill: bool) -> dict[str, Any]:
     """Return DistTensors, a plain tensor on the device, one on the host, and a value."""
-    names = {"two": ["matrix"], "columns": ["matrix"]}.get(layout, list(SHAPES))
+    names = {"two": ["matrix"], "columns": ["matrix"], "pair": PAIR, "swapped": PAIR}.get(layout, list(SHAPES))
     made = {name: tensor(name, layout, fill) for name in names}
     return {
         **{name: one for name, one in made.items() if one is not None},
@@ -97,6 +112,134 @@ def save_addends(path: str) -> None:
     mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["x"])
     local = on_device(whole("matrix") * (dist.get_rank() + 1), "float32")
     save_state_dict({"sum": dist.auto_parallel.api.dtensor_from_local(local, mesh, [dist.Partial()])}, path)
+
+
+def load_offloaded(path: str, own_group: bool, options: dict[str, Any]) -> tuple[int, int]:
+    """Load with ``offload=True``; gives how many collectives of the device that took, and the bytes received."""
+    if own_group:
+        dist.new_group(list(range(dist.get_world_size())), backend="gloo")
+    what = state("swapped", False)
+    control.reset()
+    report = load_state_dict(what, path, offload=True, options=LoadOptions(progress=False, timeout=60, **options))
+    used = sum(control.counts().get(name, control.Count(0, 0)).calls for name in COLLECTIVES)
+    check(what, "swapped")
+    return used, report.bytes_received
+
+
+def exchange_memory(path: str, staging_bytes: int) -> tuple[int, int, int]:
+    """Save 4 MiB a rank by rows; load by columns in an exchange. Gives the most memory of the device beside the state
+    that was used, how often an all-to-all was made, and what was received."""
+    rank = dist.get_rank()
+    whole_array = np.arange(1 << 22, dtype="float32").reshape(2048, 2048)
+    mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["x"])
+
+    def sharded(array: np.ndarray, dim: int) -> paddle.Tensor:
+        local = on_device(np.ascontiguousarray(array), "float32")
+        return dist.auto_parallel.api.dtensor_from_local(local, mesh, [dist.Shard(dim)])
+
+    save_state_dict({"x": sharded(whole_array[rank * 512 : rank * 512 + 512], 0)}, path)
+    target = sharded(np.zeros((2048, 512), "float32"), 1)
+    paddle.device.empty_cache()
+    control.reset()
+    before = control.memory(rank).bytes
+    options = LoadOptions(exchange="always", staging_bytes=staging_bytes, progress=False)
+    report = load_state_dict({"x": target}, path, options=options)
+    assert np.array_equal(target._local_value().numpy(), whole_array[:, rank * 512 : rank * 512 + 512])
+    calls = control.counts().get("all_to_all", control.Count(0, 0)).calls
+    return control.memory(rank).peak - before, calls, report.bytes_received
+
+
+STRIDED: dict[str, Callable[[paddle.Tensor], paddle.Tensor]] = {
+    "transposed": lambda x: x.t(),
+    "columns": lambda x: x[:, 3:40],
+    "every other": lambda x: x[1::2],
+    "both": lambda x: x[::3, ::5].t(),
+    "rows": lambda x: x[5:9],
+}
+
+
+def save_strided(path: str) -> dict[str, np.ndarray]:
+    """Save views of a tensor that are not contiguous, and load them into others; returns what the views hold."""
+    base = on_device(np.arange(64 * 48, dtype="float32").reshape(64, 48), "float32")
+    views = {name: view(base) for name, view in STRIDED.items()}
+    expected = {name: one.numpy() for name, one in views.items()}
+    alone = SaveOptions(no_dist=True)
+    save_state_dict(views, path, options=alone)
+    save_state_dict(views, path, options=alone, async_save=True).result()
+    for staging_bytes in (1 << 20, 100):
+        for name, view in STRIDED.items():
+            blank = on_device(np.full((64, 48), -1, "float32"), "float32")
+            load_state_dict({name: view(blank)}, path, options=LoadOptions(no_dist=True, staging_bytes=staging_bytes))
+            assert np.array_equal(view(blank).numpy(), expected[name]), name
+            assert int((blank.numpy() != -1).sum()) == expected[name].size, "nothing beside the view is touched"
+    return expected
+
+
+def copied_bytes(path: str, pinned: bool) -> dict[str, tuple[int, int]]:
+    """Save at once and in the background, and load; gives the bytes copied over those of the state, and how many copies
+    were of memory that is not pinned."""
+    tensors = {f"w{i}": on_device(np.full((700 + i, 1031), i, "float32"), "float32") for i in range(5)}
+    nbytes = sum(4 * int(np.prod(one.shape)) for one in tensors.values())
+    alone, found = SaveOptions(no_dist=True), {}
+
+    def measure(name: str, direction: str, work: Callable[[], Any]) -> None:
+        control.reset()
+        work()
+        counts = control.counts()
+        pageable = counts.get(f"pageable_{direction}", control.Count(0, 0)).calls
+        found[name] = counts[direction].bytes - nbytes, pageable
+
+    groups._alone.cache_clear()  # and with it the buffers of earlier saves
+    with pytest.MonkeyPatch.context() as patch:
+        if pinned:
+            patch.setattr(device, "pinned_memory", _pinned)
+        to_host, to_device = "async_memory_copy_d2h", "async_memory_copy_h2d"
+        measure("save", to_host, lambda: save_state_dict(tensors, path, options=alone))
+        measure("async", to_host, lambda: save_state_dict(tensors, path, options=alone, async_save=True).result())
+        blank = {name: on_device(np.zeros(one.shape, "float32"), "float32") for name, one in tensors.items()}
+        measure("load", to_device, lambda: load_state_dict(blank, path, options=LoadOptions(no_dist=True)))
+    assert all(np.array_equal(blank[name].numpy(), one.numpy()) for name, one in tensors.items())
+    return found
+
+
+def _pinned(nbytes: int) -> np.ndarray:
+    """Stands for Paddle's pinned memory, which it has for GPUs alone."""
+    memory = fresh_pages(nbytes)
+    control.pin(address_of(memory), nbytes)
+    return memory
+
+
+def computes_beside_a_snapshot(path: str) -> tuple[bool, bool]:
+    """Take a snapshot with slow copies while another thread works on the device; gives whether that work was done while
+    the snapshot was still being taken, and whether the snapshot was right."""
+    values = np.arange(1 << 20, dtype="float32")
+    big, other = on_device(values, "float32"), on_device(np.zeros(16), "float32")
+    alone = SaveOptions(no_dist=True, progress=False)
+    save_state_dict({"x": on_device(np.ones(8), "float32")}, path, options=alone)
+    ones = paddle.to_tensor(np.ones(16, "float32"), place=paddle.CPUPlace())
+    returned, done_meanwhile = threading.Event(), []
+
+    def work() -> None:
+        while not control.counts().get("async_memory_copy_d2h"):
+            time.sleep(0.001)
+        with _place_guard(big.place):
+            other.copy_(ones, False)
+            event = paddle.device.Event()
+            event.record()
+            while not event.query():
+                time.sleep(0.001)
+        done_meanwhile.append(not returned.is_set())
+
+    control.reset()
+    control.set_speed(len(values) * 4 / 0.5)
+    thread = threading.Thread(target=work)
+    thread.start()
+    pending = save_state_dict({"x": big}, path, async_save=True, options=alone)
+    returned.set()
+    control.set_speed(0)
+    thread.join()
+    pending.result()
+    return done_meanwhile[0], np.array_equal(load_merged_state_dict(path, offload=True)["x"].numpy(), values)
 
 
 def peak_of_host(path: str, nbytes: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,14 @@ from test.device_plugin import cases_checkpoints as cases
 from test.device_plugin.ranks import DevicePool
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"staging_bytes": 1000},
+    {"exchange": "always"},
+    {"exchange": "always", "staging_bytes": 1000},
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +37,12 @@ def devices() -> Iterator[DevicePool]:
 def test_any_layout_to_any_other(devices: DevicePool, tmp_path: Path, layout: str, in_background: bool) -> None:
     devices.run(cases.save, str(tmp_path), layout, in_background)
     for target in cases.LAYOUTS:
-        for options in ({}, {"exchange": "always"}, {"staging_bytes": 1000}):
+        for options in (
+            {},
+            {"staging_bytes": 1000},
+            {"exchange": "always"},
+            {"exchange": "always", "staging_bytes": 1000},
+        ):
             devices.run(cases.load, str(tmp_path), target, options)
     merged = load_merged_state_dict(tmp_path)
     assert np.array_equal(merged["matrix"].numpy(), cases.whole("matrix"))
@@ -38,6 +52,52 @@ def test_any_layout_to_any_other(devices: DevicePool, tmp_path: Path, layout: st
 def test_addends_are_added_up(devices: DevicePool, tmp_path: Path) -> None:
     devices.run(cases.save_addends, str(tmp_path))
     assert np.array_equal(load_merged_state_dict(tmp_path)["sum"].numpy(), cases.whole("matrix") * 10)
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+def test_offload_exchanges_on_the_host(tmp_path: Path, own_group: bool) -> None:
+    with DevicePool(2) as pool:
+        pool.run(cases.save, str(tmp_path), "pair", False)
+        for options in OPTIONS[2:]:
+            found = pool.run(cases.load_offloaded, str(tmp_path), own_group, options)
+            assert [used for used, _ in found] == [0, 0]
+            assert any(received for _, received in found)
+
+
+@pytest.mark.parametrize("staging_bytes", [256 << 20, 1 << 20])
+def test_an_exchange_takes_little_memory_of_the_device(devices: DevicePool, tmp_path: Path, staging_bytes: int) -> None:
+    for peak, calls, received in devices.run(cases.exchange_memory, str(tmp_path), staging_bytes):
+        assert peak <= min(64 << 20, staging_bytes)
+        assert calls >= (1 if staging_bytes > 8 << 20 else 8)
+        assert received == 3 << 20
+
+
+def test_a_backend_without_all_to_all(tmp_path: Path) -> None:
+    with DevicePool(4, all_to_all=False) as pool:
+        for _, calls, received in pool.run(cases.exchange_memory, str(tmp_path / "large"), 256 << 20):
+            assert calls == 0
+            assert received == 3 << 20
+        pool.run(cases.save, str(tmp_path), "grid", False)
+        for options in OPTIONS[2:]:
+            pool.run(cases.load, str(tmp_path), "other", options)
+
+
+def test_tensors_of_any_strides(devices: DevicePool, tmp_path: Path) -> None:
+    (expected,) = devices.run(cases.save_strided, str(tmp_path), ranks=1)
+    merged = load_merged_state_dict(tmp_path)
+    assert expected.keys() == merged.keys()
+    assert all(np.array_equal(merged[name].numpy(), array) for name, array in expected.items())
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_every_byte_is_copied_once(devices: DevicePool, tmp_path: Path, pinned: bool) -> None:
+    (found,) = devices.run(cases.copied_bytes, str(tmp_path), pinned, ranks=1)
+    assert {name: more for name, (more, _) in found.items()} == {"save": 0, "async": 0, "load": 0}
+    assert all((pageable == 0) is pinned for _, pageable in found.values())
+
+
+def test_a_snapshot_does_not_hold_up_the_device(devices: DevicePool, tmp_path: Path) -> None:
+    assert devices.run(cases.computes_beside_a_snapshot, str(tmp_path), ranks=1) == [(True, True)]
 
 
 def test_host_memory_is_bounded(devices: DevicePool, tmp_path: Path) -> None:

@@ -510,7 +510,7 @@ void InitPlugin(CustomRuntimeParams* params) {
   calls.xccl_reduce = xccl_reduce;
   calls.xccl_all_gather = xccl_all_gather;
   calls.xccl_reduce_scatter = xccl_reduce_scatter;
-  calls.xccl_all_to_all = xccl_all_to_all;
+  if (test_device::setting("TEST_DEVICE_NO_ALL_TO_ALL", 0) == 0) calls.xccl_all_to_all = xccl_all_to_all;
   calls.xccl_group_start = xccl_group_start;
   calls.xccl_group_end = xccl_group_end;
   calls.xccl_send = xccl_send;
