@@ -185,8 +185,9 @@ def load_merged_state_dict(
     from .paddle_adapter import PaddleAdapter  # paddle is imported only when it is used
 
     selection = Selection(prefix, wanted)
-    adapter = PaddleAdapter(0, piece_bytes=group_bytes(options.staging_bytes))
-    return load_merged(as_storage(path), adapter, unique_id, selection, flat, offload, options)
+    place = "cpu" if offload else None
+    adapter = PaddleAdapter(0, piece_bytes=group_bytes(options.staging_bytes), place=place)
+    return load_merged(as_storage(path), adapter, unique_id, selection, flat, options)
 
 
 def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:

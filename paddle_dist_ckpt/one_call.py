@@ -102,8 +102,8 @@ def load(
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         model: A ``paddle.nn.Layer``, or a list of them, as they were saved; wrapped for data parallelism or not.
         optimizer: One of Paddle's optimizers, or a list of them. One that has not taken a step gets its accumulators.
-        map_location: Where tensors that are returned shall be: None for Paddle's current device, ``"cpu"`` or a Place.
-            Only host memory is supported so far. A model's and an optimizer's own tensors stay where they are.
+        map_location: Where tensors that are returned shall be: None for Paddle's current device, ``"cpu"``, another
+            device's name, or a Place. A model's and an optimizer's own tensors stay where they are.
         nthreads: How many threads read; 0 to read in this thread, one piece after the other.
 
     Returns:
@@ -120,7 +120,7 @@ def load(
     """
     from .paddle_adapter import PaddleAdapter, replicas  # paddle is imported only when it is used
 
-    storage, threads, on_host = as_storage(path), _checked_threads(nthreads), replicas.is_host(map_location)
+    storage, threads, place = as_storage(path), _checked_threads(nthreads), replicas.place_of(map_location)
     objects: dict[str, Any] = {}
     if model is not None:
         objects["model"] = replicas.layers(model)
@@ -128,18 +128,18 @@ def load(
         objects["optimizer"] = replicas.optimizers(optimizer)
     if not objects:
         options = LoadOptions()
-        adapter = PaddleAdapter(0, piece_bytes=group_bytes(options.staging_bytes))
-        return load_merged(storage, adapter, _UNIQUE_ID, Selection(), False, on_host, options, threads)
-    others = _load_into(objects, storage, on_host, threads)
+        adapter = PaddleAdapter(0, group_bytes(options.staging_bytes), place)
+        return load_merged(storage, adapter, _UNIQUE_ID, Selection(), False, options, threads)
+    others = _load_into(objects, storage, place, threads)
     return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
 
 
-def _load_into(objects: dict[str, Any], storage: Storage, on_host: bool, threads: int) -> dict[Any, Any]:
+def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
     """Fill the objects, and return what was saved beside models and optimizers: all of one and the same save."""
     for _ in range(_ATTEMPTS):
         metadata = read_checkpoint(storage, _UNIQUE_ID)
         try:
-            others = _load_others(metadata, storage, on_host, threads)
+            others = _load_others(metadata, storage, place, threads)
             _fill(objects, storage, threads)
         except (StateDictMismatchError, CheckpointCorruptedError, CheckpointNotFoundError) as error:
             if save_of(storage, _UNIQUE_ID) != metadata.save_id:
@@ -163,15 +163,15 @@ def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
         load_together(objects, context, _UNIQUE_ID, options)
 
 
-def _load_others(metadata: Metadata, storage: Storage, on_host: bool, threads: int) -> dict[Any, Any]:
+def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
     from .paddle_adapter import PaddleAdapter
 
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
     selection = Selection(keys=keys)
     options = LoadOptions()
-    adapter = PaddleAdapter(0, piece_bytes=group_bytes(options.staging_bytes))
-    return load_merged(storage, adapter, _UNIQUE_ID, selection, False, on_host, options, threads)
+    adapter = PaddleAdapter(0, group_bytes(options.staging_bytes), place)
+    return load_merged(storage, adapter, _UNIQUE_ID, selection, False, options, threads)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

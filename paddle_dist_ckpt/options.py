@@ -77,7 +77,7 @@ class LoadOptions:
             first parts of some (of which the longest counts), to stored ones; or a function of a wanted key that
             returns the stored one. None instead of a key leaves the entry as it is.
         staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
-            time.
+            time, and the most memory of the device that an exchange uses; the same on every rank.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
     """
 

@@ -262,7 +262,7 @@ def test_a_checkpoint_written_by_the_book_is_read(tmp_path: Path) -> None:
 
     assert paddle_dist_ckpt.verify(tmp_path).problems == ()
     options = paddle_dist_ckpt.LoadOptions()
-    found = load_merged(LocalStorage(tmp_path), NumpyAdapter(), None, Selection(), False, True, options)
+    found = load_merged(LocalStorage(tmp_path), NumpyAdapter(), None, Selection(), False, options)
     assert np.array_equal(found["first"], first)
     assert np.array_equal(found["second"], second)
     assert found["step"] == 7

@@ -159,8 +159,8 @@ class TensorAdapter(LeafAdapter, Protocol):
         """
         ...
 
-    def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
-        """A new plain tensor, its content arbitrary."""
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        """A new plain tensor, its content arbitrary, where this adapter makes tensors."""
         ...
 
     @property

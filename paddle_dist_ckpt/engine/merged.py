@@ -50,7 +50,6 @@ def load_merged(
     unique_id: int | None,
     selection: Selection,
     flat: bool,
-    on_host: bool,
     options: LoadOptions,
     threads: int | None = None,
 ) -> dict[Any, Any]:
@@ -60,7 +59,7 @@ def load_merged(
         chosen = _select(metadata, selection)
         try:
             check_sizes(storage, metadata, _files_of(metadata, chosen))
-            filled = _load(storage, adapter, metadata, list(chosen), on_host, options, threads)
+            filled = _load(storage, adapter, metadata, list(chosen), options, threads)
         except (StateDictMismatchError, CheckpointCorruptedError):
             if save_of(storage, metadata.unique_id) == metadata.save_id:
                 raise  # otherwise another save has replaced it meanwhile
@@ -77,7 +76,6 @@ def _load(
     adapter: TensorAdapter,
     metadata: Metadata,
     paths: Sequence[str],
-    on_host: bool,
     options: LoadOptions,
     threads: int | None,
 ) -> dict[str, Any]:
@@ -86,7 +84,7 @@ def _load(
 
     def scan() -> Leaves:
         for path in paths:
-            _add_leaf(leaves, metadata, path, adapter, on_host)
+            _add_leaf(leaves, metadata, path, adapter)
         return leaves
 
     with SoloHub().session("load", options.timeout) as session:
@@ -104,7 +102,7 @@ def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
     return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
-def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: TensorAdapter, on_host: bool) -> None:
+def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: TensorAdapter) -> None:
     table = metadata.table
     place = table.index.get(path)
     if place is None or table.kinds[place] == Kind.VALUE:
@@ -116,7 +114,7 @@ def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: TensorAdap
     if table.kinds[place] == Kind.ARRAY:
         leaves.tensors.append(np.empty(shape, arithmetic_dtype(dtype)))
     else:
-        leaves.tensors.append(adapter.empty(shape, dtype, on_host))
+        leaves.tensors.append(adapter.empty(shape, dtype))
 
 
 def _select(metadata: Metadata, selection: Selection) -> dict[str, str]:

@@ -23,7 +23,7 @@ from paddle.base.framework import _dygraph_place_guard as _place_guard
 from ..core.memory import fresh_pages
 from .gpu import pinned_memory
 
-__all__ = ["DeviceCopies", "TensorBytes", "has_devices", "host_memory", "host_tensor", "is_on_device"]
+__all__ = ["DeviceCopies", "TensorBytes", "has_devices", "host_memory", "host_tensor", "is_on_device", "name_of"]
 
 _LEAST_WAIT, _MOST_WAIT = 20e-6, 500e-6
 Bytes1D = npt.NDArray[np.uint8]
@@ -58,7 +58,7 @@ class TensorBytes:
 
     def __init__(self, tensor: Any) -> None:
         self.base = int(tensor.data_ptr())
-        self.device = _name_of(tensor.place)
+        self.device = name_of(tensor.place)
         self._itemsize, self._dtype = int(tensor.element_size()), tensor.dtype
         with paddle.no_grad():  # not as bytes: of a view that does not start where its memory does, Paddle errs there
             tensor = tensor.detach()
@@ -169,8 +169,10 @@ def _by_device(requests: Sequence[tuple[Any, int, Bytes1D]]) -> Iterator[tuple[s
         yield str(device), list(alike)
 
 
-def _name_of(place: Any) -> str:
-    """A device as Paddle's functions take it."""
+def name_of(place: Any) -> str:
+    """A tensor's place as Paddle's functions take it."""
+    if place.is_cpu_place():
+        return "cpu"
     if place.is_custom_place():
         return f"{place.custom_device_type()}:{place.custom_device_id()}"
     return f"gpu:{place.gpu_device_id()}" if place.is_gpu_place() else f"xpu:{place.xpu_device_id()}"

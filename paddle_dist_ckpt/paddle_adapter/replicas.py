@@ -15,10 +15,11 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from ..core.stateful import ObjectKind
+from .device import name_of
 from .objects import is_optimizer, optimizer_state
 from .tensors import PaddleAdapter
 
-__all__ = ["ReplicaAdapter", "each", "first_rank", "is_host", "layers", "optimizers", "state_of"]
+__all__ = ["ReplicaAdapter", "each", "first_rank", "layers", "optimizers", "place_of", "state_of"]
 
 # Classes of their own in Paddle 2.6
 _PLACES = (core.Place, paddle.CPUPlace, core.CUDAPlace, core.CUDAPinnedPlace, core.XPUPlace, core.CustomPlace)
@@ -136,22 +137,27 @@ def first_rank(group: Any) -> int:
     return int(group.ranks[0])
 
 
-def is_host(map_location: Any) -> bool:
-    """Whether ``map_location`` names the host's memory; None means Paddle's current device.
+def place_of(map_location: Any) -> str | None:
+    """The place that ``map_location`` names, as Paddle's functions take it; None means Paddle's current device.
 
     Raises:
         TypeError: it is neither None, nor a str, nor a Place.
-        ValueError: it is another place.
+        ValueError: this Paddle has no such place.
     """
     if map_location is None:
-        return False
+        return None
     if not isinstance(map_location, (str, *_PLACES)):
-        raise TypeError(f"map_location must be None, 'cpu' or a paddle Place, not {_kind_of(map_location)}")
-    if isinstance(map_location, paddle.CPUPlace) or map_location == "cpu":
-        return True
-    if isinstance(map_location, core.Place) and map_location.is_cpu_place():
-        return True
-    raise ValueError(f"map_location is {map_location!r}; only 'cpu', that is host memory, is supported so far")
+        raise TypeError(f"map_location must be None, 'cpu' or another device, or a Place, not {_kind_of(map_location)}")
+    try:
+        name = map_location
+        if not isinstance(map_location, str):
+            place = core.Place()
+            place.set_place(map_location)
+            name = name_of(place)
+        paddle.device._convert_to_place(name)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"map_location is {map_location!r}, which this Paddle does not have: {error}") from None
+    return str(name)
 
 
 def _kind_of(value: Any) -> str:

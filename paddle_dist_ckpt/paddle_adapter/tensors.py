@@ -8,12 +8,14 @@ import itertools
 import operator
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import paddle
+from paddle.base.framework import _dygraph_place_guard as _place_guard
 
 from ..core.box import Box, cut_flat_range, whole
 from ..core.device_memory import contiguous_strides
@@ -76,10 +78,15 @@ class PaddleAdapter:
     Args:
         rank: This process's global rank.
         piece_bytes: Cut what is on a device in pieces of at most so many bytes; None does not cut.
+        place: Where to make tensors, as Paddle names it; None for Paddle's current device.
+
+    Raises:
+        ValueError: this Paddle has no such place.
     """
 
-    def __init__(self, rank: int, piece_bytes: int | None = None) -> None:
+    def __init__(self, rank: int, piece_bytes: int | None = None, place: str | None = None) -> None:
         self._rank = rank
+        self._place = paddle.device._convert_to_place(place) if place is not None else None
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[_Known]] = {}
         self._last: _Known | None = None
@@ -304,12 +311,12 @@ class PaddleAdapter:
         attributes = _Attributes.of([one for one in known if one is not None])
         return _Identity(references, where, _versions(values), _names(values), attributes)
 
-    def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
         if dtype.name.startswith("uint") and dtype.itemsize > 1:  # Paddle's own tensors never have these
             return np.empty(shape, arithmetic_dtype(dtype))
-        tensor = paddle.empty(list(shape), dtype=dtype.name)
-        return tensor.cpu() if on_host and not tensor.place.is_cpu_place() else tensor
+        with _place_guard(self._place) if self._place is not None else nullcontext():
+            return paddle.empty(list(shape), dtype=dtype.name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

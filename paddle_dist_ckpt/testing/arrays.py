@@ -152,6 +152,6 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return ArrayIdentity.of(values)
 
-    def empty(self, shape: tuple[int, ...], dtype: DType, on_host: bool) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
         return np.empty(shape, arithmetic_dtype(dtype))

@@ -14,6 +14,7 @@ import pytest
 from paddle.base.framework import _dygraph_place_guard as _place_guard
 
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
+from paddle_dist_ckpt import load as load_one_call
 from paddle_dist_ckpt.core.memory import address_of, bytes_at, fresh_pages
 from paddle_dist_ckpt.paddle_adapter import device, groups
 from paddle_dist_ckpt.paddle_adapter.placement import local_box, mesh_coordinate
@@ -36,6 +37,7 @@ PAIRS: dict[str, tuple[Any, list[Any]]] = {
 
 
 PAIR = ["matrix", "row", "cube"]
+_ALONE = SaveOptions(no_dist=True, progress=False)
 COLLECTIVES = ["broadcast", "all_to_all", "all_gather", "all_reduce", "reduce", "reduce_scatter", "send", "recv"]
 
 
@@ -199,6 +201,24 @@ def copied_bytes(path: str, pinned: bool) -> dict[str, tuple[int, int]]:
         blank = {name: on_device(np.zeros(one.shape, "float32"), "float32") for name, one in tensors.items()}
         measure("load", to_device, lambda: load_state_dict(blank, path, options=LoadOptions(no_dist=True)))
     assert all(np.array_equal(blank[name].numpy(), one.numpy()) for name, one in tensors.items())
+    return found
+
+
+def load_to_places(path: str) -> dict[str, bool]:
+    """Load whole tensors to several places; gives whether each has its values there."""
+    save_state_dict({"model": {"x": on_device(whole("matrix"), "float32")}}, path, unique_id=0, options=_ALONE)
+    places: dict[str, tuple[Callable[[], Any], bool]] = {
+        "current": (lambda: load_merged_state_dict(path), True),
+        "offload": (lambda: load_merged_state_dict(path, offload=True), False),
+        "cpu": (lambda: load_one_call(path, map_location="cpu"), False),
+        "name": (lambda: load_one_call(path, map_location="test_device:0"), True),
+        "place": (lambda: load_one_call(path, map_location=paddle.CustomPlace("test_device", 0)), True),
+        "tensor's": (lambda: load_one_call(path, map_location=on_device(np.ones(1), "float32").place), True),
+    }
+    found = {}
+    for name, (loaded, is_there) in places.items():
+        tensor = loaded()["model"]["x"]
+        found[name] = np.array_equal(tensor.numpy(), whole("matrix")) and tensor.place.is_custom_place() is is_there
     return found
 
 

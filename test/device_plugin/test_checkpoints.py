@@ -89,6 +89,11 @@ def test_tensors_of_any_strides(devices: DevicePool, tmp_path: Path) -> None:
     assert all(np.array_equal(merged[name].numpy(), array) for name, array in expected.items())
 
 
+def test_whole_tensors_are_made_where_they_are_wanted(devices: DevicePool, tmp_path: Path) -> None:
+    (found,) = devices.run(cases.load_to_places, str(tmp_path), ranks=1)
+    assert all(found.values()), found
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_every_byte_is_copied_once(devices: DevicePool, tmp_path: Path, pinned: bool) -> None:
     (found,) = devices.run(cases.copied_bytes, str(tmp_path), pinned, ranks=1)

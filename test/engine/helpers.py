@@ -131,7 +131,7 @@ def load_whole(
 ) -> dict[Any, Any]:
     """Everything in a checkpoint, or what is selected, tensors as whole numpy arrays."""
     selection = Selection(prefix, keys)
-    return load_merged(as_storage(path), NumpyAdapter(), unique_id, selection, flat, True, LoadOptions())
+    return load_merged(as_storage(path), NumpyAdapter(), unique_id, selection, flat, LoadOptions())
 
 
 # -- arrays

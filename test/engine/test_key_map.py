@@ -157,7 +157,7 @@ def test_merged_loads_have_the_keys_that_are_stored(tmp_path: Path) -> None:
 
 def load_whole_with(path: Path, options: LoadOptions) -> dict[Any, Any]:
     selection = Selection()
-    return load_merged(as_storage(path), NumpyAdapter(), None, selection, False, False, options)
+    return load_merged(as_storage(path), NumpyAdapter(), None, selection, False, options)
 
 
 def test_what_is_wanted_twice_is_not_shared(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ FOLDERS = sorted(Path(__file__).parent.glob("native-*"))
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_it_is_read_as_it_was_written(folder: Path) -> None:
-    loaded = load_merged(LocalStorage(folder), NumpyAdapter(), None, Selection(), False, False, LoadOptions())
+    loaded = load_merged(LocalStorage(folder), NumpyAdapter(), None, Selection(), False, LoadOptions())
     for key, expected in global_arrays().items():
         found = loaded["model"][key.removeprefix("model.")]
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)

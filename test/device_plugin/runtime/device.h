@@ -61,6 +61,13 @@ struct Copy {
     link->carry(size);
     std::memcpy(to, from, size);
   }
+
+  // The same in a stream's thread.
+  void move_in_stream() const {
+    stream_ready = link->carry(size, stream_ready);
+    stream_ready_is_told = true;
+    std::memcpy(to, from, size);
+  }
 };
 
 class Runtime {
@@ -116,9 +123,9 @@ class Runtime {
       // As with CUDA, the source may change or go once this returns. Paddle relies on it: it copies from temporaries.
       const auto staged = std::make_shared<std::vector<std::byte>>(copy.from, copy.from + size);
       copy.from = staged->data();
-      stream.submit([copy, staged] { copy.move(); });
+      stream.submit([copy, staged] { copy.move_in_stream(); });
     } else {
-      stream.submit([copy] { copy.move(); });
+      stream.submit([copy] { copy.move_in_stream(); });
     }
     if (to_pageable && pageable_waits_) stream.synchronize();
     return C_SUCCESS;

@@ -59,11 +59,11 @@ class Gate {
   bool open_ = true;
 };
 
+using Clock = std::chrono::steady_clock;
+
 // What bytes move over, one transfer after the other, each as slowly as the speed says.
 class Link {
  public:
-  using Clock = std::chrono::steady_clock;
-
   // Bytes per second; 0 for no limit.
   void set_speed(double speed) {
     std::lock_guard lock(mutex_);
@@ -71,17 +71,18 @@ class Link {
     free_from_ = Clock::now();
   }
 
-  // Returns when the last of so many bytes would have arrived.
-  void carry(size_t bytes) {
+  // Returns when the last of so many bytes would have arrived, if the first could be sent at `ready`; and when that is.
+  Clock::time_point carry(size_t bytes, Clock::time_point ready = Clock::now()) {
     Clock::time_point arrival;
     {
       std::lock_guard lock(mutex_);
-      if (speed_ <= 0) return;
+      if (speed_ <= 0) return Clock::now();
       const auto seconds = std::chrono::duration<double>(static_cast<double>(bytes) / speed_);
-      free_from_ = std::max(free_from_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(seconds);
+      free_from_ = std::max(free_from_, ready) + std::chrono::duration_cast<Clock::duration>(seconds);
       arrival = free_from_;
     }
     std::this_thread::sleep_until(arrival);
+    return arrival;
   }
 
  private:
@@ -89,6 +90,12 @@ class Link {
   double speed_ = 0;
   Clock::time_point free_from_;
 };
+
+// In the thread of a stream: since when its next piece of work could have begun. A device moves bytes by itself; here
+// the thread does, which must not keep the link from carrying the next copy's bytes meanwhile. So a copy says that it
+// ended when its bytes had arrived.
+inline thread_local Clock::time_point stream_ready;
+inline thread_local bool stream_ready_is_told;
 
 // Work is begun in the order in which it was submitted, each piece after the one before has ended. The thread outlives
 // the Stream until all is done, as a destroyed CUDA stream's work does.
@@ -141,12 +148,17 @@ class Stream {
         std::function<void()> next;
         {
           std::unique_lock lock(mutex);
-          changed.wait(lock, [this] { return !work.empty(); });
+          if (work.empty()) {
+            changed.wait(lock, [this] { return !work.empty(); });
+            stream_ready = Clock::now();
+          }
           next = work.front();
         }
         if (!next) return;
         gate.pass();
+        stream_ready_is_told = false;
         next();
+        if (!stream_ready_is_told) stream_ready = Clock::now();
         next = nullptr;
         std::lock_guard lock(mutex);
         work.pop_front();
