@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -45,7 +45,8 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
     """Run the tasks, several at a time. The first that fails ends the rest, and its exception is raised.
 
     Args:
-        tasks: What to run. Each is taken, by one thread at a time, when a thread is free to run it, and is run then.
+        tasks: What to run. Each is taken, by one thread at a time, when a thread is free to run it, and is run then. A
+            generator is closed at the end.
         threads: How many threads.
         check: Called between tasks; may raise to stop them.
     """
@@ -70,5 +71,7 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
         with ThreadPoolExecutor(threads, thread_name_prefix="paddle_dist_ckpt") as pool:
             for _ in range(threads):
                 pool.submit(work)
+    if isinstance(iterator, Generator):
+        iterator.close()
     if failures:
         raise failures[0]
