@@ -157,7 +157,7 @@ class _DropIn:
             if aoa_config is not None:
                 with ranks.hub.session("load_state_dict", options.timeout):  # so that ranks without one raise as well
                     raise _no_aoa()
-            return load_with(ranks, state_dict, path, unique_id, options)
+            return load_with(ranks, state_dict, path, unique_id, options, offload)
 
     def load_merged_state_dict(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,14 @@ def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: TensorAdap
     if table.kinds[place] == Kind.ARRAY:
         leaves.tensors.append(np.empty(shape, arithmetic_dtype(dtype)))
     else:
-        leaves.tensors.append(adapter.empty(shape, dtype))
+        try:
+            leaves.tensors.append(adapter.empty(shape, dtype))
+        except (RuntimeError, OSError, MemoryError) as error:
+            nbytes = math.prod(shape) * dtype.itemsize
+            raise CheckpointError(
+                f"{metadata.key(path)}: no memory for a tensor of {nbytes:,} bytes ({error}); load a part of the "
+                "checkpoint, or to the host"
+            ) from error
 
 
 def _select(metadata: Metadata, selection: Selection) -> dict[str, str]:

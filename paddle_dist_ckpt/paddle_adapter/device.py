@@ -59,8 +59,10 @@ class TensorBytes:
     def __init__(self, tensor: Any) -> None:
         self.base = int(tensor.data_ptr())
         self.device = name_of(tensor.place)
+        self._place = paddle.device._convert_to_place(self.device)
         self._itemsize, self._dtype = int(tensor.element_size()), tensor.dtype
-        with paddle.no_grad():  # not as bytes: of a view that does not start where its memory does, Paddle errs there
+        # Not as bytes: of a view that does not start where its memory does, Paddle errs there.
+        with paddle.no_grad(), _place_guard(self._place):
             tensor = tensor.detach()
             if not tensor.is_contiguous():
                 span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
@@ -69,8 +71,9 @@ class TensorBytes:
                 self._items = tensor.view([-1]) if tensor.shape else tensor.unsqueeze(0)
 
     def part(self, start: int, nbytes: int) -> Any:
-        """The items in these bytes, as a tensor."""
-        return self._items._slice(start // self._itemsize, (start + nbytes) // self._itemsize)
+        """The items in these bytes, as a tensor over the same memory."""
+        with _place_guard(self._place):  # where another device is the current one, this would be a copy there
+            return self._items._slice(start // self._itemsize, (start + nbytes) // self._itemsize)
 
     def alike(self, data: Bytes1D) -> Any:
         """Host memory as a tensor of the same type, without a copy. It must be writable."""
@@ -144,6 +147,7 @@ class _Marks:
 
 
 _current_stream = threading.Lock()
+_pending: list[Any] = []  # events; to drop one that is not reached would wait for it, with Python's lock held
 
 
 @cache
@@ -160,6 +164,8 @@ def _recorded(stream: Any, device: str) -> Any:
     with _place_guard(paddle.device._convert_to_place(device)):  # events belong to the current device
         event = paddle.device.Event()
     event.record(stream)
+    _pending[:] = [one for one in _pending if not one.query()]
+    _pending.append(event)
     return event
 
 

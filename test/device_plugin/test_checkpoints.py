@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"exchange": "always"},
     {"exchange": "always", "staging_bytes": 1000},
 ]
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[DevicePool]:
-    pool = DevicePool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("in_background", [False, True])

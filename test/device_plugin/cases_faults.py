@@ -1,0 +1,109 @@
+"""Functions that test_faults_on_device.py sends to ranks with a device each: what goes wrong, with tensors there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
+from test.device_plugin import control
+from test.device_plugin.build import NAME
+from test.device_plugin.cases_conversions import place_of
+from test.paddle import cases_failures as host_cases
+from test.paddle.layouts import Spread
+from test.paddle.outcomes import Outcome, outcome_of
+from test.paddle.tensors import dist_tensor
+
+MIB = 1 << 20
+
+
+def die_in_copy(doing: str, path: str, ranks: int, victim: int, speed: float) -> Outcome:
+    """Save a checkpoint, then save or load with one rank whose copies take very long, to be killed there."""
+    first = host_cases.save_number(path, ranks, 1)
+    assert first.error is None, first.message
+    state = host_cases._state(ranks, 2)
+    assert {place_of(state["x"]), place_of(state["y"])} == {"device"}
+    paddle.device.synchronize()
+    if dist.get_rank() == victim:
+        control.set_speed(speed)
+        Path(path, "stopped").touch()
+    if doing == "save":
+        return outcome_of(lambda: save_state_dict(state, path, options=SaveOptions(timeout=60)))
+    return outcome_of(lambda: load_state_dict(state, path, options=LoadOptions(timeout=60)))
+
+
+def die_in_collective(path: str, ranks: int, victim: int, timeout: float) -> Outcome:
+    """Save a checkpoint, then load copies by collectives that take long, with a rank that is killed meanwhile."""
+    first = host_cases.save_number(path, ranks, 1)
+    assert first.error is None, first.message
+    array = np.zeros((host_cases.ROWS, host_cases.COLUMNS), np.float32)
+    state = {"x": dist_tensor(array, Spread(list(range(ranks)), (None,)))}
+    assert place_of(state["x"]) == "device"
+    if dist.get_rank() == victim:
+        Path(path, "stopped").touch()
+    options = LoadOptions(timeout=timeout, exchange="always")
+    return outcome_of(lambda: load_state_dict(state, path, options=options))
+
+
+def load_wrongly(path: str, ranks: int, wrong: int, how: str) -> tuple[Outcome, bool, bool]:
+    """As that for the host; also returns whether no byte was copied to this rank's device meanwhile."""
+    paddle.device.synchronize()
+    state = host_cases._state(ranks, -1)
+    if dist.get_rank() == wrong:
+        wrong_value: Any = {"shape": paddle.full([4], -1.0), "dtype": paddle.full([3], -1, "int32"), "value": 3}[how]
+        state["y"] = wrong_value
+    paddle.device.synchronize()
+    control.reset()
+    outcome = outcome_of(lambda: load_state_dict(state, path, options=LoadOptions(timeout=60)))
+    counts = control.counts()
+    copied = sum(count.bytes for name, count in counts.items() if name.endswith("memory_copy_h2d"))
+    untouched = bool((host_cases.local_array(state["x"]) == -1).all()) and state["number"] == -1
+    return outcome, untouched, copied == 0
+
+
+def differing_copies(path: str, ranks: int) -> Outcome:
+    """Save a plain tensor that differs from rank to rank."""
+    options = SaveOptions(timeout=60, check_replicas="error")
+    state = {"y": paddle.full([300], float(dist.get_rank()))}
+    return outcome_of(lambda: save_state_dict(state, path, options=options))
+
+
+# -- a device without room ---------------------------------------------------------------------------------------------
+
+
+def merge_without_room(path: str) -> dict[str, Any]:
+    """Load a checkpoint with a tensor larger than the device's memory, and then a part of it, and all to the host."""
+    paddle.set_device(f"{NAME}:0")  # a rank that is alone has not chosen it
+    paddle.device.empty_cache()
+    before = control.memory().bytes
+    whole = outcome_of(lambda: load_merged_state_dict(path))
+    paddle.device.empty_cache()
+    left = control.memory().bytes - before
+    part = load_merged_state_dict(path, keys=["small"])
+    on_host = outcome_of(lambda: _places_and_values(load_merged_state_dict(path, offload=True)))
+    return {"whole": whole, "left": left, "part": _places_and_values(part), "on_host": on_host}
+
+
+def _places_and_values(state: dict[str, Any]) -> tuple[list[str], list[float]]:
+    values = {float(value) for tensor in state.values() for value in np.unique(tensor.numpy())}
+    return sorted({place_of(tensor) for tensor in state.values()}), sorted(values)
+
+
+def save_and_load_without_room(path: str, megabytes: int) -> tuple[int, int]:
+    """Save and load tensors that take nearly all of the device's memory; returns the peak and what there is."""
+    paddle.set_device(f"{NAME}:0")
+    state = {f"x{i}": paddle.full([1 << 18], float(i)) for i in range(megabytes)}
+    paddle.device.empty_cache()
+    control.reset()
+    save_state_dict(state, path)
+    save_state_dict(state, path, async_save=True).result()
+    for tensor in state.values():
+        tensor.set_value(np.zeros([1 << 18], np.float32))
+    load_state_dict(state, path)
+    for i, tensor in enumerate(state.values()):
+        assert np.unique(tensor.numpy()).tolist() == [i]
+    return control.memory().peak, control.memory().capacity

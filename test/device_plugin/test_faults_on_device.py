@@ -1,0 +1,181 @@
+"""When something goes wrong with tensors on devices, all ranks hear of it, and the checkpoint before is as it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_dist_ckpt import list_checkpoints, save_state_dict, verify
+from test.device_plugin import build
+from test.device_plugin import cases_faults as cases
+from test.device_plugin.ranks import DevicePool, rank_environment
+from test.paddle import cases_failures as host_cases
+from test.paddle.outcomes import Outcome
+from test.paddle.test_failures import assert_holds, assert_saves_and_loads, no_files_but, wait_for
+from test.ranks.fresh import FreshRanks
+
+pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
+
+RANKS = 4
+RANKS_OF_A_JOB = 2
+SLOW = 20_000.0  # bytes per second: to copy a rank's part takes half a minute
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(devices: DevicePool, tmp_path: Path) -> Path:
+    """A folder with one checkpoint, which says 1 everywhere."""
+    assert {outcome.result for outcome in devices.run(host_cases.save_number, str(tmp_path), RANKS, 1)} == {0}
+    return tmp_path
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("how", ["shape", "dtype"])
+def test_save_of_what_does_not_fit(devices: DevicePool, folder: Path, wrong: int, how: str) -> None:
+    outcomes = devices.run(host_cases.save_wrongly, str(folder), RANKS, wrong, how)
+    assert [outcome.error for outcome in outcomes] == ["UnsupportedValueError"] * RANKS
+    assert no_files_but(folder, 0)
+    assert_saves_and_loads(devices, folder, 2, [0, 1])
+
+
+def test_copies_that_differ(devices: DevicePool, folder: Path) -> None:
+    outcomes = devices.run(cases.differing_copies, str(folder), RANKS)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert all(outcome.error is not None and "y" in outcome.message for outcome in outcomes)
+    assert_holds(folder, 1, [0])
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("how", ["shape", "dtype", "value"])
+def test_load_into_what_does_not_fit(devices: DevicePool, folder: Path, wrong: int, how: str) -> None:
+    results = devices.run(cases.load_wrongly, str(folder), RANKS, wrong, how)
+    assert [outcome.error for outcome, *_ in results] == ["StateDictMismatchError"] * RANKS
+    assert all("y" in outcome.message and f"rank {wrong}" in outcome.message for outcome, *_ in results)
+    assert [untouched for _, *untouched in results] == [[True, True]] * RANKS
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [0, 3])
+def test_full_disk(devices: DevicePool, folder: Path, full: int) -> None:
+    outcomes = devices.run(host_cases.save_on_full_disk, str(folder), RANKS, full)
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (full,))] * RANKS
+    assert all("No space left" in outcome.message for outcome in outcomes)
+    assert_holds(folder, 1, [0])
+    assert no_files_but(folder, 0)
+    assert_saves_and_loads(devices, folder, 3, [0, 1])
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always"])
+def test_disk_that_cannot_be_read(devices: DevicePool, folder: Path, exchange: str) -> None:
+    bad = 2
+    outcomes = devices.run(host_cases.load_from_bad_disk, str(folder), RANKS, bad, exchange)
+    assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (bad,))] * RANKS
+    assert all("partly written" in outcome.message for outcome in outcomes)
+    outcomes = devices.run(host_cases.load_number, str(folder), RANKS, exchange)
+    assert [outcome.result for outcome in outcomes] == [[1]] * RANKS
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always", "never"])
+def test_damaged_block(devices: DevicePool, folder: Path, exchange: str) -> None:
+    file = next(path for path in folder.glob("2_0.*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 16
+    file.write_bytes(data)
+    outcomes = devices.run(host_cases.load_number, str(folder), RANKS, exchange)
+    assert [outcome.error for outcome in outcomes] == [outcomes[0].error] * RANKS
+    assert outcomes[0].error in ("CheckpointCorruptedError", "RankFailureError")
+    assert all(file.name in outcome.message and "x" in outcome.message for outcome in outcomes)
+    assert not verify(folder).ok
+    assert_saves_and_loads(devices, folder, 2, [0, 1])
+
+
+# -- ranks that die ----------------------------------------------------------------------------------------------------
+
+DEATHS: list[tuple[Any, tuple[Any, ...], int]] = [
+    (host_cases.die_in, ("save", RANKS_OF_A_JOB, 1, ""), 1),
+    (cases.die_in_copy, ("save", RANKS_OF_A_JOB, 0, SLOW), 0),
+    (cases.die_in_copy, ("load", RANKS_OF_A_JOB, 1, SLOW), 1),
+]
+
+
+def test_killed_ranks(devices: DevicePool, tmp_path: Path) -> None:
+    """One rank of each of several jobs dies: as it writes to a disk, as it copies from its device, and to it."""
+    folders = [tmp_path / str(i) for i in range(len(DEATHS))]
+    env = rank_environment(0, RANKS_OF_A_JOB)
+    with ExitStack() as stack:
+        jobs = []
+        for folder, (function, (doing, *rest), _) in zip(folders, DEATHS, strict=True):
+            folder.mkdir()
+            jobs.append(stack.enter_context(FreshRanks(RANKS_OF_A_JOB, function, doing, str(folder), *rest, env=env)))
+        for folder, job, (*_, victim) in zip(folders, jobs, DEATHS, strict=True):
+            wait_for(folder / "stopped")
+            time.sleep(0.3)
+            killed = time.monotonic()
+            job.kill(victim)
+            ends = job.wait(30)
+            assert time.monotonic() - killed < 10
+            assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(len(ends))], ends
+            outcome: Outcome = ends[1 - victim].result
+            assert (outcome.error, outcome.ranks) == ("RankFailureError", (victim,)), outcome
+    for folder in folders:
+        assert_holds(folder, 1, [0])
+        assert_saves_and_loads(devices, folder, 3, [0, 1])
+
+
+def test_killed_in_a_collective(devices: DevicePool, tmp_path: Path) -> None:
+    """A rank dies while others receive from it, by collectives that wait for the dead for ever, as NCCL's may."""
+    ranks, victim = 3, 1
+    env = rank_environment(0, ranks, network_speed=100_000.0)
+    with FreshRanks(ranks, cases.die_in_collective, str(tmp_path), ranks, victim, 10.0, env=env) as fresh:
+        wait_for(tmp_path / "stopped")
+        time.sleep(1)
+        killed = time.monotonic()
+        fresh.kill(victim)
+        ends = fresh.wait(40)
+        seconds = time.monotonic() - killed
+    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(ranks)], ends
+    for end in ends:
+        if end.rank != victim:
+            assert (end.result.error, end.result.ranks) == ("RankFailureError", (victim,)), end.result
+    assert seconds < 20
+    assert_holds(tmp_path, 1, [0])
+    assert_saves_and_loads(devices, tmp_path, 3, [0, 1])
+
+
+# -- a device without room ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[DevicePool]:
+    """One rank whose device has 40 MiB."""
+    pool = DevicePool(1, memory=40 * MIB)
+    yield pool
+    pool.close()
+
+
+def test_no_room_for_a_merged_checkpoint(small: DevicePool, tmp_path: Path) -> None:
+    save_state_dict({"small": paddle.full([100], 1.0), "large": paddle.full([12 * MIB], 2.0)}, tmp_path)
+    (found,) = small.run(cases.merge_without_room, str(tmp_path))
+    assert found["whole"].error == "CheckpointError"
+    assert "large: no memory for a tensor of 50,331,648 bytes" in found["whole"].message
+    assert found["left"] == 0, "memory is still in use after the failure"
+    assert found["part"] == (["device"], [1.0])
+    assert found["on_host"].message == ""
+    assert found["on_host"].result == (["host"], [1.0, 2.0])
+
+
+def test_no_more_device_memory_than_the_tensors_have(small: DevicePool, tmp_path: Path) -> None:
+    ((peak, capacity),) = small.run(cases.save_and_load_without_room, str(tmp_path), 30)
+    assert 30 * MIB <= peak <= capacity == 40 * MIB
+    assert list_checkpoints(tmp_path) == [0, 1]
