@@ -9,6 +9,8 @@ specification.
 from __future__ import annotations
 
 import itertools
+import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError
 from .columns import Column, IntArray, column_size, pack_column, unpack_column
 from .dtypes import DTYPES
 from .metadata import FileInfo, Metadata
-from .paths import ListIndex, TupleIndex, containers_of, is_own, mixed_containers, parse_path
+from .paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
 from .shards import Kind, Layout, LayoutRecord, ShardTable
 from .values import DECODE_ERRORS, from_jsonable
 
@@ -44,6 +46,7 @@ _MAX_PARTS = 256  # more than a state_dict that can be saved has levels
 _MAX_TOTAL_BYTES = 2**60
 PER_RANK = "per_rank"
 FEATURES = frozenset({PER_RANK})
+_TABLES: weakref.WeakKeyDictionary[ShardTable, bytes] = weakref.WeakKeyDictionary()
 
 
 class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,17 +89,18 @@ class _Body(msgspec.Struct, frozen=True):
 
 def table_to_record(table: ShardTable) -> TableRecord:
     """A table in the form in which it is stored."""
-    names = sorted({dtype.name for dtype in table.dtypes})
-    place = {name: i for i, name in enumerate(names)}
+    used = [dtype.name for dtype in table.dtype_list]
+    names = sorted(used)
+    place = np.array([names.index(name) for name in used], np.int64)
     return TableRecord(
         paths=table.paths,
         dtypes=names,
-        dtype=pack_column([place[dtype.name] for dtype in table.dtypes]),
+        dtype=pack_column(place[table.dtype_of]),
         kind=pack_column(table.kinds),
         layouts=[layout.to_record() for layout in table.layouts],
         layout=pack_column(table.layout_of),
         shard_file=pack_column(table.shard_file),
-        names=table.names if any(name is not None for name in table.names) else [],
+        names=table.names if table.names.count(None) < len(table.names) else [],
     )
 
 
@@ -142,12 +146,14 @@ def _check_leaves(paths: Sequence[str]) -> None:
         raise CheckpointCorruptedError("a path is a leaf and a container")
     if mixed_containers(paths):
         raise CheckpointCorruptedError("a path is a dict and a list")
-    for path in (p for p in paths if "~l" in p or "~t" in p):
+    for path in [p for p in paths if "~" in p and ("~l" in p or "~t" in p)]:
         if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):
             raise CheckpointCorruptedError(f"{path[:100]}: an index in a list that is larger than all that is stored")
 
 
 def _check_paths(paths: Sequence[str]) -> None:
+    if _are_plain(paths):
+        return
     try:
         for path in paths:
             if path.count("/") > _MAX_PARTS:
@@ -158,6 +164,17 @@ def _check_paths(paths: Sequence[str]) -> None:
         raise CheckpointCorruptedError(str(error)[:200]) from error
     if any(a >= b for a, b in itertools.pairwise(paths)):
         raise CheckpointCorruptedError("the paths of the tensor table are not in ascending order")
+
+
+def _are_plain(paths: Sequence[str]) -> bool:
+    """Whether paths are in ascending order, and such that nothing can be wrong with any: what can be seen quickly."""
+    return not paths or (
+        paths[0] >= "/"
+        and paths[-1] < "0"  # the character after "/"; so all between begin with "/"
+        and all(map(operator.lt, paths, itertools.islice(paths, 1, None)))
+        and max(map(len, paths)) <= _MAX_PARTS
+        and "~" not in "".join(paths)
+    )
 
 
 def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: int) -> list[Layout]:
@@ -193,15 +210,23 @@ def encode_metadata(metadata: Metadata, user_metadata: Any) -> bytes:
             paddle=metadata.paddle_version,
             user_metadata=user_metadata,
             files=metadata.files,
-            tensors=table_to_record(metadata.table),
+            tensors=_table_json(metadata.table),
             values=metadata.value_records,
         )
     )
-    features = [PER_RANK] if any(is_own(path) for path in metadata.table.paths) else []
+    features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = _Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
     at = blank.index(b"\n") - len(_NO_DIGEST) - 2
     return blank[:at] + xxhash.xxh3_64_hexdigest(blank).encode() + blank[at + len(_NO_DIGEST) :]
+
+
+def _table_json(table: ShardTable) -> Any:
+    """A table in JSON, which is remembered as long as there is the table: saves of an unchanged state share it."""
+    found = _TABLES.get(table)
+    if found is None:
+        found = _TABLES[table] = msgspec.json.encode(table_to_record(table))
+    return msgspec.Raw(found)
 
 
 def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .paths import Part, flat_keys, parse_path, plain_key
+from .paths import Part, flat_keys, parse_path, plain_keys
 from .shards import Kind, Layout, ShardTable
 from .values import from_jsonable
 
@@ -100,7 +100,8 @@ class Metadata:
     @cached_property
     def special_keys(self) -> dict[str, str]:
         """The flat keys that are not just the parts of their path with dots between them, by path."""
-        return {path: key for path, key in self._keys.items() if key != plain_key(path)}
+        plain = plain_keys(list(self._keys))
+        return {path: key for (path, key), own in zip(self._keys.items(), plain, strict=True) if key != own}
 
     @cached_property
     def flat_mapping(self) -> dict[str, tuple[Part, ...]]:

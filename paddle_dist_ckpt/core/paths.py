@@ -12,8 +12,8 @@ flat key, each of them is escaped instead (:func:`flat_keys`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, cast
 
 _MAX_INDEX = 100_000_000  # more than any list of tensors has
 
@@ -27,9 +27,12 @@ __all__ = [
     "format_path",
     "is_own",
     "join",
+    "join_all",
     "mixed_containers",
+    "own_among",
     "parse_path",
     "plain_key",
+    "plain_keys",
 ]
 
 
@@ -64,6 +67,15 @@ def join(parent: str, part: Part) -> str:
     if isinstance(part, (ListIndex, TupleIndex, RankIndex)):
         return f"{parent}/{_SIGNS[type(part)]}{part.at}"
     return f"{parent}/~i{part}"
+
+
+def join_all(parent: str, parts: Collection[Part]) -> list[str]:
+    """``parent`` with each of these parts."""
+    if set(map(type, parts)) == {str}:
+        text = "".join(cast("Collection[str]", parts))
+        if "~" not in text and "/" not in text:
+            return [f"{parent}/{part}" for part in parts]
+    return [join(parent, part) for part in parts]
 
 
 def format_path(parts: Iterable[Part]) -> str:
@@ -106,6 +118,11 @@ def is_own(path: str) -> bool:
     return path.rpartition("/")[2].startswith("~r")
 
 
+def own_among(paths: Iterable[str]) -> list[str]:
+    """The paths of ranks' own values among others."""
+    return [path for path in paths if "/~r" in path and is_own(path)]
+
+
 def containers_of(paths: Iterable[str]) -> set[str]:
     """The paths of all containers that these paths lead through."""
     found: set[str] = set()
@@ -123,9 +140,9 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
     backslash, gets its parts escaped first: ``\\`` before each dot and backslash, and ``\\i``, ``\\l``, ``\\t``,
     ``\\r`` before the number of an int key, a list's index, a tuple's, a rank.
     """
-    plain = [plain_key(path) for path in paths]
+    plain = plain_keys(paths)
     shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
-    if not shared and not any("\\" in key for key in plain):
+    if not shared and "\\" not in "".join(plain):
         return plain
     return [_escaped(path) if key in shared or "\\" in key else key for path, key in zip(paths, plain, strict=True)]
 
@@ -133,7 +150,7 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
 def mixed_containers(paths: Iterable[str]) -> set[str]:
     """The containers that these paths take for a dict here and for a list, a tuple or ranks' own values there."""
     leaves = set(paths)
-    if not any("/~l" in path or "/~t" in path or "/~r" in path for path in leaves):
+    if "/~" not in "".join(leaves):
         return set()
     kinds: dict[str, str] = {}
     mixed: set[str] = set()
@@ -150,6 +167,13 @@ def plain_key(path: str) -> str:
     if "~" not in path:
         return path[1:].replace("/", ".")
     return ".".join(str(part if type(part) in (str, int) else part[0]) for part in parse_path(path))  # type: ignore[index]
+
+
+def plain_keys(paths: Sequence[str]) -> list[str]:
+    """The :func:`plain_key` of each path."""
+    if "~" in "".join(paths):
+        return list(map(plain_key, paths))
+    return [path[1:].replace("/", ".") for path in paths]
 
 
 def _escaped(path: str) -> str:

@@ -270,20 +270,25 @@ class ShardTable:
         return elements * self.itemsizes[self.shard_tensor]
 
     @cached_property
+    def _dtypes_by_id(self) -> dict[int, DType]:
+        """The element types as objects, of which there are few. To hash the types of all tensors takes much longer."""
+        return dict(zip(map(id, self.dtypes), self.dtypes, strict=True))
+
+    @cached_property
     def dtype_list(self) -> list[DType]:
         """The different element types."""
-        return list(dict.fromkeys(self.dtypes))
+        return list(dict.fromkeys(self._dtypes_by_id.values()))
 
     @cached_property
     def dtype_of(self) -> IntArray:
         """Which of :attr:`dtype_list` each tensor has, ``[tensors]``."""
-        number = {dtype.name: i for i, dtype in enumerate(self.dtype_list)}
-        return np.array([number[dtype.name] for dtype in self.dtypes], np.int64)
+        number = {key: self.dtype_list.index(dtype) for key, dtype in self._dtypes_by_id.items()}
+        return np.array(list(map(number.__getitem__, map(id, self.dtypes))), np.int64)
 
     @cached_property
     def itemsizes(self) -> IntArray:
         """Item size of each tensor, ``[tensors]``."""
-        return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
+        return np.array([dtype.itemsize for dtype in self.dtype_list], np.int64)[self.dtype_of]
 
     def layout_boxes(self, dimensions: int) -> tuple[IntArray, IntArray]:
         """Offsets and extents of the boxes of all layouts, one after the other, each ``[boxes, dimensions]``.

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import UnsupportedValueError
 from .naming import canonical_paths
-from .paths import ListIndex, Part, RankIndex, TupleIndex, join, parse_path, plain_key
+from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parse_path, plain_key
 from .per_rank import PerRank
 from .stateful import ObjectKind, OpenedObject, is_stateful
 
@@ -76,11 +76,11 @@ def flatten(state_dict: dict[Any, Any], adapter: LeafAdapter) -> Leaves:
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
-    for key in state_dict:
-        if not _is_plain_key(key):
-            raise UnsupportedValueError(f"state_dict has the key {_shown(key)}; {_KEYS}")
+    odd = _odd_keys(state_dict)
+    if odd:
+        raise UnsupportedValueError(f"state_dict has the key {_shown(odd[0])}; {_KEYS}")
     flattening = _Flattening(adapter)
-    flattening.add("", state_dict.items(), 0)
+    flattening.add("", state_dict, 0)
     flattening.open_objects()
     return flattening.leaves
 
@@ -93,11 +93,15 @@ class _Flattening:
         self._adapter, self._is_tensor = adapter, adapter.is_tensor
         self._found: list[tuple[str, Any, int]] = []  # objects that are not open yet, with the depth at which they are
 
-    def add(self, path: str, parts: Iterable[tuple[Part, Any]], depth: int) -> None:
+    def add(self, path: str, parts: Mapping[Part, Any], depth: int) -> None:
         """Add what is in a container."""
         leaves, is_tensor = self.leaves, self._is_tensor
-        for part, value in parts:
-            child = join(path, part)
+        children = join_all(path, parts)
+        if all(map(is_tensor, parts.values())):  # which many a large container has alone
+            leaves.tensor_paths.extend(children)
+            leaves.tensors.extend(parts.values())
+            return
+        for child, value in zip(children, parts.values(), strict=True):
             if is_tensor(value):
                 leaves.tensor_paths.append(child)
                 leaves.tensors.append(value)
@@ -115,16 +119,16 @@ class _Flattening:
                 leaves.value_paths.append(child)
                 leaves.values.append(value)
 
-    def _children(self, path: str, value: Any, depth: int) -> Iterable[tuple[Part, Any]] | None:
+    def _children(self, path: str, value: Any, depth: int) -> Mapping[Part, Any] | None:
         """The parts of a container that is taken apart, or None for a leaf."""
         if depth > _MAX_DEPTH:
             raise UnsupportedValueError(
                 f"{plain_key(path)[:80]}: nested deeper than {_MAX_DEPTH} levels, or contains itself"
             )
         if isinstance(value, dict) and value:
-            odd = [key for key in value if not _is_plain_key(key)]
+            odd = _odd_keys(value)
             if not odd:
-                return value.items()
+                return value
             if _holds(value.values(), self._is_apart, set()):
                 raise UnsupportedValueError(
                     f"{plain_key(path)}: holds tensors, and has the key {_shown(odd[0])}; {_KEYS}"
@@ -135,7 +139,7 @@ class _Flattening:
                     f"{plain_key(path)}: a {type(value).__name__} of tensors cannot be stored; use a tuple"
                 )
             place = ListIndex if type(value) is list else TupleIndex
-            return [(place(i), child) for i, child in enumerate(value)]
+            return {place(i): child for i, child in enumerate(value)}
         return None
 
     def _is_apart(self, value: Any) -> bool:
@@ -180,6 +184,13 @@ class _Flattening:
             canonical = canonical_paths([paths[i] for i in rest], [names[i] for i in rest])
             for i in inside:
                 leaves.tensor_paths[i] = canonical.get(paths[i], paths[i])
+
+
+def _odd_keys(keys: Iterable[Any]) -> list[Any]:
+    """Those that cannot stand above a tensor."""
+    if set(map(type, keys)) == {str}:
+        return []
+    return [key for key in keys if not _is_plain_key(key)]
 
 
 def _is_plain_key(key: Any) -> bool:

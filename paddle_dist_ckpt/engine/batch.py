@@ -20,7 +20,7 @@ import xxhash
 from ..core.box import Box, flat_range
 from ..core.columns import IntArray
 from ..core.dtypes import DType
-from ..core.memory import address_of, array_at, copy_bytes
+from ..core.memory import address_of, array_at, copy_each
 from ..core.ports import Bytes1D
 from ..errors import CheckpointCorruptedError
 from .buffers import Buffers
@@ -170,14 +170,12 @@ def _hand_out(kind: ItemKind, starts: IntArray, targets: IntArray, buffer: Bytes
     from_byte, to_byte, nbytes = kind.from_byte, kind.to_byte, kind.nbytes
     if from_byte is not None and to_byte is not None:
         base = address_of(buffer) + from_byte
-        for source, target in zip((starts + base).tolist(), (targets + to_byte).tolist(), strict=True):
-            copy_bytes(target, source, nbytes)
+        copy_each(targets + to_byte, starts + base, nbytes)
         return
     parts = _cut_out(kind, starts, buffer)
     if to_byte is not None:
         base = address_of(parts)
-        for i, target in enumerate((targets + to_byte).tolist()):
-            copy_bytes(target, base + i * nbytes, nbytes)
+        copy_each(targets + to_byte, base + np.arange(len(targets)) * nbytes, nbytes)
         return
     for i, target in enumerate(targets.tolist()):
         array = array_at(target, kind.target_shape, kind.strides, kind.dtype.raw, None)

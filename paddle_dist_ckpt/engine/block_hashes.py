@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,6 +61,12 @@ class BlockHashes:
                 self.values[first + block] = xxhash.xxh3_64_intdigest(part)
             else:
                 self._add_part(first + block, low - start, part, end - start)
+
+    def add_small(self, entries: Sequence[int], nbytes: int, window: memoryview, start: int) -> None:
+        """Hash whole entries of one size, and of one block each, in a window that starts at byte ``start``."""
+        digest, places = xxhash.xxh3_64_intdigest, [self._offsets[entry] - start for entry in entries]
+        digests = [digest(window[place : place + nbytes]) for place in places]
+        self.values[[self._first_block[entry] for entry in entries]] = np.array(digests, np.uint64)
 
     def _add_part(self, block: int, at: int, part: memoryview | bytes, nbytes: int) -> None:
         """Hash a part of a block. One that comes before what stands before it is kept until that has come."""

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from ..core.device_memory import Copies, DeviceArray, Mark, Request, Scattered
-from ..core.memory import address_of, copy_bytes
+from ..core.memory import address_of, copy_bytes, copy_each
 from ..core.ports import Bytes1D
 from ..formats.datafile import FileTable
 from .block_hashes import BlockHashes
@@ -29,6 +29,7 @@ __all__ = ["AHEAD", "WINDOW_BYTES", "Contents", "Snapshot", "Tensors", "Window"]
 
 WINDOW_BYTES = 2 << 20
 AHEAD = 2  # windows that are copied from a device while others are hashed and written
+_SMALL = 4096  # entries of at most so many bytes, as the smallest block has, are one block each and need less care
 _SNAPSHOT_WINDOW_BYTES = 4 * WINDOW_BYTES  # needs no memory, and interrupts training less often
 
 
@@ -137,11 +138,24 @@ class Tensors:
             self._pick(filling.scattered)
             start, window = filling.start, filling.buffer[: filling.stop - filling.start]
             base, view = address_of(window) - start, window.data
+            small: dict[int, list[int]] = {}  # by size
             for i, low, high in _entries_of(self._table, start, filling.stop):
+                if (
+                    start <= low
+                    and high <= filling.stop
+                    and 0 < high - low <= _SMALL
+                    and isinstance(self._sources[i], int)
+                ):
+                    small.setdefault(high - low, []).append(i)
+                    continue
                 first, last = max(start, low), min(filling.stop, high)
                 if first < last:
-                    self._fill(i, first - low, last - low, base + first, view[first - start : last - start])
-                    hashes.add(i, first - low, view[first - start : last - start])
+                    part = view[first - start : last - start]
+                    self._fill(i, first - low, last - low, base + first, part)
+                    hashes.add(i, first - low, part)
+            for nbytes, entries in small.items():
+                self._fill_small(entries, nbytes, base)
+                hashes.add_small(entries, nbytes, view, start)
             yield window
         finally:
             self._give_back(filling)
@@ -153,6 +167,11 @@ class Tensors:
             copy_bytes(address, source + low, high - low)
         elif not isinstance(source, DeviceArray):
             gather(source, low, high, np.frombuffer(part, np.uint8))
+
+    def _fill_small(self, entries: list[int], nbytes: int, base: int) -> None:
+        """Copy whole entries of one size from host memory to a window that starts at address ``base`` of the file."""
+        places = np.array([self._table.offsets[i] for i in entries], np.int64)
+        copy_each(places + base, np.array([self._sources[i] for i in entries], np.int64), nbytes)
 
     def copy_to(self, memory: Bytes1D, start: int) -> None:
         """Copy the data section from byte ``start`` on to the beginning of ``memory``, and hash nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -259,8 +260,8 @@ def describe(state_dict: dict[Any, Any], adapter: TensorAdapter, rank: int, know
     leaves = flatten(state_dict, adapter)
     problems = [
         f"{plain_key(path)!r}: a key with a lone surrogate cannot be stored"
-        for path in (*leaves.tensor_paths, *leaves.value_paths)
-        if not path.isascii() and not _can_be_encoded(path)
+        for path in itertools.filterfalse(str.isascii, [*leaves.tensor_paths, *leaves.value_paths])
+        if not _can_be_encoded(path)
     ]
     before = {path: nbytes for path, _, nbytes in known.outline} if known is not None else {}
     if known is not None and known.fits(leaves):
@@ -331,9 +332,11 @@ def _add_values(state: LocalState, values: Sequence[Any], before: Mapping[str, i
 
 def digests_of(state: LocalState) -> bytes:
     """xxh3_64 of each plain tensor's bytes, to be compared among ranks."""
+    is_plain = [g.plain and g.kind != Kind.VALUE for g in state.tensors.geometries]
+    if not any(is_plain):
+        return b""
     digests = []
     first = np.searchsorted(state.pieces.tensor, np.arange(len(state.tensors.geometry) + 1)).tolist()
-    is_plain = [g.plain and g.kind != Kind.VALUE for g in state.tensors.geometries]
     for t, geometry in enumerate(state.tensors.geometry):
         if is_plain[geometry]:
             digest = xxhash.xxh3_64()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.paths import RankIndex, is_own, parse_path, plain_key
+from ..core.paths import RankIndex, own_among, parse_path, plain_key
 
 __all__ = ["OwnValues", "parent_of"]
 
@@ -41,7 +41,7 @@ class OwnValues:
             choice: What ``LoadOptions.per_rank`` says.
         """
         stored: dict[str, dict[int, str]] = {}
-        for path in filter(is_own, paths):
+        for path in own_among(paths):
             part = parse_path(path)[-1]
             assert isinstance(part, RankIndex)
             stored.setdefault(parent_of(path), {})[part.at] = path

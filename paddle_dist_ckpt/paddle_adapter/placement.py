@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle.distributed as dist
@@ -21,11 +22,13 @@ __all__ = [
     "local_box",
     "local_shape",
     "mesh_coordinate",
+    "placement_copies",
     "placement_texts",
     "reduction_of",
 ]
 
 IS_PADDLE_2_6 = not hasattr(api, "dtensor_from_local")  # for what no object there tells
+_COPIED = (dist.Shard, dist.Replicate, dist.Partial)  # not a Shard with an order, which Paddle gives back as less
 
 
 def layout_of(tensor: Any, key: str) -> tuple[Any, list[Any]]:
@@ -56,12 +59,26 @@ def placement_texts(tensor: Any) -> list[str]:
     return list(map(str, tensor.placements)) or [str(tensor.dist_attr)]
 
 
-def local_shape(tensor: Any) -> Any:
-    """The shape of a DistTensor's local value."""
+def placement_copies(tensor: Any) -> list[Any] | None:
+    """Copies of a DistTensor's placements, with which to compare those of others: faster than their texts are.
+
+    Of some there are no copies, or they do not equal what they are of; then None.
+    """
+    placements = tensor.placements
+    if IS_PADDLE_2_6 or not placements or not all(type(placement) in _COPIED for placement in placements):
+        return None
+    return [copy.copy(placement) for placement in placements]
+
+
+def _local_shape(tensor: Any) -> Any:
     try:
         return tensor._local_shape
-    except NotImplementedError:  # in Paddle 2.6, of one without elements
+    except NotImplementedError:  # of one without elements
         return tensor._local_value().shape
+
+
+local_shape: Callable[[Any], Any] = _local_shape if IS_PADDLE_2_6 else operator.attrgetter("_local_shape")
+"""The shape of a DistTensor's local value."""
 
 
 def mesh_coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:

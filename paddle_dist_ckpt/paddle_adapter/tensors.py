@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import itertools
 import operator
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,13 +23,12 @@ from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of
 from ..errors import UnsupportedValueError
 from . import objects
 from .device import Bytes1D, DeviceCopies, TensorBytes, has_devices, host_memory, is_on_device
+from .identity import KnownTensor, TensorIdentity
 from .placement import (
     IS_PADDLE_2_6,
     layout_of,
     local_box,
-    local_shape,
     mesh_coordinate,
-    placement_texts,
     reduction_of,
 )
 from .sharded_weight import Layout, is_sharded_weight
@@ -42,34 +37,6 @@ from .static_program import is_program, is_temporary, program_state, variables_b
 __all__ = ["PaddleAdapter"]
 
 _NOT_RESTORED: tuple[Any, ...] = tuple(filter(None, [getattr(paddle.optimizer, "LBFGS", None)]))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """A geometry, and all attributes of a tensor from which it follows.
-
-    The placements and the mesh that Paddle gives lie within the tensor, and are invalid memory when it is gone or given
-    other data. So texts and a copy of them are kept.
-    """
-
-    shape: list[int]
-    dtype: Any
-    strides: list[int]
-    contiguous: bool
-    local_shape: list[int] | None
-    placements: list[str] | None
-    mesh: Any
-    geometry: Geometry
-
-    def is_of(self, value: Any, is_dist: bool) -> bool:
-        """Whether a tensor of this dtype has this geometry. To compare is much faster than to make a geometry."""
-        if value.shape != self.shape or value.strides != self.strides:
-            return False
-        if not is_dist:
-            return self.mesh is None
-        if self.mesh is None or local_shape(value) != self.local_shape:
-            return False
-        return bool(placement_texts(value) == self.placements and value.process_mesh == self.mesh)
 
 
 class PaddleAdapter:
@@ -88,10 +55,10 @@ class PaddleAdapter:
         self._rank = rank
         self._place = paddle.device._convert_to_place(place) if place is not None else None
         self._dtypes: dict[Any, DType] = {}
-        self._known: dict[tuple[Any, ...], list[_Known]] = {}
-        self._last: _Known | None = None
+        self._known: dict[tuple[Any, ...], list[KnownTensor]] = {}
+        self._last: KnownTensor | None = None
         self._sharded: dict[tuple[Layout, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
-        self._viewed: dict[int, _Known] = {}  # by the id of each Paddle tensor that was looked at
+        self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
         self._host_only = not has_devices()
         self._piece_bytes = piece_bytes
         self._starts: dict[int, tuple[int, ...]] = {}  # of the pieces of cut geometries, by their ids
@@ -141,7 +108,7 @@ class PaddleAdapter:
         name: str = tensor.name
         if not is_temporary(name):
             return name
-        return self._variables.get(tensor.data_ptr()) if tensor._is_initialized() else None
+        return self._variables.get(tensor.data_ptr()) if self._variables and tensor._is_initialized() else None
 
     @cached_property
     def _variables(self) -> dict[int, str]:
@@ -149,10 +116,8 @@ class PaddleAdapter:
 
     def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""
-        if isinstance(value, np.ndarray):
-            return view_of_array(value)
-        if is_sharded_weight(value):
-            return self._view_part(value, path)
+        if not isinstance(value, paddle.Tensor):
+            return view_of_array(value) if isinstance(value, np.ndarray) else self._view_part(value, path)
         is_dist, dtype = value.is_dist(), value.dtype
         if not is_dist:
             _check_plain(value, path)
@@ -172,12 +137,11 @@ class PaddleAdapter:
         if IS_PADDLE_2_6 and is_dist:
             _check_name(value.name, path)
         self._viewed[id(value)] = known
-        geometry = known.geometry
-        if not geometry.pieces:
-            return TensorView(geometry, (), value, self._name(value))
-        return TensorView(geometry, self._addresses(value, geometry, path), value, self._name(value))
+        return TensorView(known.geometry, self._addresses(value, known.geometry, path), value, self._name(value))
 
     def _addresses(self, value: Any, geometry: Geometry, path: str) -> tuple[int, ...]:
+        if not geometry.pieces:
+            return ()
         base = self._address(value, geometry, path)
         return (base,) if len(geometry.pieces) == 1 else tuple(base + start for start in self._starts[id(geometry)])
 
@@ -236,7 +200,7 @@ class PaddleAdapter:
         addresses = tuple(base + start for start in starts)
         return TensorView(geometry, addresses, (local,), self._name(local))  # not the tensor itself: that is plain
 
-    def _find(self, value: Any, is_dist: bool, on_device: bool, path: str) -> _Known:
+    def _find(self, value: Any, is_dist: bool, on_device: bool, path: str) -> KnownTensor:
         """The geometry of a tensor that is not like the one before."""
         shape, dtype = tuple(value.shape), value.dtype
         candidates = self._known.setdefault((shape, dtype), [])
@@ -246,10 +210,7 @@ class PaddleAdapter:
                 return known
         make, key = self._dist_geometry if is_dist else self._plain_geometry, plain_key(path)
         geometry = self._placed(make(value, shape, self._dtype(dtype, key), key), (0,), on_device)
-        local, placements, mesh = None, None, None
-        if is_dist:
-            local, placements, mesh = local_shape(value), placement_texts(value), copy.copy(value.process_mesh)
-        self._last = _Known(value.shape, dtype, value.strides, value.is_contiguous(), local, placements, mesh, geometry)
+        self._last = KnownTensor.of(value, is_dist, geometry)
         candidates.append(self._last)
         return self._last
 
@@ -301,15 +262,12 @@ class PaddleAdapter:
                 raise UnsupportedValueError(f"{key}: {error}") from None
         return known
 
-    def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> _Identity | None:
+    def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> TensorIdentity | None:
         """See :class:`..core.tensors.TensorAdapter`."""
-        known = [self._viewed.get(id(value)) for value in values]
-        if None in known:  # a numpy array, or a tensor that was not looked at
+        known = [one for one in (self._viewed.get(id(value)) for value in values) if one is not None]
+        if len(known) < len(values):  # a numpy array, or a tensor that was not looked at
             return None
-        references = [weakref.ref(value) for value in values]
-        where = list(addresses) if len(addresses) == len(values) else _addresses(values)
-        attributes = _Attributes.of([one for one in known if one is not None])
-        return _Identity(references, where, _versions(values), _names(values), attributes)
+        return TensorIdentity.of(values, known, addresses)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -317,101 +275,6 @@ class PaddleAdapter:
             return np.empty(shape, arithmetic_dtype(dtype))
         with _place_guard(self._place) if self._place is not None else nullcontext():
             return paddle.empty(list(shape), dtype=dtype.name)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Identity:
-    """Tensors by weak references, with all that could change in place: contents apart, anything but the object can, by
-    ``x.data = ...``, which may leave address and version as they were."""
-
-    references: list[weakref.ref[Any]]
-    addresses: list[int]
-    versions: list[int]
-    names: list[str]
-    attributes: _Attributes
-
-    def matches(self, values: Sequence[Any]) -> bool:
-        return (
-            len(values) == len(self.references)
-            and all(map(operator.is_, (reference() for reference in self.references), values))
-            and _versions(values) == self.versions
-            and _addresses(values) == self.addresses
-            and _names(values) == self.names
-            and self.attributes.are_of(values)
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Attributes:
-    """What a :class:`_Known` says of each of many tensors, in columns.
-
-    Methods and getters, mapped, read many tensors several times faster than a loop over the tensors does.
-    """
-
-    dist: list[bool]
-    contiguous: list[bool]
-    dtypes: list[Any]
-    shapes: list[list[int]]
-    strides: list[list[int]]  # only of those that are not contiguous: the others' follow from the shape
-    local_shapes: list[Any]  # this and the following only of DistTensors
-    placements: list[Any]
-    meshes: list[Any]
-
-    @staticmethod
-    def of(known: Sequence[_Known]) -> _Attributes:
-        dist = [one for one in known if one.mesh is not None]
-        return _Attributes(
-            [one.mesh is not None for one in known],
-            [one.contiguous for one in known],
-            [one.dtype for one in known],
-            [one.shape for one in known],
-            [one.strides for one in known if not one.contiguous],
-            [one.local_shape for one in dist],
-            [one.placements for one in dist],
-            [one.mesh for one in dist],
-        )
-
-    def are_of(self, values: Sequence[Any]) -> bool:
-        tensor = paddle.Tensor
-        return (
-            list(map(tensor.is_dist, values)) == self.dist
-            and list(map(tensor.is_contiguous, values)) == self.contiguous
-            and list(map(tensor.dtype.__get__, values)) == self.dtypes
-            and _all_equal("shape", values, self.shapes)
-            and _all_equal("strides", _without(values, self.contiguous), self.strides)
-            and not any(getattr(value, "is_distributed", False) for value in _without(values, self.dist))
-            and self._are_distributed_so(list(itertools.compress(values, self.dist)))
-        )
-
-    def _are_distributed_so(self, values: Sequence[Any]) -> bool:
-        return (
-            all(map(operator.eq, map(local_shape, values), self.local_shapes))
-            and all(map(operator.eq, map(placement_texts, values), self.placements))
-            and _all_equal("process_mesh", values, self.meshes)
-        )
-
-
-def _without(values: Sequence[Any], left_out: Sequence[bool]) -> list[Any]:
-    return list(itertools.compress(values, map(operator.not_, left_out)))
-
-
-def _all_equal(name: str, values: Sequence[Any], expected: Sequence[Any]) -> bool:
-    return all(map(operator.eq, map(getattr(paddle.Tensor, name).__get__, values), expected))
-
-
-def _versions(values: Sequence[Any]) -> list[int]:
-    return list(map(paddle.Tensor._inplace_version, values))
-
-
-def _names(values: Sequence[Any]) -> list[str]:
-    return list(map(paddle.Tensor.name.__get__, values))
-
-
-def _addresses(values: Sequence[Any]) -> list[int]:
-    try:
-        return list(map(paddle.Tensor.data_ptr, values))
-    except RuntimeError:  # of a tensor that has no memory on this rank
-        return [value.data_ptr() if value._is_initialized() else 0 for value in values]
 
 
 def _no_memory(path: str) -> UnsupportedValueError:

@@ -59,6 +59,8 @@ class NameMatch:
     def _is_alike(self, wanted: Names) -> bool:
         """Whether the same names are at the same paths, so that equal keys mean the same."""
         index, names = self._index, self._stored.names
+        if wanted.paths == self._stored.paths and wanted.names == names:
+            return True  # as nearly always; this is seen faster
         return all(
             path in index and names[index[path]] == name for path, name in zip(wanted.paths, wanted.names, strict=True)
         )

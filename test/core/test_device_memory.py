@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ class FakeDevice:
         self.data = data.copy().view(np.uint8).reshape(-1)
         self.copied = 0
         self.queue: list[Callable[[], None]] = []
+        self._one_waits = threading.Lock()
 
     def read(self, requests: Sequence[Request]) -> None:
         for memory, start, into in requests:
@@ -42,8 +44,9 @@ class FakeDevice:
         return self
 
     def wait(self) -> None:
-        while self.queue:
-            self.queue.pop(0)()
+        with self._one_waits:
+            while self.queue:
+                self.queue.pop(0)()
 
 
 def drawn(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray]:

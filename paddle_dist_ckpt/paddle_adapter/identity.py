@@ -1,0 +1,182 @@
+"""Recognises Paddle's tensors by everything that their geometry follows from, one by one or many at once."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from ..core.tensors import Geometry
+from .placement import local_shape, placement_copies, placement_texts
+
+__all__ = ["KnownTensor", "TensorIdentity"]
+
+_AT_ONCE = 256  # tensors whose attributes are compared one after the other: so many stay in a core's cache meanwhile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownTensor:
+    """A geometry, and all attributes of a tensor from which it follows.
+
+    The placements and the mesh that Paddle gives lie within the tensor, and are invalid memory when it is gone or given
+    other data. So texts and copies of them are kept; the texts are compared where there are no copies.
+    """
+
+    shape: list[int]
+    dtype: Any
+    strides: list[int]
+    contiguous: bool
+    local_shape: list[int] | None
+    placements: list[str] | None
+    copies: list[Any] | None
+    mesh: Any
+    geometry: Geometry
+
+    @staticmethod
+    def of(value: Any, is_dist: bool, geometry: Geometry) -> KnownTensor:
+        """What is known of a tensor whose geometry was found."""
+        local, texts, copies, mesh = None, None, None, None
+        if is_dist:
+            local, texts, copies = local_shape(value), placement_texts(value), placement_copies(value)
+            mesh = copy.copy(value.process_mesh)
+        contiguous = value.is_contiguous()
+        return KnownTensor(value.shape, value.dtype, value.strides, contiguous, local, texts, copies, mesh, geometry)
+
+    def is_of(self, value: Any, is_dist: bool) -> bool:
+        """Whether a tensor of this dtype has this geometry. To compare is much faster than to make a geometry."""
+        if value.shape != self.shape or value.strides != self.strides:
+            return False
+        if not is_dist:
+            return self.mesh is None
+        if self.mesh is None or local_shape(value) != self.local_shape:
+            return False
+        if self.copies is None:
+            return bool(placement_texts(value) == self.placements and value.process_mesh == self.mesh)
+        return bool(value.placements == self.copies and value.process_mesh == self.mesh)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorIdentity:
+    """Tensors by weak references, with all that could change in place: contents apart, anything but the object can, by
+    ``x.data = ...``, which may leave the address as it was, and the number of changes that Paddle counts."""
+
+    references: list[weakref.ref[Any]]
+    addresses: list[int]
+    names: list[str]
+    attributes: _Attributes
+
+    @staticmethod
+    def of(values: Sequence[Any], known: Sequence[KnownTensor], addresses: Sequence[int]) -> TensorIdentity:
+        """The identity of tensors.
+
+        Args:
+            values: The tensors.
+            known: What is known of each.
+            addresses: Those of all their pieces.
+        """
+        where = list(addresses) if len(addresses) == len(values) else _addresses(values)
+        references = list(map(weakref.ref, values))
+        return TensorIdentity(references, where, _read("name", values), _Attributes.of(known))
+
+    def matches(self, values: Sequence[Any]) -> bool:
+        """See :class:`..core.tensors.Identity`."""
+        starts = range(0, len(values), _AT_ONCE)
+        return len(values) == len(self.references) and all(
+            self._match(values[start : start + _AT_ONCE], slice(start, start + _AT_ONCE)) for start in starts
+        )
+
+    def _match(self, values: Sequence[Any], place: slice) -> bool:
+        """Whether these are the tensors at a place."""
+        return (
+            all(map(operator.is_, (reference() for reference in self.references[place]), values))
+            and _read("name", values) == self.names[place]
+            and _addresses(values) == self.addresses[place]
+            and self.attributes.are_of(values, place)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attributes:
+    """What a :class:`KnownTensor` says of each of many tensors, in columns.
+
+    Methods and getters, mapped, read many tensors several times faster than a loop over the tensors does.
+    """
+
+    contiguous: list[bool]
+    dtypes: list[Any]
+    shapes: list[list[int]]
+    strides: list[list[int]]  # compared for those alone that are not contiguous: the others' follow from the shape
+    dist: list[bool]
+    local_shapes: list[Any]  # this and the following are None if a tensor is not a DistTensor
+    placements: list[Any]
+    copies: list[Any]
+    meshes: list[Any]
+
+    @staticmethod
+    def of(known: Sequence[KnownTensor]) -> _Attributes:
+        def column(name: str) -> list[Any]:
+            return list(map(operator.attrgetter(name), known))
+
+        return _Attributes(
+            column("contiguous"),
+            column("dtype"),
+            column("shape"),
+            column("strides"),
+            [one.mesh is not None for one in known],
+            column("local_shape"),
+            column("placements"),
+            column("copies"),
+            column("mesh"),
+        )
+
+    def are_of(self, values: Sequence[Any], place: slice) -> bool:
+        """Whether tensors have the attributes that stand at a place."""
+        dist, contiguous = self.dist[place], self.contiguous[place]
+        return (
+            list(map(paddle.Tensor.is_dist, values)) == dist
+            and list(map(paddle.Tensor.is_contiguous, values)) == contiguous
+            and _read("dtype", values) == self.dtypes[place]
+            and _read("shape", values) == self.shapes[place]
+            and _read("strides", _without(values, contiguous)) == _without(self.strides[place], contiguous)
+            and not any(getattr(value, "is_distributed", False) for value in _without(values, dist))
+            and (True not in dist or self._are_distributed_so(list(itertools.compress(values, dist)), place))
+        )
+
+    def _are_distributed_so(self, values: Sequence[Any], place: slice) -> bool:
+        """The same of the DistTensors among them, for what others do not have."""
+
+        def expected(column: Sequence[Any]) -> list[Any]:
+            return list(itertools.compress(column[place], self.dist[place]))
+
+        copies = expected(self.copies)
+        return (
+            list(map(local_shape, values)) == expected(self.local_shapes)
+            and _read("process_mesh", values) == expected(self.meshes)
+            and (
+                list(map(placement_texts, values)) == expected(self.placements)
+                if None in copies
+                else _read("placements", values) == copies
+            )
+        )
+
+
+def _without(values: Sequence[Any], left_out: Sequence[bool]) -> list[Any]:
+    return list(itertools.compress(values, map(operator.not_, left_out)))
+
+
+def _read(name: str, values: Sequence[Any]) -> list[Any]:
+    """An attribute of many tensors."""
+    return list(map(getattr(paddle.Tensor, name).__get__, values))
+
+
+def _addresses(values: Sequence[Any]) -> list[int]:
+    try:
+        return list(map(paddle.Tensor.data_ptr, values))
+    except RuntimeError:  # of a tensor that has no memory on this rank
+        return [value.data_ptr() if value._is_initialized() else 0 for value in values]
