@@ -50,7 +50,7 @@ class SaveMemory:
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
     _windows: Buffers | None = None
-    _windows_are: tuple[int, bool] = (0, False)
+    _windows_count: int = 0
 
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.
@@ -70,9 +70,9 @@ class SaveMemory:
         return self._buffer[:nbytes]
 
     def window_buffers(self, count: int, allocate: Allocate | None = None) -> Buffers:
-        """Buffers for ``count`` windows, the same again if they will do; ``allocate`` as for a snapshot."""
-        wanted = count, allocate is not None
-        if self._windows is None or self._windows_are != wanted:
-            self._windows = Buffers(count, allocate or fresh_pages)
-            self._windows_are = wanted
+        """Buffers for ``count`` windows. Those of ``allocate``, as for a snapshot, are kept for the next save."""
+        if allocate is None:
+            return Buffers(count)
+        if self._windows is None or self._windows_count != count:
+            self._windows, self._windows_count = Buffers(count, allocate), count
         return self._windows
