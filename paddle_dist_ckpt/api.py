@@ -12,7 +12,7 @@ from .engine.commit import committed_ids
 from .engine.load_coordinator import read_checkpoint
 from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
-from .engine.staging import group_bytes
+from .engine.staging import piece_bytes
 from .engine.verify import verify_checkpoint
 from .options import LoadOptions, SaveOptions
 from .storage import as_storage
@@ -186,7 +186,7 @@ def load_merged_state_dict(
 
     selection = Selection(prefix, wanted)
     place = "cpu" if offload else None
-    adapter = PaddleAdapter(0, piece_bytes=group_bytes(options.staging_bytes), place=place)
+    adapter = PaddleAdapter(0, piece_bytes=piece_bytes(options.staging_bytes), place=place)
     return load_merged(as_storage(path), adapter, unique_id, selection, flat, options)
 
 

@@ -20,7 +20,7 @@ from .engine.load_coordinator import read_checkpoint
 from .engine.merged import Selection, load_merged
 from .engine.save import save as save_together
 from .engine.save_memory import SaveMemory
-from .engine.staging import group_bytes
+from .engine.staging import piece_bytes
 from .errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
 from .options import LoadOptions, SaveOptions
 from .storage import Storage, as_storage
@@ -128,7 +128,7 @@ def load(
         objects["optimizer"] = replicas.optimizers(optimizer)
     if not objects:
         options = LoadOptions()
-        adapter = PaddleAdapter(0, group_bytes(options.staging_bytes), place)
+        adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
         return load_merged(storage, adapter, _UNIQUE_ID, Selection(), False, options, threads)
     others = _load_into(objects, storage, place, threads)
     return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
@@ -158,7 +158,7 @@ def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
     options = LoadOptions(no_dist=True)
     ranks = connect(None, 0, options.no_dist, options.timeout)
     with ranks.hub.session("load", options.timeout) as session:
-        adapter = PaddleAdapter(ranks.rank, piece_bytes=group_bytes(options.staging_bytes))
+        adapter = PaddleAdapter(ranks.rank, piece_bytes=piece_bytes(options.staging_bytes))
         context = Context(storage, session, ranks.transport, adapter, threads=threads)
         load_together(objects, context, _UNIQUE_ID, options)
 
@@ -170,7 +170,7 @@ def _load_others(metadata: Metadata, storage: Storage, place: str | None, thread
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
     selection = Selection(keys=keys)
     options = LoadOptions()
-    adapter = PaddleAdapter(0, group_bytes(options.staging_bytes), place)
+    adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
     return load_merged(storage, adapter, _UNIQUE_ID, selection, False, options, threads)
 
 

@@ -12,7 +12,7 @@ from .engine.context import Context
 from .engine.load import load
 from .engine.save import After, save, save_in_background
 from .engine.save_memory import SaveMemory
-from .engine.staging import group_bytes
+from .engine.staging import piece_bytes
 from .formats.names import MOST_IDS
 from .options import LoadOptions, SaveOptions
 from .storage import as_storage
@@ -73,7 +73,7 @@ def load_with(
     from .paddle_adapter import PaddleAdapter
 
     with ranks.hub.session("load_state_dict", options.timeout) as session:
-        adapter = PaddleAdapter(ranks.rank, piece_bytes=group_bytes(options.staging_bytes))
+        adapter = PaddleAdapter(ranks.rank, piece_bytes=piece_bytes(options.staging_bytes))
         if not isinstance(offload, bool):  # here, so that the other ranks hear of it
             raise TypeError(f"offload must be a bool, not {offload!r}")
         transport = ranks.host_transport if offload else ranks.transport

@@ -26,6 +26,7 @@ from paddle_dist_ckpt.errors import CheckpointError
 __all__ = ["ZmqHub"]
 
 _LOG = logging.getLogger(__name__)
+_CLOSE_SECONDS = 15.0  # more than zmq lingers
 _LONGEST_SLEEP = 3600.0  # seconds; what epoll takes as a timeout is bounded
 
 
@@ -142,11 +143,13 @@ class _IoThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is queued, then end the thread."""
+        """Send what is queued, then end the thread. One that does not end is left behind: nobody may wait for ever."""
         with self._board.changed:
             self._closing = True
             self.reschedule()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _LOG.warning("the thread of the control hub has not ended within %d s and is left behind", _CLOSE_SECONDS)
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
         if not self._closed:

@@ -174,16 +174,16 @@ class DeviceArray:
         return self.itemsize + sum((n - 1) * stride for n, stride in zip(box.shape, self._strides, strict=True))
 
     def _reachable(self, box: Box) -> Iterator[Box]:
-        """A box in parts, in order, whose surroundings are small."""
+        """A box in parts whose surroundings are small: cut where that makes them smallest."""
         if self._span(box) <= _SPAN_BYTES or box.size == 1:
             yield box
             return
-        first = next(d for d, n in enumerate(box.shape) if n > 1)
-        half = box.shape[first] // 2
-        for low, length in ((0, half), (half, box.shape[first] - half)):
+        longest = max(range(len(box.shape)), key=lambda d: (box.shape[d] - 1) * self._strides[d])
+        half = box.shape[longest] // 2
+        for low, length in ((0, half), (half, box.shape[longest] - half)):
             offset, shape = list(box.offset), list(box.shape)
-            offset[first] += low
-            shape[first] = length
+            offset[longest] += low
+            shape[longest] = length
             yield from self._reachable(Box(tuple(offset), tuple(shape)))
 
     def _around(self, copies: Copies) -> tuple[Bytes1D, npt.NDArray[Any]]:

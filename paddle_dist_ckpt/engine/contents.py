@@ -126,9 +126,11 @@ class Tensors:
             part.read_scattered(into, self._copies)
 
     def _give_back(self, filling: _Filling) -> None:
-        if self._copies is not None:
-            (filling.mark or self._copies.mark()).wait()
-        self._buffers.give_back(filling.buffer)
+        try:
+            if self._copies is not None:
+                (filling.mark or self._copies.mark()).wait()
+        finally:
+            self._buffers.give_back(filling.buffer)
 
     @contextmanager
     def _filled(self, filling: _Filling, hashes: BlockHashes) -> Iterator[Bytes1D]:

@@ -130,7 +130,15 @@ class Fit:
 
     def items_of(self, rows: IntArray) -> IntArray:
         """The items of some targets."""
-        return np.flatnonzero(np.isin(self._wanted, rows))
+        order, first = self._by_row
+        spans = zip(first[rows].tolist(), first[rows + 1].tolist(), strict=True)
+        return np.sort(np.concatenate([np.zeros(0, np.int64), *(order[start:stop] for start, stop in spans)]))
+
+    @cached_property
+    def _by_row(self) -> tuple[IntArray, IntArray]:
+        """The items by target, and where those of each target begin, and behind the last the end."""
+        order = np.argsort(self._wanted, kind="stable")
+        return order, np.searchsorted(self._wanted[order], np.arange(len(self.targets) + 1))
 
     def rows_on_device(self, items: Sequence[int]) -> IntArray:
         """The targets of some items, as far as they are on a device and not staged."""
@@ -157,13 +165,24 @@ class Fit:
 
     def split(self, items: IntArray) -> tuple[IntArray, IntArray]:
         """The items that can be read in batches, and the others: those of large entries, or with a cast."""
-        entry_bytes = np.prod(self._entry_shape, axis=1, dtype=np.int64)[self._like[items]] * self._itemsize[items]
+        entry_bytes = self._entry_elements[self._like[items]] * self._itemsize[items]
         stored = self._table.dtype_of[self._table.shard_tensor[self._shard[items]]]
-        names = [dtype.name for dtype in self._table.dtype_list]
-        wanted = np.array([names.index(g.dtype.name) if g.dtype.name in names else -1 for g, _ in self.targets.cells])
+        wanted = self._cell_dtypes
         alike = stored == wanted[self.targets.cell[self._wanted[items]]] if len(items) else np.zeros(0, bool)
         small = (entry_bytes <= self._answer.block_bytes) & alike
         return items[small], items[~small]
+
+    @cached_property
+    def _entry_elements(self) -> IntArray:
+        """Elements of the shards that items which are alike are from."""
+        elements: IntArray = np.prod(self._entry_shape, axis=1, dtype=np.int64)
+        return elements
+
+    @cached_property
+    def _cell_dtypes(self) -> IntArray:
+        """Which of the table's element types each of the targets' cells has, -1 for one that is not there."""
+        number = {dtype.name: i for i, dtype in enumerate(self._table.dtype_list)}
+        return np.array([number.get(geometry.dtype.name, -1) for geometry, _ in self.targets.cells], np.int64)
 
     def batches(self, items: IntArray, opened: Mapping[str, OpenFile]) -> list[Batch]:
         """These items file by file, in the order in which they stand there. Items that are alike share a kind."""
@@ -171,7 +190,7 @@ class Fit:
         items = items[np.lexsort((start, file))]
         kinds, kind = self._kinds(items)
         shard, row = self._shard[items], self._wanted[items]
-        file, addresses = self._table.shard_file[shard], self.targets.addresses[row]
+        file, addresses = self._table.shard_file[shard], self.targets.addresses_of(row)
         cuts = (np.flatnonzero(file[1:] != file[:-1]) + 1).tolist()
         batches = []
         for a, b in itertools.pairwise([0, *cuts, len(items)] if len(items) else []):
@@ -190,8 +209,6 @@ class Fit:
 
     def _kinds(self, items: IntArray) -> tuple[KindTable, IntArray]:
         """The different kinds of items, and which kind each is."""
-        buffered = np.flatnonzero(self.targets.staged | self.targets.on_device).tolist()
-        stride = {row: self.targets.strides(row) for row in buffered}
         row = self._wanted[items]
         columns = np.column_stack([self.targets.cell[row], self.targets.staged[row], self._like[items]])
         first, kind = group_rows(columns)
@@ -200,7 +217,7 @@ class Fit:
             target, box, entry_box = self._boxes(i)
             geometry, piece = self.targets.cells[self.targets.cell[target]]
             entry_shape = tuple(self._entry_shape[self._like[i]][: len(box.shape)].tolist())
-            strides = stride.get(target, piece.strides)
+            strides = self.targets.strides(target)
             kinds.append(ItemKind(geometry.dtype, entry_shape, entry_box, piece.box.shape, box, strides))
         return KindTable(kinds), kind
 

@@ -306,7 +306,7 @@ class _Loading:
     def _tasks(self, items: IntArray, staged: bool, progress: Progress) -> Iterator[Callable[[], None]]:
         """What has to be done to read items: first those that go to host memory, then those that go to a device."""
         fit, options, buffers = self._fit, self._options, Buffers(self._threads)
-        groups = [] if staged else fit.device_groups(group_bytes(options.staging_bytes))
+        groups = [] if staged else fit.device_groups(group_bytes(options.staging_bytes, self._answer.block_bytes))
         later = np.concatenate([np.zeros(0, np.int64), *(fit.items_of(group) for group in groups)])
         yield from self._read_tasks(np.setdiff1d(items, later), buffers, progress)
         staging = GroupStaging(fit.targets, self._copies, self._context.adapter.host_memory)

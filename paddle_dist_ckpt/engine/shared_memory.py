@@ -85,8 +85,8 @@ def find_shared_memory(targets: Targets) -> list[SharedMemory]:
 def _find(targets: Targets, rows: IntArray, on_device: bool) -> list[SharedMemory]:
     """Those among rows that are all on the host, or all on a device, for whose memory host memory stands."""
     reach = np.array([_reach(geometry, piece) for geometry, piece in targets.cells], np.int64).reshape(-1, 2)
-    start = targets.addresses[rows] + reach[targets.cell[rows], 0]
-    stop = targets.addresses[rows] + reach[targets.cell[rows], 1]
+    address = targets.addresses_of(rows)
+    start, stop = address + reach[targets.cell[rows], 0], address + reach[targets.cell[rows], 1]
     order = np.argsort(start, kind="stable")
     rows, start, stop = rows[order], start[order], np.maximum.accumulate(stop[order])
     fresh = np.concatenate([np.ones(min(1, len(rows)), bool), start[1:] >= stop[:-1]])

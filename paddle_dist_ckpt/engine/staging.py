@@ -25,17 +25,23 @@ from ..core.ports import Bytes1D
 if TYPE_CHECKING:
     from .targets import Targets
 
-__all__ = ["GroupStaging", "RoundStaging", "group_bytes"]
+__all__ = ["GroupStaging", "RoundStaging", "group_bytes", "piece_bytes"]
 
 _GROUPS = 4  # that are read, or copied to the device, at a time
-_MOST_GROUP_BYTES = 8 << 20  # more would take longer to be had than to be used
+_MOST_GROUP_BYTES = 8 << 20  # more memory would take longer to be had than to be used,
+_GROUP_BLOCKS = 16  # but blocks at the edges of groups are read twice
 _ALIGNMENT = 16  # of the largest items; what stands together in a file is read at once if it does here too
 Task = Callable[[], None]
 
 
-def group_bytes(staging_bytes: int) -> int:
-    """Bytes of a group, and the most of a piece of a tensor on a device, of so much staging memory."""
+def piece_bytes(staging_bytes: int) -> int:
+    """The most bytes of a piece of a tensor on a device, of so much staging memory."""
     return max(1, min(_MOST_GROUP_BYTES, staging_bytes // _GROUPS))
+
+
+def group_bytes(staging_bytes: int, block_bytes: int) -> int:
+    """Bytes of a group of pieces, of so much staging memory, if blocks are so large."""
+    return max(1, min(max(_MOST_GROUP_BYTES, _GROUP_BLOCKS * block_bytes), staging_bytes // _GROUPS))
 
 
 class GroupStaging:
@@ -66,7 +72,11 @@ class GroupStaging:
         left = itertools.count(len(tasks) - 1, -1)
 
         def run(task: Task) -> None:
-            task()
+            try:
+                task()
+            except BaseException:
+                self._buffers.put((None, None))  # whoever waits for one must not wait for ever
+                raise
             if next(left) == 0:
                 self._close(rows, buffer)
 

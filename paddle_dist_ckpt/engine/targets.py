@@ -241,12 +241,13 @@ class Targets:
             return DeviceArray(data, start, piece.box.shape, piece.strides, geometry.dtype.raw)
         return array_at(int(self._address[row]), piece.box.shape, piece.strides, geometry.dtype.raw, owner)
 
-    @property
-    def addresses(self) -> IntArray:
-        """Where each row's data go, ``[rows]``."""
-        addresses = self._address.copy()
-        for row, buffer in list(self._buffers.items()):  # other threads displace some
-            addresses[row] = address_of(buffer)
+    def addresses_of(self, rows: IntArray) -> IntArray:
+        """Where the data of some rows go."""
+        addresses: IntArray = self._address[rows]
+        buffered = np.flatnonzero(self.staged[rows] | self.on_device[rows])
+        for i, row in zip(buffered.tolist(), rows[buffered].tolist(), strict=True):
+            if row in self._buffers:
+                addresses[i] = address_of(self._buffers[row])
         return addresses
 
     def strides(self, row: int) -> tuple[int, ...] | None:

@@ -58,7 +58,7 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
             while not failures:
                 with lock:
                     check()
-                    task = next(iterator, None)
+                    task = next(iterator, None) if not failures else None
                 if task is None:
                     return
                 task()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -18,14 +19,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import paddle
+from paddle.base import core
+from paddle.base.framework import _current_expected_place as _current_place
 from paddle.base.framework import _dygraph_place_guard as _place_guard
 
 from ..core.memory import fresh_pages
 from .gpu import pinned_memory
 
-__all__ = ["DeviceCopies", "TensorBytes", "has_devices", "host_memory", "host_tensor", "is_on_device", "name_of"]
+__all__ = [
+    "DeviceCopies",
+    "TensorBytes",
+    "at_device",
+    "has_devices",
+    "host_memory",
+    "host_tensor",
+    "is_on_device",
+    "name_of",
+]
 
 _LEAST_WAIT, _MOST_WAIT = 20e-6, 500e-6
+_TOGETHER = 64
 Bytes1D = npt.NDArray[np.uint8]
 
 
@@ -59,10 +72,9 @@ class TensorBytes:
     def __init__(self, tensor: Any) -> None:
         self.base = int(tensor.data_ptr())
         self.device = name_of(tensor.place)
-        self._place = paddle.device._convert_to_place(self.device)
         self._itemsize, self._dtype = int(tensor.element_size()), tensor.dtype
         # Not as bytes: of a view that does not start where its memory does, Paddle errs there.
-        with paddle.no_grad(), _place_guard(self._place):
+        with paddle.no_grad(), at_device(self.device):
             tensor = tensor.detach()
             if not tensor.is_contiguous():
                 span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
@@ -72,7 +84,7 @@ class TensorBytes:
 
     def part(self, start: int, nbytes: int) -> Any:
         """The items in these bytes, as a tensor over the same memory."""
-        with _place_guard(self._place):  # where another device is the current one, this would be a copy there
+        with at_device(self.device):  # where another device is the current one, this would be a copy there
             return self._items._slice(start // self._itemsize, (start + nbytes) // self._itemsize)
 
     def alike(self, data: Bytes1D) -> Any:
@@ -88,7 +100,7 @@ class DeviceCopies:
 
     def __init__(self) -> None:
         self._streams: dict[str, Any] = {}
-        self._in_use: list[tuple[Any, Any]] = []  # tensors, which must not be freed before they are copied
+        self._last: dict[str, Any] = {}  # for each device the event behind the last copy
 
     def read(self, requests: Sequence[tuple[Any, int, Bytes1D]]) -> None:
         """See :class:`..core.device_memory.Copies`."""
@@ -102,17 +114,17 @@ class DeviceCopies:
 
     def mark(self) -> _Marks:
         """See :class:`..core.device_memory.Copies`."""
-        with _current_stream:
-            events = [_recorded(stream, device) for device, stream in self._streams.items() if stream is not None]
-            in_use, self._in_use = self._in_use, []
-        return _Marks(events, in_use)
+        return _Marks(list(self._last.values()))
 
     def _copy(self, device: str, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Queue copies to the first of each pair from the second."""
         with paddle.no_grad(), self._on_stream(device) as stream:
-            self._in_use += pairs
-            for target, source in pairs:
-                target.copy_(source, stream is None)
+            try:
+                for target, source in pairs:
+                    target.copy_(source, stream is None)
+            finally:
+                if stream is not None:
+                    self._last[device] = _recorded(stream, device, pairs)
 
     @contextmanager
     def _on_stream(self, device: str) -> Iterator[Any]:
@@ -121,7 +133,7 @@ class DeviceCopies:
             if device not in self._streams:
                 self._streams[device] = stream = _stream_for_copies(device)
                 if stream is not None:
-                    stream.wait_event(_recorded(paddle.device.current_stream(device), device))
+                    stream.wait_event(_recorded(paddle.device.current_stream(device), device, ()))
             stream = self._streams[device]
             if stream is None:
                 yield None
@@ -133,8 +145,8 @@ class DeviceCopies:
 class _Marks:
     """A point on each of some streams. Implements :class:`..core.device_memory.Mark`."""
 
-    def __init__(self, events: list[Any], in_use: list[tuple[Any, Any]]) -> None:
-        self._events, self._in_use = events, in_use
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
 
     def wait(self) -> None:
         """See :class:`..core.device_memory.Mark`."""
@@ -143,11 +155,16 @@ class _Marks:
             while not event.query():
                 time.sleep(pause)
                 pause = min(2 * pause, _MOST_WAIT)
-        self._in_use = []
+        self._events = ()
+        with _current_stream:
+            _forget_reached()
 
 
 _current_stream = threading.Lock()
-_pending: list[Any] = []  # events; to drop one that is not reached would wait for it, with Python's lock held
+_current_device = threading.RLock()
+# Events that are not reached yet, with the tensors that are copied until then. To drop such an event would wait for it,
+# with Python's lock held; and memory that a copy is under way to must not be used for anything else, whatever happens.
+_pending: deque[tuple[Any, Sequence[tuple[Any, Any]]]] = deque()
 
 
 @cache
@@ -159,24 +176,43 @@ def _stream_for_copies(device: str) -> Any:
         return None
 
 
-def _recorded(stream: Any, device: str) -> Any:
-    """A new event at the end of what a stream has to do."""
-    with _place_guard(paddle.device._convert_to_place(device)):  # events belong to the current device
+def _recorded(stream: Any, device: str, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """A new event at the end of what a stream has to do; until it is reached, the tensors in ``pairs`` are in use."""
+    with at_device(device):  # events belong to the current one
         event = paddle.device.Event()
     event.record(stream)
-    _pending[:] = [one for one in _pending if not one.query()]
-    _pending.append(event)
+    _forget_reached()
+    _pending.append((event, pairs))
     return event
 
 
+def _forget_reached() -> None:
+    while _pending and _pending[0][0].query():
+        _pending.popleft()
+
+
+@contextmanager
+def at_device(device: str) -> Iterator[None]:
+    """Make a device the current one. By two threads at once Paddle's own guard could leave a wrong one."""
+    if name_of(_current_place()) == device:
+        yield
+        return
+    with _current_device, _place_guard(paddle.device._convert_to_place(device)):
+        yield
+
+
 def _by_device(requests: Sequence[tuple[Any, int, Bytes1D]]) -> Iterator[tuple[str, list[tuple[Any, int, Bytes1D]]]]:
-    """Runs of requests of the same device."""
+    """Requests of the same device, a few at a time: while they are queued, other threads had better not queue any."""
     for device, alike in itertools.groupby(requests, lambda request: request[0].device):
-        yield str(device), list(alike)
+        while some := list(itertools.islice(alike, _TOGETHER)):
+            yield str(device), some
 
 
 def name_of(place: Any) -> str:
-    """A tensor's place as Paddle's functions take it."""
+    """A place as Paddle's functions take it."""
+    if type(place) is not core.Place:
+        place, typed = core.Place(), place
+        place.set_place(typed)
     if place.is_cpu_place():
         return "cpu"
     if place.is_custom_place():

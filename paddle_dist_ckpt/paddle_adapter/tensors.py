@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle.base.framework import _dygraph_place_guard as _place_guard
 
 from ..core.box import Box, cut_flat_range, whole
 from ..core.device_memory import contiguous_strides
@@ -22,7 +21,7 @@ from ..core.stateful import ObjectKind, state_of
 from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from . import objects
-from .device import Bytes1D, DeviceCopies, TensorBytes, has_devices, host_memory, is_on_device
+from .device import Bytes1D, DeviceCopies, TensorBytes, at_device, has_devices, host_memory, is_on_device
 from .identity import KnownTensor, TensorIdentity
 from .placement import (
     IS_PADDLE_2_6,
@@ -53,7 +52,9 @@ class PaddleAdapter:
 
     def __init__(self, rank: int, piece_bytes: int | None = None, place: str | None = None) -> None:
         self._rank = rank
-        self._place = paddle.device._convert_to_place(place) if place is not None else None
+        self._place = place
+        if place is not None:
+            paddle.device._convert_to_place(place)  # raises if there is none
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[KnownTensor]] = {}
         self._last: KnownTensor | None = None
@@ -273,7 +274,7 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         if dtype.name.startswith("uint") and dtype.itemsize > 1:  # Paddle's own tensors never have these
             return np.empty(shape, arithmetic_dtype(dtype))
-        with _place_guard(self._place) if self._place is not None else nullcontext():
+        with at_device(self._place) if self._place is not None else nullcontext():
             return paddle.empty(list(shape), dtype=dtype.name)
 
 

@@ -12,12 +12,11 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.base.framework import _current_expected_place as _current_place
-from paddle.base.framework import _dygraph_place_guard as _place_guard
 
 from ..core.memory import address_of, copy_bytes
 from ..core.ports import Bytes1D
 from ..errors import CheckpointError
-from .device import DeviceCopies, TensorBytes, host_tensor
+from .device import DeviceCopies, TensorBytes, at_device, host_tensor, name_of
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 
@@ -45,7 +44,7 @@ class PaddleTransport:
     def __init__(self, make_group: Callable[[], Any]) -> None:
         self._make_group = make_group
         self._broken = False
-        self._place = _current_place()  # helper threads have another one
+        self._current = name_of(_current_place())  # helper threads have another one
 
     @cached_property
     def _group(self) -> Any:
@@ -53,7 +52,11 @@ class PaddleTransport:
 
     @cached_property
     def _memory(self) -> _HostMemory | _DeviceMemory:
-        return _HostMemory() if takes_host_memory(self._group) else _DeviceMemory(self._place)
+        return (
+            _HostMemory()
+            if takes_host_memory(self._group)
+            else _DeviceMemory(_device_of_rank() if self._current == "cpu" else self._current)
+        )
 
     @property
     def _ranks(self) -> list[int]:
@@ -113,10 +116,10 @@ class PaddleTransport:
     @cached_property
     def _has_all_to_all(self) -> bool:
         """Whether the group's backend can do this, by asking it to. One that cannot says so on each rank by itself."""
-        ones = {rank: np.ones(1, np.uint8) for rank in self._ranks}
-        got = {rank: np.zeros(1, np.uint8) for rank in self._ranks}
+        sent, received = [np.ones(1, np.uint8) for _ in self._ranks], [np.zeros(1, np.uint8) for _ in self._ranks]
+        tensors = self._memory.filled(sent), self._memory.empty(received)
         try:
-            self._all_to_all(ones, got)
+            self._call_all_to_all(*tensors, sent, received)
         except (RuntimeError, NotImplementedError, ValueError, OSError):
             return False
         return True
@@ -124,17 +127,22 @@ class PaddleTransport:
     def _all_to_all(self, outgoing: Mapping[int, Bytes1D], incoming: Mapping[int, Bytes1D]) -> None:
         """Send and receive one message for each pair of ranks, and a byte to itself, since none may be without any."""
         me, extra = dist.get_rank(), np.zeros(1, np.uint8)
-        sent = [outgoing.get(rank, extra if rank == me else _NOTHING) for rank in self._ranks]
-        received = [incoming.get(rank, extra if rank == me else _NOTHING) for rank in self._ranks]
+        sent = [outgoing.get(rank, _NOTHING) if rank != me else extra for rank in self._ranks]
+        received = [incoming.get(rank, _NOTHING) if rank != me else extra for rank in self._ranks]
         tensor = self._memory.empty(received)
+        self._call_all_to_all(self._memory.filled(sent), tensor, sent, received)
+        self._memory.fetch(tensor, received)
+
+    def _call_all_to_all(
+        self, outgoing: Any, incoming: Any, sent: Sequence[Bytes1D], received: Sequence[Bytes1D]
+    ) -> None:
         dist.alltoall_single(
-            in_tensor=self._memory.filled(sent),
-            out_tensor=tensor,
+            in_tensor=outgoing,
+            out_tensor=incoming,
             in_split_sizes=[int(part.size) for part in sent],
             out_split_sizes=[int(part.size) for part in received],
             group=self._group,
         )
-        self._memory.fetch(tensor, received)
 
     def _scatter(self, outgoing: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """Send to each rank its own part, padded to ``size`` bytes."""
@@ -183,13 +191,13 @@ class _DeviceMemory:
     """Tensors for collectives that take a device's memory. What it holds goes there and comes back by copies.
 
     Args:
-        place: The device.
+        device: The device.
     """
 
     is_device = True
 
-    def __init__(self, place: Any) -> None:
-        self._place = place
+    def __init__(self, device: str) -> None:
+        self._device = device
 
     def filled(self, parts: Sequence[Bytes1D]) -> Any:
         """See :class:`_HostMemory`."""
@@ -201,7 +209,7 @@ class _DeviceMemory:
 
     def empty(self, parts: Sequence[Bytes1D]) -> Any:
         """See :class:`_HostMemory`."""
-        with _place_guard(self._place):
+        with at_device(self._device):
             return paddle.empty([sum(part.size for part in parts)], dtype="uint8")
 
     @staticmethod
@@ -211,6 +219,13 @@ class _DeviceMemory:
         memory = TensorBytes(tensor)
         copies.read([(memory, start, part) for start, part in _places(parts)])
         copies.mark().wait()
+
+
+def _device_of_rank() -> str:
+    """The device that the launcher gave this rank."""
+    env = dist.ParallelEnv()
+    kind = "gpu" if paddle.is_compiled_with_cuda() or paddle.is_compiled_with_rocm() else env.device_type
+    return f"{kind}:{env.device_id}"
 
 
 def _places(parts: Sequence[Bytes1D]) -> Iterator[tuple[int, Bytes1D]]:

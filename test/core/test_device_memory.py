@@ -126,6 +126,14 @@ def test_columns_are_read_with_little_around_them() -> None:
     assert device.copied <= whole.nbytes
 
 
+def test_a_transposed_array_is_copied_once() -> None:
+    whole = np.arange(1 << 22, dtype=ITEM).reshape(1 << 11, 1 << 11)
+    device = FakeDevice(whole)
+    array = DeviceArray(device, 0, whole.shape, whole.T.strides, ITEM)
+    assert np.array_equal(array.to_host(device), whole.T)
+    assert device.copied <= 1.1 * whole.nbytes
+
+
 def test_large_items_and_no_items() -> None:
     device = FakeDevice(np.arange(8, dtype=np.uint8).repeat(16))
     array = DeviceArray(device, 0, (4, 2), None, dtype_named("complex128").raw)

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load, load_merged_state_dict, load_state_dict, save_state_dict
 from test.device_plugin import control
 from test.device_plugin.build import NAME
 from test.device_plugin.cases_conversions import place_of
@@ -73,6 +73,12 @@ def differing_copies(path: str, ranks: int) -> Outcome:
 
 
 # -- a device without room ---------------------------------------------------------------------------------------------
+
+
+def load_by_many_threads(path: str) -> Outcome:
+    """Load all of a checkpoint to the device by eight threads."""
+    paddle.set_device(f"{NAME}:0")
+    return outcome_of(lambda: load(path, nthreads=8))
 
 
 def merge_without_room(path: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints, save_state_dict, verify
+from paddle_dist_ckpt import SaveOptions, list_checkpoints, save_state_dict, verify
 from test.device_plugin import build
 from test.device_plugin import cases_faults as cases
 from test.device_plugin.ranks import DevicePool, rank_environment
@@ -98,6 +98,17 @@ def test_damaged_block(devices: DevicePool, folder: Path, exchange: str) -> None
     assert all(file.name in outcome.message and "x" in outcome.message for outcome in outcomes)
     assert not verify(folder).ok
     assert_saves_and_loads(devices, folder, 2, [0, 1])
+
+
+def test_damage_everywhere_ends_a_load_by_many_threads(devices: DevicePool, tmp_path: Path) -> None:
+    """Each group of what goes to the device fails, more of them than there are buffers."""
+    save_state_dict({"w": paddle.ones([6 << 20])}, tmp_path, unique_id=0, options=SaveOptions(block_bytes=4 << 20))
+    (file,) = tmp_path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[1 << 20 :: 1 << 20] = b"\xff" * len(data[1 << 20 :: 1 << 20])
+    file.write_bytes(data)
+    (outcome,) = devices.run(cases.load_by_many_threads, str(tmp_path), ranks=1, timeout=60)
+    assert outcome.error == "CheckpointCorruptedError"
 
 
 # -- ranks that die ----------------------------------------------------------------------------------------------------

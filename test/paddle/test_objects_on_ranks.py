@@ -23,7 +23,7 @@ def run(layout: str, *args: Any) -> dict[str, Any]:
     if args[-1] is True and not SHARD_OPTIMIZER:
         pytest.skip("Paddle 2.6: what shard_optimizer returns is no Optimizer and has no state_dict of its own")
     ends = fresh_ranks(RANKS[layout], cases.train, layout, *args, timeout=60)
-    assert [end.exit_code for end in ends] == [0] * RANKS[layout], [end.log for end in ends if end.exit_code]
+    assert [end.exit_code for end in ends] == [0] * RANKS[layout], "\n".join(end.log for end in ends if end.exit_code)
     return dict(ends[0].result)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 
@@ -101,8 +103,10 @@ def kill_rank(rank: int) -> int:
     return dist.get_rank()
 
 
-def hang_here(rank: int) -> int:
-    """Let one rank sleep longer than the test waits."""
+def hang_here(rank: int, directory: str | None = None) -> int:
+    """Let one rank sleep longer than the test waits, after all have left a file if there is a directory for it."""
+    if directory is not None:
+        Path(directory, str(dist.get_rank())).touch()
     if dist.get_rank() == rank:
         time.sleep(60)
     return dist.get_rank()
@@ -111,6 +115,11 @@ def hang_here(rank: int) -> int:
 def process_id() -> int:
     """Return the id of the rank's process."""
     return os.getpid()
+
+
+def left_to_chance() -> tuple[object, ...]:
+    """Return what differs between processes: hashes and addresses, what is drawn from generators without a seed."""
+    return hash("any text"), id(dist), random.random(), float(np.random.random()), float(paddle.rand([1]))
 
 
 def touch_and_wait(directory: str) -> int:

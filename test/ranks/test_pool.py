@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from test.ranks import cases_pool as cases
 from test.ranks.fresh import FreshRanks, fresh_ranks
 from test.ranks.pool import RankPool
 from test.ranks.remote import RankError, RankLostError, RemoteError
+from test.ranks.world import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,8 @@ def test_hanging_rank_is_named_with_its_stack(pair: RankPool) -> None:
     assert pair.run(cases.sum_over, 2) == [1.0, 1.0]
 
 
-def test_ranks_out_of_step_are_replaced(pair: RankPool) -> None:
+def test_ranks_out_of_step_are_replaced(pair: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test.ranks.pool._CHECK_SECONDS", 1.0)
     before = pair.run(cases.process_id)
     assert [error.type_name for error in pair.run(cases.raise_out_of_step, 1, raises=False)] == ["ValueError"] * 2
     assert not set(before) & set(pair.run(cases.process_id))
@@ -138,10 +142,17 @@ def test_fresh_ranks_return_results_and_exit_codes() -> None:
     assert ends[1].error.type_name == "RichError"
 
 
+def wait_for_both(folder: Path) -> None:
+    """Wait until two ranks have left their files."""
+    deadline = time.monotonic() + 60
+    while not {"0", "1"} <= {path.name for path in folder.iterdir()}:
+        assert time.monotonic() < deadline, "the ranks never came"
+        time.sleep(0.02)
+
+
 def test_fresh_rank_can_be_killed(tmp_path: Path) -> None:
     with FreshRanks(2, cases.touch_and_wait, str(tmp_path)) as ranks:
-        while not {"0", "1"} <= {path.name for path in tmp_path.iterdir()}:
-            time.sleep(0.02)
+        wait_for_both(tmp_path)
         ranks.kill(1)
         (tmp_path / "go").touch()
         ends = ranks.wait()
@@ -150,8 +161,10 @@ def test_fresh_rank_can_be_killed(tmp_path: Path) -> None:
     assert not any(end.timed_out for end in ends)
 
 
-def test_fresh_rank_that_hangs_is_killed() -> None:
-    first, second = fresh_ranks(2, cases.hang_here, 1, timeout=8.0)
+def test_fresh_rank_that_hangs_is_killed(tmp_path: Path) -> None:
+    with FreshRanks(2, cases.hang_here, 1, str(tmp_path)) as ranks:
+        wait_for_both(tmp_path)
+        first, second = ranks.wait(3.0)
     assert (first.exit_code, first.timed_out) == (0, False)
     assert (second.exit_code, second.timed_out) == (-signal.SIGKILL, True)
     assert "in hang_here" in second.log
@@ -168,3 +181,43 @@ def test_fresh_ranks_run_a_script(tmp_path: Path) -> None:
     ends = fresh_ranks(2, script, "one", env={"COLOUR": "red"})
     assert [end.exit_code for end in ends] == [3, 4]
     assert "argument one red 2" in ends[0].log
+
+
+def test_ranks_differ_as_processes_that_are_started_anew() -> None:
+    """They are forks, yet what is left to chance must not be the same on all of them, nor in the next world."""
+    worlds = [[end.result for end in fresh_ranks(2, cases.left_to_chance)] for _ in range(2)]
+    for which in range(2):
+        first, second = ([chances[which] for chances in world] for world in worlds)
+        assert len({*first}) == len({*second}) == 2
+        assert first[0] != second[0]
+    assert not set(worlds[0][0][2:]) & set(worlds[0][1][2:])
+
+
+def test_ranks_end_with_those_who_started_them(tmp_path: Path) -> None:
+    code = f"""
+import os
+from test.ranks import cases_pool as cases
+from test.ranks.pool import RankPool
+pool = RankPool(2)
+print(*pool.run(cases.process_id), flush=True)
+pool.run(cases.hang_here, 0, {str(tmp_path)!r}, timeout=60.0)
+"""
+    starter = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    assert starter.stdout is not None
+    with starter.stdout as output:
+        ranks = [int(word) for word in output.readline().split()]
+        assert all(is_running(rank) for rank in ranks)
+        wait_for_both(tmp_path)
+        starter.kill()
+        starter.wait()
+    deadline = time.monotonic() + 20
+    while any(is_running(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "they still run"
+        time.sleep(0.02)
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,10 +1,10 @@
 """The program that each rank runs: joins the world, then runs the functions that it is sent.
 
-    python -m test.ranks.worker DESCRIPTOR [groups]
+    python -m test.ranks.worker CALLS LIFE [groups]
 
-DESCRIPTOR is the rank's end of a pipe. Through it come pickled (function name, arguments) pairs and go pickled
+Both are descriptors of pipes. Through CALLS come pickled (function name, arguments) pairs and go pickled
 ``("result", value)`` or ``("error", RemoteError)`` pairs, after a first ``("ready", None)``. The rank ends when it is
-sent None (with exit code 1 if the last function raised) or when the other side is gone.
+sent None (with exit code 1 if the last function raised), when the other side of CALLS is gone, or that of LIFE.
 """
 
 from __future__ import annotations
@@ -19,39 +19,46 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
+from paddle.base import core
 
 from test.ranks import groups
 from test.ranks.remote import RemoteError, load_function
 
-__all__ = ["main", "run_script"]
+__all__ = ["main", "run_program", "run_script"]
 
 _MASTER_SECONDS = 60.0
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Serve until told to stop, and return the exit code."""
+    calls, life, *options = arguments
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(life),), daemon=True).start()
     join_world()
-    if "groups" in sys.argv[2:]:
+    if "groups" in options:
         groups.make_groups()
-    with Connection(int(sys.argv[1])) as connection:
+    with Connection(int(calls)) as connection:
         return serve(connection)
 
 
 def join_world() -> None:
     """Initialise Paddle's parallel environment as the environment variables say."""
     paddle.set_device("cpu")
-    if os.environ["PADDLE_TRAINER_ID"] != "0":
-        _await_master()
+    alone = os.environ["PADDLE_TRAINERS_NUM"] == "1"
+    if not alone:
+        _reach_store()
     dist.init_parallel_env()
     groups.install()
+    if not alone:
+        _await_others()
 
 
 def serve(connection: Connection) -> int:
@@ -62,6 +69,13 @@ def serve(connection: Connection) -> int:
         while (call := connection.recv()) is not None:
             code = _answer(connection, *call)
     return code
+
+
+def run_program(path: str, *arguments: str) -> None:
+    """Be what ``python path arguments...`` is, but for the seconds that it takes until ranks find each other."""
+    sys.path[0] = str(Path(path).parent)
+    _reach_store()
+    run_script(path, *arguments)
 
 
 def run_script(path: str, *arguments: str) -> None:
@@ -80,6 +94,13 @@ def _answer(connection: Connection, name: str, arguments: tuple[Any, ...]) -> in
     return 0
 
 
+def _reach_store() -> None:
+    if os.environ["PADDLE_TRAINER_ID"] != "0":
+        _await_master()
+    core.create_or_get_global_tcp_store()
+    groups.send_at_once()
+
+
 def _await_master() -> None:
     """Wait until rank 0 listens: Paddle tries again only after three seconds if it came too early."""
     host, _, port = os.environ["PADDLE_MASTER"].partition(":")
@@ -91,11 +112,20 @@ def _await_master() -> None:
         time.sleep(0.02)
 
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
+def _await_others() -> None:
+    """Let rank 0 wait until all have joined: they need its store until then, and it may have little to do."""
+    store = core.create_or_get_global_tcp_store()
+    joined = store.add("test/joined", 1)
+    deadline = time.monotonic() + _MASTER_SECONDS
+    while dist.get_rank() == 0 and joined < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.01)
+        joined = store.add("test/joined", 0)
+
+
+def _end_with(life: int) -> None:
+    os.read(life, 1)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from test.ranks.forks import AT_IMPORT, SOURCES, ForkedProcess, fork
+
 __all__ = ["REPOSITORY", "RankProcess", "World", "free_ports"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -22,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 6000
 _STACK_DUMP_SECONDS = 0.5
 _END_SECONDS = 1.0
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_numbers = itertools.count()  # of worlds
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class RankProcess:
     """One rank: its process, this side of its pipe and the file that takes what it prints."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     connection: Connection
     log: Path
 
@@ -44,6 +47,9 @@ class RankProcess:
 class World:
     """Ranks 0 to ``size`` - 1, each a process that runs ``test.ranks.worker``.
 
+    They are forked from processes that have imported Paddle, in turn from different ones, in each world others. Ranks
+    that need environment variables of their own are started anew, since Paddle may read those when it is imported.
+
     Args:
         size: Number of ranks.
         groups: Let the workers make the groups of the first 2, 3, ... ranks, for `test.ranks.groups.group_of`.
@@ -55,9 +61,12 @@ class World:
         self.ranks: list[RankProcess] = []
         arguments = ["groups"] if groups else []
         ports = free_ports(size + 1)
+        self._plain = [_environment(rank, ports) for rank in range(size)]
+        self._number = next(_numbers)
+        self._life, _ = self._pipe = os.pipe()
         try:
             for rank in range(size):
-                self.ranks.append(self._start(rank, arguments, {**_environment(rank, ports), **(env or {})}))
+                self.ranks.append(self._start(rank, arguments, {**self._plain[rank], **(env or {})}))
         except BaseException:
             self.close()
             raise
@@ -65,17 +74,22 @@ class World:
     def _start(self, rank: int, arguments: list[str], env: Mapping[str, str]) -> RankProcess:
         ours, theirs = Pipe()
         log = Path(self._directory.name, f"rank-{rank}.log")
-        command = [sys.executable, "-m", "test.ranks.worker", str(theirs.fileno()), *arguments]
+        process: subprocess.Popen[bytes] | ForkedProcess
         with theirs, log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env=dict(env),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            descriptors = [theirs.fileno(), self._life]
+            if env == self._plain[rank]:
+                source = (self._number + rank) % SOURCES
+                process = fork(source, descriptors, output.fileno(), arguments, env)
+            else:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "test.ranks.worker", *map(str, descriptors), *arguments],
+                    cwd=REPOSITORY,
+                    env=dict(env),
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
         return RankProcess(rank, process, ours, log)
 
     def dump_stacks(self, ranks: Iterable[int]) -> None:
@@ -106,6 +120,8 @@ class World:
         for rank in self.ranks:
             rank.process.wait()
             rank.connection.close()
+        for descriptor in self._pipe:
+            os.close(descriptor)
         self._directory.cleanup()
 
 
@@ -124,9 +140,7 @@ def _environment(rank: int, ports: list[int]) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return {
         **env,
-        **_ONE_THREAD,
-        "FLAGS_selected_cpus": "0",
-        "GLOG_minloglevel": "2",
+        **AT_IMPORT,
         "PADDLE_CURRENT_ENDPOINT": ours[rank],
         "PADDLE_DISTRI_BACKEND": "gloo",
         "PADDLE_LOCAL_RANK": str(rank),

@@ -333,6 +333,8 @@ C_Status xccl_all_to_all(const void** send, const size_t* send_counts, const C_D
     if (!outs[rank] || !ins[rank]) return refuse("all_to_all: not device memory");
     bytes += sizes_out[rank];
   }
+  const size_t self = as_group(comm)->rank;
+  if (sizes_out[self] != sizes_in[self]) return refuse("all_to_all: a rank gets another size from itself than it sends");
   return collective("all_to_all", comm, stream, bytes, {},
                     [=](const Collective& all) { all.all_to_all(outs, sizes_out, ins, sizes_in); });
 }
