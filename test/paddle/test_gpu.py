@@ -14,9 +14,9 @@ from paddle_dist_ckpt import SaveOptions, load_merged_state_dict, load_state_dic
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.paddle_adapter import gpu
 from paddle_dist_ckpt.paddle_adapter.device import DeviceCopies, TensorBytes, host_memory
-from test.paddle import cases_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("cases_gpu.py")
 
 
 def test_without_a_gpu_there_is_no_pinned_memory() -> None:
@@ -82,5 +82,5 @@ def test_exchange_over_nccl_and_on_the_host(tmp_path: Path) -> None:
     if paddle.device.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     launch = [sys.executable, "-m", "paddle.distributed.launch", "--devices", "0,1", "--log_dir", str(tmp_path / "log")]
-    done = subprocess.run([*launch, cases_gpu.__file__, str(tmp_path / "x")], cwd=ROOT, timeout=300, check=False)
+    done = subprocess.run([*launch, str(PROGRAM), str(tmp_path / "x")], cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 0
