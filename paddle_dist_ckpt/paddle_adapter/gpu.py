@@ -1,4 +1,4 @@
-"""Host memory that a GPU reaches by itself: the one thing that the library asks of GPUs alone.
+"""What is asked of GPUs alone: host memory that they reach by themselves.
 
 Copies between a GPU and pinned memory go at the link's full speed and beside all else; those of other host memory go
 through a small pinned buffer of the driver's, and hold up the thread that asks for them. Everything else that the
@@ -17,10 +17,15 @@ from paddle.base import core
 
 from ..core.memory import array_at
 
-__all__ = ["pinned_memory"]
+__all__ = ["is_gpu_build", "pinned_memory"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _PAGE = 4096
+
+
+def is_gpu_build() -> bool:
+    """Whether this Paddle drives GPUs."""
+    return bool(paddle.is_compiled_with_cuda() or paddle.is_compiled_with_rocm())
 
 
 def pinned_memory(nbytes: int) -> npt.NDArray[np.uint8] | None:
@@ -43,7 +48,7 @@ def pinned_memory(nbytes: int) -> npt.NDArray[np.uint8] | None:
 
 def _pinned_place() -> Any:
     """The place of pinned memory, if this Paddle knows one."""
-    if paddle.is_compiled_with_cuda() or paddle.is_compiled_with_rocm():
+    if is_gpu_build():
         return paddle.CUDAPinnedPlace()
     if paddle.is_compiled_with_xpu() and hasattr(core, "XPUPinnedPlace"):
         return core.XPUPinnedPlace()

@@ -17,6 +17,7 @@ from ..core.memory import address_of, copy_bytes
 from ..core.ports import Bytes1D
 from ..errors import CheckpointError
 from .device import DeviceCopies, TensorBytes, at_device, host_tensor, name_of
+from .gpu import is_gpu_build
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 
@@ -224,8 +225,7 @@ class _DeviceMemory:
 def _device_of_rank() -> str:
     """The device that the launcher gave this rank."""
     env = dist.ParallelEnv()
-    kind = "gpu" if paddle.is_compiled_with_cuda() or paddle.is_compiled_with_rocm() else env.device_type
-    return f"{kind}:{env.device_id}"
+    return f"{'gpu' if is_gpu_build() else env.device_type}:{env.device_id}"
 
 
 def _places(parts: Sequence[Bytes1D]) -> Iterator[tuple[int, Bytes1D]]:
