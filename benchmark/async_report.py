@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmark.outcome import closing_sections
 from benchmark.ratios import median_interval, median_of, paired_ratio
 from benchmark.report import duration, table
 from benchmark.schedule import Peer
@@ -114,9 +115,6 @@ def as_markdown(found: Mapping[str, Any], peers: Sequence[Peer]) -> str:
     about = found["machine"]
     rounds, cores = found["settings"]["rounds"], found["settings"]["cores"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    goal_rows = [
-        [row["work"], row["goal"], row["found"], "met" if row["met"] else "**missed**"] for row in found["goals"]
-    ]
     lines = [
         "# Saves in the background",
         "",
@@ -128,14 +126,7 @@ def as_markdown(found: Mapping[str, Any], peers: Sequence[Peer]) -> str:
         "",
         *table(["", *(peer.title for peer in peers)], _rows(found, peers)),
         "",
-        "## Goals",
-        "",
-        *table(["work", "goal", "found", ""], goal_rows),
-        "",
-        "## How it was measured",
-        "",
-        _NOTES,
-        "",
+        *closing_sections(found, _NOTES),
     ]
     return "\n".join(lines)
 

@@ -9,10 +9,8 @@ about 2.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from typing import Any
 
 from benchmark import machine
 from benchmark.async_report import as_markdown, goals, merged
+from benchmark.outcome import add_arguments, remove, write
 from benchmark.processes import BenchmarkError, Ranks, started
 from benchmark.run import HERE, say
 from benchmark.schedule import Peer
@@ -76,33 +75,23 @@ def _prepare(ranks: Ranks, scratch: Path) -> float:
     seconds = max(ranks.do("save_first", path=str(path)))
     ranks.do("load", path=str(path), layout="same", memory=False)
     ranks.do("check", layout="same")
-    _remove(path)
+    remove(path)
     return seconds
 
 
 def _train_and_save(ranks: Ranks, scratch: Path) -> dict[str, float]:
     path = scratch / f"save-{ranks.peer}"
     answers = ranks.do("train_and_save", path=str(path), steps=_STEPS)
-    _remove(path)
+    remove(path)
     return merged(answers)
-
-
-def _remove(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-    os.sync()  # nobody pays for what another one left in the page cache
 
 
 def main() -> int:
     """Measure and write; returns the exit code."""
     names = [peer.name for peer in PEERS]
     parser = argparse.ArgumentParser(description="Measure saves that go on while two ranks train.")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--rounds", type=int, help=f"default: {_FULL}, or {_QUICK}")
-    parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
-    parser.add_argument("--cores", type=int, default=2, help="how many cores all ranks may use together")
+    add_arguments(parser, _FULL, _QUICK, HERE / "results")
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
-    parser.add_argument("--scratch", type=Path, help="existing folder for checkpoints, 2 GB; default: that of --out")
     parser.add_argument(
         "--torch-python",
         type=Path,
@@ -130,10 +119,7 @@ def main() -> int:
         "settings": {"rounds": rounds, "seed": args.seed, "cores": len(cores), "steps": _STEPS},
         **found,
     }
-    report = as_markdown(found, peers)
-    (args.out / "async_save.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (args.out / "async_save.md").write_text(report, encoding="utf-8")
-    print(report)
+    write(args.out, "async_save", found, as_markdown(found, peers))
     return 0
 
 

@@ -9,10 +9,8 @@ it and all samples to device.md and device.json. Takes about 70 seconds, with --
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +21,7 @@ import numpy as np
 
 from benchmark import machine, pagecache
 from benchmark.device_report import LIMITED, UNLIMITED, as_markdown, goals, ratios
+from benchmark.outcome import add_arguments, remove, write
 from benchmark.processes import BenchmarkError, Ranks, started
 from benchmark.run import HERE, say
 from test.device_plugin import build
@@ -85,7 +84,7 @@ class Run:
         do("save_first", path=str(earlier))
         found["load"] = self._peak("load", earlier)
         do("check", layout="same")
-        _remove(earlier)
+        remove(earlier)
         do("zero", layout="swapped")
         found["exchange"] = self._peak("exchange", self._checkpoint)
         do("check", layout="swapped")
@@ -127,7 +126,7 @@ class Run:
             pagecache.read_in(path)
         answers = self._ranks.do("measure", work=work, path=str(path), speed=speed)
         if work in _WRITING:
-            _remove(path)
+            remove(path)
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
 
@@ -155,20 +154,10 @@ def measure(rounds: int, seed: int, scratch: Path) -> dict[str, Any]:
     return {**found, "ratios": compared, "goals": goals(compared), "versions": versions}
 
 
-def _remove(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-    os.sync()  # nobody pays for what another one left in the page cache
-
-
 def main() -> int:
     """Measure and write; returns the exit code."""
     parser = argparse.ArgumentParser(description="Measure saves from and loads to a device.")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--rounds", type=int, help=f"default: {_FULL}, or {_QUICK}")
-    parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
-    parser.add_argument("--cores", type=int, default=2, help="how many cores both ranks may use together")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
-    parser.add_argument("--scratch", type=Path, help="existing folder for checkpoints, 2 GB; default: that of --out")
+    add_arguments(parser, _FULL, _QUICK, HERE / "results")
     args = parser.parse_args()
     reason = build.reason_to_skip()
     if reason is not None:
@@ -193,10 +182,7 @@ def main() -> int:
         "settings": {"rounds": rounds, "seed": args.seed, "cores": len(cores)},
         **found,
     }
-    report = as_markdown(found)
-    (args.out / "device.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (args.out / "device.md").write_text(report, encoding="utf-8")
-    print(report)
+    write(args.out, "device", found, as_markdown(found))
     return 0
 
 

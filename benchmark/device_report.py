@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmark.outcome import closing_sections
 from benchmark.ratios import median_interval, median_of, paired_ratio
 from benchmark.report import duration, table
 
@@ -89,9 +90,6 @@ def as_markdown(found: Mapping[str, Any]) -> str:
     """The report."""
     about, settings = found["machine"], found["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    goal_rows = [
-        [row["work"], row["goal"], row["found"], "met" if row["met"] else "**missed**"] for row in found["goals"]
-    ]
     lines = [
         "# Devices",
         "",
@@ -117,14 +115,7 @@ def as_markdown(found: Mapping[str, Any]) -> str:
         "",
         *table(["most at any moment", "host", "device"], _memory_rows(found)),
         "",
-        "## Goals",
-        "",
-        *table(["work", "goal", "found", ""], goal_rows),
-        "",
-        "## How it was measured",
-        "",
-        _NOTES,
-        "",
+        *closing_sections(found, _NOTES),
     ]
     return "\n".join(lines)
 

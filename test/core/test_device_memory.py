@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,15 +65,21 @@ def drawn(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray]:
     return device, DeviceArray(device, start, array.shape, array.strides, ITEM), array
 
 
+def drawn_part(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray, tuple[Any, ...]]:
+    """A device, a box of such an array, the whole array on the host, and where in it the box is."""
+    device, array, whole = drawn(draw)
+    corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.shape]
+    part = array.part(Box(tuple(a for a, _ in corners), tuple(b - a for a, b in corners)))
+    return device, part, whole, (*(slice(a, b) for a, b in corners), ...)
+
+
 @pytest.mark.parametrize("span", [16, 200, 4 << 20])
 def test_any_range_of_any_box(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
     monkeypatch.setattr(device_memory, "_SPAN_BYTES", span)
     for seed in range(300):
         draw = random.Random(seed)
-        device, array, whole = drawn(draw)
-        corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.shape]
-        part = array.part(Box(tuple(a for a, _ in corners), tuple(b - a for a, b in corners)))
-        expected = np.array(whole[(*(slice(a, b) for a, b in corners), ...)])
+        device, part, whole, index = drawn_part(draw)
+        expected = np.array(whole[index])
         assert (part.shape, part.nbytes, part.itemsize) == (expected.shape, expected.nbytes, 4)
         assert np.array_equal(part.to_host(device), expected)
         low, high = sorted(draw.choices(range(expected.size + 1), k=2))
@@ -86,10 +93,7 @@ def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytes
     monkeypatch.setattr(device_memory, "_SPAN_BYTES", span)
     for seed in range(300):
         draw = random.Random(seed)
-        device, array, whole = drawn(draw)
-        corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.shape]
-        part = array.part(Box(tuple(a for a, _ in corners), tuple(b - a for a, b in corners)))
-        index = (*(slice(a, b) for a, b in corners), ...)
+        device, part, whole, index = drawn_part(draw)
         expected = device.data.copy()
         view = np.ndarray(whole.shape, ITEM, expected.data, address_of(whole) - address_of(device.data), whole.strides)
         view[index] = np.arange(1000, 1000 + part.nbytes // 4, dtype=ITEM).reshape(part.shape)
