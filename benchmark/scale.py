@@ -25,10 +25,8 @@ from benchmark.run import HERE
 from benchmark.worker import reset_peak_memory, used_memory
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.core.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.core.columns import pack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, Piece, TensorView
 from paddle_dist_ckpt.engine.answering import Answering
@@ -49,6 +47,8 @@ from paddle_dist_ckpt.engine.planned_save import PlannedSave, make_plan
 from paddle_dist_ckpt.engine.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.engine.save_memory import SaveMemory
 from paddle_dist_ckpt.engine.targets import Wishes
+from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
+from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load

@@ -16,9 +16,7 @@ from .api import (
     set_rng_state,
     verify,
 )
-from .core.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
 from .core.per_rank import PerRank
-from .core.reports import LoadReport, SaveReport, VerifyReport
 from .drop_in import install, uninstall
 from .engine.async_save import AsyncSave
 from .errors import (
@@ -30,9 +28,11 @@ from .errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
+from .files.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
 from .manager import CheckpointManager
 from .one_call import load, save
 from .options import LoadOptions, SaveOptions
+from .reports import LoadReport, SaveReport, VerifyReport
 from .storage import LocalStorage, Storage
 from .version import __version__
 

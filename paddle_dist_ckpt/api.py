@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal, TypeVar, overload
 
-from .core.metadata import Metadata
-from .core.reports import LoadReport, SaveReport, VerifyReport
 from .engine.async_save import AsyncSave
 from .engine.commit import committed_ids
 from .engine.load_coordinator import read_checkpoint
@@ -14,7 +12,9 @@ from .engine.merged import Selection, load_merged
 from .engine.rebuild import rebuild
 from .engine.staging import piece_bytes
 from .engine.verify import verify_checkpoint
+from .files.metadata import Metadata
 from .options import LoadOptions, SaveOptions
+from .reports import LoadReport, SaveReport, VerifyReport
 from .storage import as_storage
 from .wiring import checked_id, load_with, save_with
 
@@ -98,7 +98,7 @@ def save_state_dict(
         TypeError, ValueError: an argument is not what it should be.
     """
     options = _checked("options", options, SaveOptions) or SaveOptions()
-    from .paddle_adapter import connect  # paddle is imported only when it is used
+    from .paddle_adapter import connect
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
     return save_with(ranks, state_dict, path, unique_id, async_save, options)
@@ -142,7 +142,7 @@ def load_state_dict(
         TypeError, ValueError: an argument is not what it should be.
     """
     options = _checked("options", options, LoadOptions) or LoadOptions()
-    from .paddle_adapter import connect  # paddle is imported only when it is used
+    from .paddle_adapter import connect
 
     ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
     return load_with(ranks, state_dict, path, unique_id, options, offload)
@@ -182,7 +182,7 @@ def load_merged_state_dict(
     wanted = [keys] if isinstance(keys, str) else keys
     if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
         raise TypeError(f"keys must be a str or several, not {keys!r}")
-    from .paddle_adapter import PaddleAdapter  # paddle is imported only when it is used
+    from .paddle_adapter import PaddleAdapter
 
     selection = Selection(prefix, wanted)
     place = "cpu" if offload else None
@@ -259,7 +259,7 @@ def rng_state() -> dict[str, Any]:
         A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, ``cpu`` always, one state for each
         device) and ``fleet`` (by name, those of the tracker for model parallelism, if it has any).
     """
-    from .paddle_adapter import random_state  # paddle is imported only when it is used
+    from .paddle_adapter import random_state
 
     return random_state.rng_state()
 
@@ -273,7 +273,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     Raises:
         ValueError: it is not such a state, or this process has other generators. Then nothing has changed.
     """
-    from .paddle_adapter import random_state  # paddle is imported only when it is used
+    from .paddle_adapter import random_state
 
     random_state.set_rng_state(state)
 

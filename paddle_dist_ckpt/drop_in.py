@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .api import load_merged_state_dict
-from .core.reports import LoadReport, SaveReport
 from .engine.async_save import AsyncSave
 from .options import LoadOptions, SaveOptions
+from .reports import LoadReport, SaveReport
 from .wiring import load_with, save_with
 
 if TYPE_CHECKING:  # paddle is imported only when it is used
@@ -69,7 +69,7 @@ def install(
         raise TypeError(f"save_options must be SaveOptions, not {type(save_options).__name__}")
     if load_options is not None and not isinstance(load_options, LoadOptions):
         raise TypeError(f"load_options must be LoadOptions, not {type(load_options).__name__}")
-    from .paddle_adapter.patches import Replacement  # paddle is imported only when it is used
+    from .paddle_adapter.patches import Replacement
 
     ours = _DropIn(unique_id_policy == "paddle", save_options or SaveOptions(), load_options or LoadOptions())
     functions: tuple[Callable[..., Any], ...] = (
@@ -85,7 +85,7 @@ def uninstall() -> None:
 
     Without one that is in force, it does nothing.
     """
-    from .paddle_adapter.patches import newest_replacement  # paddle is imported only when it is used
+    from .paddle_adapter.patches import newest_replacement
 
     newest = newest_replacement()
     if newest is not None:

@@ -25,12 +25,12 @@ from typing import Any, Literal
 
 from .control.schedule import Schedule
 from .control.sigterm import on_sigterm
-from .core.ports import ControlSession
-from .core.reports import SaveReport
+from .core.protocols import ControlSession
 from .engine.async_save import AsyncSave
 from .engine.steps import Retention, Steps, remove_step, step_folder
 from .errors import CheckpointError
 from .options import LoadOptions, SaveOptions, is_integer
+from .reports import SaveReport
 from .storage import LocalStorage, as_storage
 from .wiring import load_with, save_with
 
@@ -82,7 +82,7 @@ class CheckpointManager:
         coordinator_rank: int = 0,
         save_on_sigterm: bool = False,
     ) -> None:
-        from .paddle_adapter import connect  # paddle is imported only when it is used
+        from .paddle_adapter import connect
 
         self._options = options or SaveOptions()
         if not isinstance(self._options, SaveOptions):

@@ -11,8 +11,6 @@ import operator
 import os
 from typing import Any
 
-from .core.metadata import Metadata
-from .core.reports import SaveReport
 from .engine.commit import save_of
 from .engine.context import Context
 from .engine.load import load as load_together
@@ -22,7 +20,9 @@ from .engine.save import save as save_together
 from .engine.save_memory import SaveMemory
 from .engine.staging import piece_bytes
 from .errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
+from .files.metadata import Metadata
 from .options import LoadOptions, SaveOptions
+from .reports import SaveReport
 from .storage import Storage, as_storage
 
 __all__ = ["load", "save"]
@@ -67,7 +67,7 @@ def save(
         RankFailureError: a rank failed. The checkpoint that was there before is as it was.
         CheckpointTimeoutError: a rank did not come, or fell silent.
     """
-    from .paddle_adapter import connect, replicas  # paddle is imported only when it is used
+    from .paddle_adapter import connect, replicas
 
     options = SaveOptions(check_replicas="off")  # buffers may differ
     ranks = connect(group, replicas.first_rank(group), options.no_dist, options.timeout)
@@ -118,7 +118,7 @@ def load(
         CheckpointError: reading failed, or the checkpoint was replaced again and again meanwhile.
         TypeError, ValueError: an argument is not what it should be.
     """
-    from .paddle_adapter import PaddleAdapter, replicas  # paddle is imported only when it is used
+    from .paddle_adapter import PaddleAdapter, replicas
 
     storage, threads, place = as_storage(path), _checked_threads(nthreads), replicas.place_of(map_location)
     objects: dict[str, Any] = {}

@@ -6,15 +6,15 @@ import operator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from .core.reports import LoadReport, SaveReport
 from .engine.async_save import AsyncSave
 from .engine.context import Context
 from .engine.load import load
 from .engine.save import After, save, save_in_background
 from .engine.save_memory import SaveMemory
 from .engine.staging import piece_bytes
-from .formats.names import MOST_IDS
+from .files.names import MOST_IDS
 from .options import LoadOptions, SaveOptions
+from .reports import LoadReport, SaveReport
 from .storage import as_storage
 
 if TYPE_CHECKING:  # paddle is imported only when it is used

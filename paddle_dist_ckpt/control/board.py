@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
-from paddle_dist_ckpt.control import failures, wire
-from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
-from paddle_dist_ckpt.control.member import MemberSession
-from paddle_dist_ckpt.control.notes import Box, Boxes
-from paddle_dist_ckpt.control.wire import ErrorRecord, Message
+from . import failures, wire
+from .coordinator_table import CoordinatorTable
+from .member import MemberSession
+from .notes import Box, Boxes
+from .wire import ErrorRecord, Message
 
 __all__ = ["LONGEST_WAIT", "Board", "Carrier"]
 
@@ -102,7 +102,7 @@ class Board:
 
     @property
     def doubtful(self) -> bool:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         return self._table is not None and self._table.doubtful
 
     def close(self, session: MemberSession) -> None:
@@ -270,7 +270,7 @@ class Board:
             return notes
 
     def wait_for_note(self, box: Box, timeout: float) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Channel`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.Channel`."""
         until = time.monotonic() + timeout
         with self.changed:
             while not box.notes:

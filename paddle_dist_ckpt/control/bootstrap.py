@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointTimeoutError
 
 __all__ = ["BootstrapStore", "Rendezvous", "fetch", "local_address", "new_token", "publish"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paddle_dist_ckpt.control import wire
-from paddle_dist_ckpt.control.board import Board
+from . import wire
+from .board import Board
 
 __all__ = ["BoardChannel", "check_note", "check_topic"]
 
@@ -34,7 +34,7 @@ def check_topic(topic: str) -> str:
 
 
 class BoardChannel:
-    """Implements :class:`paddle_dist_ckpt.core.ports.Channel`.
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Channel`.
 
     Args:
         board: This rank's switchboard.
@@ -59,13 +59,13 @@ class BoardChannel:
         return self._board.coordinator
 
     def announce(self, data: bytes) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Channel`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.Channel`."""
         self._board.announce(self._box, check_note(data))
 
     def heard(self) -> list[tuple[int, bytes]]:
-        """See :class:`paddle_dist_ckpt.core.ports.Channel`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.Channel`."""
         return self._board.hear(self._box) if self._notes else []
 
     def wait(self, timeout: float) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Channel`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.Channel`."""
         self._board.wait_for_note(self._box, timeout)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from paddle_dist_ckpt.control import failures, wire
-from paddle_dist_ckpt.control.wire import ErrorRecord, Message
+from . import failures, wire
+from .wire import ErrorRecord, Message
 
 __all__ = ["BEATS_PER_TIMEOUT", "GRACE", "CoordinatorSession", "Emit"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paddle_dist_ckpt.control import failures, wire
-from paddle_dist_ckpt.control.coordinator import BEATS_PER_TIMEOUT, CoordinatorSession, Emit
-from paddle_dist_ckpt.control.wire import ErrorRecord, Message
+from . import failures, wire
+from .coordinator import BEATS_PER_TIMEOUT, CoordinatorSession, Emit
+from .wire import ErrorRecord, Message
 
 __all__ = ["CoordinatorTable"]
 
@@ -141,7 +141,7 @@ class CoordinatorTable:
 
     @property
     def doubtful(self) -> bool:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         return self._doubted is not None
 
     def dispel(self, number: int) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from paddle_dist_ckpt import errors
-from paddle_dist_ckpt.control.wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
+from .. import errors
+from .wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
 
 __all__ = [
     "combine_error",

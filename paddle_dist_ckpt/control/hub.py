@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from paddle_dist_ckpt.control import bootstrap, failures
-from paddle_dist_ckpt.control.board import Board
-from paddle_dist_ckpt.control.bootstrap import BootstrapStore
-from paddle_dist_ckpt.control.channel import BoardChannel
-from paddle_dist_ckpt.control.session import Session
-from paddle_dist_ckpt.control.wire import Message
-from paddle_dist_ckpt.control.zmq_ports import DealerPort, RouterPort
-from paddle_dist_ckpt.errors import CheckpointError
+from ..errors import CheckpointError
+from . import bootstrap, failures
+from .board import Board
+from .bootstrap import BootstrapStore
+from .channel import BoardChannel
+from .session import Session
+from .wire import Message
+from .zmq_ports import DealerPort, RouterPort
 
 __all__ = ["ZmqHub"]
 
@@ -31,7 +31,7 @@ _LONGEST_SLEEP = 3600.0  # seconds; what epoll takes as a timeout is bounded
 
 
 class ZmqHub:
-    """Implements :class:`paddle_dist_ckpt.core.ports.ControlHub` over TCP.
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` over TCP.
 
     Every rank makes one. It does not wait for the others, except for the coordinator's address. It must be closed;
     at the latest that is done at exit. A process forked from this one cannot use it.
@@ -84,7 +84,7 @@ class ZmqHub:
         atexit.register(self.close)
 
     def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`.
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
 
         Raises:
             CheckpointError: this process was forked from the one that made the hub.
@@ -93,7 +93,7 @@ class ZmqHub:
         return Session(self._board, kind, timeout, self._on_abandon)
 
     def channel(self, topic: str) -> BoardChannel:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`.
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
 
         Raises:
             CheckpointError: this process was forked from the one that made the hub.

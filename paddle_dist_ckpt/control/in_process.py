@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from paddle_dist_ckpt.control import failures
-from paddle_dist_ckpt.control.board import Board
-from paddle_dist_ckpt.control.channel import BoardChannel
-from paddle_dist_ckpt.control.in_process_transport import InProcessTransport, Pipes
-from paddle_dist_ckpt.control.session import Session
-from paddle_dist_ckpt.control.wire import Message
+from . import failures
+from .board import Board
+from .channel import BoardChannel
+from .in_process_transport import InProcessTransport, Pipes
+from .session import Session
+from .wire import Message
 
 __all__ = ["InProcessHub", "InProcessWorld"]
 
@@ -135,7 +135,7 @@ class _Carrier:
 
 
 class InProcessHub:
-    """Implements :class:`paddle_dist_ckpt.core.ports.ControlHub` for a simulated rank; made by InProcessWorld."""
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` for a simulated rank; made by InProcessWorld."""
 
     def __init__(self, world: InProcessWorld, board: Board, on_abandon: Callable[[], None] | None) -> None:
         self._world = world
@@ -143,11 +143,11 @@ class InProcessHub:
         self._on_abandon = on_abandon
 
     def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`."""
         return Session(self._board, kind, timeout, self._on_abandon)
 
     def channel(self, topic: str) -> BoardChannel:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlHub`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`."""
         return BoardChannel(self._board, topic)
 
     def close(self) -> None:

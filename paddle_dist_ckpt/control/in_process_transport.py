@@ -7,13 +7,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from paddle_dist_ckpt.errors import CheckpointError
+from ..core.memory import Bytes1D
+from ..errors import CheckpointError
 
 __all__ = ["InProcessTransport", "Pipes"]
-
-Bytes1D = npt.NDArray[np.uint8]
 
 
 class Pipes:
@@ -50,7 +48,7 @@ class Pipes:
 
 
 class InProcessTransport:
-    """Implements :class:`paddle_dist_ckpt.core.ports.Transport` for a simulated rank; made by InProcessWorld.
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Transport` for a simulated rank; made by InProcessWorld.
 
     The source does not wait for the others.
     """
@@ -61,7 +59,7 @@ class InProcessTransport:
         self._broken = threading.Event()
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Transport`. Raises as :meth:`exchange` does."""
+        """See :class:`paddle_dist_ckpt.core.protocols.Transport`. Raises as :meth:`exchange` does."""
         parts = dict.fromkeys(self._pipes.ranks, data) if source == self._rank else {}
         self._scatter(parts, data, data.size, source)
 
@@ -72,7 +70,7 @@ class InProcessTransport:
         senders: Sequence[tuple[int, int]],
         most: int,
     ) -> None:
-        """See :class:`paddle_dist_ckpt.core.ports.Transport`.
+        """See :class:`paddle_dist_ckpt.core.protocols.Transport`.
 
         Raises:
             CheckpointError: a part is too large, ranks named different sizes, or the transport was abandoned.

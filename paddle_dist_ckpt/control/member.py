@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paddle_dist_ckpt.control import failures, wire
-from paddle_dist_ckpt.control.coordinator import BEATS_PER_TIMEOUT, GRACE
-from paddle_dist_ckpt.control.wire import ErrorRecord, Message
+from . import failures, wire
+from .coordinator import BEATS_PER_TIMEOUT, GRACE
+from .wire import ErrorRecord, Message
 
 __all__ = ["MemberSession", "never"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D
 
 __all__ = ["NoTransport"]
 
 
 class NoTransport:
-    """Implements :class:`..core.ports.Transport` for a group of one, to which nothing needs to be sent."""
+    """Implements :class:`..core.protocols.Transport` for a group of one, to which nothing needs to be sent."""
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """There is nobody else."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
-from paddle_dist_ckpt.control.wire import Note
+from .wire import Note
 
 __all__ = ["KEPT", "Box", "Boxes"]
 

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
-from paddle_dist_ckpt.control.horizon import NEVER, Announcement, Decision, Horizon, Request
-from paddle_dist_ckpt.core.ports import Channel
-from paddle_dist_ckpt.errors import CheckpointError
+from ..core.protocols import Channel
+from ..errors import CheckpointError
+from .horizon import NEVER, Announcement, Decision, Horizon, Request
 
 __all__ = ["Schedule"]
 

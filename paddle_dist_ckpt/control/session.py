@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from paddle_dist_ckpt.control import failures, wire
-from paddle_dist_ckpt.control.board import LONGEST_WAIT, Board
-from paddle_dist_ckpt.control.member import MemberSession, never
-from paddle_dist_ckpt.core.ports import CollectiveWatch
-from paddle_dist_ckpt.errors import CheckpointError
+from ..core.protocols import CollectiveWatch
+from ..errors import CheckpointError
+from . import failures, wire
+from .board import LONGEST_WAIT, Board
+from .member import MemberSession, never
 
 __all__ = ["Session", "check_payload", "check_replies"]
 
@@ -49,7 +49,7 @@ def check_replies(replies: Mapping[int, bytes], ranks: tuple[int, ...]) -> Mappi
 
 
 class Session:
-    """Implements :class:`paddle_dist_ckpt.core.ports.ControlSession`.
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlSession`.
 
     A context manager: it opens on entry and closes on exit. If its body raises, the other ranks fail too.
 
@@ -106,7 +106,7 @@ class Session:
         local: Callable[[], bytes],
         combine: Callable[[Mapping[int, bytes]], Mapping[int, bytes]],
     ) -> bytes:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         if not name:
             raise ValueError("a round needs a name")
         board, member = self._board, self._member
@@ -156,7 +156,7 @@ class Session:
         raise AssertionError("the board ends a session whose combine failed")
 
     def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
-        """See :class:`paddle_dist_ckpt.core.ports.ControlSession`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         self.check()
         task = _Task(work, self._board.changed)
         self._member.moved_since = task.moved_since
@@ -213,7 +213,7 @@ class _Task(Generic[T]):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """See :class:`paddle_dist_ckpt.core.ports.CollectiveWatch`."""
+        """See :class:`paddle_dist_ckpt.core.protocols.CollectiveWatch`."""
         self.since = time.monotonic()
         try:
             yield

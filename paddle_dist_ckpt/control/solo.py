@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from paddle_dist_ckpt.control.channel import check_note, check_topic
-from paddle_dist_ckpt.control.session import check_payload, check_replies
-from paddle_dist_ckpt.core.ports import CollectiveWatch
-from paddle_dist_ckpt.errors import CheckpointTimeoutError
+from ..core.protocols import CollectiveWatch
+from ..errors import CheckpointTimeoutError
+from .channel import check_note, check_topic
+from .session import check_payload, check_replies
 
 __all__ = ["SoloChannel", "SoloHub", "SoloSession"]
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class SoloSession:
-    """Implements :class:`paddle_dist_ckpt.core.ports.ControlSession` for one rank."""
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlSession` for one rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -57,14 +57,14 @@ class SoloSession:
 
 
 class _NoWatch:
-    """Implements :class:`paddle_dist_ckpt.core.ports.CollectiveWatch` where there is nobody to wait for."""
+    """Implements :class:`paddle_dist_ckpt.core.protocols.CollectiveWatch` where there is nobody to wait for."""
 
     def waiting(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 class SoloChannel:
-    """Implements :class:`paddle_dist_ckpt.core.ports.Channel` for one rank."""
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Channel` for one rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -99,7 +99,7 @@ class SoloChannel:
 
 
 class SoloHub:
-    """Implements :class:`paddle_dist_ckpt.core.ports.ControlHub` for one rank.
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` for one rank.
 
     Args:
         rank: The global rank that it goes by.

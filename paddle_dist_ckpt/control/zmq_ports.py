@@ -19,10 +19,10 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from paddle_dist_ckpt.control import wire
-from paddle_dist_ckpt.control.bootstrap import Rendezvous, local_address
-from paddle_dist_ckpt.control.notes import KEPT
-from paddle_dist_ckpt.control.wire import Message
+from . import wire
+from .bootstrap import Rendezvous, local_address
+from .notes import KEPT
+from .wire import Message
 
 __all__ = ["DealerPort", "Listener", "Port", "RouterPort"]
 

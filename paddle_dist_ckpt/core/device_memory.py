@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, cut_flat_range, whole
+from .memory import Bytes1D
 
 __all__ = ["Copies", "DeviceArray", "DeviceBytes", "Mark", "Request", "Scattered", "contiguous_strides", "write_all"]
 
 _SPAN_BYTES = 4 << 20  # of a part that is not contiguous, this much around it is copied at once
-
-Bytes1D = npt.NDArray[np.uint8]
 
 
 class DeviceBytes(Protocol):

@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["address_of", "array_at", "bytes_at", "copy_bytes", "copy_each", "fresh_pages"]
+from .box import cut_flat_range
 
+__all__ = ["Bytes1D", "address_of", "array_at", "bytes_at", "copy_bytes", "copy_each", "fresh_pages", "gather"]
+
+Bytes1D = npt.NDArray[np.uint8]
+"""A row of bytes."""
 _HUGE_PAGE = 2 << 20
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", -1)
 # MADV_WIPEONFORK. With MADV_DONTFORK a child would have a hole there, use it for something else, and lose that when it
@@ -127,3 +131,12 @@ def fresh_pages(size: int, inherited: bool = True) -> npt.NDArray[np.uint8]:
         with suppress(OSError, ValueError, AttributeError):  # a kernel, or a platform, without it
             memory.madvise(number)
     return np.frombuffer(memory, np.uint8)
+
+
+def gather(array: npt.NDArray[Any], start: int, stop: int, buffer: Bytes1D) -> None:
+    """Copy bytes ``start:stop`` (of whole items) of an array into the beginning of a buffer."""
+    size, at = array.itemsize, 0
+    for box in cut_flat_range(array.shape, start // size, stop // size):
+        nbytes = box.size * size
+        buffer[at : at + nbytes].view(array.dtype).reshape(box.shape)[...] = array[box.slices]
+        at += nbytes

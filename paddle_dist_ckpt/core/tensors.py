@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, whole
-from .device_memory import Bytes1D, Copies, DeviceBytes
+from .device_memory import Copies, DeviceBytes
 from .dtypes import DTYPES, DType
-from .memory import address_of
+from .memory import Bytes1D, address_of
 from .shards import Kind
 from .state_dict import LeafAdapter
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.codec import table_to_record
 from ..core.columns import pack_column
-from ..core.metadata import Metadata
 from ..core.naming import Names
 from ..core.paths import is_own, plain_key
 from ..core.shards import Kind
+from ..files.codec import table_to_record
+from ..files.metadata import Metadata
 from ..planning.name_match import NameMatch
 from .key_map import path_of_key
 from .messages import LoadAnswer, Wanted

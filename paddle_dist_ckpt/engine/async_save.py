@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from ..core.reports import SaveReport
+from ..core.threads import at_exit, lower_priority
 from ..errors import CheckpointError
-from .threads import at_exit, lower_priority
+from ..reports import SaveReport
 
 __all__ = ["AsyncSave"]
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..core.codec import MAX_HEAD_BYTES, decode_head, decode_metadata, encode_metadata
-from ..core.metadata import Metadata
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ..formats.names import (
+from ..files.codec import MAX_HEAD_BYTES, decode_head, decode_metadata, encode_metadata
+from ..files.metadata import Metadata
+from ..files.names import (
     MOST_IDS,
     ClaimName,
     claim_name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.ports import ControlSession, Transport
+from ..core.protocols import ControlSession, Transport
 from ..core.tensors import TensorAdapter
 from ..storage.base import Storage
 from .messages import Folder

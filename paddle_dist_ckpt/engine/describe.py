@@ -16,7 +16,7 @@ from ..core.box import Box, whole
 from ..core.columns import IntArray, pack_column, places_within
 from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DTYPES
-from ..core.memory import address_of, array_at
+from ..core.memory import address_of, array_at, gather
 from ..core.paths import RankIndex, join, plain_key
 from ..core.per_rank import PerRank
 from ..core.shards import Kind
@@ -24,7 +24,6 @@ from ..core.state_dict import Leaves, flatten
 from ..core.tensors import Geometry, Identity, Piece, TensorAdapter, TensorView
 from ..core.values import encode_value
 from ..errors import UnsupportedValueError
-from .gather import gather
 from .messages import Description, Structure, TensorList, ValueRecord, encode, pack_signed
 
 __all__ = ["KnownState", "LocalState", "LocalTensors", "describe", "digests_of"]

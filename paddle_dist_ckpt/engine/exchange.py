@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.dtypes import DTYPES
-from ..core.memory import fresh_pages
-from ..core.ports import Bytes1D, Transport
+from ..core.memory import Bytes1D, fresh_pages
+from ..core.protocols import Transport
+from ..files.reader import Consumer, OpenFile, StoredEntry, read_entries
 from .messages import Incoming, Round, UnitRead
-from .reader import Consumer, OpenFile, StoredEntry, read_entries
 
 __all__ = ["Exchange"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..core.box import Box
-from ..core.metadata import Metadata
+from ..files.metadata import Metadata
 from ..planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit, plan_exchange
 from .messages import ExchangeOrder, Incoming, Piece, Round, ShardNeed, UnitRead
 

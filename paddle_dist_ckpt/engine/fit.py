@@ -9,18 +9,18 @@ from functools import cached_property
 import numpy as np
 
 from ..core.box import Box, flat_range
-from ..core.codec import table_from_record
 from ..core.columns import IntArray, unpack_column
 from ..core.grouping import group_rows
-from ..core.metadata import FileInfo
 from ..core.paths import plain_key
 from ..core.shards import ShardTable
 from ..core.tensors import TensorAdapter
+from ..files.batch import Batch, ItemKind, KindTable
+from ..files.codec import table_from_record
+from ..files.metadata import FileInfo
+from ..files.reader import Consumer, OpenFile, StoredEntry
 from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
-from .batch import Batch, ItemKind, KindTable
 from .messages import LoadAnswer, ShardNeed
 from .own_values import OwnValues
-from .reader import Consumer, OpenFile, StoredEntry
 from .targets import Targets, Wishes, check_value_rows
 
 __all__ = ["Fit"]

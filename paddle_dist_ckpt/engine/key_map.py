@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..core.metadata import Metadata
 from ..core.paths import containers_of, flat_keys, join, plain_key
+from ..files.metadata import Metadata
 
 __all__ = ["KeyMap", "apply", "path_of_key"]
 

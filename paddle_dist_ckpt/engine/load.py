@@ -27,22 +27,25 @@ from typing import Any
 
 import numpy as np
 
+from ..core.buffers import Buffers
 from ..core.columns import IntArray
 from ..core.device_memory import Copies
-from ..core.metadata import FileInfo
 from ..core.paths import is_own, plain_key
 from ..core.per_rank import PerRank
-from ..core.ports import CollectiveWatch
-from ..core.reports import LoadReport
+from ..core.progress import Progress
+from ..core.protocols import CollectiveWatch
 from ..core.state_dict import Leaves, assign_all, build_tree, flatten
+from ..core.threads import io_threads, run_all
 from ..core.values import decode_value, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
-from ..formats.datafile import read_header
+from ..files.batch import batch_tasks
+from ..files.datafile import read_header
+from ..files.metadata import FileInfo
+from ..files.reader import OpenFile, entry_tasks
 from ..options import LoadOptions
 from ..planning.exchange_plan import ALL
+from ..reports import LoadReport
 from . import key_map
-from .batch import batch_tasks
-from .buffers import Buffers
 from .context import Context
 from .exchange import Exchange
 from .fit import Fit
@@ -63,11 +66,8 @@ from .messages import (
     encode,
 )
 from .own_values import OwnValues, parent_of
-from .progress import Progress
-from .reader import OpenFile, entry_tasks
 from .staging import GroupStaging, RoundStaging, group_bytes
 from .targets import Wishes, all_paths, collect
-from .threads import io_threads, run_all
 from .watched import WatchedTransport
 
 __all__ = ["load", "load_leaves"]

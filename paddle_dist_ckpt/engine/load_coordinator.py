@@ -7,30 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ..core.codec import decode_metadata
-from ..core.metadata import Metadata
 from ..core.naming import is_of_run
-from ..core.ports import ControlSession
+from ..core.protocols import ControlSession
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
-from ..formats.names import metadata_name
+from ..files.codec import decode_metadata
+from ..files.metadata import Metadata
+from ..files.names import metadata_name
 from ..options import LoadOptions
 from ..storage.base import Storage
 from .answering import Answering
 from .commit import PICKLE, newest_id, nothing_text, save_of
 from .exchange_orders import ExchangePlanner
-from .messages import (
-    Decision,
-    LoadRequest,
-    LoadResult,
-    Needs,
-    Opened,
-    Problems,
-    Reach,
-    Wanted,
-    decode,
-    encode,
-)
+from .messages import Decision, LoadRequest, LoadResult, Needs, Opened, Problems, Reach, Wanted, decode, encode
 
 __all__ = ["LoadCoordinator", "check_sizes", "read_checkpoint"]
 

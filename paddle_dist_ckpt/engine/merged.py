@@ -14,17 +14,12 @@ import numpy as np
 from ..control import SoloHub
 from ..control.no_transport import NoTransport
 from ..core.dtypes import arithmetic_dtype
-from ..core.metadata import Metadata
 from ..core.paths import Part, flat_keys, format_path, parse_path
 from ..core.shards import Kind
 from ..core.state_dict import Leaves, build_tree
 from ..core.tensors import TensorAdapter
-from ..errors import (
-    CheckpointCorruptedError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    StateDictMismatchError,
-)
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
+from ..files.metadata import Metadata
 from ..options import LoadOptions
 from ..storage.base import Storage
 from .commit import save_of

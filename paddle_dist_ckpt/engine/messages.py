@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..core.codec import TableRecord
 from ..core.columns import Column, IntArray
-from ..core.metadata import FileInfo
 from ..errors import CheckpointError
+from ..files.codec import TableRecord
+from ..files.metadata import FileInfo
 
 __all__ = ["decode", "encode", "pack_signed", "unpack_signed"]
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ..core.box import Box, flat_range
-from ..core.codec import VERSION, table_to_record
 from ..core.columns import IntArray, unpack_column
-from ..core.device_memory import DeviceArray
 from ..core.paths import plain_key
-from ..core.ports import ControlSession
+from ..core.protocols import ControlSession
 from ..core.shards import LayoutCollection, ShardTable
 from ..core.values import to_jsonable
-from ..formats.datafile import (
+from ..files.codec import VERSION, table_to_record
+from ..files.contents import Source
+from ..files.datafile import (
     FORMAT,
     DataFileInfo,
     Entries,
@@ -33,11 +32,9 @@ from ..version import __version__
 from .describe import LocalState
 from .messages import RankPlan, SaveOrder, unpack_signed
 
-__all__ = ["LIBRARY", "FilePart", "Source", "make_parts"]
+__all__ = ["LIBRARY", "FilePart", "make_parts"]
 
 LIBRARY = f"paddle_dist_ckpt {__version__}"
-Source = int | npt.NDArray[Any] | DeviceArray
-"""Where an entry's bytes are: the address of contiguous host memory, or an array of raw items."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.box import Box
-from ..core.codec import decode_metadata, encode_metadata, table_from_record
 from ..core.dtypes import DType
-from ..core.metadata import FileInfo, Metadata
+from ..core.progress import Progress
 from ..core.shards import LayoutCollection, ShardTable
 from ..core.values import from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ..formats.datafile import DataFileInfo, read_info
-from ..formats.names import metadata_id, metadata_name, parse_data_file, temporary_name
+from ..files.codec import decode_metadata, encode_metadata, table_from_record
+from ..files.datafile import DataFileInfo, read_info
+from ..files.metadata import FileInfo, Metadata
+from ..files.names import metadata_id, metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
 from .commit import claimed_saves, committed_ids, next_id, save_of
-from .progress import Progress
 from .verify import check_file, uncovered
 
 __all__ = ["rebuild"]

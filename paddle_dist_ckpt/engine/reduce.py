@@ -11,10 +11,10 @@ import numpy.typing as npt
 from ..core.box import Box
 from ..core.device_memory import DeviceArray
 from ..core.dtypes import arithmetic_dtype
-from ..core.ports import Bytes1D, Transport
+from ..core.memory import Bytes1D, gather
+from ..core.protocols import Transport
 from ..core.tensors import Geometry
 from .describe import LocalState
-from .gather import gather
 from .messages import Transfer
 
 __all__ = ["OPERATIONS", "reduce_partials"]

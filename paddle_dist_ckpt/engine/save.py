@@ -24,24 +24,24 @@ from types import TracebackType
 from typing import Any
 
 from ..core.box import Box
-from ..core.ports import CollectiveWatch, ControlSession
-from ..core.reports import SaveReport
+from ..core.progress import Progress
+from ..core.protocols import CollectiveWatch, ControlSession
+from ..core.threads import io_threads
 from ..core.values import encode_value
 from ..errors import CheckpointError, UnsupportedValueError
-from ..formats.names import data_file_name
+from ..files.contents import AHEAD, Tensors
+from ..files.file_save import FileSave, bytes_ahead
+from ..files.names import data_file_name
 from ..options import SaveOptions
+from ..reports import SaveReport
 from .async_save import AsyncSave
 from .commit import remove_saves
-from .contents import AHEAD, Tensors
 from .context import Context
 from .describe import LocalState, describe, digests_of
-from .file_save import FileSave, bytes_ahead
 from .messages import RankPlan, SaveOrder, SaveRequest, SaveResult, WriteAnswer, Written, decode, encode
 from .part import make_parts
-from .progress import Progress
 from .reduce import reduce_partials
 from .save_coordinator import SaveCoordinator, seal
-from .threads import io_threads
 from .watched import WatchedTransport
 
 __all__ = ["After", "save", "save_in_background"]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..core.metadata import FileInfo, Metadata
 from ..core.paths import plain_key
-from ..core.ports import ControlSession
+from ..core.protocols import ControlSession
 from ..core.values import decode_value
 from ..errors import CheckpointError, UnsupportedValueError
+from ..files.metadata import FileInfo, Metadata
 from ..options import SaveOptions
 from ..storage.base import Storage
 from .commit import Claim

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..core.memory import fresh_pages
-from ..core.ports import Bytes1D
+from ..core.buffers import Buffers
+from ..core.memory import Bytes1D, fresh_pages
 from .async_save import AsyncSave
-from .buffers import Buffers
 from .describe import KnownState
 from .messages import Transfer
 from .part import FilePart

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, Mark, write_all
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D
 
 if TYPE_CHECKING:
     from .targets import Targets

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..formats.names import is_ours, metadata_name
+from ..files.names import is_ours, metadata_name
 from ..options import is_integer
 from ..storage import LocalStorage
 from .commit import is_abandoned, save_of

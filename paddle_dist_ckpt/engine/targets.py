@@ -22,8 +22,8 @@ from ..core.state_dict import Leaves, owner_of
 from ..core.stateful import ObjectKind
 from ..core.tensors import Geometry, Piece, TensorAdapter
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from ..files.reader import Consumer, view_at
 from .describe import LocalTensors, Pieces
-from .reader import Consumer, view_at
 from .shared_memory import find_shared_memory
 
 __all__ = ["Targets", "Wishes", "check_value_rows", "collect"]

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core.box import whole
-from ..core.metadata import Metadata
-from ..core.reports import VerifyReport
+from ..core.progress import Progress
+from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError
-from ..formats.datafile import read_header
+from ..files.datafile import read_header
+from ..files.metadata import Metadata
+from ..files.reader import Consumer, OpenFile, StoredEntry, read_entries
 from ..planning.cover import covers_exactly
+from ..reports import VerifyReport
 from ..storage.base import Storage
 from .load_coordinator import read_checkpoint
-from .progress import Progress
-from .reader import Consumer, OpenFile, StoredEntry, read_entries
-from .threads import io_threads
 
 __all__ = ["check_file", "uncovered", "verify_checkpoint"]
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..core.ports import Bytes1D, CollectiveWatch, Transport
+from ..core.memory import Bytes1D
+from ..core.protocols import CollectiveWatch, Transport
 
 __all__ = ["WatchedTransport"]
 
 
 class WatchedTransport:
-    """Implements :class:`..core.ports.Transport` by another one."""
+    """Implements :class:`..core.protocols.Transport` by another one."""
 
     def __init__(self, inner: Transport, watch: CollectiveWatch) -> None:
         self._inner, self._watch = inner, watch
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
-        """See :class:`..core.ports.Transport`."""
+        """See :class:`..core.protocols.Transport`."""
         with self._watch.waiting():
             self._inner.broadcast(data, source, most)
 
@@ -27,6 +28,6 @@ class WatchedTransport:
         senders: Sequence[tuple[int, int]],
         most: int,
     ) -> None:
-        """See :class:`..core.ports.Transport`."""
+        """See :class:`..core.protocols.Transport`."""
         with self._watch.waiting():
             self._inner.exchange(outgoing, incoming, senders, most)

@@ -16,14 +16,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import paddle
 from paddle.base import core
 from paddle.base.framework import _current_expected_place as _current_place
 from paddle.base.framework import _dygraph_place_guard as _place_guard
 
-from ..core.memory import fresh_pages
+from ..core.memory import Bytes1D, fresh_pages
 from .gpu import pinned_memory
 
 __all__ = [
@@ -39,7 +37,6 @@ __all__ = [
 
 _LEAST_WAIT, _MOST_WAIT = 20e-6, 500e-6
 _TOGETHER = 64
-Bytes1D = npt.NDArray[np.uint8]
 
 
 def has_devices() -> bool:

@@ -15,7 +15,7 @@ from paddle.distributed.communication.group import Group
 
 from ..control import SoloHub, ZmqHub
 from ..control.no_transport import NoTransport
-from ..core.ports import ControlHub, Transport
+from ..core.protocols import ControlHub, Transport
 from .host_group import host_group
 from .transport import PaddleTransport, takes_host_memory
 

@@ -15,21 +15,16 @@ import paddle
 from ..core.box import Box, cut_flat_range, whole
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
+from ..core.memory import Bytes1D
 from ..core.paths import plain_key
 from ..core.shards import Kind
 from ..core.stateful import ObjectKind, state_of
 from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from . import objects
-from .device import Bytes1D, DeviceCopies, TensorBytes, at_device, has_devices, host_memory, is_on_device
+from .device import DeviceCopies, TensorBytes, at_device, has_devices, host_memory, is_on_device
 from .identity import KnownTensor, TensorIdentity
-from .placement import (
-    IS_PADDLE_2_6,
-    layout_of,
-    local_box,
-    mesh_coordinate,
-    reduction_of,
-)
+from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import Layout, is_sharded_weight
 from .static_program import is_program, is_temporary, program_state, variables_by_address
 

@@ -13,8 +13,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.base.framework import _current_expected_place as _current_place
 
-from ..core.memory import address_of, copy_bytes
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D, address_of, copy_bytes
 from ..errors import CheckpointError
 from .device import DeviceCopies, TensorBytes, at_device, host_tensor, name_of
 from .gpu import is_gpu_build
@@ -33,7 +32,7 @@ def takes_host_memory(group: Any) -> bool:
 
 
 class PaddleTransport:
-    """Implements :class:`..core.ports.Transport`.
+    """Implements :class:`..core.protocols.Transport`.
 
     To a CPU group's collectives numpy memory is handed as it is. Those of other backends take tensors on their device
     only: the data go there and back in parts of bounded size.
@@ -82,7 +81,7 @@ class PaddleTransport:
             raise
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
-        """See :class:`..core.ports.Transport`."""
+        """See :class:`..core.protocols.Transport`."""
         with self._operation():
             step = min(most, _DEVICE_BYTES) if self._memory.is_device else max(1, data.size)
             is_source = self._group.rank == self._group.get_group_rank(source)
@@ -100,7 +99,7 @@ class PaddleTransport:
         senders: Sequence[tuple[int, int]],
         most: int,
     ) -> None:
-        """See :class:`..core.ports.Transport`."""
+        """See :class:`..core.protocols.Transport`."""
         with self._operation():
             together = min(most // 2, _DEVICE_BYTES) if self._memory.is_device else _HOST_BYTES
             if self._has_all_to_all:

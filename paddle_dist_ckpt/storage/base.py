@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D
 
 __all__ = ["FolderIdentity", "ReadableFile", "Storage", "WritableFile"]
 

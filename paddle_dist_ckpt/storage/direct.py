@@ -18,8 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core.memory import fresh_pages
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D, fresh_pages
 
 __all__ = ["ALIGNMENT", "DirectReader", "is_cached", "open_direct"]
 

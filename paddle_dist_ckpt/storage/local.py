@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .direct import ALIGNMENT, DirectReader, is_cached, open_direct
 

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D
 from ..storage import LocalStorage
 from ..storage.base import FolderIdentity, ReadableFile, WritableFile
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..control import InProcessWorld
-from ..core.ports import ControlHub, Transport
-from ..core.reports import LoadReport, SaveReport
+from ..core.protocols import ControlHub, Transport
 from ..engine.async_save import AsyncSave
 from ..engine.context import Context
 from ..engine.load import load
 from ..engine.save import save, save_in_background
 from ..engine.save_memory import SaveMemory
 from ..options import LoadOptions, SaveOptions
+from ..reports import LoadReport, SaveReport
 from ..storage import as_storage
 from .arrays import NumpyAdapter
 

@@ -16,7 +16,7 @@ import zmq
 from paddle_dist_ckpt.control import InProcessWorld, ZmqHub, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous
 from paddle_dist_ckpt.control.notes import KEPT
-from paddle_dist_ckpt.core.ports import Channel
+from paddle_dist_ckpt.core.protocols import Channel
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from test.control.groups import AT_ONCE, LONG, RANKS, SHORT, Group, Store, assert_works, one_round, own_number, run
 from test.control.test_control_zmq_hub import Proxy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt.control.session import Session
-from paddle_dist_ckpt.core.ports import CollectiveWatch
+from paddle_dist_ckpt.core.protocols import CollectiveWatch
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,

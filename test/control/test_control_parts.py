@@ -12,7 +12,7 @@ import pytest
 
 from paddle_dist_ckpt.control import InProcessWorld, SoloHub, failures, wire
 from paddle_dist_ckpt.control.member import MemberSession
-from paddle_dist_ckpt.core.ports import Channel, ControlHub, Transport
+from paddle_dist_ckpt.core.protocols import Channel, ControlHub, Transport
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,

@@ -15,14 +15,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.core.codec import decode_head, decode_metadata, encode_metadata
 from paddle_dist_ckpt.core.columns import Column, pack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.metadata import FileInfo, LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
 from paddle_dist_ckpt.core.paths import ListIndex
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.values import to_jsonable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
+from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, encode_metadata
+from paddle_dist_ckpt.files.metadata import FileInfo, LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
 from test.core.test_shards import tables
 from test.strategies import examples
 

@@ -11,19 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.core.reports import SaveReport
 from paddle_dist_ckpt.engine.async_save import AsyncSave
 from paddle_dist_ckpt.engine.commit import committed_ids
 from paddle_dist_ckpt.engine.verify import verify_checkpoint
 from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.reports import SaveReport
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
-from test.engine.helpers import (
-    SMALL,
-    all_ok,
-    load_whole,
-    split_rows,
-)
+from test.engine.helpers import SMALL, all_ok, load_whole, split_rows
 
 RANKS = 3
 LONG = 30.0

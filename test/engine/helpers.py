@@ -18,12 +18,12 @@ from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.control.no_transport import NoTransport
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.core.reports import LoadReport, SaveReport
 from paddle_dist_ckpt.engine.context import Context
 from paddle_dist_ckpt.engine.load import load
 from paddle_dist_ckpt.engine.merged import Selection, load_merged
 from paddle_dist_ckpt.engine.save import save
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
+from paddle_dist_ckpt.reports import LoadReport, SaveReport
 from paddle_dist_ckpt.storage import LocalStorage, as_storage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, ShardedArray, shard_array

@@ -15,26 +15,11 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.engine.load_coordinator import read_checkpoint
 from paddle_dist_ckpt.engine.rebuild import rebuild
-from paddle_dist_ckpt.errors import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    RankFailureError,
-    UnsupportedValueError,
-)
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
-from test.engine.helpers import (
-    alike,
-    all_ok,
-    errors_of,
-    files_in,
-    load_whole,
-    make_array,
-    same_bits,
-    save_on,
-    try_save,
-)
+from test.engine.helpers import alike, all_ok, errors_of, files_in, load_whole, make_array, same_bits, save_on, try_save
 
 # -- options
 

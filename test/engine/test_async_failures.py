@@ -12,26 +12,12 @@ from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt.engine.contents import Tensors
 from paddle_dist_ckpt.engine.save_memory import SaveMemory
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
+from paddle_dist_ckpt.files.contents import Tensors
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
-from test.engine.background import (
-    LONG,
-    RANKS,
-    THREAD,
-    error_of,
-    failing,
-    finish,
-    job,
-    options,
-    versions,
-    versions_in,
-)
-from test.engine.helpers import (
-    errors_of,
-    files_in,
-)
+from test.engine.background import LONG, RANKS, THREAD, error_of, failing, finish, job, options, versions, versions_in
+from test.engine.helpers import errors_of, files_in
 
 FAULTS = [
     *[(operation, "safetensors", victim) for operation in ("create", "write", "sync_file") for victim in (0, 2)],

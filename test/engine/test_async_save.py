@@ -21,9 +21,9 @@ import pytest
 
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.tensors import Reduction
-from paddle_dist_ckpt.engine.contents import WINDOW_BYTES
 from paddle_dist_ckpt.engine.verify import verify_checkpoint
-from paddle_dist_ckpt.formats import datafile
+from paddle_dist_ckpt.files import datafile
+from paddle_dist_ckpt.files.contents import WINDOW_BYTES
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
 from test.engine.background import (

@@ -169,7 +169,7 @@ def test_user_metadata_above_a_mebibyte_is_refused(tmp_path: Path) -> None:
 
 def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry's checksums alone are more than a header may hold."""
-    monkeypatch.setattr("paddle_dist_ckpt.formats.datafile.MAX_HEADER_BYTES", 20_000)
+    monkeypatch.setattr("paddle_dist_ckpt.files.datafile.MAX_HEADER_BYTES", 20_000)
     with pytest.raises(UnsupportedValueError, match="w and what else .*larger block_bytes"):
         save_alone({"w": np.zeros(1_000_000)}, tmp_path)
     assert not files_in(tmp_path)

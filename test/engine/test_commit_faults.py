@@ -14,7 +14,7 @@ import pytest
 from paddle_dist_ckpt.engine.commit import committed_ids, committed_saves
 from paddle_dist_ckpt.engine.verify import verify_checkpoint
 from paddle_dist_ckpt.errors import RankFailureError
-from paddle_dist_ckpt.formats.names import parse_claim, parse_data_file
+from paddle_dist_ckpt.files.names import parse_claim, parse_data_file
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.engine.helpers import (

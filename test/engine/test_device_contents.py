@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.device_memory import DeviceArray, Request
 from paddle_dist_ckpt.core.memory import address_of
-from paddle_dist_ckpt.engine import contents
-from paddle_dist_ckpt.engine.block_hashes import BlockHashes
-from paddle_dist_ckpt.engine.buffers import Buffers
-from paddle_dist_ckpt.engine.contents import AHEAD, Tensors
-from paddle_dist_ckpt.engine.part import Source
-from paddle_dist_ckpt.engine.threads import run_all
+from paddle_dist_ckpt.core.threads import run_all
+from paddle_dist_ckpt.files import contents
+from paddle_dist_ckpt.files.block_hashes import BlockHashes
+from paddle_dist_ckpt.files.contents import AHEAD, Source, Tensors
 from test.core.test_device_memory import FakeDevice
 from test.engine.helpers import LAYOUTS
 from test.engine.test_snapshot import WINDOW, File, file_of, nothing, page_memory, random_sizes

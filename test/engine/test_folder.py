@@ -12,12 +12,7 @@ import pytest
 
 from paddle_dist_ckpt.engine.commit import committed_ids
 from paddle_dist_ckpt.engine.rebuild import rebuild
-from paddle_dist_ckpt.errors import (
-    CheckpointCorruptedError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    RankFailureError,
-)
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, RankFailureError
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.engine.helpers import (

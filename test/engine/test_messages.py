@@ -21,8 +21,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.storage import as_storage
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
-
-from .helpers import load_alone, load_whole, save_alone
+from test.engine.helpers import load_alone, load_whole, save_alone
 
 
 @pytest.mark.parametrize("path", ["", "s3://bucket/folder", "a\0b"])

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.reports import SaveReport
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.engine import planned_save, save_coordinator
 from paddle_dist_ckpt.engine.load_coordinator import read_checkpoint
@@ -25,8 +24,9 @@ from paddle_dist_ckpt.engine.rebuild import rebuild
 from paddle_dist_ckpt.engine.save_memory import SaveMemory
 from paddle_dist_ckpt.engine.verify import verify_checkpoint
 from paddle_dist_ckpt.errors import RankFailureError
-from paddle_dist_ckpt.formats import datafile
+from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.reports import SaveReport
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, ShardedArray
 from paddle_dist_ckpt.testing.simulation import SimulatedRank, run_ranks

@@ -14,7 +14,7 @@ from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.engine import planned_save, save_coordinator
 from paddle_dist_ckpt.engine.save_memory import SaveMemory
 from paddle_dist_ckpt.errors import RankFailureError
-from paddle_dist_ckpt.formats import datafile
+from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.testing import FaultyStorage, ShardedArray, shard_array
 from paddle_dist_ckpt.testing.simulation import SimulatedRank, run_ranks

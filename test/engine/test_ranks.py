@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.errors import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    RankFailureError,
-    UnsupportedValueError,
-)
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.engine.helpers import (

@@ -16,7 +16,7 @@ from paddle_dist_ckpt.engine.commit import committed_ids
 from paddle_dist_ckpt.engine.load_coordinator import read_checkpoint
 from paddle_dist_ckpt.engine.rebuild import rebuild
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from paddle_dist_ckpt.formats import datafile
+from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.engine import batch
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
+from paddle_dist_ckpt.files import batch
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.testing import ShardedArray
 from test.engine.helpers import (

@@ -15,19 +15,18 @@ import numpy as np
 import pytest
 import xxhash
 
-from paddle_dist_ckpt.core.codec import TableRecord
+from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.columns import pack_column
 from paddle_dist_ckpt.core.dtypes import dtype_named
 from paddle_dist_ckpt.core.memory import address_of, fresh_pages
-from paddle_dist_ckpt.core.metadata import FileInfo
-from paddle_dist_ckpt.engine import contents, file_save
-from paddle_dist_ckpt.engine.block_hashes import BlockHashes
-from paddle_dist_ckpt.engine.buffers import Buffers
-from paddle_dist_ckpt.engine.contents import Snapshot, Tensors
-from paddle_dist_ckpt.engine.file_save import FileSave, bytes_ahead
-from paddle_dist_ckpt.engine.part import Source
 from paddle_dist_ckpt.engine.save_memory import SaveMemory
-from paddle_dist_ckpt.formats.datafile import FORMAT, DataFileInfo, Entries, EntryKind, FileTable, read_info
+from paddle_dist_ckpt.files import contents, file_save
+from paddle_dist_ckpt.files.block_hashes import BlockHashes
+from paddle_dist_ckpt.files.codec import TableRecord
+from paddle_dist_ckpt.files.contents import Snapshot, Source, Tensors
+from paddle_dist_ckpt.files.datafile import FORMAT, DataFileInfo, Entries, EntryKind, FileTable, read_info
+from paddle_dist_ckpt.files.file_save import FileSave, bytes_ahead
+from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.engine.helpers import LAYOUTS, laid_out

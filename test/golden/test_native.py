@@ -12,8 +12,7 @@ from paddle_dist_ckpt import LoadOptions, read_metadata, rebuild_metadata, verif
 from paddle_dist_ckpt.engine.merged import Selection, load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
-
-from .make_native import global_arrays, values
+from test.golden.make_native import global_arrays, values
 
 FOLDERS = sorted(Path(__file__).parent.glob("native-*"))
 

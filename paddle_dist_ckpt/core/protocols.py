@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from .memory import Bytes1D
 
 __all__ = ["Channel", "CollectiveWatch", "ControlHub", "ControlSession", "Transport"]
 
 T = TypeVar("T")
-Bytes1D = npt.NDArray[np.uint8]
 
 
 class CollectiveWatch(Protocol):

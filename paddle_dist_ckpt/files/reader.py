@@ -16,15 +16,14 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box, cut_flat_range, flat_range, intersect
+from ..core.buffers import Buffers
 from ..core.dtypes import DType
-from ..core.memory import address_of, bytes_at
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D, address_of, bytes_at
+from ..core.threads import run_all
 from ..errors import CheckpointCorruptedError
-from ..formats.datafile import Hashes
 from ..planning.blocks import touched_blocks
 from ..storage.base import ReadableFile
-from .buffers import Buffers
-from .threads import run_all
+from .datafile import Hashes
 
 __all__ = ["CHUNK_BYTES", "GAP_BYTES", "Consumer", "OpenFile", "StoredEntry", "entry_tasks", "read_entries", "view_at"]
 

@@ -20,12 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
-from paddle_dist_ckpt.core.codec import table_to_record
 from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
-from paddle_dist_ckpt.core.metadata import FileInfo
 from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
-from paddle_dist_ckpt.formats.datafile import (
+from paddle_dist_ckpt.files.codec import table_to_record
+from paddle_dist_ckpt.files.datafile import (
     DataFileInfo,
     Entries,
     EntryKind,
@@ -37,6 +36,7 @@ from paddle_dist_ckpt.formats.datafile import (
     read_info,
     split_in_parts,
 )
+from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.storage import LocalStorage
 from test.strategies import boxes_in, examples, shapes
 

@@ -12,13 +12,13 @@ from contextlib import closing
 
 import numpy as np
 
-from ..core.metadata import FileInfo
-from ..formats.datafile import FileLayout, FileTable, header_digest
+from ..core.buffers import Buffers
+from ..core.threads import run_all
 from ..storage.base import Storage
 from .block_hashes import BlockHashes
-from .buffers import Buffers
 from .contents import Contents, Window
-from .threads import run_all
+from .datafile import FileLayout, FileTable, header_digest
+from .metadata import FileInfo
 
 __all__ = ["DataFileWriter"]
 

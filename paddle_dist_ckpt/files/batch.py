@@ -18,12 +18,11 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box, flat_range
+from ..core.buffers import Buffers
 from ..core.columns import IntArray
 from ..core.dtypes import DType
-from ..core.memory import address_of, array_at, copy_each
-from ..core.ports import Bytes1D
+from ..core.memory import Bytes1D, address_of, array_at, copy_each
 from ..errors import CheckpointCorruptedError
-from .buffers import Buffers
 from .reader import CHUNK_BYTES, GAP_BYTES, OpenFile, view_at
 
 __all__ = ["Batch", "ItemKind", "KindTable", "batch_tasks"]

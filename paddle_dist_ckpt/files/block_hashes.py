@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..formats.datafile import FileTable
+from .datafile import FileTable
 
 __all__ = ["BlockHashes"]
 

@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
+from ..core.dtypes import DTYPES
+from ..core.paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
+from ..core.shards import Kind, Layout, LayoutRecord, ShardTable
+from ..core.values import DECODE_ERRORS, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
-from .columns import Column, IntArray, column_size, pack_column, unpack_column
-from .dtypes import DTYPES
 from .metadata import FileInfo, Metadata
-from .paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
-from .shards import Kind, Layout, LayoutRecord, ShardTable
-from .values import DECODE_ERRORS, from_jsonable
 
 __all__ = [
     "MAX_HEAD_BYTES",

@@ -6,8 +6,7 @@ import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..core.memory import fresh_pages
-from ..core.ports import Bytes1D
+from .memory import Bytes1D, fresh_pages
 
 __all__ = ["Buffers"]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.formats import names
+from paddle_dist_ckpt.files import names
 from test.strategies import examples
 
 numbers = st.integers(0, 10**18 - 1)

@@ -26,13 +26,13 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box
-from ..core.codec import VERSION, TableRecord, check_block_bytes
 from ..core.columns import IntArray
 from ..core.dtypes import DType
-from ..core.metadata import FileInfo
 from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
+from .codec import VERSION, TableRecord, check_block_bytes
+from .metadata import FileInfo
 
 __all__ = [
     "DataFileInfo",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-from ..core.metadata import FileInfo
-from ..core.ports import Bytes1D
-from ..formats.datafile import DataFileInfo, FileLayout, FileTable
+from ..core.memory import Bytes1D
 from ..storage.base import Storage
 from .contents import WINDOW_BYTES, Snapshot, Tensors
+from .datafile import DataFileInfo, FileLayout, FileTable
+from .metadata import FileInfo
 from .writer import DataFileWriter
 
 __all__ = ["FileSave", "bytes_ahead"]

@@ -12,25 +12,26 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from ..core.buffers import Buffers
 from ..core.device_memory import Copies, DeviceArray, Mark, Request, Scattered
-from ..core.memory import address_of, copy_bytes, copy_each
-from ..core.ports import Bytes1D
-from ..formats.datafile import FileTable
+from ..core.memory import Bytes1D, address_of, copy_bytes, copy_each, gather
 from .block_hashes import BlockHashes
-from .buffers import Buffers
-from .gather import gather
-from .part import Source
+from .datafile import FileTable
 
-__all__ = ["AHEAD", "WINDOW_BYTES", "Contents", "Snapshot", "Tensors", "Window"]
+__all__ = ["AHEAD", "WINDOW_BYTES", "Contents", "Snapshot", "Source", "Tensors", "Window"]
 
 WINDOW_BYTES = 2 << 20
 AHEAD = 2  # windows that are copied from a device while others are hashed and written
 _SMALL = 4096  # entries of at most so many bytes, as the smallest block has, are one block each and need less care
 _SNAPSHOT_WINDOW_BYTES = 4 * WINDOW_BYTES  # needs no memory, and interrupts training less often
+
+Source = int | npt.NDArray[Any] | DeviceArray
+"""Where an entry's bytes are: the address of contiguous host memory, or an array of raw items."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
