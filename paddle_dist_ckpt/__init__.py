@@ -16,7 +16,6 @@ from .api import (
     set_rng_state,
     verify,
 )
-from .core.per_rank import PerRank
 from .drop_in import install, uninstall
 from .engine.async_save import AsyncSave
 from .errors import (
@@ -34,6 +33,7 @@ from .one_call import load, save
 from .options import LoadOptions, SaveOptions
 from .reports import LoadReport, SaveReport, VerifyReport
 from .storage import LocalStorage, Storage
+from .tree.state_dict import PerRank
 from .version import __version__
 
 __all__ = [

@@ -14,7 +14,7 @@ NAME = PACKAGE.name
 
 _CORE = {"errors", "options"}
 _PLANNING = _CORE | {"core", "reports"}
-_FILES = _PLANNING | {"storage", "planning", "version"}
+_FILES = _PLANNING | {"tree", "storage", "planning", "version"}
 _ENGINE = _FILES | {"control", "files"}
 _WIRING = _ENGINE | {"engine", "paddle_adapter"}
 _API = _WIRING | {"wiring"}
@@ -27,10 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "reports": set(),
     "core": _CORE,
+    "tree": _PLANNING,
     "planning": _PLANNING,
     "storage": _PLANNING,
     "control": _PLANNING,
-    "paddle_adapter": _PLANNING | {"control"},
+    "paddle_adapter": _PLANNING | {"tree", "control"},
     "files": _FILES,
     "engine": _ENGINE,
     "wiring": _WIRING,

@@ -1,4 +1,4 @@
-"""Vocabulary of the library: boxes, dtypes, paths, values, metadata, and the Protocols of what surrounds it.
+"""What every room uses: boxes, dtypes, memory, the table of shards, and the Protocols of what surrounds the library.
 
 Depends on the standard library, numpy and msgspec alone.
 """

@@ -17,7 +17,6 @@ from .device_memory import Copies, DeviceBytes
 from .dtypes import DTYPES, DType
 from .memory import Bytes1D, address_of
 from .shards import Kind
-from .state_dict import LeafAdapter
 
 __all__ = [
     "Geometry",
@@ -108,20 +107,15 @@ class Identity(Protocol):
         ...
 
 
-class TensorAdapter(LeafAdapter, Protocol):
-    """Makes a framework's tensors accessible, and objects that have a state_dict of their own."""
+class TensorAdapter(Protocol):
+    """Makes a framework's tensors accessible."""
 
     def is_tensor(self, value: Any) -> bool:
         """Whether :meth:`view` takes it."""
         ...
 
-    def restore(self, value: Any, state: dict[Any, Any]) -> None:
-        """Give an object its state back, of which the tensors that it has already are filled.
-
-        Args:
-            value: The object.
-            state: The dict that :meth:`open_object` gave, with other values; or another one, for a FREE object.
-        """
+    def names(self, tensors: Sequence[Any]) -> list[str | None]:
+        """The framework's names of the tensors' variables."""
         ...
 
     def view(self, value: Any, path: str) -> TensorView:

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from ..core.columns import pack_column
-from ..core.naming import Names
-from ..core.paths import is_own, plain_key
 from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
-from ..planning.name_match import NameMatch
+from ..tree.name_match import NameMatch
+from ..tree.names import Names
+from ..tree.paths import is_own, plain_key
 from .key_map import path_of_key
 from .messages import LoadAnswer, Wanted
 from .own_values import parent_of

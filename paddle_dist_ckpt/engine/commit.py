@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import MAX_HEAD_BYTES, decode_head, decode_metadata, encode_metadata
 from ..files.metadata import Metadata
@@ -33,6 +32,7 @@ from ..files.names import (
     temporary_name,
 )
 from ..storage.base import Storage
+from ..tree.values import DECODE_ERRORS
 
 __all__ = [
     "PICKLE",

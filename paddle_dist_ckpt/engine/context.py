@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.protocols import ControlSession, Transport
-from ..core.tensors import TensorAdapter
 from ..storage.base import Storage
+from ..tree.state_dict import Adapter
 from .messages import Folder
 from .save_memory import SaveMemory
 
@@ -31,7 +31,7 @@ class Context:
     storage: Storage
     session: ControlSession
     transport: Transport
-    adapter: TensorAdapter
+    adapter: Adapter
     memory: SaveMemory = field(default_factory=SaveMemory)
     threads: int | None = None
     replace_newest: bool = False

@@ -17,13 +17,12 @@ from ..core.columns import IntArray, pack_column, places_within
 from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DTYPES
 from ..core.memory import address_of, array_at, gather
-from ..core.paths import RankIndex, join, plain_key
-from ..core.per_rank import PerRank
 from ..core.shards import Kind
-from ..core.state_dict import Leaves, flatten
-from ..core.tensors import Geometry, Identity, Piece, TensorAdapter, TensorView
-from ..core.values import encode_value
+from ..core.tensors import Geometry, Identity, Piece, TensorView
 from ..errors import UnsupportedValueError
+from ..tree.paths import RankIndex, join, plain_key
+from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
+from ..tree.values import encode_value
 from .messages import Description, Structure, TensorList, ValueRecord, encode, pack_signed
 
 __all__ = ["KnownState", "LocalState", "LocalTensors", "describe", "digests_of"]
@@ -139,7 +138,7 @@ class LocalState:
     ``known`` is the description from before if the tensors are still the same.
     """
 
-    adapter: TensorAdapter
+    adapter: Adapter
 
     tensors: LocalTensors
     value_paths: list[str]
@@ -191,7 +190,7 @@ class LocalState:
         structure = self.structure()
         return xxhash.xxh3_128_digest(structure), structure
 
-    def remembered(self, adapter: TensorAdapter, fingerprint: bytes) -> KnownState | None:
+    def remembered(self, adapter: Adapter, fingerprint: bytes) -> KnownState | None:
         """How to recognise this state next time, if that is possible."""
         count = len(self.tensors.paths) - sum(not inline for inline in self.inline)
         values = self.tensors.owners[:count]
@@ -243,7 +242,7 @@ def _cell(geometry: Geometry, box: Box, dimensions: int) -> list[int]:
     return [*box.offset, *(0,) * pad, *box.shape, *(1,) * pad, addend]
 
 
-def describe(state_dict: dict[Any, Any], adapter: TensorAdapter, rank: int, known: KnownState | None) -> LocalState:
+def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: KnownState | None) -> LocalState:
     """Look at everything in a state_dict, copying nothing but values.
 
     Args:
@@ -278,7 +277,7 @@ def describe(state_dict: dict[Any, Any], adapter: TensorAdapter, rank: int, know
     return state
 
 
-def _look_at(leaves: Leaves, adapter: TensorAdapter, problems: list[str]) -> LocalTensors:
+def _look_at(leaves: Leaves, adapter: Adapter, problems: list[str]) -> LocalTensors:
     tensors = LocalTensors()
     for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
         try:

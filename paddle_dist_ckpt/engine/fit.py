@@ -11,7 +11,6 @@ import numpy as np
 from ..core.box import Box, flat_range
 from ..core.columns import IntArray, unpack_column
 from ..core.grouping import group_rows
-from ..core.paths import plain_key
 from ..core.shards import ShardTable
 from ..core.tensors import TensorAdapter
 from ..files.batch import Batch, ItemKind, KindTable
@@ -19,6 +18,7 @@ from ..files.codec import table_from_record
 from ..files.metadata import FileInfo
 from ..files.reader import Consumer, OpenFile, StoredEntry
 from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
+from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
 from .own_values import OwnValues
 from .targets import Targets, Wishes, check_value_rows

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..core.columns import IntArray, places_within, unpack_column
 from ..core.dtypes import DTYPES, DType
-from ..core.paths import containers_of, flat_keys, mixed_containers, plain_key
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import LocalShards
+from ..tree.paths import containers_of, flat_keys, mixed_containers, plain_key
 from .messages import Description, SaveRequest, Structure, TensorList, ValueRecord, decode, unpack_signed
 
 __all__ = ["Contents", "GlobalState", "check_arguments", "merge_contents", "merge_structures"]

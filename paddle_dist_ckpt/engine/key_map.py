@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..core.paths import containers_of, flat_keys, join, plain_key
 from ..files.metadata import Metadata
+from ..tree.paths import containers_of, flat_keys, join, plain_key
 
 __all__ = ["KeyMap", "apply", "path_of_key"]
 

@@ -30,13 +30,9 @@ import numpy as np
 from ..core.buffers import Buffers
 from ..core.columns import IntArray
 from ..core.device_memory import Copies
-from ..core.paths import is_own, plain_key
-from ..core.per_rank import PerRank
 from ..core.progress import Progress
 from ..core.protocols import CollectiveWatch
-from ..core.state_dict import Leaves, assign_all, build_tree, flatten
 from ..core.threads import io_threads, run_all
-from ..core.values import decode_value, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.batch import batch_tasks
 from ..files.datafile import read_header
@@ -45,6 +41,9 @@ from ..files.reader import OpenFile, entry_tasks
 from ..options import LoadOptions
 from ..planning.exchange_plan import ALL
 from ..reports import LoadReport
+from ..tree.paths import is_own, plain_key
+from ..tree.state_dict import Leaves, PerRank, assign_all, build_tree, flatten
+from ..tree.values import decode_value, from_jsonable
 from . import key_map
 from .context import Context
 from .exchange import Exchange

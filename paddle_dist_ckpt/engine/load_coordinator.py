@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ..core.naming import is_of_run
 from ..core.protocols import ControlSession
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
@@ -16,6 +15,7 @@ from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..options import LoadOptions
 from ..storage.base import Storage
+from ..tree.names import is_of_run
 from .answering import Answering
 from .commit import PICKLE, newest_id, nothing_text, save_of
 from .exchange_orders import ExchangePlanner

@@ -14,14 +14,13 @@ import numpy as np
 from ..control import SoloHub
 from ..control.no_transport import NoTransport
 from ..core.dtypes import arithmetic_dtype
-from ..core.paths import Part, flat_keys, format_path, parse_path
 from ..core.shards import Kind
-from ..core.state_dict import Leaves, build_tree
-from ..core.tensors import TensorAdapter
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
 from ..files.metadata import Metadata
 from ..options import LoadOptions
 from ..storage.base import Storage
+from ..tree.paths import Part, flat_keys, format_path, parse_path
+from ..tree.state_dict import Adapter, Leaves, build_tree
 from .commit import save_of
 from .context import Context
 from .load import load_leaves
@@ -42,7 +41,7 @@ class Selection:
 
 def load_merged(
     storage: Storage,
-    adapter: TensorAdapter,
+    adapter: Adapter,
     unique_id: int | None,
     selection: Selection,
     flat: bool,
@@ -69,7 +68,7 @@ def load_merged(
 
 def _load(
     storage: Storage,
-    adapter: TensorAdapter,
+    adapter: Adapter,
     metadata: Metadata,
     paths: Sequence[str],
     options: LoadOptions,
@@ -98,7 +97,7 @@ def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
     return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
-def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: TensorAdapter) -> None:
+def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: Adapter) -> None:
     table = metadata.table
     place = table.index.get(path)
     if place is None or table.kinds[place] == Kind.VALUE:

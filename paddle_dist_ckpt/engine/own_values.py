@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.paths import RankIndex, own_among, parse_path, plain_key
+from ..tree.paths import RankIndex, own_among, parse_path, plain_key
 
 __all__ = ["OwnValues", "parent_of"]
 

@@ -11,10 +11,8 @@ import numpy as np
 
 from ..core.box import Box, flat_range
 from ..core.columns import IntArray, unpack_column
-from ..core.paths import plain_key
 from ..core.protocols import ControlSession
 from ..core.shards import LayoutCollection, ShardTable
-from ..core.values import to_jsonable
 from ..files.codec import VERSION, table_to_record
 from ..files.contents import Source
 from ..files.datafile import (
@@ -28,6 +26,8 @@ from ..files.datafile import (
     split_in_parts,
 )
 from ..options import SaveOptions
+from ..tree.paths import plain_key
+from ..tree.values import to_jsonable
 from ..version import __version__
 from .describe import LocalState
 from .messages import RankPlan, SaveOrder, unpack_signed

@@ -11,10 +11,10 @@ import numpy as np
 from ..core.box import Box
 from ..core.columns import IntArray, pack_column
 from ..core.grouping import group_blocks
-from ..core.paths import plain_key
 from ..core.shards import Layout, ShardTable
 from ..planning.order import box_order
 from ..planning.save_plan import LocalShards, SavePlan, Tensors, plan_save
+from ..tree.paths import plain_key
 from .global_state import GlobalState, merge_structures
 from .messages import RankPlan, Transfer, encode, pack_signed
 

@@ -12,13 +12,13 @@ from ..core.box import Box
 from ..core.dtypes import DType
 from ..core.progress import Progress
 from ..core.shards import LayoutCollection, ShardTable
-from ..core.values import from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_id, metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
+from ..tree.values import from_jsonable
 from .commit import claimed_saves, committed_ids, next_id, save_of
 from .verify import check_file, uncovered
 

@@ -27,13 +27,13 @@ from ..core.box import Box
 from ..core.progress import Progress
 from ..core.protocols import CollectiveWatch, ControlSession
 from ..core.threads import io_threads
-from ..core.values import encode_value
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.contents import AHEAD, Tensors
 from ..files.file_save import FileSave, bytes_ahead
 from ..files.names import data_file_name
 from ..options import SaveOptions
 from ..reports import SaveReport
+from ..tree.values import encode_value
 from .async_save import AsyncSave
 from .commit import remove_saves
 from .context import Context

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..core.paths import plain_key
 from ..core.protocols import ControlSession
-from ..core.values import decode_value
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.metadata import FileInfo, Metadata
 from ..options import SaveOptions
 from ..storage.base import Storage
+from ..tree.paths import plain_key
+from ..tree.values import decode_value
 from .commit import Claim
 from .global_state import Contents, GlobalState, check_arguments, merge_contents
 from .messages import SaveOrder, SaveRequest, SaveResult, WriteAnswer, Written, decode, encode

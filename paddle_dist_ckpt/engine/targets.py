@@ -15,14 +15,13 @@ from ..core.columns import IntArray
 from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
 from ..core.memory import address_of, array_at
-from ..core.paths import plain_key
-from ..core.per_rank import PerRank
 from ..core.shards import Kind, ShardTable
-from ..core.state_dict import Leaves, owner_of
-from ..core.stateful import ObjectKind
 from ..core.tensors import Geometry, Piece, TensorAdapter
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from ..files.reader import Consumer, view_at
+from ..tree.objects import ObjectKind
+from ..tree.paths import plain_key
+from ..tree.state_dict import Leaves, PerRank, owner_of
 from .describe import LocalTensors, Pieces
 from .shared_memory import find_shared_memory
 

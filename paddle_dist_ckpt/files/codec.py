@@ -20,10 +20,10 @@ import xxhash
 
 from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
 from ..core.dtypes import DTYPES
-from ..core.paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
 from ..core.shards import Kind, Layout, LayoutRecord, ShardTable
-from ..core.values import DECODE_ERRORS, from_jsonable
 from ..errors import CheckpointCorruptedError, CheckpointError
+from ..tree.paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
+from ..tree.values import DECODE_ERRORS, from_jsonable
 from .metadata import FileInfo, Metadata
 
 __all__ = [

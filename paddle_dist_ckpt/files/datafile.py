@@ -28,9 +28,9 @@ import xxhash
 from ..core.box import Box
 from ..core.columns import IntArray
 from ..core.dtypes import DType
-from ..core.values import DECODE_ERRORS
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
+from ..tree.values import DECODE_ERRORS
 from .codec import VERSION, TableRecord, check_block_bytes
 from .metadata import FileInfo
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from ..core.paths import Part, flat_keys, parse_path, plain_keys
 from ..core.shards import Kind, Layout, ShardTable
-from ..core.values import from_jsonable
+from ..tree.paths import Part, flat_keys, parse_path, plain_keys
+from ..tree.values import from_jsonable
 
 __all__ = ["FileInfo", "LocalTensorIndex", "LocalTensorMetadata", "Metadata", "StorageInfo"]
 

@@ -17,9 +17,9 @@ from paddle.base import framework
 from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.auto_parallel import api
 
-from ..core.naming import optimizer_key
-from ..core.stateful import set_state
 from ..errors import UnsupportedValueError
+from ..tree.names import optimizer_key
+from ..tree.objects import set_state
 from .schedulers import is_scheduler, restore_scheduler
 from .static_program import is_program, restore_program
 

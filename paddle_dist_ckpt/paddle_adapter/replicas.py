@@ -14,7 +14,7 @@ import paddle
 from paddle.base import core
 from paddle.distributed.communication.group import Group
 
-from ..core.stateful import ObjectKind
+from ..tree.objects import ObjectKind
 from .device import name_of
 from .objects import is_optimizer, optimizer_state
 from .tensors import PaddleAdapter

@@ -16,11 +16,11 @@ from ..core.box import Box, cut_flat_range, whole
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.memory import Bytes1D
-from ..core.paths import plain_key
 from ..core.shards import Kind
-from ..core.stateful import ObjectKind, state_of
 from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
+from ..tree.objects import ObjectKind, state_of
+from ..tree.paths import plain_key
 from . import objects
 from .device import DeviceCopies, TensorBytes, at_device, has_devices, host_memory, is_on_device
 from .identity import KnownTensor, TensorIdentity

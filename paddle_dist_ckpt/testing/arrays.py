@@ -14,8 +14,8 @@ from ..core.device_memory import Copies, DeviceBytes, Request
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of, fresh_pages
 from ..core.shards import Kind
-from ..core.stateful import ObjectKind, set_state, state_of
 from ..core.tensors import Geometry, Piece, Reduction, TensorView, is_native_array, view_of_array
+from ..tree.objects import ObjectKind, set_state, state_of
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
 

@@ -12,7 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from paddle_dist_ckpt import load_merged_state_dict, read_metadata
-from paddle_dist_ckpt.core.paths import format_path
+from paddle_dist_ckpt.tree.paths import format_path
 from test.paddle import cases_conversions as cases
 from test.paddle.independent_reader import BITS, read_checkpoint
 from test.paddle.layouts import LAYOUTS, global_arrays

@@ -12,8 +12,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_dist_ckpt import StateDictMismatchError, UnsupportedValueError, load_state_dict, save_state_dict
-from paddle_dist_ckpt.core.naming import canonical_paths, optimizer_key
 from paddle_dist_ckpt.paddle_adapter import objects
+from paddle_dist_ckpt.tree.names import canonical_paths, optimizer_key
 from test.paddle.versions import FROM_LOCAL, LATER_THAN_3_0, SHARDING_STAGES, lacks
 
 ALONE = dist.ProcessMesh([0], dim_names=["x"])

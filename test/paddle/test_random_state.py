@@ -12,9 +12,9 @@ import paddle
 import pytest
 
 from paddle_dist_ckpt import UnsupportedValueError
-from paddle_dist_ckpt.core.values import decode_value, encode_value
 from paddle_dist_ckpt.paddle_adapter import random_state
 from paddle_dist_ckpt.paddle_adapter.random_state import rng_state, set_rng_state
+from paddle_dist_ckpt.tree.values import decode_value, encode_value
 from test.paddle.versions import RNG_STATE, lacks
 
 pytestmark = lacks(RNG_STATE, "does not tell the state of its random generator on the CPU")

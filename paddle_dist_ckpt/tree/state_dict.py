@@ -8,17 +8,31 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
-from .naming import canonical_paths
+from .names import canonical_paths
+from .objects import ObjectKind, OpenedObject, is_stateful
 from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parse_path, plain_key
-from .per_rank import PerRank
-from .stateful import ObjectKind, OpenedObject, is_stateful
 
-__all__ = ["LeafAdapter", "Leaves", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
+__all__ = ["Adapter", "Leaves", "ObjectAdapter", "PerRank", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
 
 _MAX_DEPTH = 200
 _KEYS = "keys above a tensor must be str or int (of 64 bits)"
 _INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(slots=True)
+class PerRank:
+    """A value of which every rank keeps its own: a random generator's state, a position in the data.
+
+    Other values are stored once for all ranks. Each rank's own is stored with its data, and comes back to the rank of
+    that number; see ``LoadOptions.per_rank`` for a job of another size.
+
+    Attributes:
+        value: What can be a value in a state_dict; no tensors. (Numpy arrays are values here.)
+    """
+
+    value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,23 +49,24 @@ class Leaves:
     objects: list[OpenedObject] = field(default_factory=list)
 
 
-class LeafAdapter(Protocol):
-    """What flattening needs to know of a framework: a part of :class:`.tensors.TensorAdapter`."""
-
-    def is_tensor(self, value: Any) -> bool:
-        """Whether it is a tensor."""
-        ...
+class ObjectAdapter(Protocol):
+    """What is to be known of a framework's objects to take a state_dict apart and to put it together again."""
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
-        """What kind an object (as :func:`.stateful.is_stateful` has it) is of, and its state_dict.
+        """What kind an object (as :func:`.objects.is_stateful` has it) is of, and its state_dict.
 
         Raises:
             UnsupportedValueError: it has none.
         """
         ...
 
-    def names(self, tensors: Sequence[Any]) -> list[str | None]:
-        """The framework's names of the tensors' variables."""
+    def restore(self, value: Any, state: dict[Any, Any]) -> None:
+        """Give an object its state back, of which the tensors that it has already are filled.
+
+        Args:
+            value: The object.
+            state: The dict that :meth:`open_object` gave, with other values; or another one, for a FREE object.
+        """
         ...
 
     def parameters(self, value: Any) -> list[int]:
@@ -63,7 +78,11 @@ class LeafAdapter(Protocol):
         ...
 
 
-def flatten(state_dict: dict[Any, Any], adapter: LeafAdapter) -> Leaves:
+class Adapter(TensorAdapter, ObjectAdapter, Protocol):
+    """All that a save or a load needs to know of a framework: its tensors and its objects."""
+
+
+def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
     """The leaves of a state_dict.
 
     Dicts with str and int keys are taken apart, and lists and tuples that hold a tensor or an object somewhere. Objects
@@ -88,7 +107,7 @@ def flatten(state_dict: dict[Any, Any], adapter: LeafAdapter) -> Leaves:
 class _Flattening:
     """Collects the leaves of one state_dict."""
 
-    def __init__(self, adapter: LeafAdapter) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self.leaves = Leaves()
         self._adapter, self._is_tensor = adapter, adapter.is_tensor
         self._found: list[tuple[str, Any, int]] = []  # objects that are not open yet, with the depth at which they are

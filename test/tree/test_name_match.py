@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from paddle_dist_ckpt.core.naming import Names
-from paddle_dist_ckpt.planning.name_match import NameMatch
+from paddle_dist_ckpt.tree.name_match import NameMatch
+from paddle_dist_ckpt.tree.names import Names
 
 Entries = dict[str, str | None]
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.columns import Column, pack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.paths import ListIndex
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
-from paddle_dist_ckpt.core.values import to_jsonable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
 from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.metadata import FileInfo, LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
+from paddle_dist_ckpt.tree.paths import ListIndex
+from paddle_dist_ckpt.tree.values import to_jsonable
 from test.core.test_shards import tables
 from test.strategies import examples
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from ..core.naming import Names, OptimizerVariable, container_of, may_be_optimizers
+from .names import Names, OptimizerVariable, container_of, may_be_optimizers
 
 __all__ = ["NameMatch"]
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from paddle_dist_ckpt.core.naming import canonical_paths, optimizer_key
+from paddle_dist_ckpt.tree.names import canonical_paths, optimizer_key
 
 TABLE = {"linear_0.w_0": "fc.weight", "linear_1.w_0.dist": "out.weight", "embedding_0.w_0.dist": "embed"}
 KINDS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_dist_ckpt.core.paths import (
+from paddle_dist_ckpt.tree.paths import (
     ListIndex,
     Part,
     RankIndex,

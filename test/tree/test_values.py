@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.core.values import decode_value, encode_value, from_jsonable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
+from paddle_dist_ckpt.tree.values import decode_value, encode_value, from_jsonable
 from test.strategies import equal, examples
 
 LISTED = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from paddle_dist_ckpt.core.naming import Names
-from paddle_dist_ckpt.planning.name_match import NameMatch
+from paddle_dist_ckpt.tree.name_match import NameMatch
+from paddle_dist_ckpt.tree.names import Names
 
 KEYS = ["fc.weight", "fc.bias", "x.weight"]
 FORMS = ["own", "structured", "sharded"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.core.paths import ListIndex, Part, TupleIndex, flat_keys, format_path, join, parse_path
+from paddle_dist_ckpt.tree.paths import ListIndex, Part, TupleIndex, flat_keys, format_path, join, parse_path
 from test.strategies import examples
 
 awkward = st.text(st.sampled_from("~/.\\01ilta5[%"), max_size=5)

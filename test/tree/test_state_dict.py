@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.core.state_dict import Leaves, assign, build_tree, flatten
 from paddle_dist_ckpt.errors import UnsupportedValueError
 from paddle_dist_ckpt.testing import NumpyAdapter, run_ranks
+from paddle_dist_ckpt.tree.state_dict import Leaves, assign, build_tree, flatten
 from test.strategies import equal, examples
 
 
