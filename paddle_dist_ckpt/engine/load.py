@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from ..control.transports import WatchedTransport
 from ..core.buffers import Buffers
 from ..core.columns import IntArray
 from ..core.device_memory import Copies
@@ -67,7 +68,6 @@ from .messages import (
 from .own_values import OwnValues, parent_of
 from .staging import GroupStaging, RoundStaging, group_bytes
 from .targets import Wishes, all_paths, collect
-from .watched import WatchedTransport
 
 __all__ = ["load", "load_leaves"]
 

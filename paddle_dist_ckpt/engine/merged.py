@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..control import SoloHub
-from ..control.no_transport import NoTransport
+from ..control.transports import NoTransport
 from ..core.dtypes import arithmetic_dtype
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError

@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
+from ..control.transports import WatchedTransport
 from ..core.box import Box
 from ..core.progress import Progress
 from ..core.protocols import CollectiveWatch, ControlSession
@@ -42,7 +43,6 @@ from .messages import RankPlan, SaveOrder, SaveRequest, SaveResult, WriteAnswer,
 from .part import make_parts
 from .reduce import reduce_partials
 from .save_coordinator import SaveCoordinator, seal
-from .watched import WatchedTransport
 
 __all__ = ["After", "save", "save_in_background"]
 

@@ -14,7 +14,7 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from ..control import SoloHub, ZmqHub
-from ..control.no_transport import NoTransport
+from ..control.transports import NoTransport
 from ..core.protocols import ControlHub, Transport
 from .host_group import host_group
 from .transport import PaddleTransport, takes_host_memory

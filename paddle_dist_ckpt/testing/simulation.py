@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..control import InProcessWorld
 from ..core.protocols import ControlHub, Transport
 from ..engine.async_save import AsyncSave
 from ..engine.context import Context
@@ -19,6 +18,7 @@ from ..options import LoadOptions, SaveOptions
 from ..reports import LoadReport, SaveReport
 from ..storage import as_storage
 from .arrays import NumpyAdapter
+from .in_process import InProcessWorld
 
 __all__ = ["SimulatedRank", "run_ranks"]
 

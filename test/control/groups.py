@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from paddle_dist_ckpt.control import InProcessWorld, ZmqHub
+from paddle_dist_ckpt.control import ZmqHub
+from paddle_dist_ckpt.testing.in_process import InProcessWorld
 
 RANKS = 4
 LONG = 200.0

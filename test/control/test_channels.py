@@ -13,11 +13,12 @@ import msgspec
 import pytest
 import zmq
 
-from paddle_dist_ckpt.control import InProcessWorld, ZmqHub, wire
+from paddle_dist_ckpt.control import ZmqHub, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous
 from paddle_dist_ckpt.control.notes import KEPT
 from paddle_dist_ckpt.core.protocols import Channel
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
+from paddle_dist_ckpt.testing.in_process import InProcessWorld
 from test.control.groups import AT_ONCE, LONG, RANKS, SHORT, Group, Store, assert_works, one_round, own_number, run
 from test.control.test_control_zmq_hub import Proxy
 

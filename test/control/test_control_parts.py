@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.control import InProcessWorld, SoloHub, failures, wire
+from paddle_dist_ckpt.control import SoloHub, failures, wire
 from paddle_dist_ckpt.control.member import MemberSession
 from paddle_dist_ckpt.core.protocols import Channel, ControlHub, Transport
 from paddle_dist_ckpt.errors import (
@@ -21,6 +21,7 @@ from paddle_dist_ckpt.errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
+from paddle_dist_ckpt.testing.in_process import InProcessWorld
 
 RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRecord("A", "b")),))
 

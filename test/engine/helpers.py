@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paddle_dist_ckpt.control import SoloHub
-from paddle_dist_ckpt.control.no_transport import NoTransport
+from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.engine.context import Context

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paddle_dist_ckpt.control import ZmqHub
-from paddle_dist_ckpt.control.no_transport import NoTransport
+from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.engine.commit import committed_ids
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.files.names import parse_data_file

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.control.in_process_transport import InProcessTransport
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.storage.base import FolderIdentity
+from paddle_dist_ckpt.testing.in_process_transport import InProcessTransport
 from test.engine.helpers import (
     SMALL,
     CountingStorage,

@@ -15,7 +15,7 @@ import pytest
 
 from paddle_dist_ckpt import load_merged_state_dict, read_metadata
 from paddle_dist_ckpt.control import SoloHub
-from paddle_dist_ckpt.control.no_transport import NoTransport
+from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.tensors import Identity
 from paddle_dist_ckpt.engine.context import Context
 from paddle_dist_ckpt.engine.save import save

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import paddle_dist_ckpt.manager as manager_module
+import paddle_dist_ckpt.manager.manager as manager_module
 from paddle_dist_ckpt import (
     AsyncSave,
     CheckpointError,
@@ -25,7 +25,7 @@ from paddle_dist_ckpt import (
     read_metadata,
     save_state_dict,
 )
-from paddle_dist_ckpt.control import sigterm
+from paddle_dist_ckpt.manager import sigterm
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.engine.commit import is_abandoned
-from paddle_dist_ckpt.engine.steps import Retention, Steps, remove_step, step_folder
+from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
 from test.engine.helpers import age, save_alone

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..engine.commit import is_abandoned, save_of
+from ..engine.load_coordinator import read_checkpoint
 from ..errors import CheckpointError
 from ..files.names import is_ours, metadata_name
 from ..options import is_integer
 from ..storage import LocalStorage
-from .commit import is_abandoned, save_of
-from .load_coordinator import read_checkpoint
 
 __all__ = ["Retention", "Steps", "remove_step", "step_folder"]
 

@@ -1,4 +1,4 @@
-"""A transport that says when it is in a collective, so that one that hangs can be told from a rank that works."""
+"""Transports around others: for a process that works alone, and one that says when it waits in a collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ from collections.abc import Mapping, Sequence
 from ..core.memory import Bytes1D
 from ..core.protocols import CollectiveWatch, Transport
 
-__all__ = ["WatchedTransport"]
+__all__ = ["NoTransport", "WatchedTransport"]
+
+
+class NoTransport:
+    """Implements :class:`..core.protocols.Transport` for a group of one, to which nothing needs to be sent."""
+
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """There is nobody else."""
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
+        """There is nobody else."""
 
 
 class WatchedTransport:

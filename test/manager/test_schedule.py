@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt.control import InProcessWorld, SoloHub, ZmqHub
-from paddle_dist_ckpt.control.schedule import Schedule
+from paddle_dist_ckpt.control import SoloHub, ZmqHub
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
+from paddle_dist_ckpt.manager.schedule import Schedule
+from paddle_dist_ckpt.testing.in_process import InProcessWorld
 from test.control.groups import AT_ONCE, LONG, Store
 
 

@@ -23,16 +23,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from .control.schedule import Schedule
-from .control.sigterm import on_sigterm
-from .core.protocols import ControlSession
-from .engine.async_save import AsyncSave
-from .engine.steps import Retention, Steps, remove_step, step_folder
-from .errors import CheckpointError
-from .options import LoadOptions, SaveOptions, is_integer
-from .reports import SaveReport
-from .storage import LocalStorage, as_storage
-from .wiring import load_with, save_with
+from ..core.protocols import ControlSession
+from ..engine.async_save import AsyncSave
+from ..errors import CheckpointError
+from ..options import LoadOptions, SaveOptions, is_integer
+from ..reports import SaveReport
+from ..storage import LocalStorage, as_storage
+from ..wiring import load_with, save_with
+from .schedule import Schedule
+from .sigterm import on_sigterm
+from .steps import Retention, Steps, remove_step, step_folder
 
 __all__ = ["CheckpointManager"]
 
@@ -82,7 +82,7 @@ class CheckpointManager:
         coordinator_rank: int = 0,
         save_on_sigterm: bool = False,
     ) -> None:
-        from .paddle_adapter import connect
+        from ..paddle_adapter import connect
 
         self._options = options or SaveOptions()
         if not isinstance(self._options, SaveOptions):

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from . import failures
-from .board import Board
-from .channel import BoardChannel
+from ..control import failures
+from ..control.board import Board
+from ..control.channel import BoardChannel
+from ..control.session import Session
+from ..control.wire import Message
 from .in_process_transport import InProcessTransport, Pipes
-from .session import Session
-from .wire import Message
 
 __all__ = ["InProcessHub", "InProcessWorld"]
 
