@@ -25,34 +25,26 @@ from benchmark.run import HERE
 from benchmark.worker import reset_peak_memory, used_memory
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.core.columns import pack_column
+from paddle_dist_ckpt.core.columns import pack_column, pack_signed
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.core.messages import decode, encode
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, Piece, TensorView
-from paddle_dist_ckpt.engine.answering import Answering
-from paddle_dist_ckpt.engine.fit import Fit
-from paddle_dist_ckpt.engine.messages import (
-    Description,
-    Folder,
-    LoadAnswer,
-    SaveRequest,
-    Structure,
-    TensorList,
-    Wanted,
-    decode,
-    encode,
-    pack_signed,
-)
-from paddle_dist_ckpt.engine.planned_save import PlannedSave, make_plan
-from paddle_dist_ckpt.engine.save_coordinator import SaveCoordinator
-from paddle_dist_ckpt.engine.save_memory import SaveMemory
-from paddle_dist_ckpt.engine.targets import Wishes
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
+from paddle_dist_ckpt.loading.answering import Answering
+from paddle_dist_ckpt.loading.fit import Fit
+from paddle_dist_ckpt.loading.messages import LoadAnswer, Wanted
+from paddle_dist_ckpt.loading.targets import Wishes
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
+from paddle_dist_ckpt.saving.messages import Description, SaveRequest, Structure, TensorList
+from paddle_dist_ckpt.saving.planned_save import PlannedSave, make_plan
+from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
+from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage.base import Folder
 
 _WIDTH = 64  # columns of every tensor
 _SHAPES = 4  # different shapes among the tensors

@@ -17,7 +17,6 @@ from .api import (
     verify,
 )
 from .drop_in import install, uninstall
-from .engine.async_save import AsyncSave
 from .errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -32,6 +31,7 @@ from .manager import CheckpointManager
 from .one_call import load, save
 from .options import LoadOptions, SaveOptions
 from .reports import LoadReport, SaveReport, VerifyReport
+from .saving.async_save import AsyncSave
 from .storage import LocalStorage, Storage
 from .tree.state_dict import PerRank
 from .version import __version__

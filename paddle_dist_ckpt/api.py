@@ -1,20 +1,20 @@
-"""The entry points. They check arguments and wire the parts together; what is done is in :mod:`.engine`."""
+"""The entry points. They check arguments and wire the parts together; what is done is in saving and loading."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any, Literal, TypeVar, overload
 
-from .engine.async_save import AsyncSave
-from .engine.commit import committed_ids
-from .engine.load_coordinator import read_checkpoint
-from .engine.merged import Selection, load_merged
-from .engine.rebuild import rebuild
-from .engine.staging import piece_bytes
-from .engine.verify import verify_checkpoint
 from .files.metadata import Metadata
+from .folder.checkpoint import read_checkpoint
+from .folder.commit import committed_ids
+from .folder.rebuild import rebuild
+from .folder.verify import verify_checkpoint
+from .loading.merged import Selection, load_merged
+from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions
 from .reports import LoadReport, SaveReport, VerifyReport
+from .saving.async_save import AsyncSave
 from .storage import as_storage
 from .wiring import checked_id, load_with, save_with
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .api import load_merged_state_dict
-from .engine.async_save import AsyncSave
 from .options import LoadOptions, SaveOptions
 from .reports import LoadReport, SaveReport
+from .saving.async_save import AsyncSave
 from .wiring import load_with, save_with
 
 if TYPE_CHECKING:  # paddle is imported only when it is used

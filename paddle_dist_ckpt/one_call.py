@@ -11,18 +11,19 @@ import operator
 import os
 from typing import Any
 
-from .engine.commit import save_of
-from .engine.context import Context
-from .engine.load import load as load_together
-from .engine.load_coordinator import read_checkpoint
-from .engine.merged import Selection, load_merged
-from .engine.save import save as save_together
-from .engine.save_memory import SaveMemory
-from .engine.staging import piece_bytes
 from .errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
 from .files.metadata import Metadata
+from .folder.checkpoint import read_checkpoint
+from .folder.commit import save_of
+from .loading.context import LoadContext
+from .loading.load import load as load_together
+from .loading.merged import Selection, load_merged
+from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions
 from .reports import SaveReport
+from .saving.context import SaveContext
+from .saving.save import save as save_together
+from .saving.save_memory import SaveMemory
 from .storage import Storage, as_storage
 
 __all__ = ["load", "save"]
@@ -78,7 +79,7 @@ def save(
             state["optimizer"] = replicas.optimizers(optimizer)
         adapter = replicas.ReplicaAdapter(ranks.rank, (one for value in state.values() for one in _listed(value)))
         memory = ranks.memory.setdefault("save", SaveMemory())
-        context = Context(storage, session, ranks.transport, adapter, memory)
+        context = SaveContext(storage, session, ranks.transport, adapter, memory)
         return save_together({**state, **_checked_others(others)}, context, _UNIQUE_ID, options)
 
 
@@ -159,7 +160,7 @@ def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
     ranks = connect(None, 0, options.no_dist, options.timeout)
     with ranks.hub.session("load", options.timeout) as session:
         adapter = PaddleAdapter(ranks.rank, piece_bytes=piece_bytes(options.staging_bytes))
-        context = Context(storage, session, ranks.transport, adapter, threads=threads)
+        context = LoadContext(storage, session, ranks.transport, adapter, threads=threads)
         load_together(objects, context, _UNIQUE_ID, options)
 
 

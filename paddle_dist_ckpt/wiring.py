@@ -6,15 +6,16 @@ import operator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from .engine.async_save import AsyncSave
-from .engine.context import Context
-from .engine.load import load
-from .engine.save import After, save, save_in_background
-from .engine.save_memory import SaveMemory
-from .engine.staging import piece_bytes
 from .files.names import MOST_IDS
+from .loading.context import LoadContext
+from .loading.load import load
+from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions
 from .reports import LoadReport, SaveReport
+from .saving.async_save import AsyncSave
+from .saving.context import SaveContext
+from .saving.save import After, save, save_in_background
+from .saving.save_memory import SaveMemory
 from .storage import as_storage
 
 if TYPE_CHECKING:  # paddle is imported only when it is used
@@ -55,7 +56,9 @@ def save_with(
             raise TypeError(f"async_save must be a bool, not {in_background!r}")
         memory = ranks.memory.setdefault("save", SaveMemory())
         adapter = PaddleAdapter(ranks.rank)
-        context = Context(as_storage(path), session, ranks.transport, adapter, memory, replace_newest=replace_newest)
+        context = SaveContext(
+            as_storage(path), session, ranks.transport, adapter, memory, replace_newest=replace_newest
+        )
         if in_background:
             return save_in_background(state_dict, opened, context, unique_id, options, after)
         return save(state_dict, context, unique_id, options, after)
@@ -77,7 +80,7 @@ def load_with(
         if not isinstance(offload, bool):  # here, so that the other ranks hear of it
             raise TypeError(f"offload must be a bool, not {offload!r}")
         transport = ranks.host_transport if offload else ranks.transport
-        context = Context(as_storage(path), session, transport, adapter, offload=offload)
+        context = LoadContext(as_storage(path), session, transport, adapter, offload=offload)
         return load(state_dict, context, checked_id(unique_id), options)
 
 

@@ -22,7 +22,7 @@ import xxhash
 import paddle_dist_ckpt
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.engine.merged import Selection, load_merged
+from paddle_dist_ckpt.loading.merged import Selection, load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter, SimulatedRank, run_ranks, shard_array
 

@@ -8,7 +8,16 @@ import numpy.typing as npt
 
 from ..errors import CheckpointCorruptedError
 
-__all__ = ["Column", "IntArray", "column_size", "pack_column", "places_within", "unpack_column"]
+__all__ = [
+    "Column",
+    "IntArray",
+    "column_size",
+    "pack_column",
+    "pack_signed",
+    "places_within",
+    "unpack_column",
+    "unpack_signed",
+]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -61,3 +70,13 @@ def places_within(counts: IntArray) -> IntArray:
     """0, 1, 2, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
     places: IntArray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return places
+
+
+def pack_signed(values: npt.ArrayLike) -> bytes:
+    """Integers of any sign as bytes."""
+    return np.ascontiguousarray(values, "<i8").tobytes()
+
+
+def unpack_signed(data: bytes, columns: int) -> IntArray:
+    """Rows of ``columns`` integers each."""
+    return np.frombuffer(data, "<i8").reshape(-1, columns)

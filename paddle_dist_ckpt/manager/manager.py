@@ -24,10 +24,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ..core.protocols import ControlSession
-from ..engine.async_save import AsyncSave
 from ..errors import CheckpointError
 from ..options import LoadOptions, SaveOptions, is_integer
 from ..reports import SaveReport
+from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage
 from ..wiring import load_with, save_with
 from .schedule import Schedule

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.commit import is_abandoned, save_of
-from ..engine.load_coordinator import read_checkpoint
 from ..errors import CheckpointError
 from ..files.names import is_ours, metadata_name
+from ..folder.checkpoint import read_checkpoint
+from ..folder.commit import is_abandoned, save_of
 from ..options import is_integer
 from ..storage import LocalStorage
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 from ..core.memory import Bytes1D
 
-__all__ = ["FolderIdentity", "ReadableFile", "Storage", "WritableFile"]
+__all__ = ["Folder", "FolderIdentity", "ReadableFile", "Storage", "WritableFile"]
 
 
 class FolderIdentity(NamedTuple):
@@ -126,3 +128,17 @@ class Storage(Protocol):
     def modified(self, name: str) -> float:
         """When a file was last modified, in seconds, by the folder's own clock."""
         ...
+
+
+class Folder(msgspec.Struct, frozen=True, array_like=True):
+    """Which folder a rank sees, and how much room there is (None: unknown)."""
+
+    host: str
+    device: int
+    inode: int
+    free_bytes: int | None
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Equal for ranks that see one folder."""
+        return (self.host, self.device, self.inode)

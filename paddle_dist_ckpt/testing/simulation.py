@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..core.protocols import ControlHub, Transport
-from ..engine.async_save import AsyncSave
-from ..engine.context import Context
-from ..engine.load import load
-from ..engine.save import save, save_in_background
-from ..engine.save_memory import SaveMemory
+from ..loading.context import LoadContext
+from ..loading.load import load
 from ..options import LoadOptions, SaveOptions
 from ..reports import LoadReport, SaveReport
+from ..saving.async_save import AsyncSave
+from ..saving.context import SaveContext
+from ..saving.save import save, save_in_background
+from ..saving.save_memory import SaveMemory
 from ..storage import as_storage
 from .arrays import NumpyAdapter
 from .in_process import InProcessWorld
@@ -41,7 +42,7 @@ class SimulatedRank:
         """Save together with the other ranks."""
         options = options or SaveOptions(timeout=60)
         with self.hub.session("save", options.timeout) as session:
-            context = Context(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
+            context = SaveContext(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
             return save(state_dict, context, unique_id, options)
 
     def save_in_background(
@@ -51,7 +52,7 @@ class SimulatedRank:
         options = options or SaveOptions(timeout=60)
         with ExitStack() as opened:
             session = opened.enter_context(self.hub.session("save in background", options.timeout))
-            context = Context(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
+            context = SaveContext(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
             return save_in_background(state_dict, opened, context, unique_id, options)
 
     def load(
@@ -60,7 +61,7 @@ class SimulatedRank:
         """Load together with the other ranks."""
         options = options or LoadOptions(timeout=60)
         with self.hub.session("load", options.timeout) as session:
-            context = Context(as_storage(path), session, self.transport, NumpyAdapter())
+            context = LoadContext(as_storage(path), session, self.transport, NumpyAdapter())
             return load(state_dict, context, unique_id, options)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, read_metadata, rebuild_metadata, verify
-from paddle_dist_ckpt.engine.merged import Selection, load_merged
+from paddle_dist_ckpt.loading.merged import Selection, load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.golden.make_native import global_arrays, values

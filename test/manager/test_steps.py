@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.engine.commit import is_abandoned
+from paddle_dist_ckpt.folder.commit import is_abandoned
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
-from test.engine.helpers import age, save_alone
+from test.jobs import age, save_alone
 
 
 def save_step(root: Path, step: int, **metrics: float) -> None:

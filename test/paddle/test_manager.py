@@ -138,7 +138,7 @@ def test_what_is_being_read_is_not_removed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_latest_is_only_ever_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paddle_dist_ckpt.engine import save as engine_save
+    from paddle_dist_ckpt.saving import save as engine_save
 
     go_on = threading.Event()
     real = engine_save._Saving._write

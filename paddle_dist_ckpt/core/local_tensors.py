@@ -1,0 +1,88 @@
+"""Tensors of one rank, and their pieces, in columns: what a save describes and a load fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .columns import IntArray, places_within
+from .tensors import Geometry, Piece, TensorView
+
+__all__ = ["LocalTensors", "Pieces"]
+
+
+@dataclass(slots=True, eq=False)
+class LocalTensors:
+    """Tensors (and numpy arrays and large values) of this rank, in columns.
+
+    Attributes:
+        paths: Their paths, ``[tensors]``.
+        names: The framework's names of the variables.
+        geometries: The different geometries.
+        geometry: Which one each tensor has.
+        addresses: Where each piece is, tensor by tensor, ``[pieces]``.
+        owners: What keeps the memory alive, ``[tensors]``.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    names: list[str | None] = field(default_factory=list)
+    geometries: list[Geometry] = field(default_factory=list)
+    geometry: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _equal: dict[Geometry, int] = field(default_factory=dict)
+
+    def with_owners(self, owners: Sequence[Any]) -> LocalTensors:
+        """The first tensors, as many as there are owners, with these owners; a copy."""
+        count = len(owners)
+        used = 1 + max(self.geometry[:count], default=-1)  # what comes behind is of values
+        pieces = np.array([len(g.pieces) for g in self.geometries], np.int64)[self.geometry[:count]]
+        return LocalTensors(
+            self.paths[:count],
+            self.names[:count],
+            self.geometries[:used],
+            self.geometry[:count],
+            self.addresses[: int(pieces.sum())],
+            list(owners),
+            {key: number for key, number in self._numbers.items() if number < used},
+            {geometry: number for geometry, number in self._equal.items() if number < used},
+        )
+
+    def add(self, path: str, view: TensorView) -> None:
+        """Append a tensor."""
+        geometry, addresses, owner, name = view
+        number = self._numbers.get(id(geometry))
+        self.geometry.append(self._number(geometry) if number is None else number)
+        self.paths.append(path)
+        self.names.append(name)
+        self.addresses += addresses
+        self.owners.append(owner)
+
+    def _number(self, geometry: Geometry) -> int:
+        number = self._equal.setdefault(geometry, len(self.geometries))
+        if number == len(self.geometries):
+            self.geometries.append(geometry)  # and so stays alive, and its id its own
+            self._numbers[id(geometry)] = number
+        return number
+
+
+class Pieces:
+    """The pieces of a rank's tensors, tensor by tensor, in columns.
+
+    Attributes:
+        tensor: The tensor of each, ``[pieces]``.
+        cell: Which of ``cells`` it is, ``[pieces]``.
+        cells: The different pieces, with the geometry of each.
+    """
+
+    def __init__(self, geometries: Sequence[Geometry], geometry: IntArray) -> None:
+        self.cells: list[tuple[Geometry, Piece]] = [(g, piece) for g in geometries for piece in g.pieces]
+        counts = np.array([len(g.pieces) for g in geometries], np.int64)
+        first = np.cumsum(counts) - counts
+        per_tensor = counts[geometry]
+        self.tensor: IntArray = np.repeat(np.arange(len(geometry)), per_tensor)
+        self.cell: IntArray = np.repeat(first[geometry], per_tensor) + places_within(per_tensor)

@@ -1,1 +1,0 @@
-"""Runs plans: writes and reads data files, exchanges data between ranks, commits."""

@@ -1,0 +1,379 @@
+"""What a load fills: the pieces of this rank's tensors, and buffers for what must be looked at before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.box import Box, whole
+from ..core.columns import IntArray
+from ..core.device_memory import Copies, DeviceArray
+from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
+from ..core.local_tensors import LocalTensors, Pieces
+from ..core.memory import address_of, array_at
+from ..core.shards import Kind, ShardTable
+from ..core.tensors import Geometry, Piece, TensorAdapter
+from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from ..files.reader import Consumer, view_at
+from ..tree.objects import ObjectKind
+from ..tree.paths import plain_key
+from ..tree.state_dict import Leaves, PerRank, owner_of
+from .shared_memory import find_shared_memory
+
+__all__ = ["Targets", "Wishes", "check_value_rows", "collect"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class Wishes:
+    """What a load's caller has: tensors, values' paths with what is there now, and what cannot be loaded.
+
+    A value is there as ``"none"``, ``"dict"``, ``"own"`` (a PerRank), ``"object"`` (one of any values), ``"optional"``
+    (of a program) or ``"other"``.
+    ``others`` are the names of tensors that are not loaded, by their paths.
+    """
+
+    tensors: LocalTensors = field(default_factory=LocalTensors)
+    values: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    others: dict[str, str | None] = field(default_factory=dict)
+    has_objects: bool = False
+
+
+def all_paths(leaves: Leaves) -> list[str]:
+    """The paths of a load's targets, those of objects that take any values among them."""
+    free = [opened.path for opened in leaves.objects if opened.kind is ObjectKind.FREE]
+    return list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *free]))
+
+
+def collect(leaves: Leaves, adapter: TensorAdapter, left: Container[str] = ()) -> Wishes:
+    """Look at a load's targets, but for those at the paths that are left as they are."""
+    wishes = Wishes()
+    objects = {opened.path: opened for opened in leaves.objects}
+    free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
+    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+        if path in left or (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free):
+            continue
+        try:
+            wishes.tensors.add(path, adapter.view(value, path))
+        except UnsupportedValueError as error:
+            wishes.problems.append(str(error))
+    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
+        if path not in left and (not free or owner_of(path, objects) not in free):
+            owner = objects.get(owner_of(path, objects) or "") if objects else None
+            is_optional = owner is not None and owner.kind is ObjectKind.PROGRAM
+            wishes.values[path] = "optional" if is_optional else _present(value)
+    if len(wishes.tensors.paths) < len(leaves.tensor_paths):
+        names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
+        wanted = set(wishes.tensors.paths)
+        wishes.others = {path: name for path, name in names if path not in wanted}
+    wishes.values.update((path, "object") for path in free if path not in left)
+    wishes.has_objects = bool(objects)
+    return wishes
+
+
+def _present(value: Any) -> str:
+    if value is None:
+        return "none"
+    return "dict" if isinstance(value, dict) else "own" if isinstance(value, PerRank) else "other"
+
+
+class Targets:
+    """All pieces of memory that this rank wants filled from a checkpoint, in columns: a row each.
+
+    Args:
+        wishes: What the caller has.
+        table: What the checkpoint has of it.
+        cast: Whether dtypes are converted.
+        stored: The stored paths of tensors that are stored under another than the wanted one; None for those of which
+            there is nothing.
+        left_out: Stored values that are not read.
+        adapter: Makes the memory of devices accessible.
+
+    Attributes:
+        cells: The different pieces: geometry of the tensor, and which part of it.
+        tensor: The tensor of each row in the table, ``[rows]``.
+        cell: Its piece, ``[rows]``.
+        staged: Whether it goes to a buffer that is looked at before anything else is touched, ``[rows]``.
+        on_device: Whether it is in a device's memory, ``[rows]``.
+        zeros: Memory of addends that are to become zero (see :meth:`_without_addends`).
+        shared: Memory that several keys have.
+        problems: What does not fit, a line each.
+    """
+
+    def __init__(
+        self,
+        wishes: Wishes,
+        table: ShardTable,
+        cast: bool,
+        stored: Mapping[str, str | None],
+        left_out: Container[str],
+        adapter: TensorAdapter,
+    ) -> None:
+        self._wishes, self._table, self._adapter = wishes, table, adapter
+        self.problems: list[str] = []
+        self.zeros: list[Array | DeviceArray] = []
+        self._buffers: dict[int, Array] = {}
+        tensors = wishes.tensors
+        pieces = Pieces(tensors.geometries, np.array(tensors.geometry, np.int64))
+        self.cells = list(pieces.cells)
+        places: dict[str | None, int] = {None: -1}
+        places.update(table.index)
+        place = np.array([places.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
+        place[self._unfit(place, cast)] = -1
+        rows = np.flatnonzero(place[pieces.tensor] >= 0)
+        not_empty = np.array([0 not in piece.box.shape for _, piece in self.cells], bool)
+        rows = rows[not_empty[pieces.cell[rows]]]
+        self._owner: IntArray = pieces.tensor[rows]
+        self.tensor: IntArray = place[self._owner]
+        self.cell: IntArray = pieces.cell[rows]
+        self._address: IntArray = np.array(tensors.addresses, np.int64)[rows]
+        self.staged = np.zeros(len(rows), bool)
+        self._without_addends()
+        on_device = np.array([geometry.on_device for geometry, _ in self.cells], bool)
+        self.on_device: npt.NDArray[np.bool_] = on_device[self.cell]
+        self._add_values(left_out, set(place.tolist()))
+        self.shared = find_shared_memory(self)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def _unfit(self, place: IntArray, cast: bool) -> IntArray:
+        """The wished tensors that do not fit what is stored under their path. Tensors that are alike, and stored alike,
+        are looked at once."""
+        found = np.flatnonzero(place >= 0)
+        geometry = np.array(self._wishes.tensors.geometry, np.int64)[found]
+        layout, dtypes = self._table.layout_of[place[found]], self._table.dtype_of[place[found]]
+        count, kinds = max(1, len(self._table.layouts)), len(self._table.dtype_list)
+        _, first, alike = np.unique(
+            (geometry * count + layout) * max(1, kinds) + dtypes, return_index=True, return_inverse=True
+        )
+        geometries = self._wishes.tensors.geometries
+        reasons = [self._reason(geometries[geometry[i]], int(place[found[i]]), cast) for i in first.tolist()]
+        alike = alike.reshape(-1)
+        unfit = np.flatnonzero(np.array([reason is not None for reason in reasons], bool)[alike])
+        for i in unfit.tolist():
+            self.problems.append(f"{plain_key(self._wishes.tensors.paths[found[i]])}: {reasons[alike[i]]}")
+        return found[unfit]
+
+    def _reason(self, geometry: Geometry, tensor: int, cast: bool) -> str | None:
+        """Why a tensor cannot be filled from what is stored, if it cannot."""
+        stored, layout = self._table.dtypes[tensor], self._table.layouts[self._table.layout_of[tensor]]
+        if not geometry.writable:
+            return "the target array is read-only"
+        if layout.shape != geometry.shape:
+            return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
+        if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):
+            more = ", a cast that is not done" if cast else ""
+            return f"the target has dtype {geometry.dtype.name}, the checkpoint {stored.name}{more}"
+        if geometry.reduction is not None and geometry.reduction.operation == "prod":
+            return "loading into a partial tensor of products is not supported"
+        return None
+
+    def _without_addends(self) -> None:
+        """The addend at position 0 of a sum gets the value and the others zeros; where equal addends reduce to
+        themselves, as for max or avg, each gets the value."""
+        is_zero = np.array([_becomes_zero(geometry) for geometry, _ in self.cells], bool)
+        if is_zero.any():
+            zero = is_zero[self.cell]
+            self.zeros = [self.memory(row) for row in np.flatnonzero(zero).tolist()]
+            self._keep(np.flatnonzero(~zero))
+
+    def _keep(self, rows: IntArray) -> None:
+        for name in ("_owner", "tensor", "cell", "_address", "staged"):
+            setattr(self, name, getattr(self, name)[rows])
+
+    def _add_values(self, left_out: Container[str], wished: Container[int]) -> None:
+        """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
+        that it belongs to."""
+        values = np.flatnonzero(self._table.kinds != Kind.TENSOR).tolist()
+        for t in (t for t in values if t not in wished and self._table.paths[t] not in left_out):
+            shape, dtype = self._table.layouts[self._table.layout_of[t]].shape, self._table.dtypes[t]
+            geometry = Geometry(Kind(int(self._table.kinds[t])), dtype, shape, True, (Piece(whole(shape)),))
+            self.cells.append((geometry, geometry.pieces[0]))
+            self._buffers[len(self)] = np.empty(shape, dtype.raw)
+            self.tensor = np.append(self.tensor, t)
+            self.cell = np.append(self.cell, len(self.cells) - 1)
+            self.staged = np.append(self.staged, True)
+            self.on_device = np.append(self.on_device, False)
+            self._owner = np.append(self._owner, -1)
+            self._address = np.append(self._address, 0)
+
+    def path(self, row: int) -> str:
+        """The path of a row's tensor, as it is wanted; of a stored value, as it is stored."""
+        owner = self._owner[row]
+        return self._table.paths[self.tensor[row]] if owner < 0 else self._wishes.tensors.paths[owner]
+
+    def stored_path(self, row: int) -> str:
+        """The path of a row's tensor in the checkpoint."""
+        return self._table.paths[self.tensor[row]]
+
+    def box(self, row: int) -> Box:
+        """Where a row lies in its global tensor."""
+        return self.cells[self.cell[row]][1].box
+
+    def dtypes(self, row: int) -> tuple[DType, DType]:
+        """The stored element type, and the wanted one."""
+        return self._table.dtypes[self.tensor[row]], self.cells[self.cell[row]][0].dtype
+
+    def array(self, row: int) -> Array:
+        """Where a row's data go, as raw items of the wanted type."""
+        if row in self._buffers:
+            return self._buffers[row]
+        memory = self.memory(row)
+        assert not isinstance(memory, DeviceArray), "it is given a buffer before"
+        return memory
+
+    def memory(self, row: int) -> Array | DeviceArray:
+        """The memory of a row's tensor."""
+        geometry, piece = self.cells[self.cell[row]]
+        owner = self._wishes.tensors.owners[self._owner[row]]
+        if geometry.on_device:
+            data = self._adapter.device_bytes(owner)
+            start = int(self._address[row]) - data.base
+            return DeviceArray(data, start, piece.box.shape, piece.strides, geometry.dtype.raw)
+        return array_at(int(self._address[row]), piece.box.shape, piece.strides, geometry.dtype.raw, owner)
+
+    def addresses_of(self, rows: IntArray) -> IntArray:
+        """Where the data of some rows go."""
+        addresses: IntArray = self._address[rows]
+        buffered = np.flatnonzero(self.staged[rows] | self.on_device[rows])
+        for i, row in zip(buffered.tolist(), rows[buffered].tolist(), strict=True):
+            if row in self._buffers:
+                addresses[i] = address_of(self._buffers[row])
+        return addresses
+
+    def strides(self, row: int) -> tuple[int, ...] | None:
+        """Bytes from one element to the next where a row's data go; None if that is contiguous."""
+        return None if row in self._buffers else self.cells[self.cell[row]][1].strides
+
+    def stage(self, row: int) -> Array:
+        """Give a row a buffer of its own; returns the buffer."""
+        geometry, piece = self.cells[self.cell[row]]
+        buffer = self._buffers[row] = np.empty(piece.box.shape, geometry.dtype.raw)
+        self.staged[row] = True
+        return buffer
+
+    def device_groups(self, rows: IntArray, most: int) -> list[IntArray]:
+        """Those of some rows that go to a device, in groups of at most ``most`` bytes each (or one row)."""
+        rows = rows[self.on_device[rows] & ~self.staged[rows]]
+        groups: list[list[int]] = []
+        room = 0
+        for row, nbytes in zip(rows.tolist(), self.sizes(rows).tolist(), strict=True):
+            if not groups or nbytes > room:
+                groups.append([])
+                room = most
+            groups[-1].append(row)
+            room -= nbytes
+        return [np.array(group, np.int64) for group in groups]
+
+    def sizes(self, rows: IntArray) -> IntArray:
+        """Bytes of some rows."""
+        return self._cell_bytes[self.cell[rows]]
+
+    @cached_property
+    def _cell_bytes(self) -> IntArray:
+        return np.array([piece.box.size * geometry.dtype.itemsize for geometry, piece in self.cells], np.int64)
+
+    def place(self, row: int, memory: npt.NDArray[np.uint8]) -> None:
+        """Let a row be filled in host memory for the time being."""
+        geometry, piece = self.cells[self.cell[row]]
+        self._buffers[row] = memory.view(geometry.dtype.raw).reshape(piece.box.shape)
+
+    def displace(self, row: int) -> Array:
+        """Undo :meth:`place`; returns what is there."""
+        return self._buffers.pop(row)
+
+    def device_memory(self, row: int) -> DeviceArray:
+        """The memory of a row that is on a device."""
+        memory = self.memory(row)
+        assert isinstance(memory, DeviceArray)
+        return memory
+
+    def values(self) -> Mapping[str, bytes]:
+        """The values that were stored as entries, after they are read: JSON by path."""
+        return {path: buffer.tobytes() for path, buffer, kind in self._added() if kind == Kind.VALUE}
+
+    def arrays(self) -> Mapping[str, Array]:
+        """The arrays of objects, after they are read, by path."""
+        return {path: buffer for path, buffer, kind in self._added() if kind == Kind.ARRAY}
+
+    def _added(self) -> Iterator[tuple[str, Array, int]]:
+        for row in np.flatnonzero(self._owner < 0).tolist():
+            tensor = self.tensor[row]
+            buffer = self._buffers[row].view(arithmetic_dtype(self._table.dtypes[tensor]))
+            yield self._table.paths[tensor], buffer, int(self._table.kinds[tensor])
+
+    def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:
+        """The consumer of a part.
+
+        Args:
+            row: Which target.
+            box: The part, counted from the target's corner.
+            entry_box: The same part, counted from the stored shard's corner.
+        """
+        part = view_at(self.array(row), box.slices)
+        stored, wanted = self.dtypes(row)
+        if stored is wanted:
+            return Consumer(entry_box, part)
+
+        def convert(source: Array, place: tuple[slice, ...]) -> None:
+            if not cast_array(np.asarray(source), stored, view_at(part, place), wanted):
+                raise CheckpointError(
+                    f"{plain_key(self.path(row))}: a finite {stored.name} value is too large for {wanted.name}"
+                )
+
+        return Consumer(entry_box, part, convert)
+
+    def without_shared(self, rows: IntArray) -> None:
+        """Forget that some rows, which are not read, share memory with others."""
+        gone = set(rows.tolist())
+        self.shared = [shared.without(gone) for shared in self.shared]
+
+    def compare_shared(self) -> list[str]:
+        """The problems with targets that share memory: stored data that differ. Such memory is not filled."""
+        problems: list[str] = []
+        agreeing = []
+        for shared in self.shared:
+            differing = shared.differing()
+            if not differing:
+                agreeing.append(shared)
+            others = ", ".join(sorted({plain_key(self.path(row)) for row in shared.rows}))
+            problems += [
+                f"{plain_key(self.path(row))}: shares memory with others of {others}, but the stored data differ"
+                for row in differing
+            ]
+        self.shared = agreeing
+        return problems
+
+    def finish(self, copies: Copies) -> None:
+        """Fill what is not filled from files: shared memory from buffers, addends of zero."""
+        for shared in self.shared:
+            shared.fill()
+            for row, filled in zip(shared.rows, shared.memories, strict=True):
+                if self.on_device[row]:
+                    self.device_memory(row).write(np.ascontiguousarray(filled), copies)
+                    copies.mark().wait()
+        for array in self.zeros:
+            if isinstance(array, DeviceArray):
+                array.clear(copies)
+            else:
+                array[...] = 0
+
+
+def _becomes_zero(geometry: Geometry) -> bool:
+    reduction = geometry.reduction
+    return reduction is not None and reduction.operation == "sum" and reduction.position > 0
+
+
+def check_value_rows(table: ShardTable) -> None:
+    """Refuse values that a hostile file claims to be of another shape than bytes in a row."""
+    for t in np.flatnonzero(table.kinds == Kind.VALUE).tolist():
+        if table.dtypes[t].name != "uint8" or len(table.layouts[table.layout_of[t]].shape) != 1:
+            raise CheckpointCorruptedError(f"{plain_key(table.paths[t])}: a stored value that is not a row of bytes")

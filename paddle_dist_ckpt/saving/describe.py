@@ -1,0 +1,286 @@
+"""Turns a rank's state_dict into the message that says what it has to save."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..core.box import Box, whole
+from ..core.columns import pack_column, pack_signed
+from ..core.device_memory import Copies, DeviceArray
+from ..core.dtypes import DTYPES
+from ..core.local_tensors import LocalTensors, Pieces
+from ..core.memory import address_of, array_at, gather
+from ..core.messages import encode
+from ..core.shards import Kind
+from ..core.tensors import Geometry, Identity, Piece, TensorView
+from ..errors import UnsupportedValueError
+from ..tree.paths import RankIndex, join, plain_key
+from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
+from ..tree.values import encode_value
+from .messages import Description, Structure, TensorList, ValueRecord
+
+__all__ = ["KnownState", "LocalState", "describe", "digests_of"]
+
+_INLINE_BYTES = 4096  # a larger value becomes an entry of a data file
+_INLINE_TOTAL_BYTES = 8 << 20  # so do all further ones when those of one rank are this large together
+_OWN_STEP = 256  # ranks' own values are padded with blanks to multiples of it,
+_MOST_BLANKS = 4096  # and further, to the size that they had before
+_HASH_CHUNK = 4 << 20
+_EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownState:
+    """A state that was described, in terms that do not keep its tensors alive.
+
+    Attributes:
+        identity: Recognises its tensors.
+        tensors: Them; ``owners`` are left out.
+        outline: What the structure says of the values.
+        fingerprint: Digest of the structure.
+    """
+
+    identity: Identity
+    tensors: LocalTensors
+    outline: list[Any]
+    fingerprint: bytes
+
+    def fits(self, leaves: Leaves) -> bool:
+        """Whether the tensors are the same, at the same paths."""
+        count = len(leaves.tensors)
+        return self.tensors.paths[:count] == leaves.tensor_paths and self.identity.matches(leaves.tensors)
+
+
+@dataclass(eq=False)
+class LocalState:
+    """What this rank has: tensors, and values with their paths, as they are in JSON.
+
+    ``known`` is the description from before if the tensors are still the same.
+    """
+
+    adapter: Adapter
+
+    tensors: LocalTensors
+    value_paths: list[str]
+    value_json: list[bytes]
+    inline: list[bool]
+    known: KnownState | None = None
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The tensors' pieces."""
+        return Pieces(self.tensors.geometries, np.array(self.tensors.geometry, np.int64))
+
+    def part(self, row: int, box: Box) -> npt.NDArray[Any] | DeviceArray:
+        """A box of piece ``row``, counted from the piece's corner, as an array of raw items."""
+        array = self.array(row)
+        return array.part(box) if isinstance(array, DeviceArray) else np.asarray(array[box.slices])
+
+    def array(self, row: int) -> npt.NDArray[Any] | DeviceArray:
+        """Piece ``row`` as an array of raw items."""
+        geometry, piece = self.pieces.cells[self.pieces.cell[row]]
+        owner = self.tensors.owners[self.pieces.tensor[row]]
+        if geometry.on_device:
+            memory = self.adapter.device_bytes(owner)
+            start = self.tensors.addresses[row] - memory.base
+            return DeviceArray(memory, start, piece.box.shape, piece.strides, geometry.dtype.raw)
+        return array_at(self.tensors.addresses[row], piece.box.shape, piece.strides, geometry.dtype.raw, owner)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """Copies from devices. They come after all that was queued on a device before the first of them."""
+        return self.adapter.copies()
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether some of it is on a device."""
+        return any(geometry.on_device for geometry in self.tensors.geometries)
+
+    @cached_property
+    def outline(self) -> list[Any]:
+        """What the structure says of the values."""
+        triples = zip(self.value_paths, self.value_json, self.inline, strict=True)
+        return [(path, json in _EMPTY_CONTAINERS, -1 if inline else len(json)) for path, json, inline in triples]
+
+    def fingerprint(self) -> tuple[bytes, bytes | None]:
+        """The digest of the structure, and the structure itself unless it is the one that was known."""
+        known = self.known
+        if known is not None and known.outline == self.outline:
+            return known.fingerprint, None
+        structure = self.structure()
+        return xxhash.xxh3_128_digest(structure), structure
+
+    def remembered(self, adapter: Adapter, fingerprint: bytes) -> KnownState | None:
+        """How to recognise this state next time, if that is possible."""
+        count = len(self.tensors.paths) - sum(not inline for inline in self.inline)
+        values = self.tensors.owners[:count]
+        tensors = self.tensors.with_owners([None] * count)
+        identity = self.known.identity if self.known is not None else adapter.identity(values, tensors.addresses)
+        return KnownState(identity, tensors, self.outline, fingerprint) if identity is not None else None
+
+    def records(self) -> list[ValueRecord]:
+        """The values as the coordinator wants them."""
+        pairs = zip(self.value_json, self.inline, strict=True)
+        return [ValueRecord(xxhash.xxh3_64_intdigest(json), json if inline else None) for json, inline in pairs]
+
+    def structure(self) -> bytes:
+        """The encoded :class:`Structure`."""
+        tensors = self.tensors
+        geometries = tensors.geometries
+        different: dict[Description, int] = {}
+        number = [different.setdefault(_description(g), len(different)) for g in geometries]
+        geometry = np.array(tensors.geometry, np.int64)
+        listed = TensorList(
+            tensors.paths,
+            tensors.names if any(name is not None for name in tensors.names) else [],
+            list(different),
+            pack_column(np.array(number, np.int64)[geometry]),
+        )
+        dimensions = max([1, *(len(g.shape) for g in geometries)])
+        cells = [_cell(geometry, piece.box, dimensions) for geometry, piece in self.pieces.cells]
+        return encode(
+            Structure(
+                tensors=encode(listed),
+                geometry=pack_column(geometry),
+                pieces=pack_column([len(g.pieces) for g in geometries]),
+                dimensions=dimensions,
+                cells=pack_signed(np.array(cells, np.int64).reshape(-1, 2 * dimensions + 1)),
+                values=[(path, is_empty) for path, is_empty, _ in self.outline],
+            )
+        )
+
+
+def _description(geometry: Geometry) -> Description:
+    reduction = geometry.reduction
+    operation, addends = (reduction.operation, reduction.count) if reduction is not None else (None, 0)
+    return Description(geometry.dtype.name, geometry.kind, geometry.plain, geometry.shape, operation, addends)
+
+
+def _cell(geometry: Geometry, box: Box, dimensions: int) -> list[int]:
+    pad = dimensions - len(box.shape)
+    addend = geometry.reduction.position if geometry.reduction is not None else -1
+    return [*box.offset, *(0,) * pad, *box.shape, *(1,) * pad, addend]
+
+
+def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: KnownState | None) -> LocalState:
+    """Look at everything in a state_dict, copying nothing but values.
+
+    Args:
+        state_dict: The state.
+        adapter: Makes its tensors accessible.
+        rank: This rank.
+        known: The state from before; if its tensors are the same ones, they are not looked at again.
+
+    Raises:
+        UnsupportedValueError: something in it cannot be stored; lists every such entry.
+        TypeError: it is not a dict.
+    """
+    leaves = flatten(state_dict, adapter)
+    problems = [
+        f"{plain_key(path)!r}: a key with a lone surrogate cannot be stored"
+        for path in itertools.filterfalse(str.isascii, [*leaves.tensor_paths, *leaves.value_paths])
+        if not _can_be_encoded(path)
+    ]
+    before = {path: nbytes for path, _, nbytes in known.outline} if known is not None else {}
+    if known is not None and known.fits(leaves):
+        tensors = known.tensors.with_owners(leaves.tensors)
+    else:
+        known, tensors = None, _look_at(leaves, adapter, problems)
+    paths = [
+        join(path, RankIndex(rank)) if isinstance(value, PerRank) else path
+        for path, value in zip(leaves.value_paths, leaves.values, strict=True)
+    ]
+    state = LocalState(adapter, tensors, paths, [], [], known)
+    _add_values(state, leaves.values, before, problems)
+    if problems:
+        raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
+    return state
+
+
+def _look_at(leaves: Leaves, adapter: Adapter, problems: list[str]) -> LocalTensors:
+    tensors = LocalTensors()
+    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+        try:
+            tensors.add(path, adapter.view(value, path))
+        except UnsupportedValueError as error:
+            problems.append(str(error))
+    return tensors
+
+
+def _can_be_encoded(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _room_for(nbytes: int, before: int) -> int:
+    """The size of the entry of a rank's own value. Such values change in every save, and sometimes a little in size;
+    another size of the entry would need another plan."""
+    if nbytes <= before <= nbytes + _MOST_BLANKS:
+        return before
+    return -(-(nbytes + nbytes // 64) // _OWN_STEP) * _OWN_STEP
+
+
+def _add_values(state: LocalState, values: Sequence[Any], before: Mapping[str, int], problems: list[str]) -> None:
+    """Encode the values; those that are too large for `.metadata` become tensors of bytes.
+
+    ``before`` says how many bytes values had before, by path.
+    """
+    total = 0
+    for path, value in zip(state.value_paths, values, strict=True):
+        own = isinstance(value, PerRank)
+        try:
+            json = encode_value(value.value if own else value, plain_key(path))
+        except UnsupportedValueError as error:
+            problems.append(str(error))
+            continue
+        inline = not own and len(json) <= _INLINE_BYTES and total + len(json) <= _INLINE_TOTAL_BYTES
+        if own:
+            json = json.ljust(_room_for(len(json), before.get(path, 0)))
+        total += len(json) if inline else 0
+        state.value_json.append(json)
+        state.inline.append(inline)
+        if not inline:
+            array = np.frombuffer(json, np.uint8)
+            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (Piece(whole(array.shape)),))
+            state.tensors.add(path, TensorView(geometry, (address_of(array),), array, None))
+
+
+def digests_of(state: LocalState) -> bytes:
+    """xxh3_64 of each plain tensor's bytes, to be compared among ranks."""
+    is_plain = [g.plain and g.kind != Kind.VALUE for g in state.tensors.geometries]
+    if not any(is_plain):
+        return b""
+    digests = []
+    first = np.searchsorted(state.pieces.tensor, np.arange(len(state.tensors.geometry) + 1)).tolist()
+    for t, geometry in enumerate(state.tensors.geometry):
+        if is_plain[geometry]:
+            digest = xxhash.xxh3_64()
+            for row in range(first[t], first[t + 1]):
+                _hash_array(digest.update, state.array(row), state)
+            digests.append(digest.intdigest())
+    return np.array(digests, "<u8").tobytes()
+
+
+def _hash_array(update: Callable[[Any], None], array: npt.NDArray[Any] | DeviceArray, state: LocalState) -> None:
+    if isinstance(array, np.ndarray) and array.flags.c_contiguous:
+        update(array.reshape(-1).view(np.uint8))
+        return
+    buffer = np.empty(_HASH_CHUNK, np.uint8)
+    for start in range(0, array.nbytes, _HASH_CHUNK):
+        stop = min(start + _HASH_CHUNK, array.nbytes)
+        if isinstance(array, DeviceArray):
+            array.read(start, stop, buffer[: stop - start], state.copies)
+        else:
+            gather(array, start, stop, buffer)
+        update(buffer[: stop - start])

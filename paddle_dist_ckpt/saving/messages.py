@@ -1,0 +1,161 @@
+"""What ranks tell each other during a save."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..core.columns import Column
+from ..files.metadata import FileInfo
+from ..storage.base import Folder
+
+Box2 = tuple[tuple[int, ...], tuple[int, ...]]
+
+__all__ = [
+    "Description",
+    "RankPlan",
+    "SaveOrder",
+    "SaveRequest",
+    "SaveResult",
+    "Structure",
+    "TensorList",
+    "Transfer",
+    "ValueRecord",
+    "WriteAnswer",
+    "Written",
+]
+
+
+class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A value's digest, and its JSON, or None where it is kept as an entry of a data file."""
+
+    digest: int
+    json: bytes | None
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """What is the same of a tensor on all ranks that have it. ``addends`` is 0 unless it is partial."""
+
+    dtype: str
+    kind: int
+    plain: bool
+    shape: tuple[int, ...]
+    operation: str | None
+    addends: int
+
+
+class TensorList(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors, in one rank's order. Most ranks of a job send equal lists, so these are decoded once."""
+
+    paths: list[str]
+    names: list[str | None]
+    descriptions: list[Description]
+    description: Column
+
+
+class Structure(msgspec.Struct, frozen=True, array_like=True):
+    """All of a rank's state but its contents and its memory: what stays the same from save to save.
+
+    ``tensors`` is an encoded :class:`TensorList`. Each tensor has a ``geometry``; geometry g has ``pieces[g]`` pieces,
+    whose rows in ``cells`` follow each other: offset and shape, padded to ``dimensions`` with 0 and 1, and the addend
+    (-1: not partial). ``values`` are paths, and whether the value is an empty container.
+    """
+
+    tensors: bytes
+    geometry: Column
+    pieces: Column
+    dimensions: int
+    cells: bytes
+    values: list[tuple[str, bool]]
+
+
+class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has to save.
+
+    ``structure`` is an encoded :class:`Structure`, of which ``fingerprint`` is the digest. It is left out, None, where
+    the coordinator is believed to know it. ``digests`` are those of the plain tensors, ``values`` run along the
+    structure's. ``plan_id`` names the plan that the rank still has, 0 for none.
+    """
+
+    unique_id: int | None
+    folder: Folder
+    block_bytes: int
+    fingerprint: bytes
+    structure: bytes | None
+    plan_id: int
+    digests: bytes
+    values: list[ValueRecord]
+    user_metadata: bytes | None
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """An addend's box that goes from one rank to another. Rows are the ranks' own shard numbers."""
+
+    source: int
+    source_row: int
+    destination: int
+    destination_row: int
+    box: Box2
+    nbytes: int
+
+
+class RankPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to write, in the order of its files: the pieces ``row`` of its state, counted over all tensors.
+
+    Of the items ``cut`` only a box is written; ``boxes`` has them in global coordinates, offset and shape padded to
+    ``dimensions``. ``keys`` are the flat keys that do not follow from the paths, ``values`` the paths whose values this
+    rank's header keeps, ``writers`` (for the coordinator) the ranks that write files.
+    """
+
+    row: Column
+    cut: Column
+    dimensions: int
+    boxes: bytes
+    keys: dict[str, str]
+    values: list[str]
+    transfers: list[Transfer]
+    total_bytes: int
+    writers: list[int] | None
+
+
+class SaveOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to do. ``plan`` is an encoded :class:`RankPlan`, None if the rank has it; without a ``save_id``
+    the coordinator first wants to know all structures."""
+
+    plan_id: int
+    plan: bytes | None
+    unique_id: int
+    save_id: str
+    created: str
+    ranks_on_host: int
+    clean: list[str]
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """The files that one rank wrote, and how many entries each has."""
+
+    files: list[FileInfo]
+    entries: list[int]
+    nbytes: int
+
+
+class SaveResult(msgspec.Struct, frozen=True, array_like=True):
+    """What was committed.
+
+    ``replaced`` is the save whose files ``leaders`` now remove from their folders; None where there is one folder, in
+    which the coordinator does that by itself.
+    """
+
+    unique_id: int
+    files: int
+    total_bytes: int
+    warnings: list[str]
+    replaced: str | None
+    leaders: list[int]
+
+
+class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """How a save goes on: ``result`` if it is committed, ``abort`` if a rank failed, else seal ``files``."""
+
+    abort: bool
+    files: list[FileInfo]
+    result: SaveResult | None

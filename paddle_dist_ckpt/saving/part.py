@@ -1,0 +1,230 @@
+"""The data files of one rank: what goes in each, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..core.box import Box, flat_range
+from ..core.columns import IntArray, unpack_column, unpack_signed
+from ..core.protocols import ControlSession
+from ..core.shards import LayoutCollection, ShardTable
+from ..files.codec import VERSION, table_to_record
+from ..files.contents import Source
+from ..files.datafile import (
+    FORMAT,
+    DataFileInfo,
+    Entries,
+    EntryKind,
+    FileTable,
+    escaped_key,
+    slice_suffix,
+    split_in_parts,
+)
+from ..options import SaveOptions
+from ..tree.paths import plain_key
+from ..tree.values import to_jsonable
+from ..version import __version__
+from .describe import LocalState
+from .messages import RankPlan, SaveOrder
+
+__all__ = ["LIBRARY", "FilePart", "make_parts"]
+
+LIBRARY = f"paddle_dist_ckpt {__version__}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilePart:
+    """One data file, in terms that hold for every save by the same plan.
+
+    Attributes:
+        number: Its number among this rank's files, of which there are ``count``.
+        table: Its entries.
+        tensors: JSON of the tensors and shards that are in it, as its header has them.
+        rows: Which of the rank's pieces each entry is from.
+        cuts: For entries that are only a part of their piece, the box in global coordinates.
+        values: Paths of the values that its header has.
+        writers: The ranks that write files; in the coordinator's first file only.
+    """
+
+    number: int
+    count: int
+    table: FileTable
+    tensors: msgspec.Raw
+    rows: IntArray
+    cuts: dict[int, Box]
+    values: Sequence[str]
+    writers: list[int] | None
+
+    def sources(self, state: LocalState, reduced: Mapping[tuple[int, Box], Any]) -> list[Source]:
+        """Where each entry's bytes are now; ``reduced`` has those of partial tensors, by piece and box."""
+        sources: list[Source] = np.array(state.tensors.addresses, np.int64)[self.rows].tolist()
+        cells = state.pieces.cells
+        special = np.array([p.strides is not None or g.reduction is not None or g.on_device for g, p in cells], bool)
+        odd = set(np.flatnonzero(special[state.pieces.cell[self.rows]]).tolist()) | set(self.cuts)
+        for i in odd:
+            row = int(self.rows[i])
+            geometry, piece = cells[state.pieces.cell[row]]
+            box = self.cuts.get(i, piece.box)
+            if geometry.reduction is not None:
+                sources[i] = reduced[row, box]
+                continue
+            part = box.relative_to(piece.box.offset)
+            elements = flat_range(part, piece.box.shape)
+            if piece.strides is None and elements is not None and not geometry.on_device:
+                sources[i] = state.tensors.addresses[row] + elements[0] * geometry.dtype.itemsize
+            else:
+                sources[i] = state.part(row, part)
+        return sources
+
+    def boxes(self, state: LocalState) -> list[tuple[int, Box]]:
+        """The piece and the global box of every entry of a partial tensor."""
+        cells = state.pieces.cells
+        partial = np.array([geometry.reduction is not None for geometry, _ in cells], bool)
+        found = np.flatnonzero(partial[state.pieces.cell[self.rows]]).tolist() if len(cells) else []
+        rows = [(i, int(self.rows[i])) for i in found]
+        return [(row, self.cuts.get(i, cells[state.pieces.cell[row]][1].box)) for i, row in rows]
+
+    def info(
+        self, state: LocalState, order: SaveOrder, session: ControlSession, version: str | None, options: SaveOptions
+    ) -> DataFileInfo:
+        """What the file's header says beside its entries: all from which a lost `.metadata` can be made again.
+
+        Args:
+            state: What this rank has.
+            order: What it is to do.
+            session: Who saves.
+            version: The framework's.
+            options: How to save.
+        """
+        is_first_of_all = self.number == 0 and session.rank == session.coordinator
+        user = options.user_metadata if is_first_of_all else None
+        wanted = set(self.values)
+        pairs = [(p, json) for p, json in zip(state.value_paths, state.value_json, strict=True) if p in wanted]
+        tensors: Any = self.tensors  # msgspec writes it as it is
+        return DataFileInfo(
+            format=FORMAT,
+            version=VERSION,
+            save=order.save_id,
+            unique_id=order.unique_id,
+            world_size=len(session.ranks),
+            rank=session.rank,
+            part=self.number,
+            parts=self.count,
+            block_bytes=options.block_bytes,
+            created=order.created,
+            library=LIBRARY,
+            paddle=version,
+            tensors=tensors,
+            values=[(path, msgspec.Raw(json)) for path, json in sorted(pairs)],
+            writers=self.writers,
+            user_metadata=to_jsonable(dict(user), "user_metadata") if user is not None else None,
+        )
+
+
+def make_parts(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinator: bool) -> list[FilePart]:
+    """The files that one rank writes; none if it has nothing to write."""
+    items = _Items.of(state, plan)
+    parts = split_in_parts(items.entries(state, plan.keys), block_bytes)
+    if not len(items.rows) and not is_coordinator and not plan.values:
+        return []
+    found, start = [], 0
+    for number, entries in enumerate(parts):
+        stop = start + len(entries.names)
+        part = items.part(start, stop)
+        found.append(
+            FilePart(
+                number=number,
+                count=len(parts),
+                table=FileTable(entries, block_bytes),
+                tensors=msgspec.Raw(msgspec.json.encode(table_to_record(part.table(state)))),
+                rows=part.rows,
+                cuts=part.cuts,
+                values=plan.values if number == 0 else [],
+                writers=plan.writers if number == 0 and is_coordinator else None,
+            )
+        )
+        start = stop
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Items:
+    """What a rank writes, in order: its pieces, of some only a box. Equal boxes of equal geometry have one number."""
+
+    rows: IntArray
+    cuts: dict[int, Box]
+    numbers: IntArray
+    boxes: list[Box]
+
+    @classmethod
+    def of(cls, state: LocalState, plan: RankPlan) -> _Items:
+        rows = unpack_column(plan.row, len(plan.row.data) // int(plan.row.dtype[-1]), 2**62, "row")
+        corners = unpack_signed(plan.boxes, 2 * plan.dimensions).tolist()
+        cut = unpack_column(plan.cut, len(corners), max(1, len(rows)), "cut").tolist()
+        numbers = state.pieces.cell[rows]
+        boxes = [piece.box for _, piece in state.pieces.cells]
+        cuts: dict[int, Box] = {}
+        known: dict[tuple[int, Box], int] = {}
+        for i, corner in zip(cut, corners, strict=True):
+            cell = int(numbers[i])
+            ndim = len(boxes[cell].shape)
+            box = Box(tuple(corner[:ndim]), tuple(corner[plan.dimensions : plan.dimensions + ndim]))
+            cuts[i] = box
+            numbers[i] = known.setdefault((cell, box), len(boxes))
+            if numbers[i] == len(boxes):
+                boxes.append(box)
+        return cls(rows, cuts, numbers, boxes)
+
+    def part(self, start: int, stop: int) -> _Items:
+        """A run of them."""
+        cuts = {i - start: box for i, box in self.cuts.items() if start <= i < stop}
+        return _Items(self.rows[start:stop], cuts, self.numbers[start:stop], self.boxes)
+
+    def entries(self, state: LocalState, keys: Mapping[str, str]) -> Entries:
+        """The entries of the files."""
+        tensors, owners = state.tensors, state.pieces.tensor[self.rows].tolist()
+        geometries = tensors.geometries
+        used, first, kind = np.unique(self.numbers, return_index=True, return_inverse=True)
+        alike = [geometries[tensors.geometry[owners[i]]] for i in first.tolist()]
+        boxes = [self.boxes[number] for number in used.tolist()]
+        kinds = [EntryKind(geometry.dtype, box.shape) for geometry, box in zip(alike, boxes, strict=True)]
+        suffixes = [slice_suffix(box, geometry.shape) for geometry, box in zip(alike, boxes, strict=True)]
+        kind = kind.reshape(-1).astype(np.int64)
+        paths = [tensors.paths[owner] for owner in owners]
+        names = [
+            escaped_key(keys[path] if path in keys else plain_key(path)) + suffixes[k]
+            for path, k in zip(paths, kind.tolist(), strict=True)
+        ]
+        return Entries(names, kinds, kind)
+
+    def table(self, state: LocalState) -> ShardTable:
+        """The tensors of these items, with just the shards that are among them."""
+        tensors = state.tensors
+        of_tensor: dict[int, tuple[int, ...]] = {}
+        for owner, number in zip(state.pieces.tensor[self.rows].tolist(), self.numbers.tolist(), strict=True):
+            of_tensor[owner] = (*of_tensor[owner], number) if owner in of_tensor else (number,)
+        owners = sorted(of_tensor, key=tensors.paths.__getitem__)
+        collection = LayoutCollection()
+        known: dict[tuple[tuple[int, ...], int], int] = {}
+        layout_of = []
+        for owner in owners:
+            key = of_tensor[owner], tensors.geometry[owner]
+            if key not in known:
+                boxes = tuple(sorted(self.boxes[number] for number in key[0]))
+                known[key] = collection.add_boxes(tensors.geometries[key[1]].shape, boxes)
+            layout_of.append(known[key])
+        geometries = [tensors.geometries[tensors.geometry[owner]] for owner in owners]
+        return ShardTable(
+            [tensors.paths[owner] for owner in owners],
+            [geometry.dtype for geometry in geometries],
+            np.array([geometry.kind for geometry in geometries], np.int64),
+            collection.layouts,
+            np.array(layout_of, np.int64),
+            np.zeros(len(self.rows), np.int64),
+            [tensors.names[owner] for owner in owners],
+        )

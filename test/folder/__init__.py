@@ -1,0 +1,1 @@
+"""Tests of a folder of checkpoints: the commit, leases, verifying, rebuilding; paddle never imported."""

@@ -1,0 +1,247 @@
+"""Saves that freeze, die or replace each other: what their claims protect, and what later saves may remove."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.rebuild import rebuild
+from paddle_dist_ckpt.folder.verify import verify_checkpoint
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage.base import FolderIdentity
+from paddle_dist_ckpt.testing import FaultyStorage
+from test.jobs import Killed, age, another_host, data_files, files_in, load_whole, save_alone, save_on, try_save
+
+
+def state(version: int) -> dict[str, Any]:
+    return {"w": np.full(500, version), "n": version}
+
+
+def check_holds(folder: Path, versions: dict[int, int]) -> None:
+    """Assert that a folder has these versions under these ids, whole, and nothing else."""
+    assert committed_ids(LocalStorage(folder)) == sorted(versions)
+    for unique_id, version in versions.items():
+        assert verify_checkpoint(LocalStorage(folder), unique_id, False).problems == ()
+        found = load_whole(folder, unique_id)
+        assert found["n"] == version
+        assert (found["w"] == version).all()
+    assert len(files_in(folder)) == 2 * len(versions), sorted(files_in(folder))
+
+
+def age_claims(folder: Path) -> None:
+    """Make all that claim something look dead."""
+    claims = list(folder.glob("*.claim"))
+    assert claims
+    for claim in claims:
+        age(claim)
+
+
+def dead_save(folder: Path, unique_id: int | None, last: str) -> None:
+    """Save version 99, and die at the first operation of this kind: what it has made by then stays."""
+    dead: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if dead or operation == last:
+            dead.append(True)
+            raise Killed
+
+    try_save([state(99)], FaultyStorage(folder, hook), unique_id)
+    assert dead
+
+
+class FreezingStorage(LocalStorage):
+    """A folder in which a save is frozen just before, or just after, it looks at its claim for the last time."""
+
+    def __init__(self, path: Path, before: Callable[[], Any] | None = None, after: Callable[[], Any] | None = None):
+        super().__init__(path)
+        self._before, self._after = before, after
+
+    def publish(
+        self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None
+    ) -> bool:
+        """Publish, freezing on the way if it is a commit."""
+
+        def freezing() -> None:
+            if self._before is not None:
+                self._before()
+            if confirm is not None:
+                confirm()
+            if self._after is not None:
+                self._after()
+
+        return super().publish(name, data, temporary, replace, freezing if name.endswith(".metadata") else None)
+
+
+# -- rebuilding beside saves
+
+
+def test_the_files_of_a_save_that_is_about_to_commit_are_not_rebuilt(tmp_path: Path) -> None:
+    refused: list[CheckpointNotFoundError] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish" and name == "0.metadata":
+            with pytest.raises(CheckpointNotFoundError, match="being written") as caught:
+                rebuild(LocalStorage(tmp_path), None, False)
+            refused.append(caught.value)
+
+    save_on([state(1), {"more": np.arange(9)}], FaultyStorage(tmp_path, hook))
+    assert refused
+    assert committed_ids(LocalStorage(tmp_path)) == [0]
+
+
+def test_a_rebuild_beside_a_save_that_fails_leaves_no_metadata_without_files(tmp_path: Path) -> None:
+    refused: list[CheckpointNotFoundError] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file" and name.startswith("1_"):
+            with pytest.raises(CheckpointNotFoundError) as caught:
+                rebuild(LocalStorage(tmp_path), None, False)
+            refused.append(caught.value)
+            raise OSError(errno.EIO, "injected")
+
+    storages = [LocalStorage(tmp_path), FaultyStorage(tmp_path, hook)]
+    results = try_save([state(1), {"more": np.arange(9)}], storages)
+    assert all(isinstance(result, CheckpointError) for result in results)
+    assert refused
+    assert files_in(tmp_path) == {}
+
+
+def test_the_files_of_a_replaced_checkpoint_that_wait_for_removal_are_not_rebuilt(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path, 5)
+    dead_save(tmp_path, 5, last="delete")
+    assert load_whole(tmp_path, 5)["n"] == 99
+    with pytest.raises(CheckpointNotFoundError, match="to be removed"):
+        rebuild(LocalStorage(tmp_path), None, False)
+
+
+def test_a_save_that_died_before_its_commit_has_replaced_nothing(tmp_path: Path) -> None:
+    """What it would have replaced is rebuilt while its claim is there, and survives the clean-up."""
+    save_alone(state(1), tmp_path, 5)
+    dead_save(tmp_path, 5, last="sync")
+    original = (tmp_path / "5.metadata").read_bytes()
+    (tmp_path / "5.metadata").unlink()
+    rebuild(LocalStorage(tmp_path), None, False)
+    assert (tmp_path / "5.metadata").read_bytes() == original
+
+    (tmp_path / "5.metadata").unlink()
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 6)
+    assert not list(tmp_path.glob("*.claim"))
+    rebuild(LocalStorage(tmp_path), None, False)
+    check_holds(tmp_path, {5: 1, 6: 2})
+
+
+# -- frozen saves
+
+
+@pytest.mark.parametrize("unique_id", [None, 3])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_save_that_froze_at_its_commit_and_was_taken_for_dead_does_not_commit(
+    tmp_path: Path, when: str, unique_id: int | None
+) -> None:
+    thawed: list[bool] = []
+
+    def freeze() -> None:
+        age_claims(tmp_path)
+        save_alone(state(2), tmp_path, 7)
+        thawed.append(True)
+
+    (error,) = try_save([state(1)], FreezingStorage(tmp_path, **{when: freeze}), unique_id)
+    assert thawed
+    assert isinstance(error, CheckpointError)
+    check_holds(tmp_path, {7: 2})
+
+
+@pytest.mark.parametrize("unique_id", [None, 0])
+def test_a_save_that_commits_while_it_is_taken_for_dead_keeps_its_files(tmp_path: Path, unique_id: int | None) -> None:
+    """It thaws after its claim was removed, and before its temporary name is."""
+    frozen, thaw = threading.Event(), threading.Event()
+
+    def freeze() -> None:
+        frozen.set()
+        thaw.wait(20)
+
+    results: list[Any] = []
+
+    def save_frozen() -> None:
+        results.extend(try_save([state(1)], FreezingStorage(tmp_path, after=freeze), unique_id))
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.endswith(".metadata.tmp"):
+            thaw.set()
+            thread.join(20)
+
+    thread = threading.Thread(target=save_frozen)
+    thread.start()
+    try:
+        assert frozen.wait(20)
+        age_claims(tmp_path)
+        save_alone(state(2), FaultyStorage(tmp_path, hook), 7)
+    finally:
+        thaw.set()
+        thread.join(20)
+    assert results[0].unique_id == 0
+    check_holds(tmp_path, {0: 1, 7: 2})
+
+
+# -- saves that replace each other
+
+
+def test_two_saves_that_replace_one_id_leave_the_later_one(tmp_path: Path) -> None:
+    """The second one commits when the first is about to."""
+    save_alone(state(0), tmp_path, 5)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish" and name == "5.metadata":
+            save_alone(state(1), tmp_path, 5)
+
+    save_alone(state(2), FaultyStorage(tmp_path, hook), 5)
+    check_holds(tmp_path, {5: 2})
+
+
+def test_what_was_replaced_at_the_last_moment_is_removed_after_a_crash_too(tmp_path: Path) -> None:
+    save_alone(state(0), tmp_path, 5)
+    committed: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish" and name == "5.metadata":
+            save_alone(state(1), tmp_path, 5)
+            committed.append(True)
+        elif committed and operation == "delete":
+            raise Killed
+
+    try_save([state(2)], FaultyStorage(tmp_path, hook), 5)
+    assert len(data_files(tmp_path)) == 2
+    age_claims(tmp_path)
+    save_alone(state(3), tmp_path, 6)
+    check_holds(tmp_path, {5: 2, 6: 3})
+
+
+def test_a_clean_up_that_fails_on_another_host_is_left_to_a_later_save(tmp_path: Path) -> None:
+    """The claim is no longer kept fresh, or else it would stay as long as the process lives."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    states = [state(0), {"more": np.arange(9)}]
+    save_on(states, [ours, another_host(theirs, 1)], 5)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.endswith(".safetensors"):
+            raise OSError(errno.EIO, "injected")
+
+    before = set(threading.enumerate())
+    save_on(states, [ours, FaultyStorage(theirs, hook, FolderIdentity("host1", 1, 1))], 5)
+    assert len(data_files(theirs)) == 2
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), f"{thread.name} keeps running"
+    age_claims(ours)
+    save_on(states, [ours, another_host(theirs, 1)], 6)
+    assert len(data_files(ours)) == len(data_files(theirs)) == 2
+    assert not list(ours.glob("*.claim*"))

@@ -1,0 +1,233 @@
+"""Saves and loads of one folder at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.errors import CheckpointCorruptedError
+from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.verify import verify_checkpoint
+from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing import FaultyStorage
+from test.jobs import (
+    another_host,
+    blank_like,
+    data_files,
+    errors_of,
+    load_alone,
+    load_on,
+    load_whole,
+    rows_of,
+    save_alone,
+    save_on,
+    sharded,
+    try_load,
+)
+
+SHAPE = (12, 500)
+
+
+def states_of(version: int, ranks: int) -> list[dict[str, Any]]:
+    """State_dicts in which everything is the version."""
+    array = np.full(SHAPE, version)
+    return [
+        {
+            "cut": sharded(array, [rows_of(SHAPE, rank, ranks)]),
+            "plain": np.full(300, version),
+            "n": version,
+            "text": [version] * 3000,
+        }
+        for rank in range(ranks)
+    ]
+
+
+def blank_states(ranks: int) -> list[dict[str, Any]]:
+    states = states_of(-1, ranks)
+    for state in states:
+        state["n"] = state["text"] = None
+    return states
+
+
+def versions_of(states: list[dict[str, Any]]) -> set[int]:
+    """All that is in the states."""
+    found: set[int] = set()
+    for state in states:
+        found |= {int(x) for piece in state["cut"].pieces for x in np.unique(piece)}
+        found |= {int(x) for x in np.unique(state["plain"])} | {state["n"]} | set(state["text"])
+    return found
+
+
+def all_at_once(*jobs: Callable[[], Any]) -> list[Any]:
+    """What each job returned, or raised."""
+    results: list[Any] = [None] * len(jobs)
+    barrier = threading.Barrier(len(jobs))
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            results[i] = jobs[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_automatic_saves_at_once_get_different_ids(tmp_path: Path) -> None:
+    for round_number in range(12):
+        jobs = [
+            lambda v=3 * round_number + i, n=n: save_on(states_of(v, n), tmp_path)[0] for i, n in enumerate((1, 2, 3))
+        ]
+        reports = all_at_once(*jobs)
+        for report in reports:
+            if isinstance(report, BaseException):
+                raise report
+        assert len({report.unique_id for report in reports}) == 3
+        for i, report in enumerate(reports):
+            states = blank_states(2)
+            load_on(states, tmp_path, report.unique_id)
+            assert versions_of(states) == {3 * round_number + i}
+    assert committed_ids(LocalStorage(tmp_path)) == list(range(36))
+    assert len(data_files(tmp_path)) == 12 * (1 + 2 + 3)
+    assert not list(tmp_path.glob("*.claim*"))
+
+
+def test_explicit_saves_of_one_id_at_once_leave_one_whole_checkpoint(tmp_path: Path) -> None:
+    for version in range(0, 30, 3):
+        jobs = [lambda v=version + i, n=n: save_on(states_of(v, n), tmp_path, 7)[0] for i, n in enumerate((1, 2, 3))]
+        for report in all_at_once(*jobs):
+            if isinstance(report, BaseException):
+                raise report
+        states = blank_states(2)
+        load_on(states, tmp_path)
+        assert versions_of(states) < {version, version + 1, version + 2}
+        assert len(versions_of(states)) == 1
+        assert verify_checkpoint(LocalStorage(tmp_path), 7, False).ok
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always", "hosts"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_loads_while_the_id_is_replaced_again_and_again_see_one_version(
+    tmp_path: Path, ranks: int, exchange: Any
+) -> None:
+    save_on(states_of(0, 2), tmp_path, 4)
+    done = threading.Event()
+    saved = [0]
+
+    def replace() -> None:
+        while not done.is_set():
+            save_on(states_of(saved[0] + 1, 2), tmp_path, 4)
+            saved[0] += 1
+
+    saver = threading.Thread(target=replace)
+    saver.start()
+    outcomes: list[str] = []
+    end = time.monotonic() + 1.0
+    try:
+        while time.monotonic() < end:
+            states = blank_states(ranks)
+            first = saved[0]
+            paths = [another_host(tmp_path, i) if exchange == "hosts" else tmp_path for i in range(ranks)]
+            how = "auto" if exchange == "hosts" else exchange
+            results = try_load(states, paths, 4, LoadOptions(exchange=how, timeout=30))
+            failed = [result for result in results if isinstance(result, BaseException)]
+            if failed:
+                for error in errors_of(results, CheckpointCorruptedError):
+                    assert "was replaced 4 times" in str(error)
+                assert {int(x) for state in states for x in np.unique(state["plain"])} == {-1}, "nothing is touched"
+                outcomes.append("gave up")
+                continue
+            (version,) = versions_of(states)
+            assert first <= version <= saved[0] + 1
+            outcomes.append("loaded")
+    finally:
+        done.set()
+        saver.join()
+    assert outcomes.count("loaded") > outcomes.count("gave up"), outcomes
+    assert saved[0] > 5
+
+
+def replacing_storage(folder: Path, times: int, when: str) -> FaultyStorage:
+    """A folder whose checkpoint 0 is replaced by another just before the first operations of a kind."""
+    left = [times]
+
+    def hook(operation: str, name: str) -> None:
+        if operation == when and left[0]:
+            left[0] -= 1
+            save_alone({"w": np.full(900, 100 + left[0]), "x": np.full(900, 100 + left[0])}, folder, 0)
+
+    return FaultyStorage(folder, hook)
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_starts_again_when_its_checkpoint_is_replaced(tmp_path: Path, ranks: int, exchange: Any) -> None:
+    save_on([{"w": np.zeros(900, int), "x": np.zeros(900, int)}] * 2, tmp_path)
+    for times in range(1, 4):
+        storage = replacing_storage(tmp_path, times, "open")
+        states = [{"w": np.full(900, -1), "x": np.full(900, -1)} for _ in range(ranks)]
+        load_on(states, [storage, *[tmp_path] * (ranks - 1)], options=LoadOptions(exchange=exchange, timeout=30))
+        assert {int(x) for state in states for part in state.values() for x in np.unique(part)} == {100}
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always", "never"])
+def test_a_load_gives_up_after_three_restarts(tmp_path: Path, exchange: Any) -> None:
+    save_on([{"w": np.zeros(900, int), "x": np.zeros(900, int)}] * 2, tmp_path)
+    states = [{"w": np.full(900, -1), "x": np.full(900, -1)} for _ in range(2)]
+    paths = [replacing_storage(tmp_path, 1000, "open"), tmp_path]
+    results = try_load(states, paths, options=LoadOptions(exchange=exchange, timeout=30))
+    for error in errors_of(results, CheckpointCorruptedError):
+        assert "replaced 4 times" in str(error)
+    assert all((part == -1).all() for state in states for part in state.values())
+
+
+def test_a_load_that_has_opened_its_files_is_not_disturbed(tmp_path: Path) -> None:
+    old = {"w": np.full(900, 1), "x": np.full(900, 1)}
+    save_alone(old, tmp_path)
+    state = {key: blank_like(value) for key, value in old.items()}
+    reads = []
+
+    def hook(operation: str, name: str) -> None:
+        reads.append(operation)
+        if reads.count("read_into") == 3 and operation == "read_into":
+            save_alone({"w": np.full(900, 2), "x": np.full(900, 2)}, tmp_path, 0)
+
+    load_alone(state, FaultyStorage(tmp_path, hook))
+    assert reads.count("read_into") == 3, "a header's length, a header, and then data"
+    assert (state["w"] == 1).all()
+    assert (state["x"] == 1).all()
+    assert (load_whole(tmp_path)["w"] == 2).all()
+
+
+def test_a_merged_load_during_a_replacement(tmp_path: Path) -> None:
+    save_alone({"w": np.zeros(900, int), "x": np.zeros(900, int)}, tmp_path)
+    merged = load_whole(replacing_storage(tmp_path, 2, "open"))
+    assert {int(x) for part in merged.values() for x in np.unique(part)} == {100}
+
+
+def test_a_replacement_of_another_shape_during_a_merged_load(tmp_path: Path) -> None:
+    """The targets were made for the old one: an error, or all of the new one, but nothing in between."""
+    save_alone({"w": np.zeros(900, int)}, tmp_path)
+    left = [1]
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "open" and left:
+            left.clear()
+            save_alone({"w": np.ones((3, 7)), "y": 5}, tmp_path, 0)
+
+    merged = load_whole(FaultyStorage(tmp_path, hook))
+    assert set(merged) == {"w", "y"}
+    assert merged["y"] == 5
+    assert (merged["w"] == np.ones((3, 7))).all()

@@ -1,0 +1,428 @@
+"""Ids, claims, leftovers and foreign files in a checkpoint folder."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, RankFailureError
+from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.rebuild import rebuild
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing import FaultyStorage
+from test.jobs import (
+    Killed,
+    Watch,
+    age,
+    data_files,
+    errors_of,
+    files_in,
+    load_alone,
+    load_whole,
+    save_alone,
+    save_on,
+    try_load,
+    try_save,
+)
+
+
+def state(version: int) -> dict[str, Any]:
+    return {"w": np.full(500, version), "n": version}
+
+
+def version_in(folder: Any, unique_id: int | None = None) -> int:
+    """The version that a reader finds, all of it."""
+    found = load_whole(folder, unique_id)
+    assert (found["w"] == found["n"]).all()
+    return int(found["n"])
+
+
+def ids(folder: Path) -> list[int]:
+    return committed_ids(LocalStorage(folder))
+
+
+def dead_save(folder: Path, unique_id: int | None = None, operation: str = "sync", ranks: int = 1) -> list[str]:
+    """Let a save die shortly before its commit; returns the names of what it leaves."""
+    before = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    dead: list[bool] = []
+
+    def hook(done: str, name: str) -> None:
+        if dead or done == operation:
+            dead.append(True)
+            raise Killed
+
+    try_save([state(99)] * ranks, FaultyStorage(folder, hook), unique_id)
+    return sorted({path.name for path in folder.iterdir()} - before)
+
+
+# -- ids
+
+
+def test_automatic_ids_count_up(tmp_path: Path) -> None:
+    assert ids(tmp_path / "absent") == []
+    assert [save_alone(state(v), tmp_path).unique_id for v in range(3)] == [0, 1, 2]
+    save_alone(state(10), tmp_path, 10)
+    assert save_alone(state(11), tmp_path).unique_id == 11
+    save_alone(state(5), tmp_path, 5)
+    assert ids(tmp_path) == [0, 1, 2, 5, 10, 11]
+    assert version_in(tmp_path) == 11
+    assert [version_in(tmp_path, unique_id) for unique_id in ids(tmp_path)] == [0, 1, 2, 5, 10, 11]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".metadata"] * 6 + [".safetensors"] * 6
+
+
+def test_an_explicit_id_is_replaced_and_its_old_files_go(tmp_path: Path) -> None:
+    save_on([state(0)] * 3, tmp_path, 4)
+    old = {path.name for path in data_files(tmp_path)}
+    other = save_alone(state(1), tmp_path).unique_id
+    save_on([state(2)] * 2, tmp_path, 4)
+    assert not old & {path.name for path in tmp_path.iterdir()}
+    assert [version_in(tmp_path, unique_id) for unique_id in (4, other)] == [2, 1]
+    assert ids(tmp_path) == [4, 5]
+
+
+def test_large_ids(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path, 10**17)
+    assert save_alone(state(2), tmp_path).unique_id == 10**17 + 1
+    assert version_in(tmp_path) == 2
+
+
+def test_the_newest_metadata_is_damaged(tmp_path: Path) -> None:
+    for version in range(3):
+        save_alone(state(version), tmp_path)
+    newest = tmp_path / "2.metadata"
+    good = newest.read_bytes()
+    for bad in (b"", b"junk", good[:-20], good.replace(b'"/n"', b'"/m"'), bytes(len(good))):
+        newest.write_bytes(bad)
+        for results in (try_load([{"n": 0}], tmp_path), try_load([{"n": 0}, {"n": 0}], tmp_path)):
+            for error in errors_of(results, CheckpointCorruptedError):
+                assert "2.metadata" in str(error)
+        with pytest.raises(CheckpointCorruptedError):
+            load_alone({"n": 0}, tmp_path, 2)
+        assert version_in(tmp_path, 1) == 1
+        assert set(ids(tmp_path)) - {2} == {0, 1}
+    assert save_alone(state(7), tmp_path).unique_id == 3
+    assert version_in(tmp_path) == 7
+
+
+def test_a_damaged_metadata_may_be_replaced(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path)
+    (tmp_path / "0.metadata").write_bytes(b"junk")
+    save_alone(state(2), tmp_path, 0)
+    assert version_in(tmp_path) == 2
+    assert len(data_files(tmp_path)) == 2, "files without a readable owner stay"
+
+
+@pytest.mark.parametrize("damage", ["junk", "newer", "body", "directory"])
+def test_an_unreadable_metadata_stops_no_save_and_no_load_of_others(tmp_path: Path, damage: str) -> None:
+    """Nor may anything be deleted that it might need: what it says is not known."""
+    save_alone(state(0), tmp_path)
+    good = (tmp_path / "0.metadata").read_bytes()
+    bad = {"junk": b"junk", "newer": good.replace(b"[1,0]", b"[2,0]"), "body": good.replace(b'"/n"', b'"/m"')}
+    lost = set(files_in(tmp_path)) - {"0.metadata"}
+    (tmp_path / "0.metadata").unlink()
+    if damage == "directory":
+        (tmp_path / "0.metadata").mkdir()
+    else:
+        (tmp_path / "0.metadata").write_bytes(bad[damage])
+    save_alone(state(1), tmp_path, 1)
+    dead_save(tmp_path, 1)
+    dead_save(tmp_path, 1, operation="delete")
+    for claim in tmp_path.glob("*.claim"):
+        age(claim)
+    assert save_on([state(2)] * 2, tmp_path, 1)[0].unique_id == 1
+    assert save_on([state(3)] * 2, tmp_path)[0].unique_id == 2
+    assert [version_in(tmp_path, unique_id) for unique_id in (1, 2)] == [2, 3]
+    assert version_in(tmp_path) == 3
+    assert lost <= set(files_in(tmp_path))
+
+
+def test_a_metadata_of_another_id_is_refused(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path)
+    shutil.copy(tmp_path / "0.metadata", tmp_path / "3.metadata")
+    with pytest.raises(CheckpointCorruptedError, match="renamed"):
+        version_in(tmp_path)
+
+
+# -- leftovers
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("unique_id", [None, 0, 9])
+def test_what_a_dead_save_leaves_is_never_read_and_removed_once_it_is_old(
+    tmp_path: Path, unique_id: int | None, ranks: int
+) -> None:
+    save_alone(state(1), tmp_path)
+    left = dead_save(tmp_path, unique_id, ranks=ranks)
+    assert any(name.endswith(".claim") for name in left)
+    assert any(name.endswith(".safetensors") for name in left)
+    assert ids(tmp_path) == [0]
+    assert version_in(tmp_path) == 1
+    kept = {name: data for name, data in files_in(tmp_path).items() if name in left}
+    fresh = save_on([state(2)] * 2, tmp_path, unique_id)[0].unique_id
+    assert {name: files_in(tmp_path).get(name) for name in left} == kept, "it may be alive"
+    (claim,) = tmp_path.glob("*.claim")
+    age(claim, 200)
+    save_alone(state(3), tmp_path)
+    assert set(left) <= set(files_in(tmp_path)), "its claim is not so old"
+    age(claim, 200)
+    save_on([state(4)] * 2, tmp_path)
+    assert not set(left) & set(files_in(tmp_path))
+    assert version_in(tmp_path, fresh) == 2
+    assert version_in(tmp_path) == 4
+
+
+def test_old_files_under_a_fresh_claim_stay(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path)
+    left = dead_save(tmp_path)
+    for path in tmp_path.iterdir():
+        if path.suffix != ".claim":
+            age(path)
+    save_alone(state(2), tmp_path)
+    assert set(left) <= set(files_in(tmp_path))
+
+
+def test_files_without_a_claim_are_never_deleted(tmp_path: Path) -> None:
+    save_on([state(1)] * 2, tmp_path)
+    (tmp_path / "0.metadata").unlink()
+    lost = files_in(tmp_path)
+    for path in tmp_path.iterdir():
+        age(path, 10**6)
+    for _ in range(2):
+        save_on([state(2)] * 2, tmp_path, 0)
+        save_alone(state(3), tmp_path)
+    assert lost.items() <= files_in(tmp_path).items()
+    (lost_save,) = {name.split(".")[1] for name in lost}
+    metadata = rebuild(LocalStorage(tmp_path), lost_save, False)
+    assert version_in(tmp_path, metadata.unique_id) == 1
+
+
+@pytest.mark.parametrize("unique_id", [None, 1])
+def test_the_files_of_a_live_save_are_not_touched(tmp_path: Path, unique_id: int | None) -> None:
+    """While one save writes, others come and go; then it commits."""
+    save_alone(state(0), tmp_path)
+    seen = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            mine = {name for name in files_in(tmp_path) if name.endswith((".claim", ".safetensors"))}
+            save_alone(state(5), tmp_path)
+            save_alone(state(6), tmp_path, 3)
+            assert mine <= set(files_in(tmp_path))
+            seen.append(True)
+
+    report = save_on([state(7), {}], FaultyStorage(tmp_path, hook), unique_id)[0]
+    assert seen
+    assert version_in(tmp_path, report.unique_id) == 7
+    assert version_in(tmp_path, 3) == 6
+    assert not list(tmp_path.glob("*.claim"))
+
+
+def test_a_save_that_slept_until_it_was_taken_for_dead_does_not_commit(tmp_path: Path) -> None:
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            for claim in tmp_path.glob("*.claim"):
+                age(claim)
+            save_alone(state(2), tmp_path)
+
+    results = try_save([state(1)], FaultyStorage(tmp_path, hook))
+    for error in errors_of(results, RankFailureError):
+        assert "gone" in str(error)
+    assert version_in(tmp_path) == 2
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_an_expired_claim_of_a_committed_save_does_no_harm(tmp_path: Path) -> None:
+    """It died between its commit and the removal of its claim."""
+    save_alone(state(1), tmp_path, 4)
+    old = files_in(tmp_path)
+    left = dead_save(tmp_path, 4, operation="delete")
+    assert version_in(tmp_path, 4) == 99
+    assert set(old) - {"4.metadata"} <= set(files_in(tmp_path))
+    assert any(name.endswith(".claim") for name in left)
+    for claim in tmp_path.glob("*.claim"):
+        age(claim)
+    save_alone(state(2), tmp_path)
+    assert version_in(tmp_path, 4) == 99
+    assert version_in(tmp_path) == 2
+    assert len(files_in(tmp_path)) == 4, "the files that it had replaced are gone, and its claim"
+
+
+def test_two_explicit_saves_of_one_id_at_once(tmp_path: Path) -> None:
+    """The second commits while the first writes; the first then replaces it, and nothing is left."""
+    save_alone(state(0), tmp_path, 1)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            save_alone(state(5), tmp_path, 1)
+
+    save_on([state(7)], FaultyStorage(tmp_path, hook), 1)
+    assert version_in(tmp_path, 1) == 7
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_the_automatic_id_is_taken_meanwhile(tmp_path: Path) -> None:
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish" and name == "0.metadata":
+            save_alone(state(5), tmp_path)
+
+    (report,) = save_on([state(7)], FaultyStorage(tmp_path, hook))
+    assert report.unique_id == 1
+    assert version_in(tmp_path, 0) == 5
+    assert version_in(tmp_path, 1) == 7
+
+
+def test_a_data_file_that_vanishes_or_changes_before_the_commit(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path)
+    for damage in ("unlink", "truncate"):
+
+        def hook(operation: str, name: str, damage: str = damage) -> None:
+            if operation == "size":
+                path = tmp_path / name
+                path.unlink() if damage == "unlink" else path.write_bytes(b"x")
+
+        for error in errors_of(try_save([state(2)] * 2, FaultyStorage(tmp_path, hook)), RankFailureError):
+            assert "0_1." in str(error)
+        assert version_in(tmp_path) == 1
+        assert ids(tmp_path) == [0]
+        assert len(files_in(tmp_path)) == 2
+
+
+# -- foreign files
+
+JUNK = [
+    "00.metadata",
+    "-1.metadata",
+    "1.metadata.tmp",
+    "x.metadata",
+    ".metadata",
+    "1.METADATA",
+    "metadata",
+    "12.metadata~",
+    "0_0.safetensors.tmp",
+    "1_2.zz.0.safetensors",
+    "99999999999999999999.metadata",
+    "٣.metadata",
+    "5.0123456789abcdeg.claim",
+    "7.metadata.bak",
+]
+
+
+def test_foreign_files_never_confuse(tmp_path: Path) -> None:
+    for name in JUNK:
+        (tmp_path / name).write_bytes(b"junk")
+    (tmp_path / "0.metadata").write_bytes(pickle.dumps({"a": 1}))
+    (tmp_path / "0_0.distcp").write_bytes(b"junk")
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "3.metadata.d").mkdir()
+    before = files_in(tmp_path)
+    for path in tmp_path.iterdir():
+        age(path)
+    assert ids(tmp_path) == []
+    with pytest.raises(CheckpointNotFoundError):
+        load_alone({}, tmp_path)
+    assert save_on([state(1)] * 2, tmp_path)[0].unique_id == 1
+    assert save_alone(state(2), tmp_path).unique_id == 2
+    assert ids(tmp_path) == [1, 2]
+    assert version_in(tmp_path) == 2
+    save_alone(state(3), tmp_path, 1)
+    assert version_in(tmp_path, 1) == 3
+    assert before.items() <= files_in(tmp_path).items()
+
+
+def test_eleven_is_not_one(tmp_path: Path) -> None:
+    save_alone(state(11), tmp_path, 11)
+    save_alone(state(1), tmp_path, 1)
+    save_alone(state(111), tmp_path, 111)
+    assert ids(tmp_path) == [1, 11, 111]
+    for _ in range(2):
+        save_alone(state(2), tmp_path, 1)
+        assert [version_in(tmp_path, unique_id) for unique_id in (1, 11, 111)] == [2, 11, 111]
+    left = dead_save(tmp_path, 1)
+    for name in left:
+        age(tmp_path / name)
+    save_alone(state(3), tmp_path, 1)
+    assert [version_in(tmp_path, unique_id) for unique_id in (1, 11, 111)] == [3, 11, 111]
+
+
+def test_ids_of_another_format_count_as_used(tmp_path: Path) -> None:
+    (tmp_path / "4.metadata").write_bytes(pickle.dumps([1]))
+    (tmp_path / "0_6.distcp").write_bytes(b"x")
+    (tmp_path / "1_6.distcp").write_bytes(b"x")
+    assert save_alone(state(1), tmp_path).unique_id == 7
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_an_explicit_id_of_another_format_is_refused(tmp_path: Path, protocol: int) -> None:
+    (tmp_path / "4.metadata").write_bytes(pickle.dumps({"a": 1}, protocol))
+    before = files_in(tmp_path)
+    for error in errors_of(try_save([state(1)] * 2, tmp_path, 4), ValueError):
+        assert "another format" in str(error)
+    assert files_in(tmp_path) == before
+    with pytest.raises(CheckpointError):
+        load_alone({}, tmp_path, 4)
+
+
+def test_a_newer_foreign_checkpoint_is_skipped_by_loads(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path)
+    (tmp_path / "8.metadata").write_bytes(pickle.dumps({"a": 1}))
+    assert version_in(tmp_path) == 1
+    assert ids(tmp_path) == [0]
+
+
+def test_a_newer_major_version_is_refused_and_kept(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path)
+    path = tmp_path / "0.metadata"
+    newer = path.read_bytes().replace(b'"version":[1,0]', b'"version":[2,0]')
+    (tmp_path / "5.metadata").write_bytes(newer)
+    with pytest.raises(CheckpointError, match=r"version 2\.0"):
+        load_alone({}, tmp_path)
+    assert ids(tmp_path) == [0]
+    assert save_alone(state(2), tmp_path).unique_id == 6
+    needing = path.read_bytes().replace(b'"required_features":[]', b'"required_features":["magic"]')
+    (tmp_path / "7.metadata").write_bytes(needing)
+    with pytest.raises(CheckpointError, match="magic"):
+        load_alone({}, tmp_path)
+
+
+def test_a_directory_with_the_name_of_a_metadata_file(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path)
+    (tmp_path / "5.metadata").mkdir()
+    (tmp_path / "0_9.0123456789abcdef.0.safetensors").mkdir()
+    assert ids(tmp_path) == [0]
+    assert save_alone(state(2), tmp_path).unique_id == 6
+    assert version_in(tmp_path) == 2
+    watch = Watch([tmp_path])
+    save_alone(state(3), watch.storages()[0], 6)
+    assert version_in(tmp_path) == 3
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    import os
+
+    old = os.umask(0o027)
+    try:
+        save_on([state(1)] * 2, tmp_path / "made" / "here")
+    finally:
+        os.umask(old)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "made" / "here").iterdir()} == {"0o640"}
+
+
+def test_the_path_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    errors_of(try_save([state(1)] * 2, path), CheckpointError)
+    errors_of(try_load([state(1)] * 2, path), CheckpointNotFoundError)
+    assert path.read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("unique_id", [None, 0])
+def test_a_checkpoint_of_paddles_own_is_named_as_such(tmp_path: Path, unique_id: int | None) -> None:
+    (tmp_path / "0.metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+    (tmp_path / "0_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointNotFoundError, match="written by Paddle's own save_state_dict"):
+        load_alone({"x": np.zeros(2)}, tmp_path, unique_id)

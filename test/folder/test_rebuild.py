@@ -1,0 +1,263 @@
+"""A lost `.metadata` is made again from the data files: the same bytes, or a clear refusal."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.tensors import TensorView
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from paddle_dist_ckpt.files import datafile
+from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
+from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.rebuild import rebuild
+from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing import NumpyAdapter
+from test.jobs import (
+    SMALL,
+    age,
+    alike,
+    data_files,
+    files_in,
+    load_whole,
+    make_array,
+    replaced_bytes,
+    same_bits,
+    save_alone,
+    save_on,
+    split_rows,
+)
+from test.whole.test_round_trip import Item, jobs
+
+
+def rebuilt(folder: Any, save: str | None = None) -> Any:
+    return rebuild(LocalStorage(folder), save, False)
+
+
+def save_ids(folder: Path) -> set[str]:
+    return {path.name.split(".")[1] for path in data_files(folder)}
+
+
+@given(jobs())
+@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+def test_the_rebuilt_file_is_the_lost_one(job: tuple[int, int, list[Item]]) -> None:
+    savers, _, things = job
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        states = [{item.key: item.saved_by(rank) for item in things if rank in item.source} for rank in range(savers)]
+        save_on(states, folder, 3)
+        lost = (folder / "3.metadata").read_bytes()
+        (folder / "3.metadata").unlink()
+        assert rebuilt(folder).unique_id == 3
+        assert (folder / "3.metadata").read_bytes() == lost
+
+
+def test_everything_that_it_held_is_recovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = NumpyAdapter.view
+
+    def named(self: NumpyAdapter, value: Any, path: str) -> TensorView:
+        return view(self, value, path)._replace(name=f"var_{path[1:]}" if "w" in path else None)
+
+    monkeypatch.setattr(NumpyAdapter, "view", named)
+    monkeypatch.setattr(NumpyAdapter, "version", "3.1.4")
+    user = {"note": "trial", "sizes": (1, 2), "nested": {"x": [None, 2**90]}, "nan": float("nan")}
+    array = make_array((40, 30))
+    states: list[dict[str, Any]] = [{"w": part, "n": 2**70, "t": (1, b"x")} for part in split_rows(array, 3)]
+    states[2] |= {"mine": {"lr": 0.1}, "text": "long" * 2000}
+    save_on(states, tmp_path, options=SaveOptions(user_metadata=user, block_bytes=8192))
+    lost = (tmp_path / "0.metadata").read_bytes()
+    before = read_checkpoint(LocalStorage(tmp_path), 0)
+    (tmp_path / "0.metadata").unlink()
+    metadata = rebuilt(tmp_path)
+    assert (tmp_path / "0.metadata").read_bytes() == lost
+    assert alike(metadata.user_metadata, user)
+    assert metadata.variable_names == before.variable_names == {"w": "var_w"}
+    assert metadata.paddle_version == "3.1.4"
+    assert metadata.block_bytes == 8192
+    assert metadata.world_size == 3
+    assert alike(metadata.values, before.values)
+    assert metadata.state_dict_metadata == before.state_dict_metadata
+    assert metadata.storage_metadata == before.storage_metadata
+    merged = load_whole(tmp_path)
+    assert same_bits(merged["w"], array)
+    assert merged["text"] == "long" * 2000
+    assert merged["mine"] == {"lr": 0.1}
+
+
+def test_a_damaged_metadata_is_replaced(tmp_path: Path) -> None:
+    save_on([{"w": part} for part in split_rows(make_array((40, 30)), 2)], tmp_path)
+    path = tmp_path / "0.metadata"
+    lost = path.read_bytes()
+    for bad in (b"", b"junk", lost[:-9], lost.replace(b'"/w"', b'"/v"')):
+        path.write_bytes(bad)
+        rebuilt(tmp_path)
+        assert path.read_bytes() == lost
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_missing_file_is_named(tmp_path: Path, gone: int) -> None:
+    save_on([{"w": part} for part in split_rows(make_array((40, 30)), 3)], tmp_path)
+    (tmp_path / "0.metadata").unlink()
+    data_files(tmp_path)[gone].unlink()
+    before = files_in(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="coordinator" if gone == 0 else f"rank {gone} part 0"):
+        rebuilt(tmp_path)
+    assert files_in(tmp_path) == before
+
+
+def test_files_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = datafile.split_in_parts
+    monkeypatch.setattr("paddle_dist_ckpt.saving.part.split_in_parts", lambda entries, size: split(entries, size, 2000))
+    state = {f"w{i}": make_array((50,), seed=i) for i in range(40)} | {"n": 1}
+    save_on([state, {"x": make_array((9,))}], tmp_path)
+    count = len(data_files(tmp_path))
+    assert count > 4
+    path = tmp_path / "0.metadata"
+    lost = path.read_bytes()
+    assert alike(load_whole(tmp_path), state | {"x": make_array((9,))})
+    path.unlink()
+    rebuilt(tmp_path)
+    assert path.read_bytes() == lost
+    path.unlink()
+    (tmp_path / next(p.name for p in data_files(tmp_path) if ".2.safetensors" in p.name)).unlink()
+    with pytest.raises(CheckpointNotFoundError, match="rank 0 part 2"):
+        rebuilt(tmp_path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    save_on([{"w": part, "n": 7, "s": "text"} for part in split_rows(make_array((40, 30)), 2)], tmp_path)
+    (tmp_path / "0.metadata").unlink()
+    before = files_in(tmp_path)
+    silent, unnamed = [], []
+    for path in data_files(tmp_path):
+        data = path.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        text = len(data[:header].rstrip(b" "))
+        for place in [*range(text), header - 1, header, header + 777, len(data) - 1]:
+            with replaced_bytes(path, {place: data[place] ^ 0x01}):
+                try:
+                    rebuilt(tmp_path)
+                    silent.append(data[max(0, place - 20) : place + 9])
+                except CheckpointError as error:
+                    if path.name not in str(error):
+                        unnamed.append(f"{data[max(0, place - 20) : place + 9]!r}: {error}")
+                finally:
+                    for made in tmp_path.glob("*.metadata"):
+                        made.unlink()
+        path.write_bytes(data[:-1])
+        with pytest.raises(CheckpointError):
+            rebuilt(tmp_path)
+        path.write_bytes(data)
+    assert files_in(tmp_path) == before
+    rebuilt(tmp_path)
+    assert not silent, silent
+    assert not unnamed, unnamed[:20]
+
+
+def test_a_renamed_file_is_refused(tmp_path: Path) -> None:
+    save_on([{"w": part} for part in split_rows(make_array((40, 30)), 2)], tmp_path)
+    (tmp_path / "0.metadata").unlink()
+    first, second = data_files(tmp_path)
+    second.rename(tmp_path / first.name.replace("0_0", "5_0"))
+    with pytest.raises(CheckpointNotFoundError, match="renamed"):
+        rebuilt(tmp_path)
+
+
+def test_two_complete_saves_must_be_named(tmp_path: Path) -> None:
+    for version in (1, 2):
+        save_alone({"w": np.full(9, version)}, tmp_path)
+        (tmp_path / "0.metadata").unlink()
+    names = save_ids(tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        rebuilt(tmp_path)
+    assert all(name in str(error.value) for name in names)
+    assert committed_ids(LocalStorage(tmp_path)) == []
+    found = {int(load_whole(tmp_path, rebuilt(tmp_path, name).unique_id)["w"][0]) for name in sorted(names)}
+    assert found == {1, 2}
+    assert committed_ids(LocalStorage(tmp_path)) == [0, 1], "the second one takes the next id"
+    with pytest.raises(CheckpointNotFoundError):
+        rebuilt(tmp_path)
+    with pytest.raises(CheckpointNotFoundError):
+        rebuilt(tmp_path, "0123456789abcdef")
+
+
+def test_an_incomplete_save_does_not_stand_in_the_way_of_a_complete_one(tmp_path: Path) -> None:
+    for version in (1, 2):
+        save_on([{"w": part} for part in split_rows(np.full((9, 4), version), 2)], tmp_path)
+        (tmp_path / "0.metadata").unlink()
+        if version == 1:
+            data_files(tmp_path)[0].unlink()
+    assert rebuilt(tmp_path).unique_id == 0
+    assert (load_whole(tmp_path)["w"] == 2).all()
+
+
+@pytest.mark.parametrize("taken_by", ["ours", "pickle", "newer"])
+def test_an_id_that_is_taken_becomes_the_next(tmp_path: Path, taken_by: str) -> None:
+    save_alone({"w": np.full(9, 1)}, tmp_path, 4)
+    good = (tmp_path / "4.metadata").read_bytes()
+    (tmp_path / "4.metadata").unlink()
+    if taken_by == "ours":
+        save_alone({"w": np.full(9, 2)}, tmp_path, 4)
+    elif taken_by == "pickle":
+        (tmp_path / "4.metadata").write_bytes(b"\x80\x04junk")
+    else:
+        (tmp_path / "4.metadata").write_bytes(good.replace(b"[1,0]", b"[2,0]"))
+    other = (tmp_path / "4.metadata").read_bytes()
+    lost = sorted(save_ids(tmp_path), key=lambda name: name in other.decode("latin-1"))[0]
+    metadata = rebuilt(tmp_path, lost)
+    assert metadata.unique_id == 5
+    assert (tmp_path / "4.metadata").read_bytes() == other
+    assert (load_whole(tmp_path, 5)["w"] == 1).all()
+
+
+def test_rebuilt_files_are_protected_like_any_checkpoint(tmp_path: Path) -> None:
+    save_on([{"w": part} for part in split_rows(make_array((40, 30)), 2)], tmp_path)
+    (tmp_path / "0.metadata").unlink()
+    rebuilt(tmp_path)
+    for path in tmp_path.iterdir():
+        age(path)
+    save_alone({"x": 1}, tmp_path)
+    save_alone({"x": 2}, tmp_path, 1)
+    assert same_bits(load_whole(tmp_path, 0)["w"], make_array((40, 30)))
+
+
+def test_there_is_nothing_to_rebuild(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        rebuilt(tmp_path)
+    with pytest.raises(CheckpointNotFoundError):
+        rebuilt(tmp_path / "absent")
+    save_alone({"x": 1}, tmp_path)
+    with pytest.raises(CheckpointNotFoundError):
+        rebuilt(tmp_path)
+
+
+def test_the_save_of_a_replaced_checkpoint_that_still_lives_is_not_taken(tmp_path: Path) -> None:
+    """A file that claims a part of a tensor that another file has too is refused."""
+    save_on([{"w": part} for part in split_rows(make_array((40, 30)), 2)], tmp_path, options=SMALL)
+    (tmp_path / "0.metadata").unlink()
+    first, second = data_files(tmp_path)
+    second.write_bytes(first.read_bytes())
+    with pytest.raises((CheckpointNotFoundError, CheckpointCorruptedError)):
+        rebuilt(tmp_path)
+
+
+def test_uneven_shards_and_empty_ones(tmp_path: Path) -> None:
+    from test.jobs import sharded
+
+    array = make_array((7, 5), "complex128")
+    boxes = [[Box((0, 0), (3, 5))], [Box((3, 0), (4, 2)), Box((3, 2), (4, 3))], [Box((7, 0), (0, 5))]]
+    empty = np.zeros((0, 4), "float64")
+    states = [{"w": sharded(array, mine), "e": sharded(empty, [Box((0, 0), (0, 4))])} for mine in boxes]
+    save_on(states, tmp_path)
+    lost = (tmp_path / "0.metadata").read_bytes()
+    (tmp_path / "0.metadata").unlink()
+    rebuilt(tmp_path)
+    assert (tmp_path / "0.metadata").read_bytes() == lost
+    assert alike(load_whole(tmp_path), {"w": array, "e": empty})

@@ -1,0 +1,201 @@
+"""Entries that are stored under other keys: LoadOptions.key_map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError
+from paddle_dist_ckpt.loading.merged import Selection, load_merged
+from paddle_dist_ckpt.storage import as_storage
+from paddle_dist_ckpt.testing import NumpyAdapter, run_ranks
+from test.jobs import all_ok
+
+LARGE = "x" * 10_000  # an entry of a data file
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.state: Any = {"n": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def saved(path: Path, state: dict[str, Any]) -> None:
+    all_ok(run_ranks(2, lambda rank: rank.save(state, path)))
+
+
+def loaded(path: Path, target: dict[str, Any], key_map: Any, **more: Any) -> LoadReport:
+    """Load alone; the target is filled."""
+    options = LoadOptions(timeout=20, key_map=key_map, **more)
+    (report,) = all_ok(run_ranks(1, lambda rank: rank.load(target, path, options=options)))
+    return report
+
+
+STATE: dict[str, Any] = {
+    "net": {"fc.weight": np.arange(6.0), "fc.bias": np.ones(2), "deep": {"text": LARGE, "list": [1, (2, 3)]}},
+    "epoch": 3,
+}
+
+
+@pytest.mark.parametrize(
+    "key_map",
+    [
+        {"model": "net", "steps.epoch": "epoch"},
+        {"model.fc.weight": "net.fc.weight", "model.fc": "net.fc", "model": "net", "steps.epoch": "epoch"},
+        lambda key: key.replace("model", "net").replace("steps.epoch", "epoch"),
+    ],
+)
+def test_tensors_and_values_of_other_containers(tmp_path: Path, key_map: Any) -> None:
+    saved(tmp_path, STATE)
+    target: dict[str, Any] = {
+        "model": {"fc.weight": np.zeros(6), "fc.bias": np.zeros(2), "deep": {"text": None, "list": []}},
+        "steps": {"epoch": 0},
+    }
+    report = loaded(tmp_path, target, key_map)
+    assert target["model"]["fc.weight"].tolist() == STATE["net"]["fc.weight"].tolist()
+    assert target["model"]["fc.bias"].tolist() == [1, 1]
+    assert target["model"]["deep"] == STATE["net"]["deep"]
+    assert target["steps"]["epoch"] == 3
+    assert report.unused_keys == ()
+
+
+def test_exchanged_and_one_for_several(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "x": LARGE, "y": "y"})
+    target = {"a": np.full(2, 9.0), "b": np.full(2, 9.0), "c": np.full(2, 9.0), "x": "", "y": "", "z": ""}
+    loaded(tmp_path, target, {"a": "b", "b": "a", "c": "b", "x": "y", "y": "x", "z": "x"})
+    assert [target[key].tolist() for key in "abc"] == [[1, 1], [0, 0], [1, 1]]
+    assert (target["x"], target["y"], target["z"]) == ("y", LARGE, LARGE)
+
+
+def test_none_leaves_an_entry_as_it_is(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.zeros(2), "v": 1, "w": np.ones(2), "counter": Counter()})
+    own = Counter()
+    own.state = {"n": 8}
+    target = {"a": np.full(2, 9.0), "b": np.full(2, 9.0), "v": 7, "gone": {"x": 1}, "counter": own}
+    report = loaded(tmp_path, target, {"a": None, "b": "a", "v": None, "gone": None, "counter": None})
+    assert target["a"].tolist() == [9, 9]
+    assert target["b"].tolist() == [0, 0]
+    assert (target["v"], target["gone"], own.state) == (7, {"x": 1}, {"n": 8})
+    assert set(report.unused_keys) == {"v", "w", "counter.n"}
+
+
+def test_a_key_that_is_missing_does_not_fall_back(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.zeros(2), "v": 1})
+    for strict in (True, False):
+        target = {"a": np.full(2, 9.0), "b": np.full(2, 9.0), "v": 7}
+        options = LoadOptions(timeout=20, strict=strict, key_map={"a": "nowhere", "b": "a", "v": "none"})
+        (result,) = run_ranks(1, lambda rank, t=target, o=options: rank.load(t, tmp_path, options=o))
+        assert target["a"].tolist() == [9, 9]
+        assert target["v"] == 7
+        if strict:
+            assert isinstance(result, StateDictMismatchError)
+            assert len(result.problems) == 2
+        else:
+            assert isinstance(result, LoadReport)
+            assert len(result.skipped) == 2
+            assert target["b"].tolist() == [0, 0]
+
+
+def test_objects_subtrees_and_ranks_own_values(tmp_path: Path) -> None:
+    counter = Counter()
+    counter.state = {"n": 5, "table": np.arange(3), "text": LARGE}
+    all_ok(
+        run_ranks(
+            2,
+            lambda rank: rank.save(
+                {"old": {"counter": counter, "seed": PerRank(rank.rank)}, "v": {"p": [1]}}, tmp_path
+            ),
+        )
+    )
+    found = [Counter(), Counter()]
+    targets = [{"new": {"counter": found[i], "seed": PerRank(None)}, "w": None} for i in range(2)]
+    options = LoadOptions(timeout=20, key_map={"new": "old", "w": "v"})
+    all_ok(run_ranks(2, lambda rank: rank.load(targets[rank.rank], tmp_path, options=options)))
+    for i, target in enumerate(targets):
+        assert target["new"]["seed"].value == i
+        assert target["w"] == {"p": [1]}
+        state = found[i].state
+        assert (state["n"], state["table"].tolist(), state["text"]) == (5, [0, 1, 2], LARGE)
+
+
+def test_a_function_that_fails_or_returns_something_else(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.zeros(2)})
+
+    def fails(key: str) -> str:
+        raise KeyError(f"no idea of {key}")
+
+    for function, text in ((fails, "no idea of a"), (lambda key: 7, "key_map('a') returned 7")):
+        options = LoadOptions(timeout=20, key_map=function)
+        target = {"a": np.ones(2)}
+        results = run_ranks(2, lambda rank, t=target, o=options: rank.load(t, tmp_path, options=o))
+        assert all(isinstance(result, Exception) for result in results)
+        assert all(text in str(result) for result in results), results
+        assert target["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("bad", [7, "model", {"a": 1}, {1: "a"}])
+def test_bad_maps(bad: Any) -> None:
+    with pytest.raises(TypeError, match="key_map"):
+        LoadOptions(key_map=bad)
+
+
+def test_merged_loads_have_the_keys_that_are_stored(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "v": 1})
+    for key_map in ({"a": None}, {"a": "b"}, {"v": None}, lambda key: "b"):
+        merged = load_whole_with(tmp_path, LoadOptions(key_map=key_map))
+        assert merged["a"].tolist() == [0, 0]
+        assert (merged["b"].tolist(), merged["v"]) == ([1, 1], 1)
+
+
+def load_whole_with(path: Path, options: LoadOptions) -> dict[Any, Any]:
+    selection = Selection()
+    return load_merged(as_storage(path), NumpyAdapter(), None, selection, False, options)
+
+
+def test_what_is_wanted_twice_is_not_shared(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": list(range(3000)), "counter": holder(np.arange(4))})
+    first, second = Counter(), Counter()
+    target: dict[str, Any] = {"a": None, "b": None, "x": first, "y": second}
+    loaded(tmp_path, target, {"b": "a", "x": "counter", "y": "counter"})
+    assert target["a"] == target["b"] == list(range(3000))
+    assert target["a"] is not target["b"]
+    assert not np.shares_memory(first.state["table"], second.state["table"])
+
+
+def holder(table: Any) -> Counter:
+    counter = Counter()
+    counter.state = {"table": table}
+    return counter
+
+
+def test_views_of_one_memory_from_one_key_must_agree(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": np.array([1.0, 2.0, 3.0])})
+    memory = np.zeros(4)
+    options = LoadOptions(timeout=20, key_map={"b": "a"})
+    (error,) = run_ranks(1, lambda rank: rank.load({"a": memory[:3], "b": memory[1:]}, tmp_path, options=options))
+    assert isinstance(error, StateDictMismatchError)
+    assert memory.tolist() == [0] * 4
+
+
+def test_a_key_that_is_named_in_full_is_meant(tmp_path: Path) -> None:
+    saved(tmp_path, {"m": {"fc.weight": np.ones(2)}, "o": {"fc.weight.moment1": np.ones(2)}})
+    target = {"m": {"fc.weight": np.zeros(2)}, "o": {"fc.weight.moment1": np.zeros(2)}}
+    options = LoadOptions(timeout=20, key_map={"o.fc.weight.moment1": "o.fc.weight.other"})
+    (error,) = run_ranks(1, lambda rank: rank.load(target, tmp_path, options=options))
+    assert isinstance(error, StateDictMismatchError)
+
+
+def test_a_hint_names_what_may_be_meant(tmp_path: Path) -> None:
+    saved(tmp_path, {"net": {"weight": np.zeros(2)}})
+    options = LoadOptions(timeout=20, key_map={"weight": "net.weihgt"})
+    (error,) = run_ranks(1, lambda rank: rank.load({"weight": np.ones(2)}, tmp_path, options=options))
+    assert isinstance(error, CheckpointError)
+    assert "net.weight" in str(error)

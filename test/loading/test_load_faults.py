@@ -1,0 +1,70 @@
+"""A load whose disk fails at any single operation: it succeeds all the same, or every rank raises."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, RankFailureError
+from paddle_dist_ckpt.options import LoadOptions
+from test.jobs import Killed, Watch, alike, blank_like, check_pieces, load_on, make_array, save_on, split_rows, try_load
+
+ARRAY, COPY = make_array((60, 70)), make_array((80, 90), "int16")
+
+
+def blank_states(ranks: int) -> list[dict[str, Any]]:
+    """Targets in which the copy is tied to another key, so that there is a staged pass."""
+    states = []
+    for part in split_rows(ARRAY, ranks, fill=False, dimension=1):
+        part.pieces = [blank_like(piece) for piece in part.pieces]
+        shared = blank_like(COPY)
+        states.append({"cut": part, "copy": shared, "tied": shared, "n": None, "text": None})
+    return states
+
+
+def is_loaded(state: dict[str, Any]) -> bool:
+    check_pieces(state["cut"], ARRAY)
+    return alike(state["copy"], COPY) and state["n"] == 1 and state["text"] == "long" * 2000
+
+
+def is_untouched(state: dict[str, Any]) -> bool:
+    pieces = [*state["cut"].pieces, state["copy"]]
+    return all(np.array_equal(piece.view("u1"), blank_like(piece).view("u1")) for piece in pieces)
+
+
+@pytest.mark.parametrize("mode", ["fail", "kill the rank"])
+@pytest.mark.parametrize("exchange", ["auto", "always", "never"])
+def test_a_load_cut_short_anywhere(tmp_path: Path, exchange: Any, mode: str) -> None:
+    saved = [{"cut": part, "copy": COPY, "tied": COPY, "n": 1, "text": "long" * 2000} for part in split_rows(ARRAY, 2)]
+    save_on(saved, tmp_path)
+    options = LoadOptions(exchange=exchange, timeout=30)
+    dry = Watch([tmp_path] * 2)
+    load_on(blank_states(2), dry.storages(), options=options)
+    raised = 0
+    for rank, count in dry.count_by_rank().items():
+        for step in range(count):
+            error = (lambda: OSError(errno.EIO, "injected")) if mode == "fail" else Killed
+            watch = Watch([tmp_path] * 2, (rank, step), error, "none" if mode == "fail" else "rank")
+            states = blank_states(2)
+            results = try_load(states, watch.storages(), options=options)
+            if not any(isinstance(result, BaseException) for result in results):
+                assert all(map(is_loaded, states)), watch.happened
+                continue
+            raised += 1
+            touched = not all(map(is_untouched, states))
+            for place, result in enumerate(results):
+                if isinstance(result, Killed):
+                    assert place == rank
+                    continue
+                assert isinstance(result, CheckpointError), (watch.happened, result)
+                if isinstance(result, RankFailureError):
+                    assert list(result.failures) == [rank], (watch.happened, result)
+                else:
+                    assert isinstance(result, CheckpointCorruptedError)
+                assert touched <= ("partly written" in str(result)), (watch.happened, str(result))
+            assert all(state["n"] is None for state in states)
+    assert raised

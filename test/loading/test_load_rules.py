@@ -1,0 +1,504 @@
+"""What a load puts where, what it refuses, and that it touches nothing when it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    RankFailureError,
+    StateDictMismatchError,
+)
+from paddle_dist_ckpt.options import LoadOptions
+from test.jobs import (
+    LAYOUTS,
+    Watch,
+    alike,
+    another_host,
+    blank_like,
+    check_pieces,
+    data_files,
+    errors_of,
+    everything,
+    laid_out,
+    load_alone,
+    load_on,
+    load_whole,
+    make_array,
+    same_bits,
+    save_alone,
+    save_on,
+    sharded,
+    split_rows,
+    try_load,
+)
+
+EXCHANGES = ("auto", "always", "never")
+BFLOAT16, FLOAT8, FLOAT8_WIDE = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+# -- what does not fit
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_every_problem_of_every_rank_is_listed_on_every_rank_and_nothing_is_touched(
+    tmp_path: Path, exchange: Any
+) -> None:
+    good, table = make_array((30, 40)), make_array((8, 6), "int64")
+    save_on([{"good": good, "table": table, "narrow": table, "n": 1, "d": {"x": 1}, "lost.key": table}], tmp_path)
+    wanted = [
+        {"good": blank_like(good), "table": blank_like(table[:4].copy()), "n": 0},
+        {"good": blank_like(good), "narrow": blank_like(table.astype("int32")), "d": 5, "losst.key": blank_like(table)},
+        {"good": blank_like(good), "n": blank_like(table), "table": 3, "d": {"x": 0}},
+    ]
+    before = [{key: value.copy() for key, value in state.items() if isinstance(value, np.ndarray)} for state in wanted]
+    errors = errors_of(
+        try_load(wanted, tmp_path, options=LoadOptions(exchange=exchange, timeout=30)), StateDictMismatchError
+    )
+    for error in errors:
+        text = "\n".join(error.problems)
+        assert len(error.problems) == 6, text
+        for line in (
+            "table: the target has shape [4, 6], the checkpoint [8, 6] (rank 0)",
+            "narrow: the target has dtype int32, the checkpoint int64 (rank 1)",
+        ):
+            assert line in text
+        assert "d:" in text
+        assert "n:" in text
+        assert "is 'lost.key' meant?" in text
+        assert all(problem in str(error) for problem in error.problems)
+    for state, kept in zip(wanted, before, strict=True):
+        assert all(same_bits(state[key], value) for key, value in kept.items())
+    assert wanted[0]["n"] == 0
+    assert wanted[1]["d"] == 5
+    assert wanted[2]["d"] == {"x": 0}
+
+
+def test_without_strict_what_fits_is_loaded_and_the_rest_is_reported(tmp_path: Path) -> None:
+    good = make_array((50, 60))
+    save_on([{"good": good, "bad": good, "n": 7, "m": 8}], tmp_path)
+    parts = split_rows(good, 2, fill=False)
+    bad = blank_like(good[:3].copy())
+    wanted: list[dict[str, Any]] = [
+        {"good": parts[0], "bad": bad, "n": None, "absent": 1},
+        {"good": parts[1], "m": blank_like(good), "ghost": None},
+    ]
+    reports = load_on(wanted, tmp_path, options=LoadOptions(strict=False, timeout=30))
+    for part in parts:
+        check_pieces(part, good)
+    assert same_bits(bad, blank_like(good[:3].copy()))
+    assert wanted[0]["n"] == 7
+    assert wanted[0]["absent"] == 1
+    assert wanted[1]["ghost"] is None
+    assert same_bits(wanted[1]["m"], blank_like(good))
+    assert [sorted(line.split(":")[0].lstrip("/") for line in report.skipped) for report in reports] == [
+        ["absent", "bad"],
+        ["ghost", "m"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ({"a": np.zeros(3)}, {"a": 1}),
+        ({"a": 1}, {"a": np.zeros(3)}),
+        ({"a": {"b": 1}}, {"a": [1]}),
+        ({"a": [1]}, {"a": {"b": 1}}),
+        ({"a": {}}, {"a": [1]}),
+        ({"a": [np.zeros(3)]}, {"a": {"b": np.zeros(3)}}),
+        ({"a": {"b": np.zeros(3)}}, {"a": [np.zeros(3)]}),
+        ({"a": [np.zeros(3)]}, {"a": (np.zeros(3),)}),
+        ({"a": {"b": np.zeros(3)}}, {"a": None}),
+        ({"a": {"b": 1}}, {"a": 1}),
+        ({"a": 1}, {"a": {"b": 1}}),
+        ({"a": {1: 1}}, {"a": {"1": 1}}),
+        ({"a": 1}, {"b": None}),
+        ({"a": [np.zeros(3)]}, {"a": [np.zeros(3), np.zeros(3)]}),
+        ({"a": {"b": np.zeros(3)}}, {"a.b": np.zeros(3)}),
+    ],
+)
+def test_a_target_of_another_kind_is_a_mismatch(tmp_path: Path, stored: Any, wanted: Any) -> None:
+    save_alone(stored, tmp_path)
+    with pytest.raises(StateDictMismatchError) as error:
+        load_alone(wanted, tmp_path)
+    assert error.value.problems
+
+
+def test_a_region_that_no_shard_covers_is_a_mismatch_before_anything_is_read(tmp_path: Path) -> None:
+    """Only a framework that misplaces its own shards could ask for such."""
+    array = make_array((10, 4))
+    save_alone({"a": array}, tmp_path)
+    beyond = sharded(np.zeros((10, 4), "float32"), [Box((8, 0), (2, 4))])
+    beyond.boxes[0] = Box((9, 0), (2, 4))
+    with pytest.raises(StateDictMismatchError, match=r"a: .*\[9:11,0:4\]"):
+        load_alone({"a": beyond}, tmp_path)
+
+
+def test_there_is_no_such_checkpoint(tmp_path: Path) -> None:
+    errors_of(try_load([{}, {}], tmp_path), CheckpointNotFoundError)
+    save_alone({"a": 1}, tmp_path)
+    errors_of(try_load([{}, {}], tmp_path, 5), CheckpointNotFoundError)
+    with pytest.raises(CheckpointNotFoundError):
+        load_alone({}, tmp_path / "nowhere")
+
+
+def test_ranks_that_want_different_ids_all_raise(tmp_path: Path) -> None:
+    from paddle_dist_ckpt.testing import run_ranks
+
+    save_alone({"a": 1}, tmp_path)
+    errors_of(run_ranks(2, lambda rank: rank.load({"a": 0}, tmp_path, rank.rank)), ValueError)
+
+
+# -- values
+
+
+def test_values_are_replaced_by_the_stored_ones(tmp_path: Path) -> None:
+    stored = {
+        "step": 12,
+        "history": [1, 2.5, "three"],
+        "nested": {"lr": 0.1, "betas": (0.9, 0.999), "odd": {(1, 2): b"x"}, "none": None},
+        "big": 2**80,
+        "empty": {"d": {}, "l": [], "t": ()},
+    }
+    save_on([stored, stored], tmp_path)
+    wanted = {
+        "step": "before",
+        "history": [0] * 10,
+        "nested": {"lr": None, "betas": (), "odd": {(1,): 1}, "none": 3},
+        "big": 0,
+        "empty": {"d": None, "l": [1], "t": (1,)},
+    }
+    states = [wanted, {"history": [], "nested": None, "step": None}]
+    load_on(states, tmp_path)
+    assert alike(states[0], stored)
+    assert alike(states[1], {key: stored[key] for key in states[1]})
+
+
+def test_none_takes_a_subtree_of_values_and_stored_none_is_kept(tmp_path: Path) -> None:
+    stored = {"a": {"b": {"c": [1, {"d": 2}], 5: "int key"}, "e": None}, "f": None}
+    save_alone(stored, tmp_path)
+    state: dict[str, Any] = {"a": None, "f": 1}
+    load_alone(state, tmp_path)
+    assert alike(state, stored)
+    state = {"a": {"b": None}}
+    report = load_alone(state, tmp_path)
+    assert alike(state, {"a": {"b": stored["a"]["b"]}})
+    assert set(report.unused_keys) == {"a.e", "f"}
+
+
+def test_values_beside_tensors_in_lists_and_tuples(tmp_path: Path) -> None:
+    array = make_array((5,))
+    save_alone({"l": [array, 1, {"x": 2}], "t": (3, array, [array, "four"])}, tmp_path)
+    blank = blank_like(array)
+    targets = [blank.copy() for _ in range(3)]
+    inner: list[Any] = [targets[2], None]
+    state: dict[str, Any] = {"l": [targets[0], 0, {"x": 0}], "t": (0, targets[1], inner)}
+    kept = state["l"]
+    load_alone(state, tmp_path)
+    assert state["l"] is kept
+    assert state["l"][1:] == [1, {"x": 2}]
+    assert state["t"][0] == 3
+    assert state["t"][2] is inner
+    assert inner[1] == "four"
+    assert all(same_bits(target, array) for target in targets)
+    assert state["l"][0] is targets[0]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_large_value_lives_in_a_data_file(tmp_path: Path, exchange: Any) -> None:
+    text = "0123456789" * 2000
+    save_on([{}, {"text": text, "d": {"blob": text.encode(), "n": 1}}, {"text": text}], tmp_path)
+    assert text.encode() not in (tmp_path / "0.metadata").read_bytes()
+    assert sum(text.encode() in path.read_bytes() for path in data_files(tmp_path)) == 1
+    states: list[dict[str, Any]] = [{"text": None}, {"d": None}, {}, {"text": 5, "d": {"blob": None}}]
+    load_on(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=30))
+    assert states[0] == {"text": text}
+    assert states[1] == {"d": {"blob": text.encode(), "n": 1}}
+    assert states[3] == {"text": text, "d": {"blob": text.encode()}}
+    assert load_whole(tmp_path) == {"text": text, "d": {"blob": text.encode(), "n": 1}}
+
+
+def test_many_small_values_do_not_swell_the_metadata(tmp_path: Path) -> None:
+    values = {f"v{i}": f"{i:05}" * 800 for i in range(3000)}
+    save_alone(dict(values), tmp_path)
+    assert (tmp_path / "0.metadata").stat().st_size < 12 << 20
+    assert load_whole(tmp_path) == values
+
+
+# -- keys
+
+ODD_KEYS = ["a.b", "", ".", "a/b", "~1", "x[0:2]", "%5B", "__metadata__", "é\n\x00", "\\.", "a b", "0", "~i0"]
+
+
+def test_keys_may_contain_anything(tmp_path: Path) -> None:
+    def state(blank: bool) -> dict[Any, Any]:
+        def array(i: int) -> np.ndarray:
+            return blank_like(make_array((3, i + 1))) if blank else make_array((3, i + 1), seed=i)
+
+        made: dict[Any, Any] = {key: array(i) for i, key in enumerate(ODD_KEYS)}
+        made["a"] = {"b": array(20), "b.c": {"d": array(21)}, "b\\": array(22)}
+        made["a.b.c"] = {"d": array(23)}
+        made[0] = array(24)
+        made["l"] = [array(25)]
+        made["l.0"] = array(26)
+        return made
+
+    save_on([state(False), {}], tmp_path)
+    wanted = [state(True), state(True)]
+    load_on(wanted, tmp_path)
+    assert alike(wanted[0], state(False))
+    assert alike(wanted[1], state(False))
+    assert alike(load_whole(tmp_path), state(False))
+
+
+def test_unused_keys_are_those_that_no_rank_asked_for(tmp_path: Path) -> None:
+    array = make_array((3,))
+    save_alone({"a": array, "b": {"c": array, "d": 1, "e": 2}, "f": array, "v": "x" * 9000, "w": "x" * 9000}, tmp_path)
+    reports = load_on([{"a": blank_like(array)}, {"b": {"d": None}, "v": None}], tmp_path)
+    assert {tuple(sorted(report.unused_keys)) for report in reports} == {("b.c", "b.e", "f", "w")}
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("target_layout", LAYOUTS)
+@pytest.mark.parametrize("source_layout", ["c", "fortran", "window"])
+def test_memory_of_any_layout(tmp_path: Path, source_layout: str, target_layout: str, exchange: Any) -> None:
+    array = make_array((37, 90), "bfloat16")
+    save_on([{"a": laid_out(array, source_layout), "b": sharded(array, everything(array), source_layout)}], tmp_path)
+    targets = [laid_out(blank_like(array), target_layout) for _ in range(2)]
+    part = sharded(array, [Box((5, 7), (30, 41))], target_layout, fill=False)
+    options = LoadOptions(exchange=exchange, timeout=30)
+    load_on([{"a": targets[0]}, {"b": targets[1]}, {"b": part}], tmp_path, options=options)
+    assert all(same_bits(target.copy(), array) for target in targets)
+    check_pieces(part, array)
+
+
+def test_what_lies_around_a_target_is_not_touched(tmp_path: Path) -> None:
+    array = make_array((9, 11), "int16")
+    save_alone({"a": array}, tmp_path)
+    memory = np.full((13, 30), 77, np.int16)
+    load_alone({"a": memory[2:11, 3:25:2]}, tmp_path)
+    assert same_bits(memory[2:11, 3:25:2].copy(), array)
+    memory[2:11, 3:25:2] = 77
+    assert (memory == 77).all()
+
+
+def test_a_read_only_array_is_a_mismatch(tmp_path: Path) -> None:
+    array = make_array((4,))
+    save_alone({"a": array, "b": array}, tmp_path)
+    target, other = blank_like(array), blank_like(array)
+    target.flags.writeable = False
+    with pytest.raises(StateDictMismatchError, match="a: .*read-only"):
+        load_alone({"a": target, "b": other}, tmp_path)
+    assert same_bits(other, blank_like(array))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_tied_targets_are_filled_if_the_checkpoint_agrees(tmp_path: Path, exchange: Any) -> None:
+    array, other = make_array((40, 50)), make_array((40, 50), seed=1)
+    save_alone({"a": array, "b": array, "c": other}, tmp_path)
+    options = LoadOptions(exchange=exchange, timeout=30)
+    shared, free = blank_like(array), blank_like(array)
+    load_on([{"a": shared, "b": shared, "c": free}, {"a": free.copy()}], tmp_path, options=options)
+    assert same_bits(shared, array)
+    assert same_bits(free, other)
+
+    shared, free = blank_like(array), blank_like(array)
+    states = [{"c": free}, {"a": shared, "c": shared}]
+    for error in errors_of(try_load(states, tmp_path, options=options), StateDictMismatchError):
+        assert any("shares memory with" in problem for problem in error.problems)
+    assert same_bits(shared, blank_like(array))
+    assert same_bits(free, blank_like(array))
+
+    (_, report) = load_on(states, tmp_path, options=LoadOptions(exchange=exchange, strict=False, timeout=30))
+    assert len(report.skipped) == 1
+    assert same_bits(shared, blank_like(array))
+    assert same_bits(free, other)
+
+
+def test_tied_shards_on_several_ranks(tmp_path: Path) -> None:
+    array = make_array((40, 50))
+    save_on([{"a": part, "b": part} for part in split_rows(array, 2)], tmp_path)
+    parts = split_rows(array, 3, fill=False)
+    load_on([{"a": part, "b": part} for part in parts], tmp_path)
+    for part in parts:
+        check_pieces(part, array)
+
+
+def test_views_of_one_memory_with_different_elements_are_not_tied(tmp_path: Path) -> None:
+    matrix = make_array((6, 6))
+    save_alone({"row": matrix[0, :], "column": matrix[:, 0]}, tmp_path)
+    target = blank_like(matrix)
+    load_alone({"row": target[0, :], "column": target[:, 0]}, tmp_path)
+    assert same_bits(target[0, :].copy(), matrix[0, :].copy())
+    assert same_bits(target[:, 0].copy(), matrix[:, 0].copy())
+
+
+def test_a_transposed_view_is_tied_to_its_array(tmp_path: Path) -> None:
+    matrix = make_array((5, 5))
+    save_alone({"a": matrix, "b": matrix.T}, tmp_path)
+    target = blank_like(matrix)
+    load_alone({"a": target, "b": target.T}, tmp_path)
+    assert same_bits(target, matrix)
+
+
+# -- casts
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ("float32", "float64"),
+        ("float64", "float32"),
+        ("float32", BFLOAT16),
+        (BFLOAT16, "float32"),
+        (BFLOAT16, "float16"),
+        ("float16", BFLOAT16),
+        ("float32", FLOAT8),
+        (FLOAT8, "float32"),
+        (FLOAT8_WIDE, BFLOAT16),
+        (BFLOAT16, FLOAT8_WIDE),
+        (FLOAT8_WIDE, FLOAT8),
+        ("int8", "int64"),
+        ("uint8", "int16"),
+        ("uint32", "uint64"),
+        ("bool", "int32"),
+        ("bool", "uint8"),
+        ("float32", "complex64"),
+        ("float64", "complex128"),
+        ("float32", "complex128"),
+        (BFLOAT16, "complex64"),
+    ],
+)
+def test_casts(tmp_path: Path, stored: Any, wanted: Any, exchange: Any) -> None:
+    numbers = (np.arange(70 * 60).reshape(70, 60) % 15 - (0 if str(stored).startswith(("u", "bool")) else 7)) / 1
+    array = numbers.astype(stored)
+    expected = array.astype(wanted)
+    save_on([{"a": part} for part in split_rows(array, 2)], tmp_path)
+    whole, part = blank_like(expected), sharded(expected, [Box((3, 5), (50, 33))], "fortran", fill=False)
+    states = [{"a": whole}, {"a": part}]
+    with pytest.raises(StateDictMismatchError, match="dtype"):
+        raise try_load(states, tmp_path)[0]
+    assert same_bits(whole, blank_like(expected))
+    load_on(states, tmp_path, options=LoadOptions(cast=True, exchange=exchange, timeout=30))
+    assert same_bits(whole, expected)
+    check_pieces(part, expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ("int64", "int32"),
+        ("int32", "uint64"),
+        ("uint64", "int64"),
+        ("int32", "float64"),
+        ("float32", "int64"),
+        ("complex64", "float32"),
+        ("int32", "bool"),
+        ("bool", "float32"),
+        ("float32", "bool"),
+        ("int8", "complex64"),
+    ],
+)
+def test_casts_that_are_not_done(tmp_path: Path, stored: str, wanted: str) -> None:
+    save_alone({"a": np.zeros(4, stored)}, tmp_path)
+    with pytest.raises(StateDictMismatchError, match=f"a: .*{wanted}.*{stored}"):
+        load_alone({"a": np.ones(4, wanted)}, tmp_path, options=LoadOptions(cast=True))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("value", "stored", "wanted"),
+    [
+        (1e39, "float64", "float32"),
+        (1e5, "float32", "float16"),
+        (500.0, "float32", FLOAT8),
+        (1e6, BFLOAT16, FLOAT8_WIDE),
+        (3.4e38, "float32", BFLOAT16),
+        (1e300, "float64", "complex64"),
+    ],
+)
+def test_a_finite_value_that_the_target_cannot_hold_is_an_error(
+    tmp_path: Path, value: float, stored: Any, wanted: Any, exchange: Any
+) -> None:
+    if wanted is BFLOAT16:
+        value = float(np.finfo(np.float32).max)
+    array = np.ones((50, 60), stored)
+    array[31, 7] = value
+    save_alone({"a": np.ones(3, stored), "b": array}, tmp_path)
+    options = LoadOptions(cast=True, exchange=exchange, timeout=30)
+    states = [{"a": np.zeros(3, wanted)}, {"b": np.zeros((50, 60), wanted)}]
+    for error in errors_of(try_load(states, tmp_path, options=options), RankFailureError):
+        assert list(error.failures) == [1]
+        assert "b: " in str(error)
+        assert "partly written" in str(error)
+    with pytest.raises(CheckpointError, match=r"b: .*too large"):
+        load_alone({"b": np.zeros((50, 60), wanted)}, tmp_path, options=LoadOptions(cast=True))
+
+
+@pytest.mark.parametrize("wanted", ["float32", "float16", BFLOAT16, FLOAT8_WIDE, "complex64"])
+def test_infinities_and_nans_may_be_cast(tmp_path: Path, wanted: Any) -> None:
+    array = np.array([np.inf, -np.inf, np.nan, 1.0, 0.0])
+    save_alone({"a": array}, tmp_path)
+    target = np.zeros(5, wanted)
+    load_alone({"a": target}, tmp_path, options=LoadOptions(cast=True))
+    np.testing.assert_array_equal(target.astype("complex128").real, array)
+
+
+# -- files and bytes
+
+
+def test_only_the_files_that_hold_what_is_wanted_are_opened(tmp_path: Path) -> None:
+    arrays = {f"t{i}": make_array((20, 20), seed=i) for i in range(4)}
+    save_on([{key: sharded(array, everything(array))} for key, array in arrays.items()], tmp_path)
+    watch = Watch([tmp_path, tmp_path])
+    targets = {"t1": blank_like(arrays["t1"])}, {"t1": blank_like(arrays["t1"]), "t3": blank_like(arrays["t3"])}
+    reports = load_on(list(targets), watch.storages())
+    opened = [sorted(name.split("_")[0] for name in watch.names_of("open", rank)) for rank in range(2)]
+    assert opened == [["1"], ["1", "3"]]
+    assert [report.files_opened for report in reports] == [1, 2]
+    assert watch.names_of("names", 1) == []
+    assert watch.names_of("read", 1) == []
+
+
+def test_a_load_of_values_opens_no_file(tmp_path: Path) -> None:
+    save_alone({"a": make_array((9,)), "n": 1}, tmp_path)
+    watch = Watch([tmp_path])
+    state = {"n": None}
+    load_alone(state, watch.storages()[0])
+    assert state == {"n": 1}
+    assert watch.names_of("open") == []
+
+
+def test_a_rank_without_the_folder_is_served_by_others(tmp_path: Path) -> None:
+    array = make_array((30, 30))
+    save_on([{"a": part} for part in split_rows(array, 2)], tmp_path)
+    targets = [blank_like(array), blank_like(array)]
+    load_on([{"a": target} for target in targets], [tmp_path, tmp_path / "absent"])
+    assert all(same_bits(target, array) for target in targets)
+
+
+def test_a_file_that_is_missing_everywhere_is_named(tmp_path: Path) -> None:
+    array = make_array((30, 30))
+    save_on([{"a": part} for part in split_rows(array, 2)], tmp_path)
+    gone = data_files(tmp_path)[1]
+    gone.unlink()
+    for exchange in EXCHANGES:
+        targets = [blank_like(array), blank_like(array)]
+        paths = [another_host(tmp_path, 1), another_host(tmp_path, 2)]
+        options = LoadOptions(exchange=exchange, timeout=30)
+        results = try_load([{"a": target} for target in targets], paths, options=options)
+        for error in errors_of(results, CheckpointCorruptedError):
+            assert gone.name in str(error)
+        assert all(same_bits(target, blank_like(array)) for target in targets)

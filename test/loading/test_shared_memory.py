@@ -1,0 +1,103 @@
+"""Targets that share memory, and targets for which there is nothing: what a load fills and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.errors import StateDictMismatchError
+from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.testing import ShardedArray
+from test.jobs import blank_like, load_alone, load_on, make_array, same_bits, save_alone
+
+EXCHANGES = ("auto", "always", "never")
+LAX = LoadOptions(strict=False)
+MATRIX = make_array((30, 40))
+
+Views = Callable[[np.ndarray], dict[str, np.ndarray]]
+
+VIEWS: dict[str, Views] = {
+    "a part": lambda w: {"w": w, "v": w[10:]},
+    "rows and a column": lambda w: {"w": w, "v": w[5:9], "c": w[:, 3]},
+    "transposed": lambda w: {"w": w, "v": w.T},
+    "backwards": lambda w: {"w": w, "v": w[::-1]},
+    "parts that overlap": lambda w: {"w": w[:20], "v": w[10:]},
+    "another dtype": lambda w: {"w": w, "v": w.view("int32")},
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_one_memory_are_filled_if_the_checkpoint_agrees(tmp_path: Path, name: str, exchange: Any) -> None:
+    stored = {key: view.copy() for key, view in VIEWS[name](MATRIX).items()}
+    save_alone(stored, tmp_path)
+    targets = [VIEWS[name](blank_like(MATRIX)) for _ in range(2)]
+    load_on([dict(views) for views in targets], tmp_path, options=LoadOptions(exchange=exchange, timeout=30))
+    for views in targets:
+        assert all(same_bits(view.copy(), stored[key]) for key, view in views.items())
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_one_memory_are_a_mismatch_if_the_checkpoint_differs(tmp_path: Path, name: str) -> None:
+    stored = {key: view.copy() for key, view in VIEWS[name](MATRIX).items()}
+    stored["v"][...] = make_array(stored["v"].shape, stored["v"].dtype.name, 7)
+    save_alone(stored, tmp_path)
+    memory = blank_like(MATRIX)
+    with pytest.raises(StateDictMismatchError, match="shares memory with"):
+        load_alone(dict(VIEWS[name](memory)), tmp_path)
+    assert same_bits(memory, blank_like(MATRIX))
+
+    report = load_alone(dict(VIEWS[name](memory)), tmp_path, None, LAX)
+    assert report.skipped
+    assert same_bits(memory, blank_like(MATRIX))
+
+
+def test_targets_whose_rows_lie_between_each_other_are_both_filled(tmp_path: Path) -> None:
+    left, right = make_array((30, 15)), make_array((30, 25), seed=1)
+    save_alone({"a": left, "b": right}, tmp_path)
+    memory = blank_like(MATRIX)
+    report = load_alone({"a": memory[:, :15], "b": memory[:, 15:]}, tmp_path)
+    assert not report.skipped
+    assert same_bits(memory, np.hstack([left, right]))
+
+
+# -- targets for which there is nothing
+
+
+def uncovered(memory: np.ndarray) -> ShardedArray:
+    """A target that says to lie where no stored shard does, as only a mistaken framework could."""
+    return ShardedArray((10, 4), DTYPES["float32"], [Box((9, 0), (2, 4))], [memory])
+
+
+def test_an_uncovered_target_does_not_stand_in_the_way_of_one_with_the_same_memory(tmp_path: Path) -> None:
+    good = make_array((2, 4))
+    save_alone({"good": good, "odd": make_array((10, 4), seed=1)}, tmp_path)
+    memory = blank_like(good)
+    report = load_alone({"good": memory, "odd": uncovered(memory)}, tmp_path, None, LAX)
+    assert len(report.skipped) == 1
+    assert report.skipped[0].startswith("odd: ")
+    assert same_bits(memory, good)
+
+
+def test_the_memory_of_an_uncovered_target_between_others_is_left_alone(tmp_path: Path) -> None:
+    good = make_array((2, 4))
+    save_alone({"good": good, "odd": make_array((10, 4), seed=1)}, tmp_path)
+    memory = blank_like(make_array((2, 8)))
+    report = load_alone({"good": memory[:, :4], "odd": uncovered(memory[:, 4:])}, tmp_path, None, LAX)
+    assert len(report.skipped) == 1
+    assert same_bits(memory[:, :4].copy(), good)
+    assert same_bits(memory[:, 4:].copy(), blank_like(good))
+
+
+def test_none_stays_where_there_is_no_value_to_take(tmp_path: Path) -> None:
+    save_alone({"a": 1, "tensors": {"w": np.arange(3)}, "values": {"x": 2}, "empty": {}}, tmp_path)
+    state = {"a": None, "missing": None, "tensors": None, "values": None, "empty": None}
+    report = load_alone(state, tmp_path, None, LAX)
+    assert state == {"a": 1, "missing": None, "tensors": None, "values": {"x": 2}, "empty": {}}
+    assert len(report.skipped) == 2

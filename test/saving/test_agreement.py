@@ -1,0 +1,155 @@
+"""What ranks must agree on, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
+from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
+from paddle_dist_ckpt.folder.rebuild import rebuild
+from paddle_dist_ckpt.options import LoadOptions, SaveOptions
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
+from test.jobs import alike, all_ok, errors_of, files_in, load_whole, make_array, same_bits, save_on, try_save
+
+# -- options
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [
+        ("exchange", "never", "always"),
+        ("exchange", "auto", "always"),
+        ("exchange", "always", "never"),
+        ("strict", True, False),
+        ("cast", False, True),
+    ],
+)
+def test_options_that_differ_are_refused_before_anything_is_touched(
+    tmp_path: Path, name: str, ours: Any, theirs: Any
+) -> None:
+    save_on([{"a": make_array((50,))}] * 2, tmp_path)
+    targets = [np.zeros(50, "float32") for _ in range(3)]
+
+    def work(rank: SimulatedRank) -> Any:
+        options = LoadOptions(timeout=30, **{name: theirs if rank.rank == 2 else ours})
+        return rank.load({"a": targets[rank.rank]}, tmp_path, None, options)
+
+    for error in errors_of(run_ranks(3, work), ValueError):
+        assert f"rank 2 passed LoadOptions({name}={theirs})" in str(error)
+        assert str(ours) in str(error)
+    assert not any(target.any() for target in targets)
+
+
+# -- containers
+
+
+T = np.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((T,), [T]), ([T], (T,)), ({"0": T}, [T]), ({"k": T}, [T]), ({0: T}, [T]), ({"0": T}, (T,)), ([(T,)], [[T]])],
+    ids=lambda container: re.sub(r"array\(.*?\)", "T", repr(container)),
+)
+def test_containers_of_different_kinds_under_one_key_are_refused(tmp_path: Path, first: Any, second: Any) -> None:
+    for error in errors_of(try_save([{"h": first}, {"h": second}], tmp_path), UnsupportedValueError):
+        assert "h" in str(error)
+        assert "on one rank" in str(error)
+    assert not files_in(tmp_path)
+
+
+def test_containers_of_one_kind_may_hold_other_things_on_each_rank(tmp_path: Path) -> None:
+    a, b = make_array((3,)), make_array((4,), seed=1)
+    save_on([{"h": {"a": a}, "i": [a], "t": (a,)}, {"h": {"b": b}, "i": [a, b], "t": (a, b)}], tmp_path)
+    assert alike(load_whole(tmp_path), {"h": {"a": a, "b": b}, "i": [a, b], "t": (a, b)})
+
+
+def test_a_numpy_array_here_and_a_tensor_there_are_refused(tmp_path: Path) -> None:
+    array = make_array((10,), "float64")
+    tensor = ShardedArray((10,), DTYPES["float64"], [Box((0,), (10,))], [array.copy()], plain=True)
+    for error in errors_of(try_save([{"a": array}, {"a": tensor}], tmp_path), UnsupportedValueError):
+        assert "a: kind is a numpy array on rank 0, a tensor on rank 1" in str(error)
+
+
+# -- replicas
+
+
+@pytest.mark.parametrize("coordinator", [0, 1, 2])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_the_ranks_that_differ_from_the_saved_one_are_named(tmp_path: Path, coordinator: int, odd: int) -> None:
+    states = [{"w": np.full(3, float(rank == odd)), "n": rank == odd} for rank in range(3)]
+    (report, *_) = save_on(states, tmp_path, coordinator=coordinator)
+    others = [rank for rank in range(3) if (rank == odd) != (coordinator == odd)]
+    assert len(report.warnings) == 2
+    for warning in report.warnings:
+        assert f"of ranks {', '.join(map(str, others))} differ" in warning
+    assert alike(load_whole(tmp_path), states[coordinator])
+
+
+# -- tensors without elements
+
+
+@pytest.mark.parametrize("boxes", ["cut", "none", "one rank's"])
+def test_a_tensor_without_elements_has_one_box_which_is_the_whole_of_it(tmp_path: Path, boxes: str) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        mine = [Box((0, 4 * rank), (0, 4))] if boxes == "cut" or (boxes == "one rank's" and rank) else []
+        empty = ShardedArray((0, 8), DTYPES["float64"], mine, [np.zeros((0, 4)) for _ in mine])
+        return {"e": empty, "w": make_array((3,))}
+
+    save_on([state(0), state(1)], tmp_path)
+    metadata = read_checkpoint(LocalStorage(tmp_path), None)
+    (box,) = metadata.state_dict_metadata["e"]
+    assert tuple(box.global_offset) == (0, 0)
+    assert tuple(box.local_shape) == (0, 8)
+    assert same_bits(load_whole(tmp_path)["e"], np.zeros((0, 8)))
+
+    original = (tmp_path / "0.metadata").read_bytes()
+    (tmp_path / "0.metadata").unlink()
+    rebuild(LocalStorage(tmp_path), None, False)
+    assert (tmp_path / "0.metadata").read_bytes() == original
+
+
+# -- calls
+
+
+def saves_after_a_missed_one(folder: Path, states: Sequence[Sequence[dict[str, Any]]]) -> list[list[Any]]:
+    """What each rank's saves come to when rank 1 leaves out the first. ``states`` has a state a rank, save by save."""
+    meeting = threading.Barrier(2)
+
+    def save_all(rank: SimulatedRank) -> list[Any]:
+        outcomes: list[Any] = []
+        for number, state in enumerate(states):
+            meeting.wait(30)
+            if number == 0 and rank.rank == 1:
+                continue
+            try:
+                options = SaveOptions(timeout=30 if number else 0.5)
+                outcomes.append(rank.save(state[rank.rank], folder, options=options))
+            except CheckpointError as error:
+                outcomes.append(error)
+        return outcomes
+
+    return all_ok(run_ranks(2, save_all))
+
+
+def test_after_a_missed_call_states_that_differ_are_not_saved_together(tmp_path: Path) -> None:
+    equal, differing = [{"step": 3}, {"step": 3}], [{"step": 3}, {"step": 4}]
+    first, second = saves_after_a_missed_one(tmp_path, [equal, equal, differing, equal, differing])
+    assert isinstance(first[0], CheckpointTimeoutError)
+    assert isinstance(first[1], RankFailureError)  # rank 1 is a call behind, which puts it in step
+    for outcomes in (first[1:], second):
+        assert isinstance(outcomes[1], UnsupportedValueError)
+        assert "may be at different calls" in str(outcomes[1])
+        assert (outcomes[2].unique_id, outcomes[2].warnings) == (0, ())
+        assert outcomes[3].unique_id == 1  # all is well again, so a difference is worth no more than a warning
+        assert len(outcomes[3].warnings) == 1

@@ -1,0 +1,248 @@
+"""Plain tensors and values that several ranks have, and partial tensors, whose addends are reduced."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.errors import StateDictMismatchError, UnsupportedValueError
+from paddle_dist_ckpt.options import LoadOptions, SaveOptions
+from paddle_dist_ckpt.testing import ShardedArray
+from test.jobs import (
+    blank_like,
+    data_files,
+    errors_of,
+    everything,
+    laid_out,
+    load_on,
+    load_whole,
+    make_array,
+    rows_of,
+    same_bits,
+    save_on,
+    sharded,
+    try_load,
+    try_save,
+)
+
+
+def differing_states() -> list[dict[str, Any]]:
+    array = make_array((50, 50), "int32")
+    return [
+        {
+            "same": array,
+            "local": array + rank,
+            "n": rank,
+            "m": 1,
+            "text": "x" * (6000 + rank),
+            "other layout": laid_out(array, "fortran" if rank % 2 else "c"),
+            "nan": float("nan"),
+        }
+        for rank in range(3)
+    ]
+
+
+def options(check: Any) -> SaveOptions:
+    return SaveOptions(check_replicas=check, block_bytes=4096, timeout=30)
+
+
+def test_differing_replicas_are_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
+        reports = save_on(differing_states(), tmp_path, options=options("warn"))
+    for report in reports:
+        assert [warning.split(":")[0].lstrip("/") for warning in report.warnings] == ["local", "n", "text"]
+    assert [record.getMessage() for record in caplog.records] == list(reports[0].warnings)
+    merged = load_whole(tmp_path)
+    assert same_bits(merged["local"], make_array((50, 50), "int32"))
+    assert merged["n"] == 0
+
+
+def test_differing_replicas_as_an_error(tmp_path: Path) -> None:
+    for error in errors_of(try_save(differing_states(), tmp_path, options=options("error")), UnsupportedValueError):
+        assert all(name in str(error) for name in ("local", "n", "text"))
+        assert "same" not in str(error)
+        assert "layout" not in str(error)
+    assert list(tmp_path.iterdir()) == []
+    states = [{key: state[key] for key in ("same", "m", "other layout", "nan")} for state in differing_states()]
+    assert save_on(states, tmp_path, options=options("error"))[0].warnings == ()
+
+
+def test_differing_replicas_that_nobody_compares(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reports = save_on(differing_states(), tmp_path, options=options("off"))
+    assert all(report.warnings == () for report in reports)
+    assert not caplog.records
+    assert load_whole(tmp_path)["n"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex128"])
+def test_one_differing_bit_is_seen(tmp_path: Path, dtype: str) -> None:
+    array = make_array((600, 700), dtype)
+    other = laid_out(array, "fortran")
+    other[599, 699] = 0 if array[599, 699] != 0 else 1
+    states = [{"w": array, "v": array}, {"w": other, "v": laid_out(array, "fortran")}]
+    (report, _) = save_on(states, tmp_path)
+    assert [warning.split(":")[0].lstrip("/") for warning in report.warnings] == ["w"]
+
+
+def test_distributed_replicas_are_not_compared(tmp_path: Path) -> None:
+    array = make_array((40, 40))
+    states = [{"w": sharded(array, everything(array))}, {"w": sharded(blank_like(array), everything(array))}]
+    assert save_on(states, tmp_path)[0].warnings == ()
+
+
+@pytest.mark.parametrize(("coordinator", "kept"), [(0, 1), (2, 2), (3, 1)])
+def test_a_plain_tensor_is_the_coordinators_or_else_the_lowest_ranks(
+    tmp_path: Path, coordinator: int, kept: int
+) -> None:
+    states: list[dict[str, Any]] = [
+        {"x": rank} | ({"w": np.full(5000, rank), "n": rank, "text": f"{rank}" * 5000} if rank in (1, 2) else {})
+        for rank in range(4)
+    ]
+    reports = save_on(states, tmp_path, options=options("off"), coordinator=coordinator)
+    merged = load_whole(tmp_path)
+    assert (merged["w"] == kept).all()
+    assert merged["n"] == kept
+    assert merged["text"] == f"{kept}" * 5000
+    assert merged["x"] == coordinator
+    assert [report.bytes_written > 0 for report in reports] == [rank == kept for rank in range(4)]
+
+
+def test_a_distributed_replica_is_written_once_and_its_parts_shared_out(tmp_path: Path) -> None:
+    array = make_array((1024, 512))
+    reports = save_on([{"w": sharded(array, everything(array))} for _ in range(4)], tmp_path, options=SaveOptions())
+    assert sum(report.bytes_written for report in reports) == array.nbytes == reports[0].total_bytes
+    assert max(report.bytes_written for report in reports) <= array.nbytes // 4 + (64 << 10)
+    assert same_bits(load_whole(tmp_path)["w"], array)
+
+
+# -- partial tensors
+
+OPERATIONS = {
+    "sum": np.add.reduce,
+    "avg": lambda parts: np.add.reduce(parts) / len(parts),
+    "max": np.maximum.reduce,
+    "min": np.minimum.reduce,
+    "prod": np.multiply.reduce,
+    "any": np.logical_or.reduce,
+    "all": np.logical_and.reduce,
+}
+
+
+def partial(
+    addend: np.ndarray, operation: str, position: int, count: int, boxes: list[Box] | None = None
+) -> ShardedArray:
+    """One rank's addend of a partial tensor, or the boxes that it has of it."""
+    boxes = boxes if boxes is not None else [whole(addend.shape)]
+    pieces = [np.array(addend[box.slices]) for box in boxes]
+    reduction = Reduction(operation, position, count)
+    return ShardedArray(addend.shape, DTYPES[addend.dtype.name], boxes, pieces, reduction=reduction)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (130, 200)])
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [
+        *((operation, "float64") for operation in ("sum", "avg", "max", "min", "prod")),
+        *((operation, "int32") for operation in ("sum", "max", "min", "prod")),
+        *((operation, "bool") for operation in ("any", "all", "max", "min")),
+        ("sum", "bfloat16"),
+        ("avg", "float16"),
+        ("max", "bfloat16"),
+        ("sum", "complex64"),
+        ("avg", "complex128"),
+        ("sum", "float8_e4m3fn"),
+    ],
+)
+def test_addends_are_reduced_exactly_once(tmp_path: Path, operation: str, dtype: str, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(5)
+    kind = getattr(ml_dtypes, dtype, dtype)
+    addends = [rng.integers(0 if dtype == "bool" else -2, 2 if dtype == "bool" else 4, shape) for _ in range(4)]
+    arrays = [np.asarray(addend).astype(kind) for addend in addends]
+    before = [array.copy() for array in arrays]
+    states = [{"w": partial(array, operation, rank, 4), "n": 1} for rank, array in enumerate(arrays)]
+    reports = save_on(states, tmp_path)
+    if operation in ("any", "all"):
+        expected = OPERATIONS[operation](np.stack(addends))
+    else:
+        expected = OPERATIONS[operation](
+            np.stack([array.astype("complex128" if "c" in dtype else "float64") for array in arrays])
+        )
+        expected = expected.real if "c" not in dtype else expected
+    merged = load_whole(tmp_path)["w"]
+    assert merged.dtype == kind
+    np.testing.assert_array_equal(merged.astype("complex128"), np.asarray(expected).astype(kind).astype("complex128"))
+    assert sum(report.bytes_written for report in reports) == arrays[0].nbytes
+    for state, array in zip(states, before, strict=True):
+        assert same_bits(state["w"].pieces[0].reshape(shape), array), "saving changes no tensor"
+
+
+def test_partial_over_one_axis_and_cut_and_replicated_over_others(tmp_path: Path) -> None:
+    """Eight ranks: two addends, rows cut in two, each held twice."""
+    rng = np.random.default_rng(5)
+    addends = [rng.integers(-9, 9, (60, 300)).astype("float64") for _ in range(2)]
+    states = []
+    for rank in range(8):
+        axis, cut = rank // 4, rank // 2 % 2
+        states.append({"w": partial(addends[axis], "sum", axis, 2, [rows_of((60, 300), cut, 2)])})
+    reports = save_on(states, tmp_path)
+    assert same_bits(load_whole(tmp_path)["w"], addends[0] + addends[1])
+    assert sum(report.bytes_written for report in reports) == addends[0].nbytes
+
+
+def test_a_missing_addend_is_refused(tmp_path: Path) -> None:
+    array = np.ones((4, 4))
+    states = [{"w": partial(array, "sum", 0, 3)}, {"w": partial(array, "sum", 2, 3)}]
+    for error in errors_of(try_save(states, tmp_path), UnsupportedValueError):
+        assert "w" in str(error)
+    assert not data_files(tmp_path)
+
+
+def test_different_reductions_are_refused(tmp_path: Path) -> None:
+    array = np.ones((4, 4))
+    for other in (partial(array, "max", 1, 2), sharded(array, everything(array)), partial(array, "sum", 1, 3)):
+        errors_of(try_save([{"w": partial(array, "sum", 0, 2)}, {"w": other}], tmp_path), UnsupportedValueError)
+
+
+def test_the_average_of_integers_is_refused(tmp_path: Path) -> None:
+    array = np.ones((4, 4), int)
+    states = [{"w": partial(array, "avg", rank, 2)} for rank in range(2)]
+    for error in errors_of(try_save(states, tmp_path), UnsupportedValueError):
+        assert "w" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always"])
+def test_loading_into_a_partial_sum_gives_the_value_to_one_and_zeros_to_others(tmp_path: Path, exchange: Any) -> None:
+    array = make_array((40, 50), "int64")
+    save_on([{"w": array}], tmp_path)
+    states = [{"w": partial(blank_like(array), "sum", rank, 3)} for rank in range(3)]
+    load_on(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=30))
+    assert same_bits(states[0]["w"].pieces[0], array)
+    assert not any(state["w"].pieces[0].any() for state in states[1:])
+    save_on(states, tmp_path)
+    assert same_bits(load_whole(tmp_path)["w"], array)
+
+
+@pytest.mark.parametrize("operation", ["avg", "max", "min"])
+def test_loading_into_other_partials_gives_the_value_to_all(tmp_path: Path, operation: str) -> None:
+    array = make_array((40, 50), "int16").astype("float32")
+    save_on([{"w": array}], tmp_path)
+    states = [{"w": partial(blank_like(array), operation, rank, 2)} for rank in range(2)]
+    load_on(states, tmp_path)
+    assert all(same_bits(state["w"].pieces[0], array) for state in states)
+
+
+def test_loading_into_a_partial_product_is_refused(tmp_path: Path) -> None:
+    array = np.ones((4, 4))
+    save_on([{"w": array}], tmp_path)
+    states = [{"w": partial(np.zeros((4, 4)), "prod", rank, 2)} for rank in range(2)]
+    errors_of(try_load(states, tmp_path), StateDictMismatchError)
+    assert not any(state["w"].pieces[0].any() for state in states)
