@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "paddle_dist_ckpt"
+from test.rooms import PACKAGE, PICTURES, drawn, imported, part_of
+
 NAME = PACKAGE.name
 
 _BASE = {"errors", "options"}  # core imports nothing else of ours
@@ -55,31 +54,6 @@ OUTSIDE = {
 }
 
 
-def part_of(path: Path, package: Path) -> str:
-    """The part that a module belongs to: the folder or module right below the package."""
-    first = path.relative_to(package).parts[0]
-    return first.removesuffix(".py")
-
-
-def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything that a module imports, inside functions too."""
-    here = (package.name, *path.relative_to(package).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = [*here[: len(here) - node.level]] if node.level else []
-            base += node.module.split(".") if node.module else []
-            # "from . import x" may name a module; a name that is no module does no harm behind its module's name.
-            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
-            "import_module",
-            "__import__",
-        ):
-            (name, *_) = [*node.args, None]
-            yield node.lineno, name.value if isinstance(name, ast.Constant) else "something.computed"
-
-
 def breaches(package: Path = PACKAGE) -> list[str]:
     """Every import that the layers forbid."""
     found = []
@@ -113,6 +87,11 @@ def test_the_layers_have_no_circle() -> None:
         ready = {part for part in left if MAY_IMPORT[part] <= done}
         assert ready, f"a circle among {left}"
         done |= ready
+
+
+@pytest.mark.parametrize("language", PICTURES)
+def test_the_picture_in_the_documentation_is_true(language: str) -> None:
+    assert PICTURES[language].read_text(encoding="utf-8") == drawn(language), "python -m test.rooms draws it anew"
 
 
 @pytest.mark.parametrize(
