@@ -25,11 +25,12 @@ from benchmark.run import HERE
 from benchmark.worker import reset_peak_memory, used_memory
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import pack_column, pack_signed
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.messages import decode, encode
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
-from paddle_dist_ckpt.core.tensors import Geometry, Piece, TensorView
+from paddle_dist_ckpt.core.tensors import Geometry, LocalShard, TensorView
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.loading.answering import Answering
@@ -157,7 +158,7 @@ def _wishes(table: ShardTable, ranks: int) -> Wishes:
         shape = table.layouts[table.layout_of[i]].shape
         if shape not in known:
             rows = shape[0] // ranks
-            piece = Piece(Box((rows * (ranks // 3), 0), (rows, _WIDTH)))
+            piece = LocalShard(Box((rows * (ranks // 3), 0), (rows, _WIDTH)))
             known[shape] = Geometry(Kind.TENSOR, DTYPES["float32"], shape, False, (piece,))
         wishes.tensors.add(path, TensorView(known[shape], ((1 << 40) + (i << 24),), None, None))
     return wishes
@@ -167,12 +168,12 @@ def measure_grid() -> dict[str, float]:
     """One tensor in a grid of 1,024 x 1,024 shards: the exact cover, and the overlap with a quarter of it."""
     side = _GRID * 8
     layout = Layout.from_cuts((side, side), [list(range(8, side, 8))] * 2)
-    count = layout.count
+    count = len(layout.boxes)
     one = np.zeros(1, np.int64)
     table = ShardTable(["/w"], [DTYPES["float32"]], one, [layout], one, np.zeros(count, np.int64), [None])
-    box = WantedBoxes(one, np.array([[100, 200]]), np.array([[side // 2, side // 2]]))
+    box = WantedBoxes(one, Boxes.of([Box((100, 200), (side // 2, side // 2))], 2))
     shape = np.array([[side, side]])
-    cover, exact = timed(lambda: tensors_covered(np.zeros(count, np.int64), layout.offsets, layout.extents, shape))
+    cover, exact = timed(lambda: tensors_covered(np.zeros(count, np.int64), layout.boxes, shape))
     overlap, items = timed(lambda: plan_load(table, box))
     assert exact.all()
     assert not len(items.uncovered)

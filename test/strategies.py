@@ -95,16 +95,6 @@ def paint(shape: Sequence[int], boxes: Iterable[Box]) -> npt.NDArray[np.int64]:
     return canvas
 
 
-def columns(boxes: Sequence[Box], dimensions: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Boxes as columns of offsets and extents, padded with 0 and 1 as the plans have them."""
-    offsets = np.zeros((len(boxes), dimensions), np.int64)
-    extents = np.ones((len(boxes), dimensions), np.int64)
-    for i, box in enumerate(boxes):
-        offsets[i, : len(box.offset)] = box.offset
-        extents[i, : len(box.shape)] = box.shape
-    return offsets, extents
-
-
 def equal(a: Any, b: Any) -> bool:
     """Whether two values are of the same types and equal all through, NaN like NaN and -0.0 unlike 0.0."""
     if type(a) is not type(b):

@@ -1,4 +1,4 @@
-"""Tensors of one rank, and their pieces, in columns: what a save describes and a load fills."""
+"""Tensors of one rank, and its shards of them, in columns: what a save describes and a load fills."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .columns import IntArray, places_within
-from .tensors import Geometry, Piece, TensorView
+from .tensors import Geometry, LocalShard, TensorView
 
-__all__ = ["LocalTensors", "Pieces"]
+__all__ = ["LocalShards", "LocalTensors"]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class LocalTensors:
         names: The framework's names of the variables.
         geometries: The different geometries.
         geometry: Which one each tensor has.
-        addresses: Where each piece is, tensor by tensor, ``[pieces]``.
+        addresses: Where each local shard is, tensor by tensor, ``[shards]``.
         owners: What keeps the memory alive, ``[tensors]``.
     """
 
@@ -40,13 +40,13 @@ class LocalTensors:
         """The first tensors, as many as there are owners, with these owners; a copy."""
         count = len(owners)
         used = 1 + max(self.geometry[:count], default=-1)  # what comes behind is of values
-        pieces = np.array([len(g.pieces) for g in self.geometries], np.int64)[self.geometry[:count]]
+        shards = np.array([len(g.shards) for g in self.geometries], np.int64)[self.geometry[:count]]
         return LocalTensors(
             self.paths[:count],
             self.names[:count],
             self.geometries[:used],
             self.geometry[:count],
-            self.addresses[: int(pieces.sum())],
+            self.addresses[: int(shards.sum())],
             list(owners),
             {key: number for key, number in self._numbers.items() if number < used},
             {geometry: number for geometry, number in self._equal.items() if number < used},
@@ -70,18 +70,18 @@ class LocalTensors:
         return number
 
 
-class Pieces:
-    """The pieces of a rank's tensors, tensor by tensor, in columns.
+class LocalShards:
+    """A rank's shards of its tensors, tensor by tensor, in columns.
 
     Attributes:
-        tensor: The tensor of each, ``[pieces]``.
-        cell: Which of ``cells`` it is, ``[pieces]``.
-        cells: The different pieces, with the geometry of each.
+        tensor: The tensor of each, ``[shards]``.
+        cell: Which of ``cells`` it is, ``[shards]``.
+        cells: The different ones, each with its tensor's geometry.
     """
 
     def __init__(self, geometries: Sequence[Geometry], geometry: IntArray) -> None:
-        self.cells: list[tuple[Geometry, Piece]] = [(g, piece) for g in geometries for piece in g.pieces]
-        counts = np.array([len(g.pieces) for g in geometries], np.int64)
+        self.cells: list[tuple[Geometry, LocalShard]] = [(g, shard) for g in geometries for shard in g.shards]
+        counts = np.array([len(g.shards) for g in geometries], np.int64)
         first = np.cumsum(counts) - counts
         per_tensor = counts[geometry]
         self.tensor: IntArray = np.repeat(np.arange(len(geometry)), per_tensor)

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from ..errors import CheckpointCorruptedError
-from .box import Box
+from .box import Box, whole
+from .boxes import Boxes
 from .columns import Column, IntArray, pack_column, places_within, unpack_column
 from .dtypes import DType
 
@@ -58,28 +59,15 @@ class Layout:
 
     Attributes:
         shape: The global shape.
-        offsets: Where each box starts, ``[n, ndim]``, in ascending order.
-        extents: How far each reaches, ``[n, ndim]``.
+        boxes: The boxes, of the tensor's dimensions, in ascending order of their offsets.
     """
 
     shape: tuple[int, ...]
-    offsets: IntArray
-    extents: IntArray
-
-    @property
-    def count(self) -> int:
-        """How many boxes there are."""
-        return len(self.offsets)
-
-    @property
-    def volumes(self) -> IntArray:
-        """Elements of each box, ``[n]``."""
-        volumes: IntArray = np.prod(self.extents, axis=1, dtype=np.int64)
-        return volumes
+    boxes: Boxes
 
     def cuts(self) -> list[list[int]] | None:
         """For each dimension where the grid's boxes but the first start; None if the boxes are not a whole grid."""
-        starts = grid_starts(self.offsets, self.extents, np.zeros(len(self.shape), np.int64), self.shape)
+        starts = grid_starts(self.boxes, whole(self.shape))
         return [s[1:].tolist() for s in starts] if starts is not None else None
 
     @classmethod
@@ -87,17 +75,15 @@ class Layout:
         """The grid that these cuts make, its boxes in row-major order."""
         starts = [np.array([0, *c], np.int64) for c in cuts]
         lengths = [np.diff(s, append=n) for s, n in zip(starts, shape, strict=True)]
-        if not shape:
-            return cls((), np.zeros((1, 0), np.int64), np.zeros((1, 0), np.int64))
-        return cls(tuple(shape), _row_major(starts), _row_major(lengths))
+        return cls(tuple(shape), Boxes(_row_major(starts), _row_major(lengths)))
 
     def to_record(self) -> LayoutRecord:
         """The layout as it is stored."""
         cuts = self.cuts()
         if cuts is not None:
             return LayoutRecord(list(self.shape), cuts)
-        offsets = [pack_column(column) for column in self.offsets.T]
-        return LayoutRecord(list(self.shape), None, self.count, offsets, [pack_column(c) for c in self.extents.T])
+        offsets, extents = (list(map(pack_column, rows.T)) for rows in (self.boxes.offset, self.boxes.shape))
+        return LayoutRecord(list(self.shape), None, len(self.boxes), offsets, extents)
 
     @classmethod
     def from_record(cls, record: LayoutRecord, most: int) -> Layout:
@@ -113,11 +99,11 @@ class Layout:
             return _checked_grid(shape, record.cuts, most)
         if not 0 <= record.count <= most or len(record.offsets) != len(shape) or len(record.extents) != len(shape):
             raise CheckpointCorruptedError(f"a layout of shape {shape} has {record.count} boxes")
-        offsets = _stack(record.offsets, record.count, [n + 1 for n in shape])
-        extents = _stack(record.extents, record.count, [n + 1 for n in shape])
-        if (offsets + extents > np.array(shape, np.int64)).any() or _not_ascending(offsets):
+        bounds = [n + 1 for n in shape]
+        boxes = Boxes(*(_stack(columns, record.count, bounds) for columns in (record.offsets, record.extents)))
+        if (boxes.high > np.array(shape, np.int64)).any() or _not_ascending(boxes.offset):
             raise CheckpointCorruptedError(f"a layout of shape {shape} has boxes outside of it or out of order")
-        return cls(shape, offsets, extents)
+        return cls(shape, boxes)
 
 
 class LayoutCollection:
@@ -129,66 +115,48 @@ class LayoutCollection:
 
     def __init__(self) -> None:
         self.layouts: list[Layout] = []
-        self._places: dict[tuple[object, ...], int] = {}
+        self._numbers: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
 
-    def add_arrays(self, shape: tuple[int, ...], offsets: IntArray, extents: IntArray) -> int:
-        """Add a layout by its boxes' offsets and extents, ``[n, ndim]``; returns its number."""
-        key = (shape, offsets.tobytes(), extents.tobytes())
-        if key not in self._places:
-            self._places[key] = len(self.layouts)
-            self.layouts.append(Layout(shape, offsets, extents))
-        return self._places[key]
-
-    def add_boxes(self, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int:
+    def add(self, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int:
         """Add a layout by its boxes, in ascending order; returns its number."""
-        key = (shape, boxes)
-        if key not in self._places:
-            offsets = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), len(shape))
-            extents = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), len(shape))
-            self._places[key] = self.add_arrays(shape, offsets, extents)
-        return self._places[key]
+        number = self._numbers.setdefault((shape, boxes), len(self.layouts))
+        if number == len(self.layouts):
+            self.layouts.append(Layout(shape, Boxes.of(boxes, len(shape))))
+        return number
 
 
-def grid_starts(
-    offsets: IntArray, extents: IntArray, low: Sequence[int] | IntArray, high: Sequence[int] | IntArray
-) -> list[IntArray] | None:
+def grid_starts(boxes: Boxes, region: Box) -> list[IntArray] | None:
     """For each dimension where the boxes start, if they are a grid over a whole region, in row-major order; or None.
 
     Takes time in O(boxes).
-
-    Args:
-        offsets: Where each box starts, ``[n, d]``.
-        extents: Its shape, ``[n, d]``.
-        low: Where the region starts, ``[d]``.
-        high: Where it ends, ``[d]``.
     """
-    count, dimensions = offsets.shape
-    if count == 0:
+    if not len(boxes):
         return None
     starts: list[IntArray] = []
     inner = 1
-    for d in range(dimensions - 1, -1, -1):
-        column = offsets[::inner, d]
+    for d in range(boxes.dimensions - 1, -1, -1):
+        column = boxes.offset[::inner, d]
         falls = np.flatnonzero(column[1:] <= column[:-1])
         size = int(falls[0]) + 1 if len(falls) else len(column)
         starts.insert(0, column[:size])
         inner *= size
-    if inner != count:
+    if inner != len(boxes):
         return None
     sizes = [len(s) for s in starts]
-    for d, (places, first, stop) in enumerate(zip(starts, low, high, strict=True)):
-        lengths = np.diff(places, append=stop)
-        shape = [-1 if e == d else 1 for e in range(dimensions)]
-        if places[0] != first or not (offsets[:, d].reshape(sizes) == places.reshape(shape)).all():
+    for d, (places, low, extent) in enumerate(zip(starts, *region, strict=True)):
+        lengths = np.diff(places, append=low + extent)
+        along = [-1 if e == d else 1 for e in range(boxes.dimensions)]
+        if places[0] != low or not (boxes.offset[:, d].reshape(sizes) == places.reshape(along)).all():
             return None
-        if not (extents[:, d].reshape(sizes) == lengths.reshape(shape)).all():
+        if not (boxes.shape[:, d].reshape(sizes) == lengths.reshape(along)).all():
             return None
     return starts
 
 
 def _row_major(columns: Sequence[IntArray]) -> IntArray:
+    """All combinations of the columns' numbers, the last column's changing fastest, ``[product, columns]``."""
     mesh = np.meshgrid(*columns, indexing="ij")
-    return np.stack([m.reshape(-1) for m in mesh], axis=1)
+    return np.stack([m.reshape(-1) for m in mesh], axis=1) if mesh else np.zeros((1, 0), np.int64)
 
 
 def _stack(columns: Sequence[Column], count: int, bounds: Sequence[int]) -> IntArray:
@@ -238,7 +206,12 @@ class ShardTable:
     @cached_property
     def layout_counts(self) -> IntArray:
         """How many boxes each layout has, ``[layouts]``."""
-        return np.array([len(layout.offsets) for layout in self.layouts], np.int64)
+        return np.array([len(layout.boxes) for layout in self.layouts], np.int64)
+
+    @cached_property
+    def first_layout_row(self) -> IntArray:
+        """Where each layout's boxes start among the boxes of all layouts, ``[layouts]``."""
+        return np.cumsum(self.layout_counts) - self.layout_counts
 
     @cached_property
     def first_shard(self) -> IntArray:
@@ -258,16 +231,14 @@ class ShardTable:
     @cached_property
     def shard_layout_row(self) -> IntArray:
         """For each shard the place of its box among the boxes of all layouts, one after the other, ``[shards]``."""
-        base = (np.cumsum(self.layout_counts) - self.layout_counts)[self.layout_of] - self.first_shard[:-1]
+        base = self.first_layout_row[self.layout_of] - self.first_shard[:-1]
         return np.repeat(base, np.diff(self.first_shard)) + np.arange(self.first_shard[-1])
 
     @cached_property
     def shard_bytes(self) -> IntArray:
         """Size of each shard, ``[shards]``."""
-        dimensions = max((layout.extents.shape[1] for layout in self.layouts), default=0)
-        volumes = np.prod(_padded([layout.extents for layout in self.layouts], dimensions, 1), axis=1, dtype=np.int64)
-        elements: IntArray = volumes[self.shard_layout_row]
-        return elements * self.itemsizes[self.shard_tensor]
+        dimensions = max((len(layout.shape) for layout in self.layouts), default=0)
+        return self.layout_boxes(dimensions).volumes[self.shard_layout_row] * self.itemsizes[self.shard_tensor]
 
     @cached_property
     def _dtypes_by_id(self) -> dict[int, DType]:
@@ -290,18 +261,13 @@ class ShardTable:
         """Item size of each tensor, ``[tensors]``."""
         return np.array([dtype.itemsize for dtype in self.dtype_list], np.int64)[self.dtype_of]
 
-    def layout_boxes(self, dimensions: int) -> tuple[IntArray, IntArray]:
-        """Offsets and extents of the boxes of all layouts, one after the other, each ``[boxes, dimensions]``.
+    def layout_boxes(self, dimensions: int) -> Boxes:
+        """The boxes of all layouts, one layout after the other, in so many dimensions."""
+        return Boxes.joined([layout.boxes for layout in self.layouts], dimensions)
 
-        They are padded with offset 0 and extent 1.
-        """
-        offsets = _padded([layout.offsets for layout in self.layouts], dimensions, 0)
-        return offsets, _padded([layout.extents for layout in self.layouts], dimensions, 1)
-
-    def box_columns(self, dimensions: int) -> tuple[IntArray, IntArray]:
-        """Offsets and extents of every shard, each ``[shards, dimensions]``, padded with offset 0 and extent 1."""
-        offsets, extents = self.layout_boxes(dimensions)
-        return offsets[self.shard_layout_row], extents[self.shard_layout_row]
+    def shard_boxes(self, dimensions: int) -> Boxes:
+        """The box of every shard, in so many dimensions."""
+        return self.layout_boxes(dimensions).take(self.shard_layout_row)
 
     @cached_property
     def file_order(self) -> IntArray:
@@ -353,25 +319,11 @@ class ShardTable:
         first, totals = self._places(-(-self.shard_bytes // block_bytes))
         return first, _padded_to(totals, files)
 
-    def shard_place(self, shard: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """A shard's tensor, offset and extent."""
+    def shard_place(self, shard: int) -> tuple[int, Box]:
+        """A shard's tensor and box."""
         tensor = int(self.shard_tensor[shard])
-        layout = self.layouts[self.layout_of[tensor]]
-        row = shard - int(self.first_shard[tensor])
-        return tensor, tuple(layout.offsets[row].tolist()), tuple(layout.extents[row].tolist())
+        return tensor, self.layouts[self.layout_of[tensor]].boxes.box(shard - int(self.first_shard[tensor]))
 
 
 def _padded_to(values: IntArray, size: int) -> IntArray:
     return np.concatenate([values, np.zeros(size - len(values), np.int64)])
-
-
-def _padded(parts: Sequence[IntArray], dimensions: int, fill: int) -> IntArray:
-    """Matrices one below the other, each with columns of ``fill`` behind its own."""
-    widths = [part.shape[1] for part in parts]
-    if len(parts) and set(widths) == {dimensions}:
-        return np.concatenate(parts)
-    rows = np.repeat(np.array(widths, np.int64), [len(part) for part in parts])
-    padded = np.full((len(rows), dimensions), fill, np.int64)
-    for width in set(widths):
-        padded[rows == width, :width] = np.concatenate([part for part in parts if part.shape[1] == width])
-    return padded

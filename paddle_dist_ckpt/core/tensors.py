@@ -1,6 +1,6 @@
 """What the engine knows of a tensor that lives on this rank, whatever framework it belongs to.
 
-A tensor is a :class:`Geometry`, which tensors that are alike share, and the addresses of its pieces.
+A tensor is a :class:`Geometry`, which tensors that are alike share, and the addresses of its local shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .shards import Kind
 __all__ = [
     "Geometry",
     "Identity",
-    "Piece",
+    "LocalShard",
     "Reduction",
     "TensorAdapter",
     "TensorView",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Piece(NamedTuple):
+class LocalShard(NamedTuple):
     """A box of a global tensor in this rank's memory.
 
     Attributes:
@@ -66,9 +66,9 @@ class Geometry:
         dtype: Its element type.
         shape: Its global shape.
         plain: Whether it is not distributed: whole on every rank that has it, and the same on all.
-        pieces: The boxes that this rank has of it, none of them empty; none if its mesh does not hold this rank. A
-            tensor without elements has itself as its one piece.
-        reduction: What this rank's pieces are, if the tensor is partial.
+        shards: What this rank has of it, none of them empty; none if its mesh does not hold this rank. A tensor
+            without elements has itself as its one shard.
+        reduction: What this rank's shards are, if the tensor is partial.
         writable: Whether a load can fill it.
         on_device: Whether its memory is a device's, and its addresses mean something there alone.
     """
@@ -77,7 +77,7 @@ class Geometry:
     dtype: DType
     shape: tuple[int, ...]
     plain: bool
-    pieces: tuple[Piece, ...]
+    shards: tuple[LocalShard, ...]
     reduction: Reduction | None = None
     writable: bool = True
     on_device: bool = False
@@ -88,7 +88,7 @@ class TensorView(NamedTuple):
 
     Attributes:
         geometry: What it has in common with tensors that are alike.
-        addresses: Where each of its pieces starts in this process's memory. (That of an empty piece means nothing.)
+        addresses: Where each of its shards starts in this process's memory. (That of an empty one means nothing.)
         owner: Keeps that memory alive.
         name: The framework's name of the variable.
     """
@@ -133,7 +133,7 @@ class TensorAdapter(Protocol):
     def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> Identity | None:
         """Something by which to recognise these tensors, or None if that is not possible for some of them.
 
-        ``addresses`` are those of all their pieces, as :meth:`view` has found them.
+        ``addresses`` are those of all their shards, as :meth:`view` has found them.
         """
         ...
 
@@ -171,7 +171,7 @@ def is_native_array(value: Any) -> bool:
 def view_of_array(array: npt.NDArray[Any]) -> TensorView:
     """A numpy array as a plain tensor."""
     strides = None if array.flags.c_contiguous else array.strides
-    piece = Piece(whole(array.shape), strides)
+    shard = LocalShard(whole(array.shape), strides)
     writable = array.flags.writeable
-    geometry = Geometry(Kind.ARRAY, DTYPES[array.dtype.name], array.shape, True, (piece,), None, writable)
+    geometry = Geometry(Kind.ARRAY, DTYPES[array.dtype.name], array.shape, True, (shard,), None, writable)
     return TensorView(geometry, (address_of(array),), array, None)

@@ -185,7 +185,7 @@ def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: i
     layouts, left = [], shards
     for record, count in zip(records, uses, strict=True):
         layout = Layout.from_record(record, left // count)
-        left -= layout.count * count
+        left -= len(layout.boxes) * count
         layouts.append(layout)
     if left:
         raise CheckpointCorruptedError(f"the tensor table has {shards} shards, its layouts {shards - left}")

@@ -119,8 +119,7 @@ class Metadata:
         result: dict[str, list[LocalTensorMetadata]] = {}
         for t, (key, dtype, layout) in enumerate(self._tensors()):
             if self.table.kinds[t] != Kind.VALUE:
-                boxes = zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True)
-                result[key] = [LocalTensorMetadata(tuple(o), tuple(e), dtype, layout.shape) for o, e in boxes]
+                result[key] = [LocalTensorMetadata(*box, dtype, layout.shape) for box in layout.boxes.to_list()]
         return result
 
     @cached_property
@@ -131,9 +130,9 @@ class Metadata:
         result: dict[LocalTensorIndex, StorageInfo] = {}
         for t, (key, _, layout) in enumerate(self._tensors()):
             first = int(table.first_shard[t])
-            for i, (offset, extent) in enumerate(zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True)):
-                info = StorageInfo(self.files[table.shard_file[first + i]].name, offsets[first + i], sizes[first + i])
-                result[LocalTensorIndex(key, tuple(offset), tuple(extent))] = info
+            for i, box in enumerate(layout.boxes.to_list(), start=first):
+                info = StorageInfo(self.files[table.shard_file[i]].name, offsets[i], sizes[i])
+                result[LocalTensorIndex(key, *box)] = info
         return result
 
     def _tensors(self) -> list[tuple[str, str, Layout]]:

@@ -201,14 +201,13 @@ def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
             fact = _Fact(table.dtypes[t], int(table.kinds[t]), layout.shape, table.names[t])
             if facts.setdefault(path, fact)[:3] != fact[:3]:
                 raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
-            boxes = zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True)
-            shards.setdefault(path, []).extend((Box(tuple(o), tuple(e)), file) for o, e in boxes)
+            shards.setdefault(path, []).extend((box, file) for box in layout.boxes.to_list())
     paths = sorted(facts)
     collection = LayoutCollection()
     layout_of, files = [], []
     for path in paths:
         mine = sorted(shards[path])
-        layout_of.append(collection.add_boxes(facts[path].shape, tuple(box for box, _ in mine)))
+        layout_of.append(collection.add(facts[path].shape, tuple(box for box, _ in mine)))
         files += [file for _, file in mine]
     return ShardTable(
         paths,

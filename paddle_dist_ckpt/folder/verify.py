@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core.box import whole
+from ..core.boxes import Boxes
 from ..core.progress import Progress
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError
@@ -42,13 +43,11 @@ def uncovered(metadata: Metadata) -> list[str]:
     """Tensors whose shards do not make them up exactly."""
     table = metadata.table
     dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
-    low, shape = table.box_columns(dimensions)
+    boxes = table.shard_boxes(dimensions)
     high = np.ones((len(table.paths), dimensions), np.int64)
     for t, i in enumerate(table.layout_of.tolist()):
         high[t, : len(table.layouts[i].shape)] = table.layouts[i].shape
-    filled = (shape > 0).all(axis=1)
-    tensors = table.shard_tensor[filled]
-    exact = covers_exactly(tensors, low[filled], (low + shape)[filled], np.zeros_like(high), high)
+    exact = covers_exactly(table.shard_tensor[boxes.filled], boxes.take(boxes.filled), Boxes.wholes(high))
     return [f"{metadata.key(table.paths[t])}: its shards do not cover it exactly once" for t in np.flatnonzero(~exact)]
 
 
@@ -65,10 +64,10 @@ def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progre
         known = OpenFile(info.name, opened, data_start, hashes)
         entries = []
         for shard in np.flatnonzero(table.shard_file == file).tolist():
-            tensor, _, shape = table.shard_place(shard)
+            tensor, box = table.shard_place(shard)
             key = metadata.key(table.paths[tensor])
             start, block = int(table.data_offsets[shard]), int(first_block[shard])
-            entries.append(StoredEntry(known, start, block, shape, table.dtypes[tensor], key))
+            entries.append(StoredEntry(known, start, block, box.shape, table.dtypes[tensor], key))
         if not _check_entries(entries, metadata.block_bytes, progress):
             return []
         # Something is wrong: look at each entry by itself, to name every one that is damaged.

@@ -40,8 +40,8 @@ class ExchangePlanner:
                 self._needs[need.staged].setdefault(shard, []).append(wanted)
         self._shards: dict[int, ExchangeShard] = {}
         for shard in (*self._needs[False], *self._needs[True]):
-            tensor, _, shape = table.shard_place(shard)
-            self._shards[shard] = ExchangeShard(int(table.shard_file[shard]), shape, table.dtypes[tensor].itemsize)
+            tensor, box = table.shard_place(shard)
+            self._shards[shard] = ExchangeShard(int(table.shard_file[shard]), box.shape, table.dtypes[tensor].itemsize)
         self._first_block, _ = table.blocks(metadata.block_bytes, len(metadata.files))
 
     def unreached(self) -> list[str]:
@@ -106,7 +106,7 @@ class ExchangePlanner:
 
     def _read(self, unit: Unit, messages: Sequence[int]) -> UnitRead:
         table = self._metadata.table
-        tensor, _, shape = table.shard_place(unit.shard)
+        tensor, box = table.shard_place(unit.shard)
         pieces = [
             Piece(
                 p.destination,
@@ -120,7 +120,7 @@ class ExchangePlanner:
             file=self._metadata.files[table.shard_file[unit.shard]].name,
             start=int(table.data_offsets[unit.shard]),
             first_block=int(self._first_block[unit.shard]),
-            shape=shape,
+            shape=box.shape,
             dtype=table.dtypes[tensor].name,
             key=self._metadata.key(table.paths[tensor]),
             pieces=pieces,

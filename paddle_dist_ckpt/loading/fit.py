@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..core.box import Box, flat_range
+from ..core.boxes import Boxes
 from ..core.columns import IntArray, unpack_column
 from ..core.grouping import group_rows
 from ..core.shards import ShardTable
@@ -17,7 +18,7 @@ from ..files.batch import Batch, ItemKind, KindTable
 from ..files.codec import table_from_record
 from ..files.metadata import FileInfo
 from ..files.reader import Consumer, OpenFile, StoredEntry
-from ..planning.load_plan import ReadItems, WantedBoxes, plan_load
+from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
 from .own_values import OwnValues
@@ -90,20 +91,18 @@ class Fit:
         targets = self.targets
         boxes = [piece.box for _, piece in targets.cells]
         dimensions = max([1, *(len(box.shape) for box in boxes), *(len(x.shape) for x in self._table.layouts)])
-        low = _padded([box.offset for box in boxes], dimensions, 0)
-        extents = _padded([box.shape for box in boxes], dimensions, 1)
-        wanted = WantedBoxes(targets.tensor, low[targets.cell], extents[targets.cell])
+        wanted = WantedBoxes(targets.tensor, Boxes.of(boxes, dimensions).take(targets.cell))
         plan = plan_load(self._table, wanted)
         kept = self._covered(plan)
         self._wanted, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
-        self._shape, self._entry_shape = plan.shape, plan.stored_shape
-        self._in_entry = plan.offset - plan.stored_offset
+        self._shape, self._entry_shape = plan.boxes.shape, plan.stored.shape
+        self._in_entry = plan.boxes.offset - plan.stored.offset
         # Items that are alike have wanted boxes that are alike; any of them will do.
-        owner = np.zeros(len(plan.shape), np.int64)
+        owner = np.zeros(len(plan.boxes), np.int64)
         owner[plan.like] = plan.wanted
-        self._in_target = plan.offset - wanted.offset[owner]
+        self._in_target = plan.boxes.offset - wanted.boxes.offset[owner]
 
-    def _covered(self, plan: ReadItems) -> IntArray:
+    def _covered(self, plan: Overlaps) -> IntArray:
         """The items of the targets that can be filled; the others become problems."""
         for row in plan.uncovered.tolist():
             self.problems.append(
@@ -276,7 +275,3 @@ class Fit:
         shift = entry_part.relative_to(entry_box.offset).offset
         part = Box(tuple(a + b for a, b in zip(shift, box.offset, strict=True)), entry_part.shape)
         return self.targets.consumer(row, part, entry_part)
-
-
-def _padded(rows: Sequence[tuple[int, ...]], dimensions: int, fill: int) -> IntArray:
-    return np.array([row + (fill,) * (dimensions - len(row)) for row in rows], np.int64).reshape(-1, dimensions)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..core.columns import IntArray
 from ..core.memory import address_of
-from ..core.tensors import Geometry, Piece
+from ..core.tensors import Geometry, LocalShard
 
 if TYPE_CHECKING:
     from .targets import Targets
@@ -118,7 +118,7 @@ def _stand_ins(targets: Targets, rows: Sequence[int], offsets: IntArray, nbytes:
     return found
 
 
-def _reach(geometry: Geometry, piece: Piece) -> tuple[int, int]:
+def _reach(geometry: Geometry, piece: LocalShard) -> tuple[int, int]:
     """Where a piece's memory starts and ends, counted from its first element, in bytes."""
     itemsize, shape = geometry.dtype.itemsize, piece.box.shape
     if piece.strides is None:

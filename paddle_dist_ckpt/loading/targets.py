@@ -14,10 +14,10 @@ from ..core.box import Box, whole
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
-from ..core.local_tensors import LocalTensors, Pieces
+from ..core.local_tensors import LocalShards, LocalTensors
 from ..core.memory import address_of, array_at
 from ..core.shards import Kind, ShardTable
-from ..core.tensors import Geometry, Piece, TensorAdapter
+from ..core.tensors import Geometry, LocalShard, TensorAdapter
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from ..files.reader import Consumer, view_at
 from ..tree.objects import ObjectKind
@@ -121,7 +121,7 @@ class Targets:
         self.zeros: list[Array | DeviceArray] = []
         self._buffers: dict[int, Array] = {}
         tensors = wishes.tensors
-        pieces = Pieces(tensors.geometries, np.array(tensors.geometry, np.int64))
+        pieces = LocalShards(tensors.geometries, np.array(tensors.geometry, np.int64))
         self.cells = list(pieces.cells)
         places: dict[str | None, int] = {None: -1}
         places.update(table.index)
@@ -195,8 +195,8 @@ class Targets:
         values = np.flatnonzero(self._table.kinds != Kind.TENSOR).tolist()
         for t in (t for t in values if t not in wished and self._table.paths[t] not in left_out):
             shape, dtype = self._table.layouts[self._table.layout_of[t]].shape, self._table.dtypes[t]
-            geometry = Geometry(Kind(int(self._table.kinds[t])), dtype, shape, True, (Piece(whole(shape)),))
-            self.cells.append((geometry, geometry.pieces[0]))
+            geometry = Geometry(Kind(int(self._table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
+            self.cells.append((geometry, geometry.shards[0]))
             self._buffers[len(self)] = np.empty(shape, dtype.raw)
             self.tensor = np.append(self.tensor, t)
             self.cell = np.append(self.cell, len(self.cells) - 1)

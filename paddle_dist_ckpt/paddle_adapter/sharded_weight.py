@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..core.box import Box, cut_flat_range, whole
 from ..core.dtypes import DType
 from ..core.shards import Kind
-from ..core.tensors import Geometry, Piece
+from ..core.tensors import Geometry, LocalShard
 from ..errors import UnsupportedValueError
 
 __all__ = ["Layout", "is_sharded_weight"]
@@ -73,17 +73,17 @@ class Layout(NamedTuple):
         offset = () if not self.shape and not any(self.offset) else self.offset  # Paddle gives scalars one of (0,)
         self._check(offset, key)
         if 0 in self.shape:
-            return Geometry(Kind.TENSOR, dtype, self.shape, False, (Piece(whole(self.shape)),)), (0,)
+            return Geometry(Kind.TENSOR, dtype, self.shape, False, (LocalShard(whole(self.shape)),)), (0,)
         if 0 in self.found:
             return Geometry(Kind.TENSOR, dtype, self.shape, False, ()), ()
         if self.flat is None:
             strides = self.strides if self.found == self.local_shape else None
-            piece = Piece(Box(offset, self.local_shape), strides)
+            piece = LocalShard(Box(offset, self.local_shape), strides)
             return Geometry(Kind.TENSOR, dtype, self.shape, False, (piece,)), (0,)
         pieces, starts, start = [], [], 0
         for box in cut_flat_range(self.local_shape, *self.flat):
             moved = tuple(map(sum, zip(offset, box.offset, strict=True)))
-            pieces.append(Piece(Box(moved, box.shape)))
+            pieces.append(LocalShard(Box(moved, box.shape)))
             starts.append(start)
             start += box.size * dtype.itemsize
         return Geometry(Kind.TENSOR, dtype, self.shape, False, tuple(pieces)), tuple(starts)

@@ -17,7 +17,7 @@ from ..core.device_memory import contiguous_strides
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.memory import Bytes1D
 from ..core.shards import Kind
-from ..core.tensors import Geometry, Piece, TensorView, is_native_array, view_of_array
+from ..core.tensors import Geometry, LocalShard, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from ..tree.objects import ObjectKind, state_of
 from ..tree.paths import plain_key
@@ -136,10 +136,10 @@ class PaddleAdapter:
         return TensorView(known.geometry, self._addresses(value, known.geometry, path), value, self._name(value))
 
     def _addresses(self, value: Any, geometry: Geometry, path: str) -> tuple[int, ...]:
-        if not geometry.pieces:
+        if not geometry.shards:
             return ()
         base = self._address(value, geometry, path)
-        return (base,) if len(geometry.pieces) == 1 else tuple(base + start for start in self._starts[id(geometry)])
+        return (base,) if len(geometry.shards) == 1 else tuple(base + start for start in self._starts[id(geometry)])
 
     def device_bytes(self, value: Any) -> TensorBytes:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -156,20 +156,20 @@ class PaddleAdapter:
 
     def _placed(self, geometry: Geometry, starts: Sequence[int], on_device: bool) -> Geometry:
         """The geometry, on the device if it is there, with large pieces cut. Each piece starts at one of ``starts``."""
-        if not on_device or not geometry.pieces:
+        if not on_device or not geometry.shards:
             return geometry
-        pieces: list[Piece] = []
+        pieces: list[LocalShard] = []
         cut_starts: list[int] = []
         itemsize = geometry.dtype.itemsize
         most = max(1, (self._piece_bytes or 1 << 62) // itemsize)
-        for (box, strides), start in zip(geometry.pieces, starts, strict=True):
+        for (box, strides), start in zip(geometry.shards, starts, strict=True):
             steps = contiguous_strides(box.shape, itemsize) if strides is None else strides
             for low in range(0, max(1, box.size), most):
                 for part in cut_flat_range(box.shape, low, min(low + most, box.size)) or [whole(box.shape)]:
                     moved = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
-                    pieces.append(Piece(Box(moved, part.shape), strides))
+                    pieces.append(LocalShard(Box(moved, part.shape), strides))
                     cut_starts.append(start + sum(map(operator.mul, part.offset, steps)))
-        placed = dataclasses.replace(geometry, pieces=tuple(pieces), on_device=True)
+        placed = dataclasses.replace(geometry, shards=tuple(pieces), on_device=True)
         self._starts[id(placed)] = tuple(cut_starts)
         return placed
 
@@ -212,7 +212,7 @@ class PaddleAdapter:
 
     @staticmethod
     def _plain_geometry(value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
-        return Geometry(Kind.TENSOR, dtype, shape, True, (Piece(whole(shape), _strides(value, dtype)),))
+        return Geometry(Kind.TENSOR, dtype, shape, True, (LocalShard(whole(shape), _strides(value, dtype)),))
 
     def _dist_geometry(self, value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
         mesh, placements = layout_of(value, key)
@@ -230,7 +230,7 @@ class PaddleAdapter:
             )
         if 0 in shape:
             box = whole(shape)
-        pieces = (Piece(box, _strides(local, dtype)),) if box.size or 0 in shape else ()
+        pieces = (LocalShard(box, _strides(local, dtype)),) if box.size or 0 in shape else ()
         return Geometry(Kind.TENSOR, dtype, shape, False, pieces, reduction)
 
     def _address(self, value: Any, geometry: Geometry, path: str) -> int:

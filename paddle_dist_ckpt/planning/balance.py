@@ -67,15 +67,15 @@ def balanced_shares(fixed: IntArray, sets: Sequence[ReplicaSet]) -> list[IntArra
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """Replica sets of equally many ranks, of which none is in two of them: numbers, members ``[n, m]``, bytes."""
+class _DisjointSets:
+    """Replica sets of equally many ranks, of which none is in two of them: their numbers, members ``[n, m]``, bytes."""
 
     numbers: list[int]
     members: IntArray
     nbytes: IntArray
 
 
-def _batches(sets: Sequence[ReplicaSet], ranks: int) -> list[_Batch]:
+def _batches(sets: Sequence[ReplicaSet], ranks: int) -> list[_DisjointSets]:
     """The sets, smaller ones first, in batches. Each is in the first that is behind all earlier sets with its ranks."""
     batches: dict[tuple[int, int], list[int]] = {}
     last = [-1] * ranks  # the level of the last set so far that has the rank
@@ -86,7 +86,9 @@ def _batches(sets: Sequence[ReplicaSet], ranks: int) -> list[_Batch]:
             last[rank] = level
         batches.setdefault((level, len(members)), []).append(i)
     return [
-        _Batch(numbers, np.stack([sets[i].members for i in numbers]), np.array([sets[i].nbytes for i in numbers]))
+        _DisjointSets(
+            numbers, np.stack([sets[i].members for i in numbers]), np.array([sets[i].nbytes for i in numbers])
+        )
         for _, numbers in sorted(batches.items())
     ]
 
@@ -133,7 +135,7 @@ class Dealt:
     pieces: list[tuple[int, int, Box]]
 
 
-def deal(shares: IntArray, nbytes: IntArray, boxes: Sequence[Box], itemsizes: IntArray, tolerance: int) -> Dealt:
+def deal(shares: IntArray, nbytes: IntArray, shapes: IntArray, itemsizes: IntArray, tolerance: int) -> Dealt:
     """Cut the line of a set's boxes into its members' shares.
 
     The lines of several sets may be cut as one: their items one behind the other, and their shares and members too.
@@ -143,8 +145,8 @@ def deal(shares: IntArray, nbytes: IntArray, boxes: Sequence[Box], itemsizes: In
     Args:
         shares: Bytes for each member, ``[members]``; they add up to the sum of ``nbytes``.
         nbytes: Size of each item, none of which is 0, ``[items]``.
-        boxes: The items' boxes, in order. Only those of items above 64 KiB or that are cut are looked at.
-        itemsizes: The items' element sizes.
+        shapes: The items' shapes, ``[items, d]``. Only those of items above 64 KiB or that are cut are looked at.
+        itemsizes: The items' element sizes, ``[items]``.
         tolerance: How many bytes a cut may be away from the exact place, for the sake of whole rows.
 
     Returns:
@@ -152,7 +154,7 @@ def deal(shares: IntArray, nbytes: IntArray, boxes: Sequence[Box], itemsizes: In
     """
     ends = np.cumsum(nbytes)
     starts = ends - nbytes
-    marks = _snapped(np.cumsum(shares)[:-1], starts, ends, boxes, itemsizes, tolerance)
+    marks = _snapped(np.cumsum(shares)[:-1], starts, ends, shapes, itemsizes, tolerance)
     first = np.searchsorted(marks, starts, side="right")  # the member on whose stretch an item starts ...
     last = np.searchsorted(marks, ends, side="left")  # ... and the one on whose stretch it ends
     last = np.maximum(first, last)
@@ -162,14 +164,14 @@ def deal(shares: IntArray, nbytes: IntArray, boxes: Sequence[Box], itemsizes: In
         edges = [int(starts[i]), *marks[first[i] : last[i]].tolist(), int(ends[i])]
         for member, (a, b) in enumerate(itertools.pairwise(edges), start=int(first[i])):
             size = int(itemsizes[i])
-            part = cut_flat_range(boxes[i].shape, (a - edges[0]) // size, (b - edges[0]) // size)
+            part = cut_flat_range(shapes[i].tolist(), (a - edges[0]) // size, (b - edges[0]) // size)
             pieces += [(i, member, box) for box in part]
     whole = np.flatnonzero(is_whole)
     return Dealt(whole, first[whole], pieces)
 
 
 def _snapped(
-    marks: IntArray, starts: IntArray, ends: IntArray, boxes: Sequence[Box], itemsizes: IntArray, tolerance: int
+    marks: IntArray, starts: IntArray, ends: IntArray, shapes: IntArray, itemsizes: IntArray, tolerance: int
 ) -> IntArray:
     """Move each mark to the nearest place where a cut is wanted: between items, or between rows of a large one."""
     result = marks.copy()
@@ -179,7 +181,7 @@ def _snapped(
     start, unit = starts[item], (ends - starts)[item]
     for i in np.unique(item[unit > _MIN_SPLIT_BYTES]).tolist():
         unit[slice(*np.searchsorted(item, [i, i + 1]).tolist())] = _row_bytes(
-            boxes[i].shape, int(itemsizes[i]), tolerance
+            shapes[i].tolist(), int(itemsizes[i]), tolerance
         )
     result[moved] = np.minimum(start + np.rint((mark - start) / unit).astype(np.int64) * unit, ends[item])
     return np.maximum.accumulate(result)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
+from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray, places_within
 from ..core.grouping import group_blocks
 from ..core.shards import grid_starts
@@ -20,9 +21,7 @@ _MANY = 64  # boxes of one region, from which on it is worth to look whether the
 _U64 = npt.NDArray[np.uint64]
 
 
-def covers_exactly(
-    groups: IntArray, low: IntArray, high: IntArray, region_low: IntArray, region_high: IntArray
-) -> npt.NDArray[np.bool_]:
+def covers_exactly(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """For each region, whether its boxes tile it: inside it, no overlap, no gap.
 
     Give every coordinate of every dimension a random number r modulo a prime. The product over the dimensions of
@@ -33,59 +32,50 @@ def covers_exactly(
 
     Args:
         groups: Which region each box belongs to, ascending, ``[n]``.
-        low: Where each box starts, ``[n, d]``.
-        high: Where each box ends, ``[n, d]``. No box may be empty.
-        region_low: Where each region starts, ``[g, d]``.
-        region_high: Where each region ends, ``[g, d]``.
+        boxes: The boxes, ``n`` of them. None may be empty.
+        regions: The regions, ``g`` of them.
 
     Returns:
         ``[g]``. A region of no elements is covered by no boxes.
     """
-    one = len(region_low) == 1  # whose slices are recognised as a grid as fast
-    exact = np.zeros(1, bool) if one else _are_slices(groups, low, high, region_low, region_high)
+    one = len(regions) == 1  # whose slices are recognised as a grid as fast
+    exact = np.zeros(1, bool) if one else _are_slices(groups, boxes, regions)
     if not exact.any():
-        return _are_tiled(groups, low, high, region_low, region_high)
+        return _are_tiled(groups, boxes, regions)
     rest, rows = np.flatnonzero(~exact), np.flatnonzero(~exact[groups])
     if len(rest):
-        exact[rest] = _are_tiled(
-            np.searchsorted(rest, groups[rows]), low[rows], high[rows], region_low[rest], region_high[rest]
-        )
+        exact[rest] = _are_tiled(np.searchsorted(rest, groups[rows]), boxes.take(rows), regions.take(rest))
     return exact
 
 
-def tensors_covered(
-    tensor: IntArray, offset: IntArray, shape: IntArray, global_shape: IntArray
-) -> npt.NDArray[np.bool_]:
+def tensors_covered(tensor: IntArray, boxes: Boxes, global_shape: IntArray) -> Mask:
     """For each tensor whether its boxes make it up exactly. Tensors that are cut alike are looked at once.
 
     Args:
         tensor: The tensor of each box, ascending, ``[n]``.
-        offset: Where each box starts, ``[n, d]``, ascending within a tensor.
-        shape: Its shape, ``[n, d]``. No box may be empty.
+        boxes: The boxes, ascending within a tensor. None may be empty.
         global_shape: The tensors' shapes, ``[tensors, d]``.
     """
     bounds = np.searchsorted(tensor, np.arange(len(global_shape) + 1))
-    first, alike = group_blocks(bounds, np.hstack([offset, shape]), global_shape)
+    first, alike = group_blocks(bounds, boxes.table, global_shape)
     counts = np.diff(bounds)[first]
     rows = np.repeat(bounds[:-1][first], counts) + places_within(counts)
-    groups, high = np.repeat(np.arange(len(first)), counts), global_shape[first]
-    covered = covers_exactly(groups, offset[rows], (offset + shape)[rows], np.zeros_like(high), high)
-    return covered[alike]
+    groups = np.repeat(np.arange(len(first)), counts)
+    return covers_exactly(groups, boxes.take(rows), Boxes.wholes(global_shape[first]))[alike]
 
 
-def _are_slices(
-    groups: IntArray, low: IntArray, high: IntArray, region_low: IntArray, region_high: IntArray
-) -> npt.NDArray[np.bool_]:
+def _are_slices(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """For each region whether its boxes are slices of it along one dimension, each where the one before it ends."""
-    found = np.zeros(len(region_low), bool)
+    found = np.zeros(len(regions), bool)
     starts = np.flatnonzero(np.diff(groups, prepend=-1))
-    if not len(starts) or not low.shape[1]:
+    if not len(starts) or not boxes.dimensions:
         return found
-    regions, last = groups[starts], np.append(starts[1:], len(groups)) - 1
+    low, high, region_low, region_high = boxes.offset, boxes.high, regions.offset, regions.high
+    of, last = groups[starts], np.append(starts[1:], len(groups)) - 1  # the region of each run of boxes; its last box
     sliced: IntArray = np.zeros(len(starts), np.int64)
-    valid: npt.NDArray[np.bool_] = np.ones(len(starts), bool)
-    for d in range(low.shape[1]):
-        begin, end = region_low[regions, d], region_high[regions, d]
+    valid: Mask = np.ones(len(starts), bool)
+    for d in range(boxes.dimensions):
+        begin, end = region_low[of, d], region_high[of, d]
         partial = np.add.reduceat((low[:, d] != region_low[groups, d]) | (high[:, d] != region_high[groups, d]), starts)
         breaks = np.append(True, low[1:, d] != high[:-1, d])
         breaks[starts] = low[starts, d] != begin
@@ -94,46 +84,28 @@ def _are_slices(
         sliced += partial > 0
         if not valid.any():
             return found
-    found[regions] = valid & ((sliced == 1) | (starts == last))
+    found[of] = valid & ((sliced == 1) | (starts == last))
     return found
 
 
-def _are_tiled(
-    groups: IntArray, low: IntArray, high: IntArray, region_low: IntArray, region_high: IntArray
-) -> npt.NDArray[np.bool_]:
+def _are_tiled(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """:func:`covers_exactly` for tilings of any kind."""
-    bounds = np.searchsorted(groups, np.arange(len(region_low) + 1))
-    grids = [
-        g
-        for g in np.flatnonzero(np.diff(bounds) >= _MANY).tolist()
-        if _is_grid(g, bounds, low, high, region_low, region_high)
-    ]
-    if grids:
-        rest = np.setdiff1d(np.arange(len(region_low)), grids)
-        rows = np.flatnonzero(~np.isin(groups, grids))
-        exact = np.ones(len(region_low), bool)
-        exact[rest] = _measures_agree(
-            np.searchsorted(rest, groups[rows]), low[rows], high[rows], region_low[rest], region_high[rest]
-        )
-        return exact
-    return _measures_agree(groups, low, high, region_low, region_high)
+    bounds = np.searchsorted(groups, np.arange(len(regions) + 1))
+    exact: Mask = np.zeros(len(regions), bool)
+    for g in np.flatnonzero(np.diff(bounds) >= _MANY).tolist():
+        exact[g] = grid_starts(boxes.take(slice(bounds[g], bounds[g + 1])), regions.box(g)) is not None
+    rest, rows = np.flatnonzero(~exact), np.flatnonzero(~exact[groups])
+    exact[rest] = _measures_agree(np.searchsorted(rest, groups[rows]), boxes.take(rows), regions.take(rest))
+    return exact
 
 
-def _is_grid(
-    group: int, bounds: IntArray, low: IntArray, high: IntArray, region_low: IntArray, region_high: IntArray
-) -> bool:
-    rows = slice(int(bounds[group]), int(bounds[group + 1]))
-    return grid_starts(low[rows], high[rows] - low[rows], region_low[group], region_high[group]) is not None
-
-
-def _measures_agree(
-    groups: IntArray, low: IntArray, high: IntArray, region_low: IntArray, region_high: IntArray
-) -> npt.NDArray[np.bool_]:
+def _measures_agree(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
+    low, high, region_low, region_high = boxes.offset, boxes.high, regions.offset, regions.high
     inside = (low >= region_low[groups]).all(axis=1) & (high <= region_high[groups]).all(axis=1)
-    exact: npt.NDArray[np.bool_] = np.bincount(groups[~inside], minlength=len(region_low)) == 0
+    exact: Mask = np.bincount(groups[~inside], minlength=len(regions)) == 0
     for _ in range(_ROUNDS):
-        seeds = np.array([secrets.randbits(64) for _ in range(low.shape[1])], np.uint64)
-        totals = _group_sums(_measure(low, high, seeds), groups, len(region_low))
+        seeds = np.array([secrets.randbits(64) for _ in range(boxes.dimensions)], np.uint64)
+        totals = _group_sums(_measure(low, high, seeds), groups, len(regions))
         exact &= totals == _measure(region_low, region_high, seeds)
     return exact
 

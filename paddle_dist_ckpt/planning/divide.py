@@ -3,38 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import overload
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.box import Box
+from ..core.boxes import Boxes
 from ..core.columns import IntArray, places_within
 from ..core.grouping import group_rows
 from .balance import ReplicaSet, balanced_shares, deal
 
-__all__ = ["HeldBoxes", "divide"]
-
-Columns = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]  # tensor, rank, row, offset, shape
+__all__ = ["HeldBoxes", "WrittenBoxes", "divide"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBoxes:
-    """Different boxes, and the ranks that hold each: members ``first[i]:first[i + 1]`` of the columns behind.
+    """Different boxes, and the ranks that hold each.
 
-    ``source`` names, for a box that was cut from another, the box whose members hold it.
+    Attributes:
+        tensor: The tensor of each box, ``[n]``.
+        boxes: The boxes.
+        source: Which entry of ``first`` names the holders of each, ``[n]``: boxes cut from one box share them.
+        first: Where the holders begin among the members, and behind the last the end, ``[sources + 1]``.
+        member_rank: Positions of the ranks that hold them, ascending for each source, ``[members]``.
+        member_row: Which of that rank's local shards it is, ``[members]``.
     """
 
     tensor: IntArray
-    offset: IntArray
-    shape: IntArray
+    boxes: Boxes
     source: IntArray
     first: IntArray
     member_rank: IntArray
     member_row: IntArray
 
 
-def divide(boxes: HeldBoxes, nbytes: IntArray, itemsize: IntArray, fixed: IntArray) -> list[Columns]:
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenBoxes:
+    """Boxes that are written.
+
+    Attributes:
+        tensor: The tensor of each, ``[n]``.
+        rank: Position of the rank that writes it, ``[n]``.
+        row: Which of that rank's local shards it is cut from, ``[n]``.
+        boxes: The boxes.
+    """
+
+    tensor: IntArray
+    rank: IntArray
+    row: IntArray
+    boxes: Boxes
+
+    def take(self, rows: IntArray) -> WrittenBoxes:
+        """Some of them."""
+        return WrittenBoxes(self.tensor[rows], self.rank[rows], self.row[rows], self.boxes.take(rows))
+
+    @classmethod
+    def joined(cls, parts: Sequence[WrittenBoxes]) -> WrittenBoxes:
+        """Several, one behind the other."""
+        tensor, rank, row = (np.concatenate([getattr(p, name) for p in parts]) for name in ("tensor", "rank", "row"))
+        return cls(tensor, rank, row, Boxes.joined([part.boxes for part in parts]))
+
+
+def divide(boxes: HeldBoxes, nbytes: IntArray, itemsize: IntArray, fixed: IntArray) -> list[WrittenBoxes]:
     """Let every rank write about the same number of bytes.
 
     Takes time in O(n log n + members) for n boxes, beside that of :func:`.balance.balanced_shares`.
@@ -46,34 +75,34 @@ def divide(boxes: HeldBoxes, nbytes: IntArray, itemsize: IntArray, fixed: IntArr
         fixed: Bytes that each rank writes beside these boxes, ``[ranks]``.
 
     Returns:
-        Columns (tensor, rank, row of its local shards, offset, shape) of what is written, in several parts.
+        What is written, in several parts.
     """
     holders = np.diff(boxes.first)[boxes.source]
     single = np.flatnonzero(holders == 1)
-    parts = [_columns(boxes, single, np.zeros_like(single))]
+    parts = [_written(boxes, single, np.zeros_like(single))]
     tolerance = (int(nbytes.sum()) + int(fixed.sum())) // len(fixed) // 128
     loads = fixed.copy()
-    np.add.at(loads, parts[0][1], nbytes[single])
+    np.add.at(loads, parts[0].rank, nbytes[single])
     sets, rows = _replica_sets(boxes, nbytes, holders)
     if not sets:
         return parts
     shares = np.concatenate(balanced_shares(loads, sets))
-    dealt = deal(shares, nbytes[rows], _Extents(boxes.shape[rows]), itemsize[rows], tolerance)
+    dealt = deal(shares, nbytes[rows], boxes.boxes.shape[rows], itemsize[rows], tolerance)
     counts = np.array([len(s.members) for s in sets], np.int64)
     number = places_within(counts)  # of a member, in its set
-    parts.append(_columns(boxes, rows[dealt.item], number[dealt.member]))
+    parts.append(_written(boxes, rows[dealt.item], number[dealt.member]))
     if dealt.pieces:
         item, member, pieces = zip(*dealt.pieces, strict=True)
-        tensor, rank, row, offset, _ = _columns(boxes, rows[list(item)], number[list(member)])
-        offset = offset + np.array([box.offset for box in pieces], np.int64)
-        parts.append((tensor, rank, row, offset, np.array([box.shape for box in pieces], np.int64)))
+        cut = _written(boxes, rows[list(item)], number[list(member)])
+        inner = Boxes.of(pieces, cut.boxes.dimensions)
+        parts.append(replace(cut, boxes=Boxes(cut.boxes.offset + inner.offset, inner.shape)))
     return parts
 
 
-def _columns(boxes: HeldBoxes, rows: IntArray, number: IntArray) -> Columns:
-    """The columns of these boxes, each written by one of its holders, given by its number among them."""
+def _written(boxes: HeldBoxes, rows: IntArray, number: IntArray) -> WrittenBoxes:
+    """These boxes, each written by one of its holders, given by its number among them."""
     place = boxes.first[boxes.source[rows]] + number
-    return boxes.tensor[rows], boxes.member_rank[place], boxes.member_row[place], boxes.offset[rows], boxes.shape[rows]
+    return WrittenBoxes(boxes.tensor[rows], boxes.member_rank[place], boxes.member_row[place], boxes.boxes.take(rows))
 
 
 def _replica_sets(boxes: HeldBoxes, nbytes: IntArray, holders: IntArray) -> tuple[list[ReplicaSet], IntArray]:
@@ -108,22 +137,3 @@ def _row_order(rows: IntArray) -> IntArray:
             key = key * base + column
         keys.append(key)
     return np.lexsort(keys[::-1]).astype(np.int64)
-
-
-class _Extents(Sequence[Box]):
-    """Shapes as boxes, which are made when they are asked for."""
-
-    def __init__(self, shapes: IntArray) -> None:
-        self._shapes = shapes
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    @overload
-    def __getitem__(self, index: int) -> Box: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Box]: ...
-    def __getitem__(self, index: int | slice) -> Box | Sequence[Box]:
-        if isinstance(index, slice):
-            return _Extents(self._shapes[index])
-        return Box((), tuple(self._shapes[index].tolist()))

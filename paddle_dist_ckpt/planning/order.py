@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..core.boxes import Boxes
 from ..core.columns import IntArray
 
 __all__ = ["box_order", "file_order", "shard_order"]
@@ -16,49 +17,48 @@ _LONGEST_LINE = 2**62
 _LARGEST_ITEM = 64  # bytes, and more than any item has
 
 
-def box_order(shapes: IntArray, tensor: IntArray, offset: IntArray) -> IntArray:
+def box_order(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> IntArray:
     """The order of boxes by tensor, then by offset.
 
     Args:
         shapes: The global shapes of all tensors, ``[tensors, d]``, padded with 1.
         tensor: The tensor of each box, ``[n]``.
-        offset: Where it starts, ``[n, d]``.
+        boxes: The boxes.
     """
-    place = _places(shapes, tensor, offset)
+    place = _places(shapes, tensor, boxes.offset)
     if place is not None:
         return np.argsort(place, kind="stable")
-    return np.lexsort([*reversed(offset.T), tensor])
+    return np.lexsort([*reversed(boxes.offset.T), tensor])
 
 
-def file_order(shapes: IntArray, itemsize: IntArray, tensor: IntArray, offset: IntArray, rank: IntArray) -> IntArray:
+def file_order(shapes: IntArray, itemsize: IntArray, tensor: IntArray, boxes: Boxes, rank: IntArray) -> IntArray:
     """The order of boxes by rank, item size (largest first), tensor, offset.
 
     Args:
-        shapes, tensor, offset: See :func:`box_order`.
+        shapes, tensor, boxes: See :func:`box_order`.
         itemsize: Bytes of an element of each tensor, ``[tensors]``.
         rank: Who writes each box, ``[n]``.
     """
-    order = box_order(shapes, tensor, offset)
+    order = box_order(shapes, tensor, boxes)
     group = rank[order] * _LARGEST_ITEM + (_LARGEST_ITEM - 1 - itemsize[tensor[order]])
     return order[np.argsort(group, kind="stable")]
 
 
-def shard_order(shapes: IntArray, tensor: IntArray, offset: IntArray, shape: IntArray, rank: IntArray) -> IntArray:
+def shard_order(shapes: IntArray, tensor: IntArray, boxes: Boxes, rank: IntArray) -> IntArray:
     """The order of shards by tensor, offset, shape, rank.
 
     Args:
-        shapes, tensor, offset: See :func:`box_order`.
-        shape: The shape of each shard, ``[n, d]``.
-        rank: Who has it, ``[n]``.
+        shapes, tensor, boxes: See :func:`box_order`.
+        rank: Who has each, ``[n]``.
     """
-    place = _places(shapes, tensor, offset)
+    place = _places(shapes, tensor, boxes.offset)
     if place is not None:
         order = np.argsort(rank, kind="stable") if (np.diff(rank) < 0).any() else np.arange(len(rank))
         order = order[np.argsort(place[order], kind="stable")]
         again = np.flatnonzero(np.diff(place[order]) == 0)
-        if (shape[order[again]] == shape[order[again + 1]]).all():
+        if (boxes.shape[order[again]] == boxes.shape[order[again + 1]]).all():
             return order
-    return np.lexsort([rank, *reversed(shape.T), *reversed(offset.T), tensor])
+    return np.lexsort([rank, *reversed(boxes.shape.T), *reversed(boxes.offset.T), tensor])
 
 
 def _places(shapes: IntArray, tensor: IntArray, offset: IntArray) -> IntArray | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..core.boxes import Boxes
 from ..core.columns import IntArray
 
 __all__ = ["overlapping_pairs"]
 
 _DIRECT = 1 << 14  # so many pairs are compared at once rather than split further
+_COMPARED = 1 << 20  # and so many at most
+
+Span = tuple[IntArray, IntArray]  # where boxes start and where they end, each [n, d]; of a cell, [d]
 
 
-def overlapping_pairs(
-    a_low: IntArray, a_high: IntArray, b_low: IntArray, b_high: IntArray
-) -> tuple[IntArray, IntArray]:
+def overlapping_pairs(a: Boxes, b: Boxes) -> tuple[IntArray, IntArray]:
     """All (i, j) where box i of ``a`` and box j of ``b`` have an element in common.
 
     Space is halved again and again along the dimension that separates best, a box going to each half that it reaches
@@ -21,39 +23,35 @@ def overlapping_pairs(
     it is found once. For boxes that overlap little among their own set, which shards do not at all, the time is about
     O((n + m) log(n + m) + pairs). Tensors are told apart by making the tensor's number the first dimension.
 
-    Args:
-        a_low: Where each box of ``a`` starts, ``[n, d]``.
-        a_high: Where it ends, ``[n, d]``.
-        b_low: Where each box of ``b`` starts, ``[m, d]``.
-        b_high: Where it ends, ``[m, d]``.
-
     Returns:
         The pairs as two columns, ordered by i, then j.
     """
     found: list[tuple[IntArray, IntArray]] = []
-    a_all, b_all = np.flatnonzero((a_low < a_high).all(axis=1)), np.flatnonzero((b_low < b_high).all(axis=1))
-    dimensions = a_low.shape[1]
-    bottom = np.full(dimensions, np.iinfo(np.int64).min)
-    top = np.full(dimensions, np.iinfo(np.int64).max)
-    stack = [(a_all, b_all, bottom, top)]
+    a_low, a_high, b_low, b_high = a.offset, a.high, b.offset, b.high
+    bottom = np.full(a.dimensions, np.iinfo(np.int64).min)
+    top = np.full(a.dimensions, np.iinfo(np.int64).max)
+    stack = [(np.flatnonzero(a.filled), np.flatnonzero(b.filled), bottom, top)]
     while stack:
-        a, b, low, high = stack.pop()
-        if not len(a) or not len(b):
+        some, others, low, high = stack.pop()
+        if not len(some) or not len(others):
             continue
-        cut = _best_cut(a_low[a], a_high[a], b_low[b], b_high[b]) if len(a) * len(b) > _DIRECT else None
+        spans = (a_low[some], a_high[some]), (b_low[others], b_high[others])
+        cut = _best_cut(*spans) if len(some) * len(others) > _DIRECT else None
         if cut is None:
-            found.append(_compare(a, b, a_low, a_high, b_low, b_high, low, high))
+            i, j = _compare(*spans, (low, high))
+            found.append((some[i], others[j]))
             continue
         d, at = cut
         left_high, right_low = high.copy(), low.copy()
         left_high[d] = right_low[d] = at
-        stack.append((a[a_low[a, d] < at], b[b_low[b, d] < at], low, left_high))
-        stack.append((a[a_high[a, d] > at], b[b_high[b, d] > at], right_low, high))
+        stack.append((some[a_low[some, d] < at], others[b_low[others, d] < at], low, left_high))
+        stack.append((some[a_high[some, d] > at], others[b_high[others, d] > at], right_low, high))
     return _ordered(found)
 
 
-def _best_cut(a_low: IntArray, a_high: IntArray, b_low: IntArray, b_high: IntArray) -> tuple[int, int] | None:
+def _best_cut(a: Span, b: Span) -> tuple[int, int] | None:
     """The dimension and place that leave the fewest pairs, or None where no cut makes them fewer."""
+    (a_low, a_high), (b_low, b_high) = a, b
     best, fewest = None, len(a_low) * len(b_low)
     for d in range(a_low.shape[1]):
         starts = np.concatenate([a_low[:, d], b_low[:, d]])
@@ -65,29 +63,21 @@ def _best_cut(a_low: IntArray, a_high: IntArray, b_low: IntArray, b_high: IntArr
     return best
 
 
-def _compare(
-    a: IntArray,
-    b: IntArray,
-    a_low: IntArray,
-    a_high: IntArray,
-    b_low: IntArray,
-    b_high: IntArray,
-    low: IntArray,
-    high: IntArray,
-) -> tuple[IntArray, IntArray]:
-    """The overlapping pairs among these whose common region starts inside the cell from ``low`` to ``high``."""
-    rows = max(1, (1 << 20) // len(b))
+def _compare(a: Span, b: Span, cell: Span) -> tuple[IntArray, IntArray]:
+    """The overlapping pairs whose common region starts inside the cell, by comparing all."""
+    (a_low, a_high), (b_low, b_high), (low, high) = a, b, cell
+    step = max(1, _COMPARED // len(b_low))
     parts = []
-    for start in range(0, len(a), rows):
-        some = a[start : start + rows]
-        hit = np.ones((len(some), len(b)), bool)
+    for start in range(0, len(a_low), step):
+        rows = slice(start, start + step)
+        hit = np.ones((len(a_low[rows]), len(b_low)), bool)
         for d in range(a_low.shape[1]):
-            begin = np.maximum(a_low[some, d][:, None], b_low[b, d][None, :])
-            end = np.minimum(a_high[some, d][:, None], b_high[b, d][None, :])
+            begin = np.maximum(a_low[rows, d, None], b_low[None, :, d])
+            end = np.minimum(a_high[rows, d, None], b_high[None, :, d])
             hit &= (begin < end) & (begin >= low[d]) & (begin < high[d])
         i, j = np.nonzero(hit)
-        parts.append((some[i], b[j]))
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+        parts.append((i + start, j))
+    return np.concatenate([i for i, _ in parts]), np.concatenate([j for _, j in parts])
 
 
 def _ordered(found: list[tuple[IntArray, IntArray]]) -> tuple[IntArray, IntArray]:

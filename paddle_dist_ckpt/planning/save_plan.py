@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ..core.box import Box, subtract, whole
+from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray
 from ..errors import UnsupportedValueError
 from .cover import first_gap, tensors_covered
-from .divide import HeldBoxes, divide
+from .divide import HeldBoxes, WrittenBoxes, divide
 from .order import file_order, shard_order
 from .overlap import overlapping_pairs
 
-Mask = npt.NDArray[np.bool_]
-
-__all__ = ["LocalShards", "SavePlan", "Tensors", "plan_save"]
+__all__ = ["GlobalTensors", "HeldShards", "SavePlan", "plan_save"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tensors:
+class GlobalTensors:
     """The global tensors, in ascending order of their paths.
 
     Attributes:
@@ -39,57 +37,61 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalShards:
-    """What every rank holds: a row for each local shard, in columns of equal length.
+class HeldShards:
+    """What every rank holds: a row for each local shard.
 
     Attributes:
-        tensor: Which tensor it is a shard of.
-        rank: Position of the rank that holds it.
-        row: Its number among that rank's local shards.
-        offset: Where it starts, ``[n, d]``, padded with 0.
-        shape: Its shape, ``[n, d]``, padded with 1.
-        plain: Whether it is a plain tensor, which is whole and saved by one rank, not divided.
-        addend: For a partial tensor its position among the addends, otherwise -1.
-        addends: How many addends there are, 0 if the tensor is not partial.
+        tensor: Which tensor it is a shard of, ``[n]``.
+        rank: Position of the rank that holds it, ``[n]``.
+        row: Its number among that rank's local shards, ``[n]``.
+        boxes: Where it lies in the tensor.
+        plain: Whether it is a plain tensor, which is whole and saved by one rank, not divided, ``[n]``.
+        addend: For a partial tensor its position among the addends, otherwise -1, ``[n]``.
+        addends: How many addends there are, 0 if the tensor is not partial, ``[n]``.
     """
 
     tensor: IntArray
     rank: IntArray
     row: IntArray
-    offset: IntArray
-    shape: IntArray
+    boxes: Boxes
     plain: IntArray
     addend: IntArray
     addends: IntArray
 
-    def take(self, rows: IntArray) -> LocalShards:
+    def take(self, rows: IntArray) -> HeldShards:
         """Some of the rows."""
-        return LocalShards(*(getattr(self, name)[rows] for name in self.__slots__))
+        return HeldShards(
+            self.tensor[rows],
+            self.rank[rows],
+            self.row[rows],
+            self.boxes.take(rows),
+            self.plain[rows],
+            self.addend[rows],
+            self.addends[rows],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[HeldShards]) -> HeldShards:
+        """Several, one behind the other."""
+        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in cls.__slots__ if name != "boxes"}
+        return cls(boxes=Boxes.joined([part.boxes for part in parts]), **columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """What is written: a row for each box, ordered by rank and as each rank's files hold them.
+    """What is written, ordered by rank and as each rank's files hold it.
 
     Attributes:
-        tensor: The tensor, ``[n]``.
-        rank: Position of the rank that writes it.
-        row: Which of that rank's local shards it is cut from.
-        offset: Where it starts in the global tensor, ``[n, d]``.
-        shape: Its shape, ``[n, d]``.
+        written: The boxes, and who writes them.
         transfers: For partial tensors, (source rank, source row, destination rank, destination row, box): the source
             sends its addend of the box to the destination, which adds it to its own. Ranks are positions.
     """
 
-    tensor: IntArray
-    rank: IntArray
-    row: IntArray
-    offset: IntArray
-    shape: IntArray
+    written: WrittenBoxes
     transfers: list[tuple[int, int, int, int, Box]]
 
 
-def plan_save(tensors: Tensors, shards: LocalShards, ranks: int, coordinator: int) -> SavePlan:
+def plan_save(tensors: GlobalTensors, shards: HeldShards, ranks: int, coordinator: int) -> SavePlan:
     """Decide which rank writes which box, so that every byte of every tensor is written exactly once.
 
     Args:
@@ -104,34 +106,29 @@ def plan_save(tensors: Tensors, shards: LocalShards, ranks: int, coordinator: in
     chosen = _chosen_whole(tensors, shards, coordinator)
     kept = _divisible(tensors, shards)
     divided = _different(tensors, shards if len(kept) == len(shards.tensor) else shards.take(kept))
-    divided = _without_overlaps(tensors, divided, shards, chosen)
+    divided = _without_overlaps(tensors, divided, shards.tensor[chosen])
+    saved_whole = WrittenBoxes(
+        shards.tensor[chosen], shards.rank[chosen], shards.row[chosen], shards.boxes.take(chosen)
+    )
     fixed = np.zeros(ranks, np.int64)
-    np.add.at(fixed, shards.rank[chosen], _bytes(tensors, shards.tensor[chosen], shards.shape[chosen]))
-    nbytes = _bytes(tensors, divided.tensor, divided.shape)
-    parts = [_whole_columns(shards, chosen), *divide(divided, nbytes, tensors.itemsize[divided.tensor], fixed)]
-    tensor, rank, row, offset, shape = (np.concatenate([p[i] for p in parts]) for i in range(5))
-    order = file_order(tensors.shape, tensors.itemsize, tensor, offset, rank)
-    tensor, rank, row, offset, shape = (column[order] for column in (tensor, rank, row, offset, shape))
-    transfers = _reductions(tensors, shards, tensor, rank, row, offset, shape)
-    return SavePlan(tensor, rank, row, offset, shape, transfers)
+    np.add.at(fixed, saved_whole.rank, saved_whole.boxes.volumes * tensors.itemsize[saved_whole.tensor])
+    itemsize = tensors.itemsize[divided.tensor]
+    written = WrittenBoxes.joined([saved_whole, *divide(divided, divided.boxes.volumes * itemsize, itemsize, fixed)])
+    written = written.take(file_order(tensors.shape, tensors.itemsize, written.tensor, written.boxes, written.rank))
+    return SavePlan(written, _reductions(tensors, shards, written))
 
 
-def _bytes(tensors: Tensors, tensor: IntArray, shape: IntArray) -> IntArray:
-    elements: IntArray = np.prod(shape, axis=1, dtype=np.int64)
-    return elements * tensors.itemsize[tensor]
-
-
-def _is_whole_kind(tensors: Tensors, shards: LocalShards) -> Mask:
+def _is_whole_kind(tensors: GlobalTensors, shards: HeldShards) -> Mask:
     empty: Mask = (tensors.shape == 0).any(axis=1)
     whole_kind: Mask = (shards.plain != 0) | empty[shards.tensor]
     return whole_kind
 
 
-def _divisible(tensors: Tensors, shards: LocalShards) -> IntArray:
-    return np.flatnonzero(~_is_whole_kind(tensors, shards) & (shards.shape > 0).all(axis=1))
+def _divisible(tensors: GlobalTensors, shards: HeldShards) -> IntArray:
+    return np.flatnonzero(~_is_whole_kind(tensors, shards) & shards.boxes.filled)
 
 
-def _chosen_whole(tensors: Tensors, shards: LocalShards, coordinator: int) -> IntArray:
+def _chosen_whole(tensors: GlobalTensors, shards: HeldShards, coordinator: int) -> IntArray:
     """Rows that are saved whole: of each plain (or empty) tensor the coordinator's, else the lowest rank's."""
     rows = np.flatnonzero(_is_whole_kind(tensors, shards))
     preference = np.where(shards.rank[rows] == coordinator, -1, shards.rank[rows])
@@ -141,97 +138,83 @@ def _chosen_whole(tensors: Tensors, shards: LocalShards, coordinator: int) -> In
     return chosen
 
 
-def _whole_columns(shards: LocalShards, rows: IntArray) -> tuple[IntArray, ...]:
-    return shards.tensor[rows], shards.rank[rows], shards.row[rows], shards.offset[rows], shards.shape[rows]
-
-
-def _different(tensors: Tensors, shards: LocalShards) -> HeldBoxes:
+def _different(tensors: GlobalTensors, shards: HeldShards) -> HeldBoxes:
     """The different boxes of the shards, by tensor, offset and shape, each with its holders by rank."""
-    order = shard_order(tensors.shape, shards.tensor, shards.offset, shards.shape, shards.rank)
-    columns = (shards.tensor, shards.offset, shards.shape, shards.rank, shards.row)
-    tensor, offset, shape, rank, row = (column[order] for column in columns)
-    same = tensor[1:] == tensor[:-1]
-    for column in (offset, shape):
-        same &= (column[1:] == column[:-1]).all(axis=1)
-    twice = same & (rank[1:] == rank[:-1])
+    order = shard_order(tensors.shape, shards.tensor, shards.boxes, shards.rank)
+    tensor, rank, row, boxes = shards.tensor[order], shards.rank[order], shards.row[order], shards.boxes.take(order)
+    same = (tensor[1:] == tensor[:-1]) & boxes.same_as_before()
+    twice = same & (rank[1:] == rank[:-1])  # one rank has a box twice
     if twice.any():
         kept = np.flatnonzero(~np.concatenate([[False], twice]))
-        tensor, offset, shape, rank, row = (column[kept] for column in (tensor, offset, shape, rank, row))
+        tensor, rank, row, boxes = tensor[kept], rank[kept], row[kept], boxes.take(kept)
         same = same[~twice]
     starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(tensor) else np.zeros(0, np.int64)
     first = np.append(starts, len(tensor))
     if len(starts) < len(tensor):
-        tensor, offset, shape = tensor[starts], offset[starts], shape[starts]
-    return HeldBoxes(tensor, offset, shape, np.arange(len(starts)), first, rank, row)
+        tensor, boxes = tensor[starts], boxes.take(starts)
+    return HeldBoxes(tensor, boxes, np.arange(len(starts)), first, rank, row)
 
 
-def _without_overlaps(tensors: Tensors, boxes: HeldBoxes, shards: LocalShards, chosen: IntArray) -> HeldBoxes:
-    """The boxes, cut where they overlap, after checking that they cover every tensor."""
-    count = len(tensors.names)
-    exact = tensors_covered(boxes.tensor, boxes.offset, boxes.shape, tensors.shape)
-    exact[shards.tensor[chosen]] = True
+def _without_overlaps(tensors: GlobalTensors, held: HeldBoxes, saved_whole: IntArray) -> HeldBoxes:
+    """The boxes, cut where they overlap, after checking that they cover every tensor but those that are saved whole."""
+    exact = tensors_covered(held.tensor, held.boxes, tensors.shape)
+    exact[saved_whole] = True
     if exact.all():
-        return boxes
+        return held
     problems: list[str] = []
-    pieces: list[tuple[int, Box, int]] = []
+    cut: list[tuple[int, Box, int]] = []
     for t in np.flatnonzero(~exact).tolist():
-        rows = np.flatnonzero(boxes.tensor == t)
-        pieces += [(t, box, i) for box, i in _cut_tensor(tensors, t, boxes, rows, problems)]
+        rows = np.flatnonzero(held.tensor == t)
+        cut += [(t, box, i) for box, i in _cut_tensor(tensors, t, held.boxes, rows, problems)]
     if problems:
         raise UnsupportedValueError("the shards do not make up their tensors:\n" + "\n".join(problems))
-    return _replaced(boxes, exact[boxes.tensor], pieces, count)
+    return _replaced(held, np.flatnonzero(exact[held.tensor]), cut)
 
 
 def _cut_tensor(
-    tensors: Tensors, t: int, boxes: HeldBoxes, rows: IntArray, problems: list[str]
+    tensors: GlobalTensors, t: int, boxes: Boxes, rows: IntArray, problems: list[str]
 ) -> list[tuple[Box, int]]:
     """One tensor's boxes without their overlaps, the larger boxes kept whole; each with the row that it is from."""
-    shape = tuple(tensors.shape[t].tolist())
-    rows = rows[np.argsort(-np.prod(boxes.shape[rows], axis=1), kind="stable")]
-    low, high = boxes.offset[rows], boxes.offset[rows] + boxes.shape[rows]
-    name, ndim = tensors.names[t], int(tensors.ndim[t])
-    if (low < 0).any() or (high > tensors.shape[t]).any():
-        row = rows[((low < 0) | (high > tensors.shape[t])).any(axis=1)][0]
-        where = Box(tuple(boxes.offset[row, :ndim].tolist()), tuple(boxes.shape[row, :ndim].tolist()))
-        problems.append(f"{name}: the shard {where} reaches outside of the global shape {list(shape[:ndim])}")
+    region, name, ndim = whole(tensors.shape[t].tolist()), tensors.names[t], int(tensors.ndim[t])
+    rows = rows[np.argsort(-boxes.take(rows).volumes, kind="stable")]
+    mine = boxes.take(rows)
+    outside = ((mine.offset < 0) | (mine.high > tensors.shape[t])).any(axis=1)
+    if outside.any():
+        where = mine.box(int(np.argmax(outside)), ndim)
+        problems.append(f"{name}: the shard {where} reaches outside of the global shape {list(region.shape[:ndim])}")
         return []
-    as_boxes = [Box(tuple(o), tuple(s)) for o, s in zip(low.tolist(), boxes.shape[rows].tolist(), strict=True)]
-    earlier: list[list[int]] = [[] for _ in rows]
-    for i, j in zip(*overlapping_pairs(low, high, low, high), strict=True):
+    as_boxes = mine.to_list()
+    earlier: list[list[int]] = [[] for _ in as_boxes]
+    for i, j in zip(*overlapping_pairs(mine, mine), strict=True):
         if j < i:
             earlier[i].append(int(j))
     kept: list[tuple[Box, int]] = []
     for i, box in enumerate(as_boxes):
         left = [box]
         for j in earlier[i]:
-            left = [piece for part in left for piece in subtract(part, as_boxes[j])]
-        kept += [(piece, int(rows[i])) for piece in left]
-    missing = whole(shape).size - sum(box.size for box, _ in kept)
-    gap = first_gap(whole(shape), [box for box, _ in kept]) if missing else None
+            left = [rest for part in left for rest in subtract(part, as_boxes[j])]
+        kept += [(rest, int(rows[i])) for rest in left]
+    missing = region.size - sum(box.size for box, _ in kept)
+    gap = first_gap(region, [box for box, _ in kept]) if missing else None
     if gap is not None:
         where = Box(gap.offset[:ndim], gap.shape[:ndim])
-        problems.append(f"{name}: no rank has the region {where} of the global shape {list(shape[:ndim])}")
+        problems.append(f"{name}: no rank has the region {where} of the global shape {list(region.shape[:ndim])}")
     return kept
 
 
-def _replaced(boxes: HeldBoxes, keep: Mask, pieces: list[tuple[int, Box, int]], count: int) -> HeldBoxes:
-    rows = np.flatnonzero(keep)
-    dimensions = boxes.offset.shape[1]
-    offsets = np.array([box.offset for _, box, _ in pieces], np.int64).reshape(-1, dimensions)
-    extents = np.array([box.shape for _, box, _ in pieces], np.int64).reshape(-1, dimensions)
-    return HeldBoxes(
-        np.concatenate([boxes.tensor[rows], np.array([t for t, _, _ in pieces], np.int64)]),
-        np.concatenate([boxes.offset[rows], offsets]),
-        np.concatenate([boxes.shape[rows], extents]),
-        np.concatenate([boxes.source[rows], np.array([i for _, _, i in pieces], np.int64)]),
-        boxes.first,
-        boxes.member_rank,
-        boxes.member_row,
+def _replaced(held: HeldBoxes, kept: IntArray, cut: list[tuple[int, Box, int]]) -> HeldBoxes:
+    """Some of the boxes, and others: (tensor, box, the row that it was cut from) of each."""
+    tensor, source = (np.array([one[i] for one in cut], np.int64) for i in (0, 2))
+    return replace(
+        held,
+        tensor=np.concatenate([held.tensor[kept], tensor]),
+        boxes=Boxes.joined([held.boxes.take(kept), Boxes.of([box for _, box, _ in cut], held.boxes.dimensions)]),
+        source=np.concatenate([held.source[kept], source]),
     )
 
 
 def _check_addends(
-    tensors: Tensors, shards: LocalShards, holders: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]]
+    tensors: GlobalTensors, shards: HeldShards, holders: dict[tuple[int, Box], dict[int, list[tuple[int, int]]]]
 ) -> None:
     counts = dict(zip(shards.tensor.tolist(), shards.addends.tolist(), strict=True))
     problems = [
@@ -244,32 +227,25 @@ def _check_addends(
 
 
 def _reductions(
-    tensors: Tensors,
-    shards: LocalShards,
-    tensor: IntArray,
-    rank: IntArray,
-    row: IntArray,
-    offset: IntArray,
-    shape: IntArray,
+    tensors: GlobalTensors, shards: HeldShards, written: WrittenBoxes
 ) -> list[tuple[int, int, int, int, Box]]:
     """What the writers of partial tensors need from the ranks that hold the other addends."""
     partial = set(shards.tensor[shards.addend >= 0].tolist())
     if not partial:
         return []
-    holders: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
-    own: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+    holders: dict[tuple[int, Box], dict[int, list[tuple[int, int]]]] = {}
+    own: dict[tuple[int, int], tuple[tuple[int, Box], int]] = {}
     for i in np.flatnonzero(shards.addend >= 0).tolist():
-        key = (int(shards.tensor[i]), *shards.offset[i].tolist(), *shards.shape[i].tolist())
+        key = (int(shards.tensor[i]), shards.boxes.box(i))
         addend, holder = int(shards.addend[i]), (int(shards.rank[i]), int(shards.row[i]))
         holders.setdefault(key, {}).setdefault(addend, []).append(holder)
         own[holder] = (key, addend)
     _check_addends(tensors, shards, holders)
     transfers = []
-    for i in [i for i, t in enumerate(tensor.tolist()) if t in partial]:
-        writer = (int(rank[i]), int(row[i]))
+    for i in [i for i, t in enumerate(written.tensor.tolist()) if t in partial]:
+        writer = (int(written.rank[i]), int(written.row[i]))
         key, mine = own[writer]
-        ndim = int(tensors.ndim[tensor[i]])
-        box = Box(tuple(offset[i, :ndim].tolist()), tuple(shape[i, :ndim].tolist()))
+        box = written.boxes.box(i, int(tensors.ndim[key[0]]))
         for addend, candidates in sorted(holders[key].items()):
             if addend != mine:
                 transfers.append((*min(candidates), *writer, box))

@@ -16,11 +16,11 @@ from ..core.box import Box, whole
 from ..core.columns import pack_column, pack_signed
 from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DTYPES
-from ..core.local_tensors import LocalTensors, Pieces
+from ..core.local_tensors import LocalShards, LocalTensors
 from ..core.memory import address_of, array_at, gather
 from ..core.messages import encode
 from ..core.shards import Kind
-from ..core.tensors import Geometry, Identity, Piece, TensorView
+from ..core.tensors import Geometry, Identity, LocalShard, TensorView
 from ..errors import UnsupportedValueError
 from ..tree.paths import RankIndex, join, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
@@ -75,9 +75,9 @@ class LocalState:
     known: KnownState | None = None
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> LocalShards:
         """The tensors' pieces."""
-        return Pieces(self.tensors.geometries, np.array(self.tensors.geometry, np.int64))
+        return LocalShards(self.tensors.geometries, np.array(self.tensors.geometry, np.int64))
 
     def part(self, row: int, box: Box) -> npt.NDArray[Any] | DeviceArray:
         """A box of piece ``row``, counted from the piece's corner, as an array of raw items."""
@@ -85,7 +85,7 @@ class LocalState:
         return array.part(box) if isinstance(array, DeviceArray) else np.asarray(array[box.slices])
 
     def array(self, row: int) -> npt.NDArray[Any] | DeviceArray:
-        """Piece ``row`` as an array of raw items."""
+        """LocalShard ``row`` as an array of raw items."""
         geometry, piece = self.pieces.cells[self.pieces.cell[row]]
         owner = self.tensors.owners[self.pieces.tensor[row]]
         if geometry.on_device:
@@ -150,7 +150,7 @@ class LocalState:
             Structure(
                 tensors=encode(listed),
                 geometry=pack_column(geometry),
-                pieces=pack_column([len(g.pieces) for g in geometries]),
+                pieces=pack_column([len(g.shards) for g in geometries]),
                 dimensions=dimensions,
                 cells=pack_signed(np.array(cells, np.int64).reshape(-1, 2 * dimensions + 1)),
                 values=[(path, is_empty) for path, is_empty, _ in self.outline],
@@ -252,7 +252,7 @@ def _add_values(state: LocalState, values: Sequence[Any], before: Mapping[str, i
         state.inline.append(inline)
         if not inline:
             array = np.frombuffer(json, np.uint8)
-            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (Piece(whole(array.shape)),))
+            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard(whole(array.shape)),))
             state.tensors.add(path, TensorView(geometry, (address_of(array),), array, None))
 
 

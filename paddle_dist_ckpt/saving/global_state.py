@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..core.boxes import Boxes
 from ..core.columns import IntArray, places_within, unpack_column, unpack_signed
 from ..core.dtypes import DTYPES, DType
 from ..core.messages import decode
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
-from ..planning.save_plan import LocalShards
+from ..planning.save_plan import HeldShards
 from ..tree.paths import containers_of, flat_keys, mixed_containers, plain_key
 from .messages import Description, SaveRequest, Structure, TensorList, ValueRecord
 
@@ -48,7 +49,7 @@ class GlobalState:
     names: list[str | None] = field(default_factory=list)
     value_paths: list[list[str]] = field(default_factory=list)
     value_owner: dict[str, int] = field(default_factory=dict)
-    shards: LocalShards | None = None
+    shards: HeldShards | None = None
     keys: dict[str, str] = field(default_factory=dict)
     compared: list[IntArray] = field(default_factory=list)
 
@@ -259,8 +260,7 @@ class _Merging:
             mine[places] = place[tensor]
             columns = plain[listed.description], addends[listed.description]
             parts.append(_shards_of(i, self._structures[i], mine, *columns, dimensions))
-        columns_of = (np.concatenate([getattr(part, name) for part in parts]) for name in LocalShards.__slots__)
-        state.shards = LocalShards(*columns_of)
+        state.shards = HeldShards.joined(parts)
 
 
 def _comparable(first: Description, second: Description) -> list[tuple[str, object, object]]:
@@ -276,7 +276,7 @@ def _comparable(first: Description, second: Description) -> list[tuple[str, obje
 
 def _shards_of(
     rank: int, structure: Structure, tensor: IntArray, plain: IntArray, addends: IntArray, dimensions: int
-) -> LocalShards:
+) -> HeldShards:
     """One rank's pieces as shards; ``tensor`` has the number of each of its tensors, -1 for those it does not save."""
     width = structure.dimensions
     cells = unpack_signed(structure.cells, 2 * width + 1)
@@ -288,14 +288,11 @@ def _shards_of(
     cell = np.repeat(first[geometry], per_tensor) + places_within(per_tensor)
     rows = np.flatnonzero(tensor[owner] >= 0)
     owner, cell = owner[rows], cell[rows]
-    offset, shape = np.zeros((len(rows), dimensions), np.int64), np.ones((len(rows), dimensions), np.int64)
-    offset[:, :width], shape[:, :width] = cells[cell, :width], cells[cell, width : 2 * width]
-    return LocalShards(
+    return HeldShards(
         tensor=tensor[owner],
         rank=np.full(len(rows), rank, np.int64),
         row=rows,
-        offset=offset,
-        shape=shape,
+        boxes=Boxes.joined([Boxes(cells[:, :width], cells[:, width:-1])], dimensions).take(cell),
         plain=plain[owner],
         addend=cells[cell, -1],
         addends=addends[owner],

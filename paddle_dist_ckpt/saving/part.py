@@ -216,7 +216,7 @@ class _Items:
             key = of_tensor[owner], tensors.geometry[owner]
             if key not in known:
                 boxes = tuple(sorted(self.boxes[number] for number in key[0]))
-                known[key] = collection.add_boxes(tensors.geometries[key[1]].shape, boxes)
+                known[key] = collection.add(tensors.geometries[key[1]].shape, boxes)
             layout_of.append(known[key])
         geometries = [tensors.geometries[tensors.geometry[owner]] for owner in owners]
         return ShardTable(

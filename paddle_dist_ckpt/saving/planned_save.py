@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.box import Box
+from ..core.boxes import Mask
 from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.grouping import group_blocks
 from ..core.messages import encode
 from ..core.shards import Layout, ShardTable
+from ..planning.divide import WrittenBoxes
 from ..planning.order import box_order
-from ..planning.save_plan import LocalShards, SavePlan, Tensors, plan_save
+from ..planning.save_plan import GlobalTensors, HeldShards, SavePlan, plan_save
 from ..tree.paths import plain_key
 from .global_state import GlobalState, merge_structures
 from .messages import RankPlan, Transfer
@@ -67,10 +69,11 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
     state = merge_structures(structures, coordinator)
     shards, state.shards = state.shards, None
     assert shards is not None
-    plan = plan_save(_tensors(state, shards.offset.shape[1]), shards, len(state.ranks), state.coordinator)
+    plan = plan_save(_tensors(state, shards.boxes.dimensions), shards, len(state.ranks), state.coordinator)
     itemsizes = np.array([dtype.itemsize for dtype in state.dtypes], np.int64)
-    nbytes = np.prod(plan.shape, axis=1, dtype=np.int64) * itemsizes[plan.tensor]
-    bounds = np.searchsorted(plan.rank, np.arange(len(state.ranks) + 1))
+    written = plan.written
+    nbytes = written.boxes.volumes * itemsizes[written.tensor]
+    bounds = np.searchsorted(written.rank, np.arange(len(state.ranks) + 1))
     ends = np.concatenate([[0], np.cumsum(nbytes)]).astype(np.int64)
     return PlannedSave(
         plan_id=secrets.randbits(62) + 1,
@@ -83,9 +86,9 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
     )
 
 
-def _tensors(state: GlobalState, dimensions: int) -> Tensors:
+def _tensors(state: GlobalState, dimensions: int) -> GlobalTensors:
     padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(state.shapes)}
-    return Tensors(
+    return GlobalTensors(
         [state.keys[path] for path in state.paths],
         np.array([dtype.itemsize for dtype in state.dtypes], np.int64),
         np.array([len(shape) for shape in state.shapes], np.int64),
@@ -94,7 +97,7 @@ def _tensors(state: GlobalState, dimensions: int) -> Tensors:
 
 
 def _rank_plans(
-    state: GlobalState, shards: LocalShards, plan: SavePlan, bounds: IntArray, total_bytes: int
+    state: GlobalState, shards: HeldShards, plan: SavePlan, bounds: IntArray, total_bytes: int
 ) -> dict[int, bytes]:
     """Each rank's encoded part of the plan, by global rank."""
     plain_keys = {path: key for path, key in state.keys.items() if key != plain_key(path)}
@@ -103,17 +106,18 @@ def _rank_plans(
     tensors = set(state.paths)
     for path in sorted(path for path in state.value_owner if path not in tensors):
         values.setdefault(state.value_owner[path], []).append(path)
-    writers = sorted({*np.unique(plan.rank).tolist(), state.coordinator, *values})
-    is_cut = _is_cut(shards, plan)
+    written = plan.written
+    writers = sorted({*np.unique(written.rank).tolist(), state.coordinator, *values})
+    is_cut = _is_cut(shards, written)
     plans = {}
     for i, (rank, start, stop) in enumerate(zip(state.ranks, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         cut = np.flatnonzero(is_cut[start:stop])
         plans[rank] = encode(
             RankPlan(
-                row=pack_column(plan.row[start:stop]),
+                row=pack_column(written.row[start:stop]),
                 cut=pack_column(cut),
-                dimensions=plan.offset.shape[1],
-                boxes=pack_signed(np.hstack([plan.offset[start:stop][cut], plan.shape[start:stop][cut]])),
+                dimensions=written.boxes.dimensions,
+                boxes=pack_signed(written.boxes.take(start + cut).table),
                 keys=plain_keys,
                 values=values.get(i, []),
                 transfers=transfers,
@@ -124,21 +128,21 @@ def _rank_plans(
     return plans
 
 
-def _is_cut(shards: LocalShards, plan: SavePlan) -> IntArray:
-    """Whether each item of the plan is only a part of the piece that it is from, ``[items]``."""
-    ranks = int(max(shards.rank.max(initial=-1), plan.rank.max(initial=-1))) + 1
+def _is_cut(shards: HeldShards, written: WrittenBoxes) -> Mask:
+    """Whether each written box is only a part of the local shard that it is from, ``[written]``."""
+    ranks = int(max(shards.rank.max(initial=-1), written.rank.max(initial=-1))) + 1
     most = np.zeros(ranks, np.int64)
     np.maximum.at(most, shards.rank, shards.row + 1)
     base = np.cumsum(most) - most
     place = np.zeros(int(most.sum()), np.int64)
     place[base[shards.rank] + shards.row] = np.arange(len(shards.row))
-    piece = place[base[plan.rank] + plan.row]
-    cut: IntArray = (shards.shape[piece] != plan.shape).any(axis=1)
+    shard = place[base[written.rank] + written.row]
+    cut: Mask = (shards.boxes.shape[shard] != written.boxes.shape).any(axis=1)
     return cut
 
 
 def _transfer(
-    state: GlobalState, shards: LocalShards, source: int, source_row: int, writer: int, writer_row: int, box: Box
+    state: GlobalState, shards: HeldShards, source: int, source_row: int, writer: int, writer_row: int, box: Box
 ) -> Transfer:
     held = (shards.rank == source) & (shards.row == source_row)
     itemsize = state.dtypes[shards.tensor[held][0]].itemsize
@@ -148,15 +152,15 @@ def _transfer(
 
 def _table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTable:
     """The checkpoint's table; tensors that are cut alike share a layout. Ordered by tensor, then by offset."""
-    order = box_order(_tensors(state, plan.offset.shape[1]).shape, plan.tensor, plan.offset)
-    tensor, offset, shape = plan.tensor[order], plan.offset[order], plan.shape[order]
+    order = box_order(_tensors(state, plan.written.boxes.dimensions).shape, plan.written.tensor, plan.written.boxes)
+    tensor, boxes = plan.written.tensor[order], plan.written.boxes.take(order)
     bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1))
     shapes = {shape: i for i, shape in enumerate(dict.fromkeys(state.shapes))}
     heads = np.array([shapes[shape] for shape in state.shapes], np.int64).reshape(-1, 1)
-    first, layout_of = group_blocks(bounds, np.hstack([offset, shape]), heads)
+    first, layout_of = group_blocks(bounds, boxes.table, heads)
     layouts = []
     for t in first.tolist():
-        rows, global_shape = slice(int(bounds[t]), int(bounds[t + 1])), state.shapes[t]
-        layouts.append(Layout(global_shape, offset[rows, : len(global_shape)], shape[rows, : len(global_shape)]))
+        mine = boxes.take(slice(int(bounds[t]), int(bounds[t + 1])))
+        layouts.append(Layout(state.shapes[t], mine.first(len(state.shapes[t]))))
     kinds = np.array(state.kinds, np.int64)
     return ShardTable(state.paths, state.dtypes, kinds, layouts, layout_of, file[order], state.names)

@@ -14,7 +14,7 @@ from ..core.device_memory import Copies, DeviceBytes, Request
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of, fresh_pages
 from ..core.shards import Kind
-from ..core.tensors import Geometry, Piece, Reduction, TensorView, is_native_array, view_of_array
+from ..core.tensors import Geometry, LocalShard, Reduction, TensorView, is_native_array, view_of_array
 from ..tree.objects import ObjectKind, set_state, state_of
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
@@ -141,10 +141,10 @@ class NumpyAdapter:
         pieces, addresses = [], []
         for box, piece in zip(value.boxes, value.pieces, strict=True):
             if piece.size:
-                pieces.append(Piece(box, None if piece.flags.c_contiguous else piece.strides))
+                pieces.append(LocalShard(box, None if piece.flags.c_contiguous else piece.strides))
                 addresses.append(address_of(piece))
         if 0 in value.shape:
-            pieces, addresses = [Piece(whole(value.shape))], [0]
+            pieces, addresses = [LocalShard(whole(value.shape))], [0]
         geometry = Geometry(Kind.TENSOR, value.dtype, value.shape, value.plain, tuple(pieces), value.reduction)
         return TensorView(geometry, tuple(addresses), value, None)
 

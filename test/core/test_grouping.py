@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core import grouping
+from paddle_dist_ckpt.core.box import whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.core.grouping import group_blocks, group_rows
 from paddle_dist_ckpt.core.shards import Layout, grid_starts
@@ -66,22 +68,21 @@ def test_only_whole_grids_are_taken_for_grids(data: st.DataObject) -> None:
     shape = tuple(map(sum, lengths))
     cuts = [np.cumsum(length)[:-1].tolist() for length in lengths]
     grid = Layout.from_cuts(shape, cuts)
-    zero = [0] * len(shape)
-    found = grid_starts(grid.offsets, grid.extents, zero, shape)
+    boxes, count = grid.boxes, len(grid.boxes)
+    found = grid_starts(boxes, whole(shape))
     assert found is not None
     assert [starts[1:].tolist() for starts in found] == cuts
-    if grid.count > 1:
-        gone = data.draw(st.integers(0, grid.count - 1))
-        rest = np.delete(np.arange(grid.count), gone)
-        assert grid_starts(grid.offsets[rest], grid.extents[rest], zero, shape) is None
-        swapped = np.arange(grid.count)
+    if count > 1:
+        gone = data.draw(st.integers(0, count - 1))
+        rest = np.delete(np.arange(count), gone)
+        assert grid_starts(boxes.take(rest), whole(shape)) is None
+        swapped = np.arange(count)
         swapped[[0, gone]] = swapped[[gone, 0]]
         if gone:
-            assert grid_starts(grid.offsets[swapped], grid.extents[swapped], zero, shape) is None
+            assert grid_starts(boxes.take(swapped), whole(shape)) is None
     if shape:
         d = data.draw(st.integers(0, len(shape) - 1))
-        for change in (grid.extents, grid.offsets):
-            other = change.copy()
-            other[data.draw(st.integers(0, grid.count - 1)), d] += 1
-            columns = (grid.offsets, other) if change is grid.extents else (other, grid.extents)
-            assert grid_starts(*columns, zero, shape) is None
+        for column in range(2):
+            changed = [boxes.offset.copy(), boxes.shape.copy()]
+            changed[column][data.draw(st.integers(0, count - 1)), d] += 1
+            assert grid_starts(Boxes(*changed), whole(shape)) is None

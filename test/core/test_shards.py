@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import Column, pack_column, unpack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Kind, Layout, LayoutRecord, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
-from test.strategies import columns, examples, grids, shapes, tilings
+from test.strategies import examples, grids, shapes, tilings
 
 
 def make_layout(shape: tuple[int, ...], boxes: list[Box]) -> Layout:
-    offsets, extents = columns(sorted(boxes), len(shape))
-    return Layout(shape, offsets, extents)
+    return Layout(shape, Boxes.of(sorted(boxes), len(shape)))
 
 
 @st.composite
@@ -31,7 +31,7 @@ def tables(draw: st.DrawFn, files: int = 4) -> ShardTable:
     layout_of = [*range(len(layouts)), *draw(st.lists(st.sampled_from(range(len(layouts))), min_size=5, max_size=5))][
         :count
     ]
-    shards = sum(layouts[i].count for i in layout_of)
+    shards = sum(len(layouts[i].boxes) for i in layout_of)
     return ShardTable(
         [f"/t{i}" for i in range(count)],
         [DTYPES[draw(st.sampled_from(["bool", "bfloat16", "float32", "complex128"]))] for _ in range(count)],
@@ -76,12 +76,11 @@ def test_a_layout_comes_back(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     boxes = data.draw(tilings(shape)) if math.prod(shape) else [Box((0,) * len(shape), shape)]
     layout = make_layout(shape, data.draw(st.permutations(boxes)))
-    again = Layout.from_record(layout.to_record(), layout.count)
+    again = Layout.from_record(layout.to_record(), len(layout.boxes))
     assert again.shape == shape
-    assert np.array_equal(again.offsets, layout.offsets)
-    assert np.array_equal(again.extents, layout.extents)
+    assert again.boxes.to_list() == layout.boxes.to_list()
     with pytest.raises(CheckpointCorruptedError):
-        Layout.from_record(layout.to_record(), layout.count - 1)
+        Layout.from_record(layout.to_record(), len(layout.boxes) - 1)
 
 
 @examples(100)
@@ -98,7 +97,7 @@ def test_a_part_of_a_grid_is_stored_box_by_box() -> None:
     assert layout.cuts() is None
     assert make_layout((4,), [Box((1,), (3,))]).cuts() is None
     assert make_layout((3,), []).cuts() is None
-    assert Layout.from_record(make_layout((3,), []).to_record(), 0).count == 0
+    assert Layout.from_record(make_layout((3,), []).to_record(), 0).boxes.to_list() == []
 
 
 @pytest.mark.parametrize(
@@ -149,23 +148,18 @@ def test_a_hostile_layout_is_refused(record: LayoutRecord) -> None:
 @examples(200)
 @given(tables())
 def test_columns_of_a_table_are_what_loops_find(table: ShardTable) -> None:
-    shards = [
-        (t, tuple(o), tuple(e))
-        for t, i in enumerate(table.layout_of.tolist())
-        for o, e in zip(table.layouts[i].offsets.tolist(), table.layouts[i].extents.tolist(), strict=True)
-    ]
-    sizes = [math.prod(e) * table.dtypes[t].itemsize for t, _, e in shards]
+    shards = [(t, box) for t, i in enumerate(table.layout_of.tolist()) for box in table.layouts[i].boxes.to_list()]
+    sizes = [box.size * table.dtypes[t].itemsize for t, box in shards]
     assert table.first_shard.tolist() == [
-        sum(1 for t, _, _ in shards if t < first) for first in range(len(table.paths) + 1)
+        sum(1 for t, _ in shards if t < first) for first in range(len(table.paths) + 1)
     ]
-    assert table.shard_tensor.tolist() == [t for t, _, _ in shards]
+    assert table.shard_tensor.tolist() == [t for t, _ in shards]
     assert table.shard_bytes.tolist() == sizes
     assert [table.shard_place(i) for i in range(len(shards))] == shards
     assert table.index == {path: i for i, path in enumerate(table.paths)}
-    offsets, extents = table.box_columns(4)
-    for i, (_, offset, extent) in enumerate(shards):
-        assert tuple(offsets[i]) == offset + (0,) * (4 - len(offset))
-        assert tuple(extents[i]) == extent + (1,) * (4 - len(extent))
+    boxes = table.shard_boxes(4)
+    for i, (_, (offset, extent)) in enumerate(shards):
+        assert boxes.box(i) == (offset + (0,) * (4 - len(offset)), extent + (1,) * (4 - len(extent)))
 
 
 @examples(200)

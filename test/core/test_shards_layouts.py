@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Layout, ShardTable
-from test.strategies import columns, examples, shapes, tilings
+from test.strategies import examples, shapes, tilings
 
 
 def table_of(layouts: Sequence[Layout], layout_of: Sequence[int], files: Sequence[int] | None = None) -> ShardTable:
-    count, shards = len(layout_of), sum(layouts[i].count for i in layout_of)
+    count, shards = len(layout_of), sum(len(layouts[i].boxes) for i in layout_of)
     file = np.array(files, np.int64) if files is not None else np.zeros(shards, np.int64)
     names = ["bool", "float32", "complex128"]
     dtypes = [DTYPES[names[i % 3]] for i in range(count)]
@@ -31,27 +32,27 @@ def tables(draw: st.DrawFn) -> ShardTable:
     for _ in range(draw(st.integers(0, 4))):
         shape = draw(shapes(most=5))
         boxes = draw(tilings(shape, 5)) if math.prod(shape) else [whole(shape)] * draw(st.integers(0, 1))
-        layouts.append(Layout(shape, *columns(sorted(boxes), len(shape))))
+        layouts.append(Layout(shape, Boxes.of(sorted(boxes), len(shape))))
     layout_of = draw(st.lists(st.integers(0, len(layouts) - 1), max_size=6)) if layouts else []
-    shards = sum(layouts[i].count for i in layout_of)
+    shards = sum(len(layouts[i].boxes) for i in layout_of)
     return table_of(layouts, layout_of, draw(st.lists(st.integers(0, 3), min_size=shards, max_size=shards)))
 
 
 @examples(300)
 @given(tables())
 def test_columns_are_what_loops_find(table: ShardTable) -> None:
-    boxes = [(t, i, row) for t, i in enumerate(table.layout_of.tolist()) for row in range(table.layouts[i].count)]
-    before = [sum(layout.count for layout in table.layouts[:i]) for i in range(len(table.layouts))]
-    assert table.layout_counts.tolist() == [layout.count for layout in table.layouts]
+    boxes = [(t, i, row) for t, i in enumerate(table.layout_of.tolist()) for row in range(len(table.layouts[i].boxes))]
+    before = [sum(len(layout.boxes) for layout in table.layouts[:i]) for i in range(len(table.layouts))]
+    assert table.layout_counts.tolist() == [len(layout.boxes) for layout in table.layouts]
     assert table.first_shard.tolist() == [sum(t < first for t, *_ in boxes) for first in range(len(table.paths) + 1)]
     assert table.shard_tensor.tolist() == [t for t, *_ in boxes]
     assert table.shard_layout_row.tolist() == [before[i] + row for _, i, row in boxes]
-    sizes = [math.prod(table.layouts[i].extents[row].tolist()) * table.dtypes[t].itemsize for t, i, row in boxes]
+    sizes = [table.layouts[i].boxes.box(row).size * table.dtypes[t].itemsize for t, i, row in boxes]
     assert table.shard_bytes.tolist() == sizes
-    offsets, extents = table.box_columns(5)
+    found_boxes = table.shard_boxes(5)
     for found, fill, rows in [
-        (offsets, 0, [table.layouts[i].offsets[row].tolist() for _, i, row in boxes]),
-        (extents, 1, [table.layouts[i].extents[row].tolist() for _, i, row in boxes]),
+        (found_boxes.offset, 0, [table.layouts[i].boxes.offset[row].tolist() for _, i, row in boxes]),
+        (found_boxes.shape, 1, [table.layouts[i].boxes.shape[row].tolist() for _, i, row in boxes]),
     ]:
         assert found.shape == (len(boxes), 5)
         assert found.dtype == np.int64
@@ -68,14 +69,14 @@ def test_columns_are_what_loops_find(table: ShardTable) -> None:
 @examples(100)
 @given(tables(), st.integers(4, 6))
 def test_boxes_of_all_layouts_stand_one_behind_the_other(table: ShardTable, dimensions: int) -> None:
-    offsets, extents = table.layout_boxes(dimensions)
+    boxes = table.layout_boxes(dimensions)
     row = 0
     for layout in table.layouts:
-        for offset, extent in zip(layout.offsets.tolist(), layout.extents.tolist(), strict=True):
-            assert offsets[row].tolist() == offset + [0] * (dimensions - len(offset))
-            assert extents[row].tolist() == extent + [1] * (dimensions - len(extent))
+        for offset, extent in layout.boxes.to_list():
+            pad = dimensions - len(offset)
+            assert boxes.box(row) == (offset + (0,) * pad, extent + (1,) * pad)
             row += 1
-    assert offsets.shape == extents.shape == (row, dimensions)
+    assert boxes.offset.shape == boxes.shape.shape == (row, dimensions)
 
 
 @pytest.mark.parametrize("width", [2**31, 2**53 + 1])

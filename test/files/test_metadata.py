@@ -15,6 +15,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import Column, pack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
@@ -55,7 +57,7 @@ def small() -> Metadata:
     layouts = [
         halves,
         Layout.from_cuts((3,), [[]]),
-        Layout((4, 4), np.array([[0, 0], [2, 1]]), np.array([[2, 4], [2, 3]])),
+        Layout((4, 4), Boxes.of([Box((0, 0), (2, 4)), Box((2, 1), (2, 3))], 2)),
     ]
     table = ShardTable(
         ["/model/a.b", "/model/a/b", "/opt/~l0", "/zz"],
@@ -127,7 +129,7 @@ def same_table(a: ShardTable, b: ShardTable) -> bool:
         and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
         and len(a.layouts) == len(b.layouts)
         and all(
-            x.shape == y.shape and np.array_equal(x.offsets, y.offsets) and np.array_equal(x.extents, y.extents)
+            x.shape == y.shape and np.array_equal(x.boxes.table, y.boxes.table)
             for x, y in zip(a.layouts, b.layouts, strict=True)
         )
     )
@@ -217,7 +219,8 @@ def test_metadata_of_many_shards_are_small() -> None:
 def test_irregular_shards_take_at_most_24_bytes_each() -> None:
     count = 50_000
     offsets = np.stack([np.arange(count) * 70_000, np.arange(count) % 300], axis=1)
-    layout = Layout((count * 70_000, 1000), offsets, np.stack([np.full(count, 60_000), np.full(count, 300)], axis=1))
+    boxes = Boxes(offsets, np.tile([60_000, 300], (count, 1)))
+    layout = Layout((count * 70_000, 1000), boxes)
     none = np.zeros(1, np.int64)
     table = ShardTable(["/w"], [DTYPES["uint8"]], none, [layout], none, np.arange(count) % 256, [None])
     assert len(encode(make(table, 256))) - len(encode(make(small().table, 256))) <= 24 * count

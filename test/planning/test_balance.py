@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.planning.balance import ReplicaSet, balanced_shares, deal
 from test.strategies import examples, paint, shapes
 
@@ -112,8 +113,8 @@ def test_every_element_is_dealt_once_and_near_its_share(
 ) -> None:
     shaped, itemsizes, shares = line
     nbytes = np.array([math.prod(shape) * size for shape, size in zip(shaped, itemsizes, strict=True)], np.int64)
-    boxes = [whole(shape) for shape in shaped]
-    dealt = deal(np.array(shares, np.int64), nbytes, boxes, np.array(itemsizes, np.int64), tolerance)
+    padded = Boxes.of([whole(shape) for shape in shaped], 4).shape
+    dealt = deal(np.array(shares, np.int64), nbytes, padded, np.array(itemsizes, np.int64), tolerance)
     canvases = [np.zeros(shape, np.int64) for shape in shaped]
     got = [0] * len(shares)
     for item, member in zip(dealt.item.tolist(), dealt.member.tolist(), strict=True):
@@ -121,7 +122,8 @@ def test_every_element_is_dealt_once_and_near_its_share(
         got[member] += int(nbytes[item])
     for item, member, box in dealt.pieces:
         assert box.size
-        canvases[item] += paint(shaped[item], [box])
+        ndim = len(shaped[item])
+        canvases[item] += paint(shaped[item], [Box(box.offset[:ndim], box.shape[:ndim])])
         got[member] += box.size * itemsizes[item]
     assert all((canvas == 1).all() for canvas in canvases)
     slack = max(tolerance, 64 << 10)
@@ -130,9 +132,9 @@ def test_every_element_is_dealt_once_and_near_its_share(
 
 def test_small_boxes_stay_whole_and_large_ones_are_cut_between_rows() -> None:
     nbytes = np.array([1000, 8 * MEBI, 1000])
-    boxes = [Box((0,), (250,)), Box((0, 0), (2048, 1024)), Box((0,), (250,))]
+    extents = np.array([(250, 1), (2048, 1024), (250, 1)])
     half = int(nbytes.sum()) // 2
-    dealt = deal(np.array([half, half]), nbytes, boxes, np.array([4, 4, 4]), 0)
+    dealt = deal(np.array([half, half]), nbytes, extents, np.array([4, 4, 4]), 0)
     assert dealt.item.tolist() == [0, 2]
     assert dealt.member.tolist() == [0, 1]
     assert [(i, m) for i, m, _ in dealt.pieces] == [(1, 0), (1, 1)]

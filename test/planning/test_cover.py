@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, intersect, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.planning import cover
 from paddle_dist_ckpt.planning.cover import covers_exactly, first_gap, tensors_covered
-from test.strategies import boxes_in, columns, examples, paint, shapes, tilings
+from test.strategies import boxes_in, examples, paint, shapes, tilings
 
 
 @pytest.fixture(scope="module", autouse=True, params=[1, 1 << 30], ids=["grids are looked for", "no grids"])
@@ -26,9 +27,9 @@ def grids(request: pytest.FixtureRequest) -> Iterator[None]:
 def check(shapes_and_boxes: list[tuple[tuple[int, ...], list[Box]]], dimensions: int = 4) -> list[bool]:
     """``covers_exactly`` for tensors and their boxes, the way the plans call it."""
     groups = [g for g, (_, boxes) in enumerate(shapes_and_boxes) for _ in boxes]
-    offsets, extents = columns([box for _, boxes in shapes_and_boxes for box in boxes], dimensions)
-    low, extent = columns([whole(shape) for shape, _ in shapes_and_boxes], dimensions)
-    found = covers_exactly(np.array(groups, np.int64), offsets, offsets + extents, low, low + extent)
+    boxes = Boxes.of([box for _, boxes in shapes_and_boxes for box in boxes], dimensions)
+    regions = Boxes.of([whole(shape) for shape, _ in shapes_and_boxes], dimensions)
+    found = covers_exactly(np.array(groups, np.int64), boxes, regions)
     return [bool(exact) for exact in found]
 
 
@@ -78,11 +79,10 @@ def test_regions_of_no_elements_need_no_boxes() -> None:
 
 
 def test_regions_need_not_start_at_zero() -> None:
-    low, high = np.array([[2**40, 7]]), np.array([[2**40 + 4, 9]])
-    half = low + [[2, 0]]
-    boxes_low, boxes_high = np.vstack([low, half]), np.vstack([half + [[0, 2]], high])
-    assert covers_exactly(np.zeros(2, np.int64), boxes_low, boxes_high, low, high).tolist() == [True]
-    assert covers_exactly(np.zeros(1, np.int64), boxes_low[:1], boxes_high[:1], low, high).tolist() == [False]
+    region = Boxes.of([Box((2**40, 7), (4, 2))], 2)
+    halves = Boxes.of([Box((2**40, 7), (2, 2)), Box((2**40 + 2, 7), (2, 2))], 2)
+    assert covers_exactly(np.zeros(2, np.int64), halves, region).tolist() == [True]
+    assert covers_exactly(np.zeros(1, np.int64), halves.take(slice(1)), region).tolist() == [False]
 
 
 @examples(200)
@@ -111,7 +111,6 @@ def test_tensors_that_are_cut_alike_are_judged_alike(data: st.DataObject) -> Non
         kinds.append((shape, sorted(boxes)))
     tensors = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
     number = np.array([t for t, (_, boxes) in enumerate(tensors) for _ in boxes], np.int64)
-    offsets, extents = columns([box for _, boxes in tensors for box in boxes], 4)
-    _, global_shape = columns([whole(shape) for shape, _ in tensors], 4)
-    found = tensors_covered(number, offsets, extents, global_shape)
+    boxes = Boxes.of([box for _, boxes in tensors for box in boxes], 4)
+    found = tensors_covered(number, boxes, Boxes.of([whole(shape) for shape, _ in tensors], 4).shape)
     assert found.tolist() == [bool((paint(shape, boxes) == 1).all()) for shape, boxes in tensors]

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.planning import divide
 from paddle_dist_ckpt.planning.balance import ReplicaSet, balanced_shares, deal
 from paddle_dist_ckpt.planning.save_plan import plan_save
-from test.planning.test_save_plan import State
+from test.planning.test_save_plan import DIMENSIONS, State
 from test.strategies import examples, irregular_tilings, shapes
 
 MEBI = 1 << 20
@@ -118,7 +119,8 @@ def some_lines(draw: st.DrawFn) -> list[Line]:
 @given(some_lines(), st.sampled_from([0, 1000, MEBI]))
 def test_several_lines_are_dealt_as_if_each_were_alone(lines: list[Line], tolerance: int) -> None:
     def dealt(shares: list[int], nbytes: list[int], boxes: list[Box], itemsizes: list[int]) -> tuple[list, list]:
-        found = deal(np.array(shares), np.array(nbytes), boxes, np.array(itemsizes), tolerance)
+        extents = Boxes.of(boxes, 2).shape
+        found = deal(np.array(shares), np.array(nbytes), extents, np.array(itemsizes), tolerance)
         return list(zip(found.item.tolist(), found.member.tolist(), strict=True)), found.pieces
 
     uncut, pieces = [], []
@@ -176,13 +178,15 @@ def planned_in_turn(state: State, coordinator: int) -> list[tuple[int, int, int,
     for ranks, sizes, share in zip(ordered, nbytes, shares, strict=True):
         itemsizes = np.array([state.itemsizes[held.tensor] for held in sets[ranks]])
         boxes = [held.box for held in sets[ranks]]
-        dealt = deal(np.array(share), np.array(sizes), boxes, itemsizes, total // state.ranks // 128)
+        extents = Boxes.of(boxes, DIMENSIONS).shape
+        dealt = deal(np.array(share), np.array(sizes), extents, itemsizes, total // state.ranks // 128)
         uncut = zip(dealt.item.tolist(), dealt.member.tolist(), strict=True)
         pieces = [(i, m, whole(boxes[i].shape)) for i, m in uncut]
         for i, m, part in [*pieces, *dealt.pieces]:
             held = sets[ranks][i]
-            offset = tuple(a + b for a, b in zip(held.box.offset, part.offset, strict=True))
-            rows.append((held.tensor, ranks[m], held.holders[ranks[m]], Box(offset, part.shape)))
+            offset = tuple(a + b for a, b in zip(held.box.offset, part.offset, strict=False))
+            cut = Box(offset, part.shape[: len(offset)])
+            rows.append((held.tensor, ranks[m], held.holders[ranks[m]], cut))
     return sorted(rows, key=lambda row: (row[1], -state.itemsizes[row[0]], row[0], row[3].offset))
 
 

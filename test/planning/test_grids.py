@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Layout, ShardTable, grid_starts
 from paddle_dist_ckpt.planning import cover, load_plan, order
 from paddle_dist_ckpt.planning.cover import covers_exactly, tensors_covered
-from paddle_dist_ckpt.planning.load_plan import ReadItems, WantedBoxes, plan_load
+from paddle_dist_ckpt.planning.load_plan import Overlaps, WantedBoxes, plan_load
 from paddle_dist_ckpt.planning.order import box_order, file_order, shard_order
-from test.strategies import boxes_in, columns, examples, grids, paint, shapes, tilings
+from test.strategies import boxes_in, examples, grids, paint, shapes, tilings
 
 NEVER = 1 << 60
 DIMENSIONS = 3
@@ -35,9 +36,11 @@ def cuts_of(draw: st.DrawFn, shape: Sequence[int]) -> list[list[int]]:
     return [sorted(draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else [] for n in shape]
 
 
-def is_grid(offsets: IntArray, extents: IntArray, low: Sequence[int], high: Sequence[int]) -> list[list[int]] | None:
+def is_grid(boxes: Boxes, region: Box) -> list[list[int]] | None:
     """The definition: the starts in each dimension, if the boxes are their product in row-major order; else None."""
-    if not len(offsets):
+    offsets, extents, low = boxes.offset, boxes.shape, region.offset
+    high = [o + n for o, n in zip(*region, strict=True)]
+    if not len(boxes):
         return None
     starts = [sorted(set(column)) for column in offsets.T.tolist()]
     if any(s[0] != first for s, first in zip(starts, low, strict=True)):
@@ -50,8 +53,8 @@ def is_grid(offsets: IntArray, extents: IntArray, low: Sequence[int], high: Sequ
     return starts if extents.tolist() == expected else None
 
 
-def found_grid(offsets: IntArray, extents: IntArray, low: Any, high: Any) -> list[list[int]] | None:
-    starts = grid_starts(offsets, extents, low, high)
+def found_grid(boxes: Boxes, region: Box) -> list[list[int]] | None:
+    starts = grid_starts(boxes, region)
     return None if starts is None else [places.tolist() for places in starts]
 
 
@@ -62,14 +65,12 @@ def test_a_grid_is_found_wherever_its_region_starts(data: st.DataObject) -> None
     cuts = data.draw(cuts_of(shape))
     layout = Layout.from_cuts(shape, cuts)
     assert layout.cuts() == cuts
-    low = np.array(data.draw(st.lists(st.integers(-3, 2**40), min_size=len(shape), max_size=len(shape))), np.int64)
-    high = low + np.array(shape, np.int64)
-    expected = [[int(a), *(int(a) + c for c in places)] for a, places in zip(low, cuts, strict=True)]
-    assert found_grid(layout.offsets + low, layout.extents, low, high) == expected
-    assert layout.count == math.prod(len(c) + 1 for c in cuts)
-    assert (
-        paint(shape, [Box(tuple(o), tuple(e)) for o, e in zip(layout.offsets, layout.extents, strict=True)]) == 1
-    ).all()
+    low = data.draw(st.lists(st.integers(-3, 2**40), min_size=len(shape), max_size=len(shape)))
+    moved = Boxes(layout.boxes.offset + np.array(low, np.int64), layout.boxes.shape)
+    expected = [[a, *(a + c for c in places)] for a, places in zip(low, cuts, strict=True)]
+    assert found_grid(moved, Box(tuple(low), shape)) == expected
+    assert len(layout.boxes) == math.prod(len(c) + 1 for c in cuts)
+    assert (paint(shape, layout.boxes.to_list()) == 1).all()
 
 
 CHANGES = ("none", "missing", "twice", "moved", "resized", "permuted", "region", "two permuted")
@@ -81,8 +82,10 @@ def test_what_is_no_grid_is_not_taken_for_one(data: st.DataObject) -> None:
     """A grid with one thing changed, against the definition: some changes leave a grid (a box cut off at the end)."""
     shape = data.draw(shapes(least=1, most=5))
     layout = Layout.from_cuts(shape, data.draw(cuts_of(shape)))
-    offsets, extents, low, high = layout.offsets.copy(), layout.extents.copy(), [0] * len(shape), list(shape)
-    change, row = data.draw(st.sampled_from(CHANGES)), data.draw(st.integers(0, layout.count - 1))
+    count = len(layout.boxes)
+    offsets, extents = layout.boxes.offset.copy(), layout.boxes.shape.copy()
+    low, high = [0] * len(shape), list(shape)
+    change, row = data.draw(st.sampled_from(CHANGES)), data.draw(st.integers(0, count - 1))
     d = data.draw(st.integers(0, len(shape) - 1)) if shape else None
     step = data.draw(st.sampled_from([-1, 1]))
     if change == "missing":
@@ -90,11 +93,11 @@ def test_what_is_no_grid_is_not_taken_for_one(data: st.DataObject) -> None:
     elif change == "twice":
         offsets, extents = np.insert(offsets, row, offsets[row], 0), np.insert(extents, row, extents[row], 0)
     elif change in ("permuted", "two permuted"):
-        order = list(range(layout.count))
+        order = list(range(count))
         if change == "permuted":
             order = data.draw(st.permutations(order))
         else:
-            other = data.draw(st.integers(0, layout.count - 1))
+            other = data.draw(st.integers(0, count - 1))
             order[row], order[other] = order[other], order[row]
         offsets, extents = offsets[order], extents[order]
     elif d is not None and change == "moved":
@@ -105,7 +108,8 @@ def test_what_is_no_grid_is_not_taken_for_one(data: st.DataObject) -> None:
         (low if data.draw(st.booleans()) else high)[d] += step
     if not len(offsets):
         return
-    assert found_grid(offsets, extents, low, high) == is_grid(offsets, extents, low, high)
+    boxes, region = Boxes(offsets, extents), Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
+    assert found_grid(boxes, region) == is_grid(boxes, region)
 
 
 @examples(300)
@@ -113,8 +117,8 @@ def test_what_is_no_grid_is_not_taken_for_one(data: st.DataObject) -> None:
 def test_heaps_and_tilings_are_grids_by_the_definition_only(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=3, dimensions=3))
     heap = data.draw(st.one_of(tilings(shape), st.lists(boxes_in(shape, least=1), min_size=1, max_size=9)))
-    offsets, extents = columns(data.draw(st.sampled_from([heap, sorted(heap)])), len(shape))
-    assert found_grid(offsets, extents, [0] * len(shape), shape) == is_grid(offsets, extents, [0] * len(shape), shape)
+    boxes = Boxes.of(data.draw(st.sampled_from([heap, sorted(heap)])), len(shape))
+    assert found_grid(boxes, whole(shape)) == is_grid(boxes, whole(shape))
 
 
 def test_every_set_of_boxes_of_a_small_tensor() -> None:
@@ -123,9 +127,8 @@ def test_every_set_of_boxes_of_a_small_tensor() -> None:
     grids_found = 0
     for count in range(1, 5):
         for chosen in itertools.product(boxes, repeat=count):
-            offsets, extents = columns(chosen, 2)
-            found = found_grid(offsets, extents, (0, 0), (2, 2))
-            assert found == is_grid(offsets, extents, (0, 0), (2, 2)), chosen
+            found = found_grid(Boxes.of(chosen, 2), whole((2, 2)))
+            assert found == is_grid(Boxes.of(chosen, 2), whole((2, 2))), chosen
             grids_found += found is not None
     assert grids_found == 4
 
@@ -133,15 +136,14 @@ def test_every_set_of_boxes_of_a_small_tensor() -> None:
 @pytest.mark.parametrize("dimensions", [0, 1, 2, 3])
 def test_no_boxes_are_no_grid(dimensions: int) -> None:
     shape = (0,) * min(dimensions, 1) + (4,) * (dimensions - 1)
-    none = np.zeros((0, dimensions), np.int64)
-    assert grid_starts(none, none, [0] * dimensions, shape) is None
-    assert Layout(shape, none, none).to_record().count == 0
+    none = Boxes.of([], dimensions)
+    assert grid_starts(none, whole(shape)) is None
+    assert Layout(shape, none).to_record().count == 0
 
 
 def test_a_grid_of_one_box() -> None:
     for shape in [(), (0,), (3,), (0, 3), (3, 0), (2, 1, 2)]:
-        offsets, extents = columns([whole(shape)], len(shape))
-        assert Layout(shape, offsets, extents).cuts() == [[] for _ in shape]
+        assert Layout(shape, Boxes.of([whole(shape)], len(shape))).cuts() == [[] for _ in shape]
 
 
 # -- plans of loads
@@ -149,7 +151,7 @@ def test_a_grid_of_one_box() -> None:
 
 def table_of(layouts: list[Layout], layout_of: list[int]) -> ShardTable:
     count = len(layout_of)
-    shards = sum(layouts[i].count for i in layout_of)
+    shards = sum(len(layouts[i].boxes) for i in layout_of)
     zeros = np.zeros(count, np.int64)
     paths = [f"/t{i:02}" for i in range(count)]
     numbers = np.array(layout_of, np.int64)
@@ -175,7 +177,7 @@ def loads(draw: st.DrawFn) -> tuple[ShardTable, WantedBoxes]:
             boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         if draw(st.integers(0, 3)) == 0 and math.prod(shape):
             boxes.append(draw(boxes_in(shape, least=1)))
-        layouts.append(Layout(shape, *columns(sorted(boxes), len(shape))))
+        layouts.append(Layout(shape, Boxes.of(sorted(boxes), len(shape))))
     layout_of = [*range(len(layouts)), *draw(st.lists(st.integers(0, len(layouts) - 1), max_size=3))]
     wanted: list[tuple[int, Box]] = []
     for _ in range(draw(st.integers(0, 8))):
@@ -183,11 +185,11 @@ def loads(draw: st.DrawFn) -> tuple[ShardTable, WantedBoxes]:
         shape = layouts[layout_of[t]].shape
         wanted.append((t, draw(st.one_of(boxes_in(shape), around(shape), st.just(whole(shape))))))
     wanted = draw(st.permutations(wanted + wanted[: draw(st.integers(0, 2))]))
-    offsets, extents = columns([box for _, box in wanted], DIMENSIONS)
-    return table_of(layouts, layout_of), WantedBoxes(np.array([t for t, _ in wanted], np.int64), offsets, extents)
+    boxes_wanted = Boxes.of([box for _, box in wanted], DIMENSIONS)
+    return table_of(layouts, layout_of), WantedBoxes(np.array([t for t, _ in wanted], np.int64), boxes_wanted)
 
 
-def plans(table: ShardTable, wanted: WantedBoxes, many: int, few: int) -> ReadItems:
+def plans(table: ShardTable, wanted: WantedBoxes, many: int, few: int) -> Overlaps:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_plan, "_MANY", many)
         patch.setattr(cover, "_MANY", many)
@@ -203,8 +205,9 @@ def test_plans_are_the_same_with_grids_and_without(problem: tuple[ShardTable, Wa
     expected = plans(table, wanted, NEVER, NEVER)
     for many, few in [(1, NEVER), (1, 0), (NEVER, 0), (2, 1)]:
         found = plans(table, wanted, many, few)
-        for name in ReadItems.__slots__:
-            a, b = getattr(found, name), getattr(expected, name)
+        for name in Overlaps.__slots__:
+            a, b = (getattr(plan, name) for plan in (found, expected))
+            a, b = (column.table if isinstance(column, Boxes) else column for column in (a, b))
             assert a.tolist() == b.tolist(), name
             assert (a.dtype, a.shape) == (b.dtype, b.shape), name
 
@@ -222,8 +225,7 @@ def test_a_wanted_box_outside_of_a_grid_is_uncovered() -> None:
         Box((4, 0), (0, 6)),
         Box((2, 2), (0, 2)),
     ]
-    offsets, extents = columns(boxes, DIMENSIONS)
-    items = plans(table, WantedBoxes(np.zeros(len(boxes), np.int64), offsets, extents), 1, NEVER)
+    items = plans(table, WantedBoxes(np.zeros(len(boxes), np.int64), Boxes.of(boxes, DIMENSIONS)), 1, NEVER)
     assert items.uncovered.tolist() == [1, 2, 3, 4, 5]
     assert np.bincount(items.wanted, minlength=len(boxes)).tolist() == [6, 6, 1, 0, 0, 0, 6, 0, 0]
 
@@ -232,15 +234,11 @@ def test_a_wanted_box_outside_of_a_grid_is_uncovered() -> None:
 def test_a_large_grid_by_the_default_threshold(change: str) -> None:
     """100 boxes, so that what is tested above happens with nothing patched."""
     layout = Layout.from_cuts((100, 100), [list(range(10, 100, 10))] * 2)
-    offsets, extents = layout.offsets, layout.extents
-    if change == "missing":
-        offsets, extents = np.delete(offsets, 55, 0), np.delete(extents, 55, 0)
-    if change == "doubled":
-        offsets, extents = np.insert(offsets, 55, offsets[55], 0), np.insert(extents, 55, extents[55], 0)
-    table = table_of([Layout((100, 100), offsets, extents)], [0, 0])
+    times = np.ones(100, np.int64)
+    times[55] = {"none": 1, "missing": 0, "doubled": 2}[change]
+    table = table_of([Layout((100, 100), layout.boxes.take(np.repeat(np.arange(100), times)))], [0, 0])
     boxes = [Box((0, 0), (100, 100)), Box((45, 45), (20, 20)), Box((0, 0), (7, 100)), Box((55, 55), (1, 1))]
-    low, shape = columns(boxes * 2, DIMENSIONS)
-    items = plan_load(table, WantedBoxes(np.repeat([0, 1], len(boxes)), low, shape))
+    items = plan_load(table, WantedBoxes(np.repeat([0, 1], len(boxes)), Boxes.of(boxes * 2, DIMENSIONS)))
     expected = [] if change == "none" else [0, 1, 3, 4, 5, 7]
     assert items.uncovered.tolist() == expected
     less = {"none": 0, "missing": 1, "doubled": -1}[change]
@@ -283,16 +281,16 @@ def covered(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 def test_covers_are_judged_alike_with_grids_and_without(problem: tuple[list[tuple[int, ...]], list[list[Box]]]) -> None:
     all_shapes, heaps = problem
     groups = np.array([g for g, boxes in enumerate(heaps) for _ in boxes], np.int64)
-    low, extent = columns([box for boxes in heaps for box in boxes], DIMENSIONS)
-    region, size = columns([whole(shape) for shape in all_shapes], DIMENSIONS)
+    boxes = Boxes.of([box for boxes in heaps for box in boxes], DIMENSIONS)
+    regions = Boxes.of([whole(shape) for shape in all_shapes], DIMENSIONS)
     shift = np.arange(len(all_shapes))[:, None] * 7 - 3  # no region starts at zero
     expected = [covered(*pair) for pair in zip(all_shapes, heaps, strict=True)]
     for many in (1, 2, 64, NEVER):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cover, "_MANY", many)
-            assert covers_exactly(groups, low, low + extent, region, region + size).tolist() == expected
-            moved = low + shift[groups]
-            found = covers_exactly(groups, moved, moved + extent, region + shift, region + shift + size)
+            assert covers_exactly(groups, boxes, regions).tolist() == expected
+            moved = Boxes(boxes.offset + shift[groups], boxes.shape)
+            found = covers_exactly(groups, moved, Boxes(regions.offset + shift, regions.shape))
             assert found.tolist() == expected
 
 
@@ -308,13 +306,13 @@ def test_tensors_are_covered_as_painting_says(collide: bool, data: st.DataObject
             kinds.append(((shape[0] + 1, *shape[1:]), boxes))
     tensors = data.draw(st.lists(st.sampled_from(kinds), max_size=10)) if kinds else []
     tensor = np.array([t for t, (_, boxes) in enumerate(tensors) for _ in boxes], np.int64)
-    offset, extent = columns([box for _, boxes in tensors for box in boxes], DIMENSIONS)
-    _, global_shape = columns([whole(s) for s, _ in tensors], DIMENSIONS)
+    all_boxes = Boxes.of([box for _, boxes in tensors for box in boxes], DIMENSIONS)
+    global_shape = Boxes.of([whole(s) for s, _ in tensors], DIMENSIONS).shape
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cover, "_MANY", data.draw(st.sampled_from([1, NEVER])))
         if collide:
             patch.setattr("paddle_dist_ckpt.core.grouping._row_hashes", lambda rows: np.zeros(len(rows), np.uint64))
-        found = tensors_covered(tensor, offset, extent, global_shape)
+        found = tensors_covered(tensor, all_boxes, global_shape)
     assert found.tolist() == [covered(*pair) for pair in tensors]
 
 
@@ -322,7 +320,7 @@ def test_tensors_are_covered_as_painting_says(collide: bool, data: st.DataObject
 
 
 @st.composite
-def unordered(draw: st.DrawFn, outside: bool) -> dict[str, IntArray]:
+def unordered(draw: st.DrawFn, outside: bool) -> dict[str, Any]:
     """Shards of a few tensors in any order, many of them equal; some where they should not be."""
     all_shapes = draw(st.lists(shapes(most=3, dimensions=DIMENSIONS), min_size=1, max_size=4))
     itemsizes = draw(st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=len(all_shapes), max_size=len(all_shapes)))
@@ -332,11 +330,11 @@ def unordered(draw: st.DrawFn, outside: bool) -> dict[str, IntArray]:
         box = draw(around(all_shapes[t]) if outside else boxes_in(all_shapes[t]))
         held.append((t, draw(st.integers(0, 3)), box))
     held += held[: draw(st.integers(0, 3))]
-    offset, extent = columns([box for *_, box in held], DIMENSIONS)
-    _, sizes = columns([whole(shape) for shape in all_shapes], DIMENSIONS)
+    boxes = Boxes.of([box for *_, box in held], DIMENSIONS)
+    sizes = Boxes.of([whole(shape) for shape in all_shapes], DIMENSIONS).shape
     tensor, rank = (np.array([row[i] for row in held], np.int64) for i in range(2))
     itemsize = np.array(itemsizes, np.int64)
-    return {"shapes": sizes, "itemsize": itemsize, "tensor": tensor, "rank": rank, "offset": offset, "shape": extent}
+    return {"shapes": sizes, "itemsize": itemsize, "tensor": tensor, "rank": rank, "boxes": boxes}
 
 
 def by_keys(*keys: IntArray) -> list[int]:
@@ -351,23 +349,24 @@ def by_keys(*keys: IntArray) -> list[int]:
 @given(st.data())
 def test_orders_are_those_of_sorting_by_columns(outside: bool, data: st.DataObject) -> None:
     s = data.draw(unordered(outside))
-    shapes, tensor, offset, rank = (s[name] for name in ("shapes", "tensor", "offset", "rank"))
-    assert box_order(shapes, tensor, offset).tolist() == by_keys(tensor, offset)
-    assert shard_order(shapes, tensor, offset, s["shape"], rank).tolist() == by_keys(tensor, offset, s["shape"], rank)
-    by_size = -s["itemsize"][tensor]
-    assert file_order(shapes, s["itemsize"], tensor, offset, rank).tolist() == by_keys(rank, by_size, tensor, offset)
+    shapes, tensor, boxes, rank = (s[name] for name in ("shapes", "tensor", "boxes", "rank"))
+    assert box_order(shapes, tensor, boxes).tolist() == by_keys(tensor, boxes.offset)
+    assert shard_order(shapes, tensor, boxes, rank).tolist() == by_keys(tensor, boxes.table, rank)
+    by_size = by_keys(rank, -s["itemsize"][tensor], tensor, boxes.offset)
+    assert file_order(shapes, s["itemsize"], tensor, boxes, rank).tolist() == by_size
 
 
 @examples(300)
 @given(unordered(outside=False))
-def test_each_place_has_a_number_of_its_own(s: dict[str, IntArray]) -> None:
-    places = order._places(s["shapes"], s["tensor"], s["offset"])
-    inside = (s["offset"] < np.maximum(s["shapes"], 1)[s["tensor"]]).all()
+def test_each_place_has_a_number_of_its_own(s: dict[str, Any]) -> None:
+    offset = s["boxes"].offset
+    places = order._places(s["shapes"], s["tensor"], offset)
+    inside = (offset < np.maximum(s["shapes"], 1)[s["tensor"]]).all()
     assert (places is None) == (not inside)
     if places is None:
         return
     for i, j in itertools.combinations(range(len(places)), 2):
-        a, b = ((int(s["tensor"][k]), *s["offset"][k].tolist()) for k in (i, j))
+        a, b = ((int(s["tensor"][k]), *offset[k].tolist()) for k in (i, j))
         assert (places[i] < places[j], places[i] == places[j]) == (a < b, a == b)
 
 
@@ -395,6 +394,6 @@ def test_large_tensors_are_in_order_too(name: str) -> None:
     shapes = np.array(sizes, np.int64)
     tensor, offset = first_and_last(shapes)
     assert (order._places(shapes, tensor, offset) is not None) == numbered
-    assert box_order(shapes, tensor, offset).tolist() == by_keys(tensor, offset)
-    ones = np.ones_like(offset)
-    assert shard_order(shapes, tensor, offset, ones, tensor % 2).tolist() == by_keys(tensor, offset, ones, tensor % 2)
+    boxes = Boxes(offset, np.ones_like(offset))
+    assert box_order(shapes, tensor, boxes).tolist() == by_keys(tensor, offset)
+    assert shard_order(shapes, tensor, boxes, tensor % 2).tolist() == by_keys(tensor, boxes.table, tensor % 2)

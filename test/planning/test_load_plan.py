@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, intersect, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Layout, ShardTable
 from paddle_dist_ckpt.planning import load_plan
-from paddle_dist_ckpt.planning.load_plan import ReadItems, WantedBoxes, plan_load
-from test.strategies import boxes_in, columns, examples, paint, shapes, tilings
+from paddle_dist_ckpt.planning.load_plan import Overlaps, WantedBoxes, plan_load
+from test.strategies import boxes_in, examples, paint, shapes, tilings
 
 DIMENSIONS = 4
 Stored = Sequence[tuple[tuple[int, ...], list[Box]]]
@@ -31,9 +32,9 @@ def grids(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def make_table(stored: Stored) -> ShardTable:
-    layouts = [Layout(shape, *columns(sorted(boxes), len(shape))) for shape, boxes in stored]
+    layouts = [Layout(shape, Boxes.of(sorted(boxes), len(shape))) for shape, boxes in stored]
     count = len(stored)
-    shards = sum(layout.count for layout in layouts)
+    shards = sum(len(layout.boxes) for layout in layouts)
     zeros = np.zeros(count, np.int64)
     return ShardTable(
         [f"/t{i}" for i in range(count)],
@@ -46,19 +47,19 @@ def make_table(stored: Stored) -> ShardTable:
     )
 
 
-def plan(stored: Stored, wanted: Wanted) -> ReadItems:
-    offsets, extents = columns([box for _, box in wanted], DIMENSIONS)
-    return plan_load(make_table(stored), WantedBoxes(np.array([t for t, _ in wanted], np.int64), offsets, extents))
+def plan(stored: Stored, wanted: Wanted) -> Overlaps:
+    boxes = Boxes.of([box for _, box in wanted], DIMENSIONS)
+    return plan_load(make_table(stored), WantedBoxes(np.array([t for t, _ in wanted], np.int64), boxes))
 
 
-def items_of(items: ReadItems, row: int, ndim: int) -> list[tuple[int, Box]]:
+def items_of(items: Overlaps, row: int, ndim: int) -> list[tuple[int, Box]]:
     """The shards and boxes that are read for one wanted box."""
     found = []
     for i in np.flatnonzero(items.wanted == row).tolist():
-        offset, shape = items.offset[items.like[i]].tolist(), items.shape[items.like[i]].tolist()
-        assert offset[ndim:] == [0] * (DIMENSIONS - ndim)
-        assert shape[ndim:] == [1] * (DIMENSIONS - ndim)
-        found.append((int(items.shard[i]), Box(tuple(offset[:ndim]), tuple(shape[:ndim]))))
+        offset, shape = items.boxes.box(items.like[i])
+        assert offset[ndim:] == (0,) * (DIMENSIONS - ndim)
+        assert shape[ndim:] == (1,) * (DIMENSIONS - ndim)
+        found.append((int(items.shard[i]), Box(offset[:ndim], shape[:ndim])))
     return found
 
 
@@ -70,9 +71,9 @@ def check(stored: Stored, wanted: Wanted) -> None:
         shape, boxes = stored[t]
         found = items_of(items, row, len(shape))
         for shard, part in found:
-            tensor, offset, extent = table.shard_place(shard)
+            tensor, stored_box = table.shard_place(shard)
             assert tensor == t
-            assert part == intersect(box, Box(offset, extent))
+            assert part == intersect(box, stored_box)
         assert len(found) == sum(intersect(box, other) is not None for other in boxes)
         covered = paint(shape, boxes)[box.slices]
         assert np.array_equal(paint(shape, [part for _, part in found])[box.slices], covered)
@@ -147,8 +148,7 @@ def test_a_job_of_many_ranks_takes_no_pair_of_all_shards() -> None:
         np.zeros(shards, np.int64),
         [None] * tensors,
     )
-    offset = np.full((tensors, 1), 64 * 7)
-    items = plan_load(table, WantedBoxes(np.arange(tensors), offset, np.full((tensors, 1), 64)))
+    items = plan_load(table, WantedBoxes(np.arange(tensors), Boxes.of([Box((64 * 7,), (64,))] * tensors, 1)))
     assert len(items.uncovered) == 0
-    assert int(np.prod(items.shape, axis=1)[items.like].sum()) == 64 * tensors
+    assert int(items.boxes.volumes[items.like].sum()) == 64 * tensors
     assert len(items.wanted) == math.ceil(64 * 8 / 96) * tensors - 64 * 7 // 96 * tensors

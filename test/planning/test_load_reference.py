@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, intersect, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Layout, ShardTable
 from paddle_dist_ckpt.planning import load_plan
-from paddle_dist_ckpt.planning.load_plan import ReadItems, WantedBoxes, plan_load
-from test.strategies import boxes_in, columns, examples, grids, paint, shapes, tilings
+from paddle_dist_ckpt.planning.load_plan import Overlaps, WantedBoxes, plan_load
+from test.strategies import boxes_in, examples, grids, paint, shapes, tilings
 
 DIMENSIONS = 4
 Problem = tuple[ShardTable, list[tuple[int, Box]]]
@@ -22,14 +23,14 @@ Problem = tuple[ShardTable, list[tuple[int, Box]]]
 
 def table_of(layouts: list[Layout], layout_of: Sequence[int]) -> ShardTable:
     count = len(layout_of)
-    zeros = np.zeros(sum(layouts[i].count for i in layout_of), np.int64)
+    zeros = np.zeros(sum(len(layouts[i].boxes) for i in layout_of), np.int64)
     paths, numbers = [f"/{i:04}" for i in range(count)], np.array(layout_of, np.int64)
     return ShardTable(paths, [DTYPES["float32"]] * count, zeros[:0], layouts, numbers, zeros, [None] * count)
 
 
-def plan(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> ReadItems:
-    offsets, extents = columns([box for _, box in wanted], DIMENSIONS)
-    return plan_load(table, WantedBoxes(np.array([t for t, _ in wanted], np.int64), offsets, extents))
+def plan(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> Overlaps:
+    boxes = Boxes.of([box for _, box in wanted], DIMENSIONS)
+    return plan_load(table, WantedBoxes(np.array([t for t, _ in wanted], np.int64), boxes))
 
 
 def check(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> None:
@@ -38,11 +39,11 @@ def check(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> None:
     places = [table.shard_place(shard) for shard in range(int(table.first_shard[-1]))]
     for row, (t, box) in enumerate(wanted):
         overlaps = []
-        for shard, (tensor, offset, extent) in enumerate(places):
-            part = intersect(box, Box(offset, extent)) if tensor == t else None
+        for shard, (tensor, stored) in enumerate(places):
+            part = intersect(box, stored) if tensor == t else None
             if part is not None:
                 overlaps.append(part)
-                expected.append((row, shard, part, Box(offset, extent)))
+                expected.append((row, shard, part, stored))
         inside = [part.relative_to(box.offset) for part in overlaps]
         if box.size and not (paint(box.shape, inside) == 1).all():
             uncovered.append(row)
@@ -50,11 +51,10 @@ def check(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> None:
     assert items.wanted.tolist() == [row for row, *_ in expected]
     assert items.shard.tolist() == [shard for _, shard, *_ in expected]
     for found, boxes in [
-        ((items.offset, items.shape), [part for *_, part, _ in expected]),
-        ((items.stored_offset, items.stored_shape), [stored for *_, stored in expected]),
+        (items.boxes, [part for *_, part, _ in expected]),
+        (items.stored, [stored for *_, stored in expected]),
     ]:
-        for column, numbers in zip(found, columns(boxes, DIMENSIONS), strict=True):
-            assert column[items.like].tolist() == numbers.tolist()
+        assert found.take(items.like).table.tolist() == Boxes.of(boxes, DIMENSIONS).table.tolist()
     assert items.uncovered.tolist() == uncovered
 
 
@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn) -> Problem:
         boxes = list(draw(st.one_of(grids(shape), tilings(shape, 12)))) if min(shape, default=1) else [whole(shape)]
         if len(shape) < 2 or len(boxes) > 1:  # a layout of several dimensions has a box
             boxes = draw(st.sampled_from([boxes, boxes, boxes[1:], [*boxes, *boxes[:1]]]))
-        layouts.append(Layout(shape, *columns(sorted(boxes), len(shape))))
+        layouts.append(Layout(shape, Boxes.of(sorted(boxes), len(shape))))
     layout_of = draw(st.lists(st.integers(0, len(layouts) - 1), min_size=1, max_size=8))
     wanted = []
     for t in draw(st.lists(st.integers(0, len(layout_of) - 1), max_size=12)):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.planning import order
 from paddle_dist_ckpt.planning.order import box_order, file_order, shard_order
@@ -32,24 +33,25 @@ def columns(draw: st.DrawFn) -> Columns:
 @given(columns())
 def test_they_are_those_of_lexsort(drawn: Columns) -> None:
     shapes, itemsize, tensor, offset, shape, rank = drawn
+    boxes = Boxes(offset, shape)
     by_offset = [offset[:, d] for d in reversed(range(offset.shape[1]))]
     by_shape = [shape[:, d] for d in reversed(range(offset.shape[1]))]
-    assert np.array_equal(box_order(shapes, tensor, offset), np.lexsort([*by_offset, tensor]))
+    assert np.array_equal(box_order(shapes, tensor, boxes), np.lexsort([*by_offset, tensor]))
     expected = np.lexsort([*by_offset, tensor, -itemsize[tensor], rank])
-    assert np.array_equal(file_order(shapes, itemsize, tensor, offset, rank), expected)
+    assert np.array_equal(file_order(shapes, itemsize, tensor, boxes, rank), expected)
     expected = np.lexsort([rank, *by_shape, *by_offset, tensor])
-    assert np.array_equal(shard_order(shapes, tensor, offset, shape, rank), expected)
+    assert np.array_equal(shard_order(shapes, tensor, boxes, rank), expected)
 
 
 def test_tensors_too_large_to_be_counted_together() -> None:
     shapes = np.array([[2**40, 2**21], [2**40, 2**21], [4, 4]])
     tensor, offset = np.array([2, 1, 0, 1]), np.array([[0, 1], [2**39, 5], [2**39, 6], [2**39, 4]])
     assert order._places(shapes, tensor, offset) is None
-    assert box_order(shapes, tensor, offset).tolist() == [2, 3, 1, 0]
+    assert box_order(shapes, tensor, Boxes(offset, offset)).tolist() == [2, 3, 1, 0]
 
 
 @pytest.mark.parametrize("dimensions", [1, 3])
 def test_no_boxes(dimensions: int) -> None:
-    none, empty = np.zeros(0, np.int64), np.zeros((0, dimensions), np.int64)
+    none, empty = np.zeros(0, np.int64), Boxes.of([], dimensions)
     assert len(box_order(np.ones((2, dimensions), np.int64), none, empty)) == 0
-    assert len(shard_order(np.ones((2, dimensions), np.int64), none, empty, empty, none)) == 0
+    assert len(shard_order(np.ones((2, dimensions), np.int64), none, empty, none)) == 0

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, intersect
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.planning import overlap
 from paddle_dist_ckpt.planning.overlap import overlapping_pairs
-from test.strategies import boxes_in, columns, examples
+from test.strategies import boxes_in, examples
 
 
 def pairs(a: list[Box], b: list[Box], dimensions: int) -> list[tuple[int, int]]:
-    (a_low, a_shape), (b_low, b_shape) = columns(a, dimensions), columns(b, dimensions)
-    i, j = overlapping_pairs(a_low, a_low + a_shape, b_low, b_low + b_shape)
+    i, j = overlapping_pairs(Boxes.of(a, dimensions), Boxes.of(b, dimensions))
     return list(zip(i.tolist(), j.tolist(), strict=True))
 
 
@@ -48,7 +48,7 @@ def random_tiles(seed: int, count: int) -> tuple[IntArray, IntArray]:
 
 def test_many_boxes_are_split_and_every_pair_is_found_once() -> None:
     (a_low, a_high), (b_low, b_high) = random_tiles(1, 30), random_tiles(2, 25)
-    i, j = overlapping_pairs(a_low, a_high, b_low, b_high)
+    i, j = overlapping_pairs(Boxes.between(a_low, a_high), Boxes.between(b_low, b_high))
     hit = (np.maximum(a_low[:, None], b_low) < np.minimum(a_high[:, None], b_high)).all(axis=2)
     expected = np.nonzero(hit)
     assert np.array_equal(i, expected[0])
@@ -56,14 +56,14 @@ def test_many_boxes_are_split_and_every_pair_is_found_once() -> None:
 
 
 def test_boxes_that_all_overlap_end() -> None:
-    low = np.zeros((200, 2), np.int64)
-    i, j = overlapping_pairs(low, low + 5, low, low + 5)
+    boxes = Boxes.of([Box((0, 0), (5, 5))] * 200, 2)
+    i, j = overlapping_pairs(boxes, boxes)
     assert len(i) == len(j) == 200**2
 
 
 def test_many_tensors_take_no_time_per_pair_of_them() -> None:
     count = 50_000
-    low = np.stack([np.arange(count), np.zeros(count, np.int64)], axis=1)
-    i, j = overlapping_pairs(low, low + [1, 8], low, low + [1, 8])
+    boxes = Boxes.of([Box((0,), (8,))] * count, 1).layered(np.arange(count))
+    i, j = overlapping_pairs(boxes, boxes)
     assert np.array_equal(i, np.arange(count))
     assert np.array_equal(j, np.arange(count))

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, intersect, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.errors import UnsupportedValueError
-from paddle_dist_ckpt.planning.save_plan import LocalShards, SavePlan, Tensors, plan_save
+from paddle_dist_ckpt.planning.save_plan import GlobalTensors, HeldShards, SavePlan, plan_save
 from test.planning.test_balance import lowest_maximum
-from test.strategies import boxes_in, columns, examples, paint, shapes, tilings
+from test.strategies import boxes_in, examples, paint, shapes, tilings
 
 DIMENSIONS = 4
 MEBI = 1 << 20
@@ -51,31 +52,30 @@ class State:
         return tensor
 
     @property
-    def tensors(self) -> Tensors:
-        _, extents = columns([whole(shape) for shape in self.shapes], DIMENSIONS)
-        ndim = np.array([len(shape) for shape in self.shapes], np.int64)
-        return Tensors([f"tensor{i}" for i in range(len(ndim))], np.array(self.itemsizes, np.int64), ndim, extents)
+    def tensors(self) -> GlobalTensors:
+        shapes = Boxes.of([whole(shape) for shape in self.shapes], DIMENSIONS).shape
+        names, ndim = [f"tensor{i}" for i in range(len(shapes))], [len(shape) for shape in self.shapes]
+        return GlobalTensors(names, np.array(self.itemsizes, np.int64), np.array(ndim, np.int64), shapes)
 
-    def local(self) -> LocalShards:
+    def local(self) -> HeldShards:
         """The shards in columns; a shard's row is its number in the list, so that the plan's rows lead back to it."""
-        offsets, extents = columns([s.box for s in self.shards], DIMENSIONS)
+        boxes = Boxes.of([s.box for s in self.shards], DIMENSIONS)
         names = ("tensor", "rank", "plain", "addend", "addends")
         columns_of = {name: np.array([getattr(s, name) for s in self.shards], np.int64) for name in names}
-        return LocalShards(row=np.arange(len(self.shards)), offset=offsets, shape=extents, **columns_of)
+        return HeldShards(row=np.arange(len(self.shards)), boxes=boxes, **columns_of)
 
     def plan(self, coordinator: int = 0) -> SavePlan:
         return plan_save(self.tensors, self.local(), self.ranks, coordinator)
 
     def written(self, plan: SavePlan) -> list[tuple[int, int, int, Box]]:
         """What a plan writes: tensor, rank, local shard and box, without the padding."""
-        found = []
-        for t, rank, row, offset, extent in zip(
-            *(column.tolist() for column in (plan.tensor, plan.rank, plan.row, plan.offset, plan.shape)), strict=True
-        ):
+        found, written = [], plan.written
+        columns = (column.tolist() for column in (written.tensor, written.rank, written.row))
+        for t, rank, row, (offset, extent) in zip(*columns, written.boxes.to_list(), strict=True):
             ndim = len(self.shapes[t])
-            assert offset[ndim:] == [0] * (DIMENSIONS - ndim)
-            assert extent[ndim:] == [1] * (DIMENSIONS - ndim)
-            found.append((t, rank, row, Box(tuple(offset[:ndim]), tuple(extent[:ndim]))))
+            assert offset[ndim:] == (0,) * (DIMENSIONS - ndim)
+            assert extent[ndim:] == (1,) * (DIMENSIONS - ndim)
+            found.append((t, rank, row, Box(offset[:ndim], extent[:ndim])))
         return found
 
     def loads(self, plan: SavePlan) -> list[int]:
@@ -138,8 +138,7 @@ def test_overlapping_boxes_are_cut_so_that_every_element_is_written_once(state: 
 @given(states(overlapping=True), st.randoms(use_true_random=False))
 def test_the_plan_is_a_function_of_what_the_ranks_have(state: State, random: Any) -> None:
     first, second = state.plan(), state.plan()
-    for name in ("tensor", "rank", "row", "offset", "shape"):
-        assert np.array_equal(getattr(first, name), getattr(second, name))
+    assert state.written(first) == state.written(second)
     assert first.transfers == second.transfers
     shuffled = State(state.ranks, state.shapes, state.itemsizes, list(state.shards))
     random.shuffle(shuffled.shards)
@@ -318,5 +317,5 @@ def test_a_partial_tensor_that_lacks_an_addend_is_named() -> None:
 
 def test_nothing_makes_an_empty_plan() -> None:
     plan = State(3).plan()
-    assert len(plan.tensor) == len(plan.rank) == 0
+    assert len(plan.written.tensor) == len(plan.written.rank) == 0
     assert plan.transfers == []

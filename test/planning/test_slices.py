@@ -8,10 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.planning import cover
 from paddle_dist_ckpt.planning.cover import covers_exactly
-from test.strategies import boxes_in, columns, examples, paint, shapes, tilings
+from test.strategies import boxes_in, examples, paint, shapes, tilings
 
 DIMENSIONS = 3
 Region = tuple[tuple[int, ...], list[Box]]
@@ -53,14 +54,14 @@ def regions(draw: st.DrawFn) -> list[Region]:
 @given(regions(), st.integers(-3, 2**40))
 def test_covers_are_those_of_painting(found: list[Region], start: int) -> None:
     groups = np.array([g for g, (_, boxes) in enumerate(found) for _ in boxes], np.int64)
-    low, extent = columns([box for _, boxes in found for box in boxes], DIMENSIONS)
-    _, size = columns([Box((0,) * len(shape), shape) for shape, _ in found], DIMENSIONS)
-    region = np.full_like(size, start) * np.arange(1, DIMENSIONS + 1)
-    low = low + region[groups]
+    boxes = Boxes.of([box for _, boxes in found for box in boxes], DIMENSIONS)
+    size = Boxes.of([whole(shape) for shape, _ in found], DIMENSIONS).shape
+    regions = Boxes(np.full_like(size, start) * np.arange(1, DIMENSIONS + 1), size)
+    boxes = Boxes(boxes.offset + regions.offset[groups], boxes.shape)
     expected = [bool((paint(shape, boxes) == 1).all()) for shape, boxes in found]
-    covered = covers_exactly(groups, low, low + extent, region, region + size)
+    covered = covers_exactly(groups, boxes, regions)
     assert covered.tolist() == expected
-    sliced = cover._are_slices(groups, low, low + extent, region, region + size)
+    sliced = cover._are_slices(groups, boxes, regions)
     assert (covered | ~sliced).all()
 
 
@@ -68,6 +69,5 @@ def test_covers_are_those_of_painting(found: list[Region], start: int) -> None:
 @given(st.data())
 def test_slices_are_recognised(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=6, dimensions=DIMENSIONS).filter(len))
-    low, extent = columns(data.draw(slices(shape)), len(shape))
-    zero, size = columns([Box((0,) * len(shape), shape)], len(shape))
-    assert cover._are_slices(np.zeros(len(low), np.int64), low, low + extent, zero, size).tolist() == [True]
+    boxes, region = Boxes.of(data.draw(slices(shape)), len(shape)), Boxes.of([whole(shape)], len(shape))
+    assert cover._are_slices(np.zeros(len(boxes), np.int64), boxes, region).tolist() == [True]

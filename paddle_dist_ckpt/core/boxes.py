@@ -1,0 +1,134 @@
+"""Many boxes in columns: two arrays for all of them instead of an object for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .box import Box
+from .columns import IntArray
+
+__all__ = ["Boxes", "Mask"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """``n`` boxes of up to ``d`` dimensions; those of fewer have the offset 0 and the shape 1 in the others, behind.
+
+    Attributes:
+        offset: Where each starts in its tensor, ``[n, d]``.
+        shape: How far each reaches, ``[n, d]``.
+    """
+
+    offset: IntArray
+    shape: IntArray
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @classmethod
+    def of(cls, boxes: Iterable[Box], dimensions: int) -> Boxes:
+        """Boxes as columns of so many dimensions."""
+        rows = [
+            (*offset, *(0,) * (dimensions - len(offset)), *shape, *(1,) * (dimensions - len(shape)))
+            for offset, shape in boxes
+        ]
+        table = np.array(rows, np.int64).reshape(len(rows), 2 * dimensions)
+        return cls(table[:, :dimensions], table[:, dimensions:])
+
+    @classmethod
+    def between(cls, low: IntArray, high: IntArray) -> Boxes:
+        """The boxes that start at ``low`` and end before ``high``, each ``[n, d]``."""
+        return cls(low, high - low)
+
+    @classmethod
+    def wholes(cls, shape: IntArray) -> Boxes:
+        """The boxes that are whole tensors of these shapes, ``[n, d]``."""
+        return cls(np.zeros_like(shape), shape)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Boxes], dimensions: int | None = None) -> Boxes:
+        """Boxes one behind the other, in ``dimensions``; in those that they all have, if that is not said."""
+        if dimensions is None:
+            dimensions = parts[0].dimensions
+        return cls(
+            _padded([part.offset for part in parts], dimensions, 0),
+            _padded([part.shape for part in parts], dimensions, 1),
+        )
+
+    @property
+    def dimensions(self) -> int:
+        """``d``."""
+        return self.offset.shape[1]
+
+    @property
+    def high(self) -> IntArray:
+        """Where each ends, ``[n, d]``."""
+        return self.offset + self.shape
+
+    @property
+    def volumes(self) -> IntArray:
+        """Elements of each, ``[n]``."""
+        volumes: IntArray = np.prod(self.shape, axis=1, dtype=np.int64)
+        return volumes
+
+    @property
+    def table(self) -> IntArray:
+        """Offset and shape side by side, ``[n, 2 * d]``."""
+        return np.hstack([self.offset, self.shape])
+
+    @property
+    def filled(self) -> Mask:
+        """Which of them have elements, ``[n]``."""
+        return np.asarray((self.shape > 0).all(axis=1))
+
+    def take(self, rows: IntArray | Mask | slice) -> Boxes:
+        """Some of them."""
+        return Boxes(self.offset[rows], self.shape[rows])
+
+    def first(self, dimensions: int) -> Boxes:
+        """The same without the padding behind so many dimensions."""
+        return Boxes(self.offset[:, :dimensions], self.shape[:, :dimensions])
+
+    def layered(self, layer: IntArray) -> Boxes:
+        """The same with one dimension more, before the others, in which each is at its ``layer``, ``[n]``.
+
+        Boxes of different layers have nothing in common.
+        """
+        column = layer[:, None]
+        return Boxes(np.hstack([column, self.offset]), np.hstack([np.ones_like(column), self.shape]))
+
+    def common(self, others: Boxes) -> Boxes:
+        """What each has in common with the other of its row; of rows that do, only."""
+        return Boxes.between(np.maximum(self.offset, others.offset), np.minimum(self.high, others.high))
+
+    def same_as_before(self) -> Mask:
+        """Whether each but the first is equal to the one before it, ``[n - 1]``."""
+        same: Mask = (self.offset[1:] == self.offset[:-1]).all(axis=1)
+        return same & (self.shape[1:] == self.shape[:-1]).all(axis=1)
+
+    def box(self, row: int, ndim: int | None = None) -> Box:
+        """One of them as an object, of its first ``ndim`` dimensions or of all."""
+        return Box(tuple(self.offset[row, :ndim].tolist()), tuple(self.shape[row, :ndim].tolist()))
+
+    def to_list(self) -> list[Box]:
+        """All of them as objects, of all dimensions."""
+        pairs = zip(self.offset.tolist(), self.shape.tolist(), strict=True)
+        return [Box(tuple(offset), tuple(shape)) for offset, shape in pairs]
+
+
+def _padded(parts: Sequence[IntArray], dimensions: int, fill: int) -> IntArray:
+    """Matrices one below the other, each with columns of ``fill`` behind its own."""
+    widths = [part.shape[1] for part in parts]
+    if len(parts) and set(widths) == {dimensions}:
+        return np.concatenate(parts)
+    rows = np.repeat(np.array(widths, np.int64), [len(part) for part in parts])
+    padded = np.full((len(rows), dimensions), fill, np.int64)
+    for width in set(widths):
+        padded[rows == width, :width] = np.concatenate([part for part in parts if part.shape[1] == width])
+    return padded
