@@ -32,7 +32,7 @@ from paddle_dist_ckpt.core.messages import decode, encode
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, LocalShard, TensorView
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
-from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
+from paddle_dist_ckpt.files.metadata import FileInfo, Metadata, SaveInfo
 from paddle_dist_ckpt.loading.answering import Answering
 from paddle_dist_ckpt.loading.fit import Fit
 from paddle_dist_ckpt.loading.messages import LoadAnswer, Wanted
@@ -133,8 +133,18 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     ranks = len(plan.state.ranks)
     table = plan.table(tuple((int(n),) for n in plan.rank_items))
     files = [FileInfo(f"{rank}_0.{'0' * 16}.0.safetensors", 1 << 40, "0" * 16) for rank in range(ranks)]
-    metadata = Metadata(0, "0" * 16, ranks, 1 << 20, "", "", None, files, table, [])
-    encoding, data = timed(lambda: encode_metadata(metadata, None))
+    save = SaveInfo(
+        save_id="0" * 16,
+        unique_id=0,
+        world_size=ranks,
+        block_bytes=1 << 20,
+        created="",
+        library="",
+        paddle_version=None,
+        user_metadata=None,
+    )
+    metadata = Metadata(save, files, table, [])
+    encoding, data = timed(lambda: encode_metadata(metadata))
     decoding, metadata = timed(lambda: decode_metadata(data, "0.metadata", 0))
     giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(Wanted(table.paths, []))))
     wishes = _wishes(table, ranks // 2)

@@ -23,8 +23,8 @@ from ..core.dtypes import DTYPES
 from ..core.shards import Kind, Layout, LayoutRecord, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..tree.paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
-from ..tree.values import DECODE_ERRORS, from_jsonable
-from .metadata import FileInfo, Metadata
+from ..tree.values import DECODE_ERRORS
+from .metadata import FileInfo, Metadata, SaveInfo
 
 __all__ = [
     "MAX_HEAD_BYTES",
@@ -73,15 +73,9 @@ class _Head(msgspec.Struct, frozen=True):
     xxh3_64: str
 
 
-class _Body(msgspec.Struct, frozen=True):
-    save: str
-    unique_id: int
-    world_size: int
-    block_bytes: int
-    created: str
-    library: str
-    paddle: str | None
-    user_metadata: Any
+class _Body(SaveInfo, frozen=True, kw_only=True):
+    """The second line."""
+
     files: list[FileInfo]
     tensors: TableRecord
     values: list[tuple[str, Any]]
@@ -192,28 +186,10 @@ def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: i
     return layouts
 
 
-def encode_metadata(metadata: Metadata, user_metadata: Any) -> bytes:
-    """The content of the `.metadata` file.
-
-    Args:
-        metadata: What the checkpoint holds.
-        user_metadata: ``metadata.user_metadata`` in tagged JSON form.
-    """
-    body = msgspec.json.encode(
-        _Body(
-            save=metadata.save_id,
-            unique_id=metadata.unique_id,
-            world_size=metadata.world_size,
-            block_bytes=metadata.block_bytes,
-            created=metadata.created,
-            library=metadata.library,
-            paddle=metadata.paddle_version,
-            user_metadata=user_metadata,
-            files=metadata.files,
-            tensors=_table_json(metadata.table),
-            values=metadata.value_records,
-        )
-    )
+def encode_metadata(metadata: Metadata) -> bytes:
+    """The content of the `.metadata` file."""
+    save, tensors = msgspec.structs.asdict(metadata.save), _table_json(metadata.table)
+    body = msgspec.json.encode(_Body(**save, files=metadata.files, tensors=tensors, values=metadata.value_records))
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = _Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
@@ -275,7 +251,7 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     try:
         record = msgspec.json.decode(body, type=_Body)
-        if record.save != head["save"]:
+        if record.save_id != head["save"]:
             raise CheckpointCorruptedError("its two lines name different saves")
         return _metadata_of(record, unique_id)
     except (*DECODE_ERRORS, CheckpointCorruptedError) as error:
@@ -288,22 +264,11 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
     check_block_bytes(body.block_bytes)
     if body.world_size < 1 or any(not _is_file_name(f.name) or f.size < 0 for f in body.files):
         raise CheckpointCorruptedError("world size or file list out of bounds")
-    user = from_jsonable(body.user_metadata)
     _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
     table = table_from_record(body.tensors, len(body.files))
     for info, data_bytes in zip(body.files, table.file_bytes(len(body.files)).tolist(), strict=True):
         if info.size < data_bytes + 8:
             raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
-    return Metadata(
-        unique_id=unique_id,
-        save_id=body.save,
-        world_size=body.world_size,
-        block_bytes=body.block_bytes,
-        created=body.created,
-        library=body.library,
-        paddle_version=body.paddle,
-        files=body.files,
-        table=table,
-        value_records=body.values,
-        user_metadata=user if isinstance(user, dict) else {},
-    )
+    metadata = Metadata(SaveInfo.of(body), body.files, table, body.values)
+    _ = metadata.user_metadata  # raises if it is damaged
+    return metadata

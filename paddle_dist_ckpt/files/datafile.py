@@ -32,7 +32,7 @@ from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from ..tree.values import DECODE_ERRORS
 from .codec import VERSION, TableRecord, check_block_bytes
-from .metadata import FileInfo
+from .metadata import FileInfo, SaveInfo
 
 __all__ = [
     "DataFileInfo",
@@ -92,29 +92,50 @@ class Entries:
         return Entries(self.names[start:stop], self.kinds, self.kind[start:stop])
 
 
-class DataFileInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a data file says of itself and of the save that it belongs to.
+class DataFileInfo(SaveInfo, frozen=True, kw_only=True):
+    """What a data file says of itself, and of the save that it belongs to.
 
-    ``writers`` (all ranks that wrote files) and ``user_metadata`` are in the coordinator's part 0 only, a rank's values
-    in its own part 0.
+    Attributes:
+        format: Tells that it is a data file of this library.
+        version: Of the format.
+        rank: Who wrote it.
+        part: Its number among the files of that rank, of which there are ``parts``.
+        tensors: The tensors and shards that are in it.
+        values: Values of the rank; in its part 0 only.
+        writers: All ranks that wrote files; like ``user_metadata`` in the coordinator's part 0 only.
     """
 
     format: str
     version: tuple[int, int]
-    save: str
-    unique_id: int
-    world_size: int
     rank: int
     part: int
     parts: int
-    block_bytes: int
-    created: str
-    library: str
-    paddle: str | None
     tensors: TableRecord
-    values: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = msgspec.field(default_factory=list)
     writers: list[int] | None = None
     user_metadata: Any = None
+
+    def to_json(self) -> bytes:
+        """In JSON, the members in the order that they have in every file; what is empty is left out."""
+        members = {
+            "format": self.format,
+            "version": self.version,
+            "save": self.save_id,
+            "unique_id": self.unique_id,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "part": self.part,
+            "parts": self.parts,
+            "block_bytes": self.block_bytes,
+            "created": self.created,
+            "library": self.library,
+            "paddle": self.paddle_version,
+            "tensors": self.tensors,
+            **({"values": self.values} if self.values else {}),
+            **({"writers": self.writers} if self.writers is not None else {}),
+            **({"user_metadata": self.user_metadata} if self.user_metadata is not None else {}),
+        }
+        return msgspec.json.encode(members)
 
 
 class _EntryRecord(msgspec.Struct, frozen=True, gc=False):
@@ -223,7 +244,7 @@ class FileLayout:
             info: What its header says beside the entries.
         """
         hashes = base64.b64encode(bytes(8 * table.first_block[-1])).decode("ascii")
-        metadata = {"xxh3_64": _NO_DIGEST, "hashes": hashes, "info": msgspec.json.encode(info).decode()}
+        metadata = {"xxh3_64": _NO_DIGEST, "hashes": hashes, "info": info.to_json().decode()}
         entries = table.text
         head = msgspec.json.encode({"__metadata__": metadata})
         text = head[:-1] + (b"," + entries if entries else b"") + b"}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..core.shards import Kind, Layout, ShardTable
 from ..tree.paths import Part, flat_keys, parse_path, plain_keys
 from ..tree.values import from_jsonable
 
-__all__ = ["FileInfo", "LocalTensorIndex", "LocalTensorMetadata", "Metadata", "StorageInfo"]
+__all__ = ["FileInfo", "LocalTensorIndex", "LocalTensorMetadata", "Metadata", "SaveInfo", "StorageInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +58,91 @@ class FileInfo(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
+class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What `.metadata` and every data file of a save say of it. The order is that of the members in `.metadata`.
+
+    Attributes:
+        save_id: The save's random id.
+        unique_id: The checkpoint's number in its folder.
+        world_size: How many ranks save.
+        block_bytes: How many bytes share a checksum.
+        created: When, in UTC, as ISO 8601.
+        library: Name and version of the writer.
+        paddle_version: Version of Paddle that the writer runs under, or None.
+        user_metadata: What ``SaveOptions.user_metadata`` held, in tagged JSON form.
+    """
+
+    save_id: str = msgspec.field(name="save")
+    unique_id: int
+    world_size: int
+    block_bytes: int
+    created: str
+    library: str
+    paddle_version: str | None = msgspec.field(name="paddle")
+    user_metadata: Any
+
+    @classmethod
+    def of(cls, record: SaveInfo) -> SaveInfo:
+        """No more than this of a record that has more."""
+        return SaveInfo(**{name: getattr(record, name) for name in SaveInfo.__struct_fields__})
+
+
 @dataclass(frozen=True, eq=False)
 class Metadata:
     """What a checkpoint holds and where.
 
     Attributes:
-        unique_id: The checkpoint's number in its folder.
-        save_id: The random id of the save that wrote it.
-        world_size: How many ranks saved it.
-        block_bytes: How many bytes share a checksum.
-        created: When, in UTC, as ISO 8601.
-        library: Name and version of the writer.
-        paddle_version: Version of Paddle that the writer ran under, or None.
+        save: The save that wrote it.
         files: The data files.
         table: Tensors and shards, in columns.
         value_records: The non-tensor values, path by path, still in their tagged JSON form.
-        user_metadata: What ``SaveOptions.user_metadata`` held.
     """
 
-    unique_id: int
-    save_id: str
-    world_size: int
-    block_bytes: int
-    created: str
-    library: str
-    paddle_version: str | None
+    save: SaveInfo
     files: list[FileInfo]
     table: ShardTable
     value_records: list[tuple[str, Any]]
-    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unique_id(self) -> int:
+        """The checkpoint's number in its folder."""
+        return self.save.unique_id
+
+    @property
+    def save_id(self) -> str:
+        """The random id of the save that wrote it."""
+        return self.save.save_id
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.save.world_size
+
+    @property
+    def block_bytes(self) -> int:
+        """How many bytes share a checksum."""
+        return self.save.block_bytes
+
+    @property
+    def created(self) -> str:
+        """When, in UTC, as ISO 8601."""
+        return self.save.created
+
+    @property
+    def library(self) -> str:
+        """Name and version of the writer."""
+        return self.save.library
+
+    @property
+    def paddle_version(self) -> str | None:
+        """Version of Paddle that the writer ran under, or None."""
+        return self.save.paddle_version
+
+    @cached_property
+    def user_metadata(self) -> dict[str, Any]:
+        """What ``SaveOptions.user_metadata`` held; empty if it held nothing."""
+        user = from_jsonable(self.save.user_metadata)
+        return user if isinstance(user, dict) else {}
 
     @cached_property
     def _keys(self) -> dict[str, str]:

@@ -326,7 +326,7 @@ class Claim:
         except FileNotFoundError:
             return False
 
-    def publish(self, metadata: Metadata, user_metadata: object) -> int:
+    def publish(self, metadata: Metadata) -> int:
         """Commit. Returns the id under which it was done; an automatic one may be later than the one planned.
 
         Raises:
@@ -334,8 +334,8 @@ class Claim:
         """
         unique_id = self.unique_id
         while True:
-            committed = dataclasses.replace(metadata, unique_id=unique_id)
-            data = encode_metadata(committed, user_metadata)
+            save = msgspec.structs.replace(metadata.save, unique_id=unique_id)
+            data = encode_metadata(dataclasses.replace(metadata, save=save))
             temporary = temporary_name(self.unique_id, self.save_id)
             # IMPORTANT: the claim is looked at when the content has its temporary name, and not before. Who takes this
             # save for dead removes first the claim and then that name, so one of the two stops the commit.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..core.box import Box
@@ -15,10 +16,9 @@ from ..core.shards import LayoutCollection, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
-from ..files.metadata import FileInfo, Metadata
+from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_id, metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
-from ..tree.values import from_jsonable
 from .commit import claimed_saves, committed_ids, next_id, save_of
 from .verify import check_file, uncovered
 
@@ -50,7 +50,7 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
             + ", ".join(f"save={n!r} (id {p[0].info.unique_id}, {p[0].info.created})" for n, p in found.items())
         )
     parts = next(iter(found.values()))
-    metadata, user = _merge(parts, _free_id(storage, parts[0].info))
+    metadata = _merge(parts, _free_id(storage, parts[0].info))
     problems = uncovered(metadata)
     with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
         for file in range(len(metadata.files)):
@@ -59,7 +59,7 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
     name = metadata_name(metadata.unique_id)
     temporary = temporary_name(metadata.unique_id, metadata.save_id)
-    data = encode_metadata(metadata, user)
+    data = encode_metadata(metadata)
     decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
     if not storage.publish(name, data, temporary, replace=_is_damaged(storage, name)):
         raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
@@ -111,7 +111,7 @@ def _read_parts(storage: Storage, names: Sequence[str]) -> list[Part]:
         finally:
             file.close()
         parsed = parse_data_file(name)
-        if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save, info.part):
+        if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
         try:
             parts.append(Part(info, known, table_from_record(info.tensors, 1)))
@@ -170,25 +170,12 @@ def _is_damaged(storage: Storage, name: str) -> bool:
     return False
 
 
-def _merge(parts: Sequence[Part], unique_id: int) -> tuple[Metadata, Any]:
+def _merge(parts: Sequence[Part], unique_id: int) -> Metadata:
+    """What `.metadata` has said of these files."""
     first = next(info for info, *_ in parts if info.writers is not None)
     values = sorted(value for info, *_ in parts for value in info.values)
-    user = first.user_metadata
-    decoded = from_jsonable(user)
-    metadata = Metadata(
-        unique_id=unique_id,
-        save_id=first.save,
-        world_size=first.world_size,
-        block_bytes=first.block_bytes,
-        created=first.created,
-        library=first.library,
-        paddle_version=first.paddle,
-        files=[part.known for part in parts],
-        table=_merge_tables([part.table for part in parts]),
-        value_records=values,
-        user_metadata=decoded if isinstance(decoded, dict) else {},
-    )
-    return metadata, user
+    save = msgspec.structs.replace(SaveInfo.of(first), unique_id=unique_id)
+    return Metadata(save, [part.known for part in parts], _merge_tables([part.table for part in parts]), values)
 
 
 def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:

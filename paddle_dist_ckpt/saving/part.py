@@ -109,7 +109,7 @@ class FilePart:
         return DataFileInfo(
             format=FORMAT,
             version=VERSION,
-            save=order.save_id,
+            save_id=order.save_id,
             unique_id=order.unique_id,
             world_size=len(session.ranks),
             rank=session.rank,
@@ -118,7 +118,7 @@ class FilePart:
             block_bytes=options.block_bytes,
             created=order.created,
             library=LIBRARY,
-            paddle=version,
+            paddle_version=version,
             tensors=tensors,
             values=[(path, msgspec.Raw(json)) for path, json in sorted(pairs)],
             writers=self.writers,

@@ -15,12 +15,11 @@ import msgspec
 from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, UnsupportedValueError
-from ..files.metadata import FileInfo, Metadata
+from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..folder.commit import Claim, seal
 from ..options import SaveOptions
 from ..storage.base import Storage
 from ..tree.paths import plain_key
-from ..tree.values import decode_value
 from .global_state import Contents, GlobalState, check_arguments, merge_contents
 from .messages import SaveOrder, SaveRequest, SaveResult, WriteAnswer, Written
 from .part import LIBRARY
@@ -192,8 +191,7 @@ class SaveCoordinator:
         planned = self._planned
         assert planned is not None
         metadata = _build_metadata(planned, self._written, self._framework_version, self._created)
-        user = msgspec.json.decode(planned.user_metadata) if planned.user_metadata is not None else None
-        unique_id = planned.claim.publish(metadata, user)
+        unique_id = planned.claim.publish(metadata)
         replaced = self._replaced(planned)
         total = sum(written.nbytes for written in self._written.values())
         return SaveResult(unique_id, len(metadata.files), total, self._warnings, replaced, sorted(planned.leaders))
@@ -278,7 +276,7 @@ def _build_metadata(
     files = [info for rank in state.ranks for info in written[rank].files]
     entries = tuple(tuple(written[rank].entries) for rank in state.ranks)
     values = [(path, msgspec.Raw(json)) for path, json in sorted(planned.contents.value_json.items())]
-    return Metadata(
+    save = SaveInfo(
         unique_id=planned.claim.unique_id,
         save_id=planned.claim.save_id,
         world_size=len(state.ranks),
@@ -286,8 +284,6 @@ def _build_metadata(
         created=created,
         library=LIBRARY,
         paddle_version=framework_version,
-        files=files,
-        table=planned.what.table(entries),
-        value_records=values,
-        user_metadata=decode_value(planned.user_metadata) if planned.user_metadata is not None else {},
+        user_metadata=msgspec.json.decode(planned.user_metadata) if planned.user_metadata is not None else None,
     )
+    return Metadata(save, files, planned.what.table(entries), values)

@@ -46,7 +46,7 @@ EMPTY = table_to_record(ShardTable([], [], NONE, [], NONE, NONE, []))
 INFO = DataFileInfo(
     format="paddle_dist_ckpt.data",
     version=(1, 0),
-    save="0123456789abcdef",
+    save_id="0123456789abcdef",
     unique_id=3,
     world_size=2,
     rank=1,
@@ -55,7 +55,7 @@ INFO = DataFileInfo(
     block_bytes=BLOCK,
     created="2024-01-02T03:04:05+00:00",
     library="paddle_dist_ckpt 1.0",
-    paddle=None,
+    paddle_version=None,
     tensors=EMPTY,
     values=[("/lr", 0.5), ('/quote"\u00e9', {"bytes": "AA=="})],
 )

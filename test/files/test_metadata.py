@@ -22,7 +22,14 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
 from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, encode_metadata
-from paddle_dist_ckpt.files.metadata import FileInfo, LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
+from paddle_dist_ckpt.files.metadata import (
+    FileInfo,
+    LocalTensorIndex,
+    LocalTensorMetadata,
+    Metadata,
+    SaveInfo,
+    StorageInfo,
+)
 from paddle_dist_ckpt.tree.paths import ListIndex
 from paddle_dist_ckpt.tree.values import to_jsonable
 from test.core.test_shards import tables
@@ -33,7 +40,7 @@ Body = dict[str, Any]
 
 
 def make(table: ShardTable, files: int = 4, values: dict[str, Any] | None = None, user: Any = None) -> Metadata:
-    return Metadata(
+    save = SaveInfo(
         unique_id=3,
         save_id="0123456789abcdef",
         world_size=2,
@@ -41,14 +48,14 @@ def make(table: ShardTable, files: int = 4, values: dict[str, Any] | None = None
         created="2024-01-02T03:04:05+00:00",
         library="paddle_dist_ckpt 1.0",
         paddle_version="3.3.1",
-        files=[
-            FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i + size, f"{i:016x}")
-            for i, size in enumerate(table.file_bytes(files).tolist())
-        ],
-        table=table,
-        value_records=[(path, to_jsonable(value, path)) for path, value in sorted((values or {}).items())],
-        user_metadata=user or {},
+        user_metadata=to_jsonable(user or {}, "user_metadata"),
     )
+    infos = [
+        FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i + size, f"{i:016x}")
+        for i, size in enumerate(table.file_bytes(files).tolist())
+    ]
+    records = [(path, to_jsonable(value, path)) for path, value in sorted((values or {}).items())]
+    return Metadata(save, infos, table, records)
 
 
 def small() -> Metadata:
@@ -72,7 +79,7 @@ def small() -> Metadata:
 
 
 def encode(metadata: Metadata) -> bytes:
-    return encode_metadata(metadata, to_jsonable(metadata.user_metadata, "user_metadata"))
+    return encode_metadata(metadata)
 
 
 def sealed(body: Any, **head: Any) -> bytes:

@@ -38,7 +38,7 @@ EMPTY = TableRecord([], [], pack_column([]), pack_column([]), [], pack_column([]
 INFO = DataFileInfo(
     format=FORMAT,
     version=(1, 0),
-    save="0123456789abcdef",
+    save_id="0123456789abcdef",
     unique_id=0,
     world_size=1,
     rank=0,
@@ -47,7 +47,7 @@ INFO = DataFileInfo(
     block_bytes=4096,
     created="now",
     library="test",
-    paddle=None,
+    paddle_version=None,
     tensors=EMPTY,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, read_metadata, rebuild_metadata, verify
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
+from paddle_dist_ckpt.files.datafile import Entries, EntryKind, FileLayout, FileTable, read_info
 from paddle_dist_ckpt.loading.merged import Selection, load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
@@ -50,6 +54,23 @@ def test_its_metadata_can_be_made_again(folder: Path, tmp_path: Path) -> None:
     rebuild_metadata(tmp_path)
     again, original = tmp_path / "4.metadata", folder / "4.metadata"
     assert again.read_bytes() == original.read_bytes()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_same_bytes_are_written_again(folder: Path) -> None:
+    """What follows from a `.metadata` or a header that was read is that `.metadata` or header."""
+    storage = LocalStorage(folder)
+    data = storage.read("4.metadata")
+    assert encode_metadata(decode_metadata(data, "4.metadata", 4)) == data
+    dtypes = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.view_items == 1}
+    for path in folder.glob("*.safetensors"):
+        info, hashes, _, data_start = read_info(storage.open(path.name), path.name)
+        header = path.read_bytes()[:data_start]
+        entries = json.loads(header[8:])
+        del entries["__metadata__"]
+        kinds = [EntryKind(dtypes[entry["dtype"]], tuple(entry["shape"])) for entry in entries.values()]
+        table = FileTable(Entries(list(entries), kinds, np.arange(len(kinds))), info.block_bytes)
+        assert FileLayout.of(table, info).header(hashes) == header
 
 
 def test_there_is_one_for_every_version() -> None:
