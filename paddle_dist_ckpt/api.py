@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
-from .folder.commit import committed_ids
+from .folder.ids import committed_ids
 from .folder.rebuild import rebuild
 from .folder.verify import verify_checkpoint
 from .loading.merged import Selection, load_merged

@@ -14,7 +14,7 @@ from typing import Any
 from .errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
-from .folder.commit import save_of
+from .folder.ids import save_of
 from .loading.context import LoadContext
 from .loading.load import load as load_together
 from .loading.merged import Selection, load_merged

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.ids import committed_ids
 from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.reports import SaveReport

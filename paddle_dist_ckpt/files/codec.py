@@ -27,6 +27,7 @@ from ..tree.values import DECODE_ERRORS
 from .metadata import FileInfo, Metadata, SaveInfo
 
 __all__ = [
+    "HEAD_START",
     "MAX_HEAD_BYTES",
     "VERSION",
     "TableRecord",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 FORMAT = "paddle_dist_ckpt.metadata"
+HEAD_START = b'{"format":"' + FORMAT.encode() + b'"'
+"""How every `.metadata` file of this format begins."""
 VERSION = (1, 0)
 MAX_HEAD_BYTES = 4096
 _NO_DIGEST = "0" * 16
@@ -216,7 +219,7 @@ def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
         CheckpointError: the file is of a version, or needs a feature, that this library does not know.
         CheckpointCorruptedError: the line is not what it should be.
     """
-    if not data.startswith(b'{"format":"' + FORMAT.encode() + b'"'):
+    if not data.startswith(HEAD_START):
         return None
     try:
         head = msgspec.json.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0], type=_Head)

@@ -16,7 +16,6 @@ __all__ = [
     "metadata_name",
     "parse_claim",
     "parse_data_file",
-    "parse_foreign_id",
     "temporary_name",
 ]
 
@@ -27,7 +26,6 @@ _METADATA = re.compile(rf"{_ID}\.metadata")
 _DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.safetensors")
 _CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim(?:\.tmp)?")
 _TEMPORARY = re.compile(rf"{_ID}\.{_SAVE}\.metadata\.tmp")
-_FOREIGN = re.compile(rf"{_ID}_{_ID}\.(?:distcp|safetensors)")
 
 
 class DataFileName(NamedTuple):
@@ -87,9 +85,3 @@ def temporary_name(unique_id: int, save_id: str) -> str:
 def is_ours(name: str) -> bool:
     """Whether a file of this name is a part of a checkpoint of this format, or left over from making one."""
     return any(pattern.fullmatch(name) for pattern in (_METADATA, _DATA, _CLAIM, _TEMPORARY))
-
-
-def parse_foreign_id(name: str) -> int | None:
-    """The id in the name of a data file that Paddle's own functions write, None for any other name."""
-    match = _FOREIGN.fullmatch(name)
-    return int(match[2]) if match else None

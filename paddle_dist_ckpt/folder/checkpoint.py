@@ -9,7 +9,8 @@ from ..files.codec import decode_metadata
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..storage.base import Storage
-from .commit import PICKLE, newest_id, nothing_text
+from .foreign import Format, format_of
+from .ids import newest_id, nothing_text
 
 __all__ = ["check_sizes", "read_checkpoint"]
 
@@ -29,7 +30,7 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
         data = storage.read(name)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(nothing_text(storage, chosen)) from None
-    if data[:2] in PICKLE:
+    if format_of(data) is Format.PADDLE:
         raise CheckpointNotFoundError(nothing_text(storage, chosen))
     try:
         return decode_metadata(data, f"{storage.location}/{name}", chosen)

@@ -19,7 +19,8 @@ from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_id, metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
-from .commit import claimed_saves, committed_ids, next_id, save_of
+from .ids import committed_ids, next_id, save_of
+from .lease import claimed_saves
 from .verify import check_file, uncovered
 
 __all__ = ["rebuild"]

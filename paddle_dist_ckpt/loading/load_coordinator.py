@@ -13,7 +13,7 @@ from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, StateDictMismatchError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import check_sizes, read_checkpoint
-from ..folder.commit import save_of
+from ..folder.ids import save_of
 from ..options import LoadOptions
 from ..storage.base import Storage
 from ..tree.names import is_of_run

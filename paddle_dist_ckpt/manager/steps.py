@@ -15,7 +15,8 @@ from typing import Any
 from ..errors import CheckpointError
 from ..files.names import is_ours, metadata_name
 from ..folder.checkpoint import read_checkpoint
-from ..folder.commit import is_abandoned, save_of
+from ..folder.ids import save_of
+from ..folder.lease import is_abandoned
 from ..options import is_integer
 from ..storage import LocalStorage
 

@@ -16,7 +16,8 @@ from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.metadata import FileInfo, Metadata, SaveInfo
-from ..folder.commit import Claim, seal
+from ..folder import commit
+from ..folder.lease import Lease
 from ..options import SaveOptions
 from ..storage.base import Storage
 from ..tree.paths import plain_key
@@ -38,7 +39,7 @@ class _Planned:
 
     what: PlannedSave
     contents: Contents
-    claim: Claim
+    lease: Lease
     block_bytes: int
     user_metadata: bytes | None
     folders: dict[int, FolderKey]
@@ -66,7 +67,7 @@ class SaveCoordinator:
         self._framework_version, self._memory = framework_version, memory
         self._replace_newest = replace_newest
         self._created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self._claim: Claim | None = None
+        self._lease: Lease | None = None
         self._requests: dict[int, SaveRequest] = {}
         self._planned: _Planned | None = None
         self._written: dict[int, Written] = {}
@@ -101,11 +102,11 @@ class SaveCoordinator:
         contents = merge_contents(what.state, requests)
         self._check_replicas(contents)
         ours = requests[self._session.coordinator]
-        claim = self._claim = Claim.make(self._storage, ours.unique_id, self._replace_newest)
+        lease = self._lease = commit.begin(self._storage, ours.unique_id, self._replace_newest)
         folders = {rank: request.folder.key for rank, request in requests.items()}
         self._warn_of_folders(folders)
         leaders = _leaders(what.state, folders)
-        self._planned = _Planned(what, contents, claim, ours.block_bytes, ours.user_metadata, folders, leaders)
+        self._planned = _Planned(what, contents, lease, ours.block_bytes, ours.user_metadata, folders, leaders)
         _check_room(what, requests)
         hosts = Counter(request.folder.host for request in requests.values())
         orders = {}
@@ -113,11 +114,11 @@ class SaveCoordinator:
             orders[rank] = SaveOrder(
                 plan_id=what.plan_id,
                 plan=None if request.plan_id == what.plan_id else what.rank_plans[rank],
-                unique_id=claim.unique_id,
-                save_id=claim.save_id,
+                unique_id=lease.unique_id,
+                save_id=lease.save_id,
                 created=self._created,
                 ranks_on_host=hosts[request.folder.host],
-                clean=claim.doomed if rank in leaders else [],
+                clean=lease.doomed if rank in leaders else [],
             )
         self._settled = False
         return {rank: encode(order) for rank, order in orders.items()}
@@ -166,7 +167,7 @@ class SaveCoordinator:
         for rank, written in self._written.items():
             files.setdefault(planned.folders[rank], []).extend(written.files)
         if planned.one_folder:
-            seal(self._storage, [info for infos in files.values() for info in infos])
+            commit.seal(self._storage, [info for infos in files.values() for info in infos])
             return dict.fromkeys(messages, encode(WriteAnswer(False, [], self._publish())))
         return {
             rank: encode(WriteAnswer(False, files[planned.folders[rank]] if rank in planned.leaders else [], None))
@@ -180,7 +181,7 @@ class SaveCoordinator:
     def cleaned(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``clean``: the replaced save's files are gone from all other folders."""
         assert self._planned is not None
-        self._planned.claim.end()
+        commit.finish(self._planned.lease)
         return dict.fromkeys(messages, b"")
 
     def aborted(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -191,7 +192,7 @@ class SaveCoordinator:
         planned = self._planned
         assert planned is not None
         metadata = _build_metadata(planned, self._written, self._framework_version, self._created)
-        unique_id = planned.claim.publish(metadata)
+        unique_id = commit.publish(planned.lease, metadata)
         replaced = self._replaced(planned)
         total = sum(written.nbytes for written in self._written.values())
         return SaveResult(unique_id, len(metadata.files), total, self._warnings, replaced, sorted(planned.leaders))
@@ -202,28 +203,28 @@ class SaveCoordinator:
         What goes wrong here does not undo the commit, so it is left to a later save.
         """
         try:
-            replaced = None if planned.one_folder else planned.claim.replaced_save()
+            replaced = None if planned.one_folder else commit.replaced_save(planned.lease)
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of the replaced save are left to a later one: %s", self._storage.location, error)
-            planned.claim.leave()
+            planned.lease.stop()
             return None
         if replaced is None:
-            planned.claim.end()
+            commit.finish(planned.lease)
         return replaced
 
     def leave(self) -> None:
         """After the commit, leave what is left to do to a later save."""
-        if self._claim is not None:
-            self._claim.leave()
+        if self._lease is not None:
+            self._lease.stop()
 
     @contextmanager
     def ended_by_failure(self) -> Iterator[None]:
-        """Around the whole save: when it fails, clean up, or let the claim expire if files may still be about."""
+        """Around the whole save: when it fails, clean up, or let the lease expire if files may still be about."""
         try:
             yield
         except BaseException:
-            if self._claim is not None:
-                self._claim.failed(self._settled)
+            if self._lease is not None:
+                commit.give_up(self._lease, self._settled)
             raise
 
 
@@ -277,8 +278,8 @@ def _build_metadata(
     entries = tuple(tuple(written[rank].entries) for rank in state.ranks)
     values = [(path, msgspec.Raw(json)) for path, json in sorted(planned.contents.value_json.items())]
     save = SaveInfo(
-        unique_id=planned.claim.unique_id,
-        save_id=planned.claim.save_id,
+        unique_id=planned.lease.unique_id,
+        save_id=planned.lease.save_id,
         world_size=len(state.ranks),
         block_bytes=planned.block_bytes,
         created=created,

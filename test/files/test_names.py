@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.files import names
+from paddle_dist_ckpt.folder.foreign import foreign_id
 from test.strategies import examples
 
 numbers = st.integers(0, 10**18 - 1)
@@ -31,7 +32,7 @@ def test_a_name_is_of_one_kind(rank: int, unique_id: int, save: str, part: int) 
         names.temporary_name(unique_id, save),
         f"{rank}_{unique_id}.distcp",
     ]
-    parsers = [names.metadata_id, names.parse_data_file, names.parse_claim, names.parse_foreign_id]
+    parsers = [names.metadata_id, names.parse_data_file, names.parse_claim, foreign_id]
     kinds = [[parser(name) is not None for parser in parsers] for name in made]
     assert kinds == [
         [True, False, False, False],
@@ -65,11 +66,11 @@ def test_a_name_is_of_one_kind(rank: int, unique_id: int, save: str, part: int) 
     ],
 )
 def test_what_is_not_made_does_not_parse(name: str) -> None:
-    parsers = (names.metadata_id, names.parse_data_file, names.parse_claim, names.parse_foreign_id)
+    parsers = (names.metadata_id, names.parse_data_file, names.parse_claim, foreign_id)
     assert [parser(name) for parser in parsers] == [None] * 4
 
 
 def test_the_names_are_those_of_the_specification() -> None:
     assert names.metadata_name(7) == "7.metadata"
     assert names.data_file_name(3, 7, "00000000000000ff", 1) == "3_7.00000000000000ff.1.safetensors"
-    assert names.parse_foreign_id("3_7.distcp") == names.parse_foreign_id("3_7.safetensors") == 7
+    assert foreign_id("3_7.distcp") == foreign_id("3_7.safetensors") == 7

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
-from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.ids import committed_ids
 from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.storage import LocalStorage

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_dist_ckpt.errors import RankFailureError
 from paddle_dist_ckpt.files.names import parse_claim, parse_data_file
-from paddle_dist_ckpt.folder.commit import committed_ids, committed_saves
+from paddle_dist_ckpt.folder.ids import committed_ids, committed_saves
 from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage

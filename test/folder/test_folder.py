@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, RankFailureError
-from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
+from paddle_dist_ckpt.folder.ids import committed_ids
 from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -426,3 +427,10 @@ def test_a_checkpoint_of_paddles_own_is_named_as_such(tmp_path: Path, unique_id:
     (tmp_path / "0_0.distcp").write_bytes(b"")
     with pytest.raises(CheckpointNotFoundError, match="written by Paddle's own save_state_dict"):
         load_alone({"x": np.zeros(2)}, tmp_path, unique_id)
+
+
+@pytest.mark.parametrize("unique_id", [None, 0])
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path, unique_id: int | None) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointNotFoundError, match="is a file; pass the folder"):
+        read_checkpoint(LocalStorage(tmp_path / "file"), unique_id)

@@ -15,7 +15,7 @@ from paddle_dist_ckpt.core.tensors import TensorView
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
-from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.ids import committed_ids
 from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage

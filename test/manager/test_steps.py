@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.folder.commit import is_abandoned
+from paddle_dist_ckpt.folder.lease import is_abandoned
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage

@@ -16,7 +16,7 @@ from paddle_dist_ckpt.control import ZmqHub
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.files.names import parse_data_file
-from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.ids import committed_ids
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank
 from test.background import options, version_in, versions

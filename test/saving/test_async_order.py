@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError, StateDictMismatchError, UnsupportedValueError
-from paddle_dist_ckpt.folder.commit import committed_ids
+from paddle_dist_ckpt.folder.ids import committed_ids
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.saving import save as save_module
 from paddle_dist_ckpt.storage import LocalStorage

@@ -1,0 +1,50 @@
+"""Which format a file is of: a folder of checkpoints may hold what others wrote. Nothing else looks for that."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+
+from ..files.codec import HEAD_START, MAX_HEAD_BYTES
+from ..storage.base import Storage
+
+__all__ = ["Format", "foreign_id", "format_of", "look"]
+
+_PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_FOREIGN = re.compile(r"(?:0|[1-9]\d{0,17})_(0|[1-9]\d{0,17})\.(?:distcp|safetensors)")
+
+
+class Format(Enum):
+    """What a file of the name of a `.metadata` file can be."""
+
+    MISSING = auto()
+    OURS = auto()
+    PADDLE = auto()
+    """A pickle, as Paddle's own ``save_state_dict`` writes it."""
+    FOLDER = auto()
+    """Not a file at all."""
+    UNKNOWN = auto()
+
+
+def format_of(data: bytes) -> Format:
+    """The format of a file that begins with these bytes."""
+    if data.startswith(HEAD_START):
+        return Format.OURS
+    return Format.PADDLE if data.startswith(_PICKLE) else Format.UNKNOWN
+
+
+def look(storage: Storage, name: str) -> tuple[Format, bytes]:
+    """The format of a file, and its first bytes (``MAX_HEAD_BYTES`` at the most)."""
+    try:
+        data = storage.read(name, MAX_HEAD_BYTES)
+    except FileNotFoundError:
+        return Format.MISSING, b""
+    except IsADirectoryError:
+        return Format.FOLDER, b""
+    return format_of(data), data
+
+
+def foreign_id(name: str) -> int | None:
+    """The id in the name of a data file that Paddle's own functions write, None for any other name."""
+    match = _FOREIGN.fullmatch(name)
+    return int(match[1]) if match else None

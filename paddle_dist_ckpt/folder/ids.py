@@ -1,0 +1,132 @@
+"""Which ids are taken in a folder, and by which saves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ..files.codec import decode_head, decode_metadata
+from ..files.names import MOST_IDS, metadata_id, metadata_name
+from ..storage.base import Storage
+from .foreign import Format, foreign_id, look
+
+__all__ = [
+    "committed_ids",
+    "committed_saves",
+    "known_save_of",
+    "newest_id",
+    "next_id",
+    "nothing_text",
+    "save_of",
+]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+def save_of(storage: Storage, unique_id: int) -> str | None:
+    """The save id of the checkpoint committed under an id; None if its `.metadata` is gone or of another format.
+
+    Raises:
+        CheckpointCorruptedError: the file is neither ours nor that of a format known to share the folder.
+    """
+    name = metadata_name(unique_id)
+    found, data = look(storage, name)
+    head = decode_head(data, name) if found is Format.OURS else None
+    if head is not None:
+        return str(head["save"])
+    if found is not Format.UNKNOWN:
+        return None
+    raise CheckpointCorruptedError(
+        f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file (it starts with {data[:16]!r}); if it was "
+        "damaged, rebuild_metadata can make it again; to load an older checkpoint, give its unique_id"
+    )
+
+
+def known_save_of(storage: Storage, unique_id: int) -> str | None:
+    """The same; None as well if the `.metadata` cannot be read, so that nobody can tell which files are its own."""
+    try:
+        return save_of(storage, unique_id)
+    except CheckpointError:  # damaged, or of a newer version
+        _logger.warning("%s: replacing a .metadata that cannot be read; its data files stay", storage.location)
+        return None
+
+
+def _metadata_ids(storage: Storage) -> list[int]:
+    """The ids of all `.metadata` files, ascending.
+
+    Raises:
+        CheckpointNotFoundError: the storage is no folder.
+    """
+    try:
+        names = storage.names()
+    except NotADirectoryError:
+        raise CheckpointNotFoundError(f"{storage.location} is a file; pass the folder that it is in") from None
+    return sorted(i for name in names if (i := metadata_id(name)) is not None)
+
+
+def committed_ids(storage: Storage) -> list[int]:
+    """The ids of this format's committed checkpoints, ascending."""
+    found = []
+    for unique_id in _metadata_ids(storage):
+        try:
+            if save_of(storage, unique_id) is not None:
+                found.append(unique_id)
+        except CheckpointError as error:
+            _logger.warning("not listed: %s", error)
+    return found
+
+
+def newest_id(storage: Storage) -> int:
+    """The newest committed id of this format.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointCorruptedError: the newest `.metadata` is damaged. (An older one is not taken in its place silently.)
+    """
+    for unique_id in reversed(_metadata_ids(storage)):
+        if save_of(storage, unique_id) is not None:
+            return unique_id
+        _logger.warning("%s/%s is of another format; skipped", storage.location, metadata_name(unique_id))
+    raise CheckpointNotFoundError(nothing_text(storage))
+
+
+def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
+    """Why there is nothing to load, in words."""
+    try:
+        storage.identity()
+    except FileNotFoundError:
+        return f"there is no folder {storage.location}"
+    for i in reversed(_metadata_ids(storage)):
+        if unique_id in (None, i) and look(storage, metadata_name(i))[0] is Format.PADDLE:
+            return (
+                f"{storage.location}/{metadata_name(i)} was written by Paddle's own save_state_dict, as a pickle, "
+                "which is not read here; load it with the Paddle that has written it, and save it with this library"
+            )
+    which = "" if unique_id is None else f" with unique_id {unique_id}"
+    others = committed_ids(storage)
+    more = f"; there are {', '.join(map(str, others[-10:]))}" if others else ""
+    return f"{storage.location} holds no committed checkpoint{which}{more}"
+
+
+def next_id(names: Iterable[str]) -> int:
+    """The id that a save takes by itself: one more than any committed one, of whatever format."""
+    used = [i for name in names for i in (metadata_id(name), foreign_id(name)) if i is not None]
+    following = max(used, default=-1) + 1
+    if following >= MOST_IDS:
+        raise ValueError(f"the folder has the largest possible unique_id, {following - 1}; pass a free one")
+    return following
+
+
+def committed_saves(storage: Storage) -> dict[str, int]:
+    """The save id of every committed checkpoint of this format, with its unique_id. Reads every `.metadata` whole.
+
+    Raises:
+        CheckpointError: one cannot be read, so that it is not known which save's files it needs.
+    """
+    saves = {}
+    for unique_id in _metadata_ids(storage):
+        if save_of(storage, unique_id) is not None:
+            name = metadata_name(unique_id)
+            saves[decode_metadata(storage.read(name), name, unique_id).save_id] = unique_id
+    return saves
