@@ -51,6 +51,7 @@ OUTSIDE = {
     "zmq": {"control"},
     "tqdm": {"core"},
     "paddle": {"paddle_adapter"},
+    "pytest": {"testing"},
 }
 
 

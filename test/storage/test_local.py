@@ -6,8 +6,6 @@ import errno
 import os
 import pickle
 import stat
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +14,12 @@ import pytest
 
 from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage
 from paddle_dist_ckpt.testing import FaultyStorage
+from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path)
-
-
-def write(storage: LocalStorage, name: str, data: bytes) -> None:
-    file = storage.create(name)
-    file.write(np.frombuffer(data, np.uint8), 0)
-    file.sync()
-    file.close()
-
-
-def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ``work`` returned, or raised, in so many threads that start together."""
-    results: list[Any] = [None] * count
-    start = threading.Barrier(count)
-
-    def run(i: int) -> None:
-        start.wait()
-        try:
-            results[i] = work(i)
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def test_a_path_or_a_storage_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,27 +62,8 @@ def test_identity_tells_folders_apart(tmp_path: Path) -> None:
     assert a.host == b.host
 
 
-def test_files_are_written_in_any_order_and_read_anywhere(storage: LocalStorage) -> None:
-    data = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
-    file = storage.create("f")
-    for start in (60_000, 0, 30_000):
-        file.write(data[start : start + 30_000 if start < 60_000 else None], start)
-    file.write(data[:0], 50)
-    file.close()
-    assert storage.size("f") == len(data)
-    assert storage.read("f") == data.tobytes()
-    assert storage.read("f", 10) == data[:10].tobytes()
-    assert storage.read("f", 10**9) == data.tobytes()
-    reader = storage.open("f")
-    assert reader.size == len(data)
-    buffers = [np.zeros(n, np.uint8) for n in (5, 0, 40_000, 1)]
-    reader.read_into(buffers, 123)
-    reader.close()
-    assert np.array_equal(np.concatenate(buffers), data[123 : 123 + 40_006])
-
-
 def test_reading_past_the_end_is_an_error(storage: LocalStorage) -> None:
-    write(storage, "f", bytes(100))
+    put(storage, "f", bytes(100))
     file = storage.open("f")
     for size, offset in ((101, 0), (1, 100), (50, 60), (1, 10**12)):
         with pytest.raises(EOFError, match="f ends at byte"):
@@ -118,41 +71,6 @@ def test_reading_past_the_end_is_an_error(storage: LocalStorage) -> None:
     file.read_into([np.zeros(0, np.uint8)], 100)
     file.read_into([], 500)
     file.close()
-
-
-def test_more_buffers_than_one_call_takes_are_filled(storage: LocalStorage) -> None:
-    data = np.random.default_rng(0).integers(0, 256, 5_000).astype(np.uint8)
-    write(storage, "f", data.tobytes())
-    file = storage.open("f")
-    buffers = [np.zeros(1, np.uint8) for _ in range(len(data))]
-    file.read_into(buffers, 0)
-    file.close()
-    assert np.array_equal(np.concatenate(buffers), data)
-
-
-def test_create_takes_no_name_that_is_there(storage: LocalStorage) -> None:
-    write(storage, "f", b"old")
-    with pytest.raises(FileExistsError):
-        storage.create("f")
-    assert storage.read("f") == b"old"
-
-
-def test_a_missing_file_is_told(storage: LocalStorage) -> None:
-    for operation in (storage.open, storage.size, storage.read, storage.touch, storage.modified):
-        with pytest.raises(FileNotFoundError):
-            operation("none")
-    storage.delete("none")
-
-
-@pytest.mark.parametrize("data", [b"", b"new", bytes(100_000)])
-def test_publish_replaces_only_if_it_may(storage: LocalStorage, data: bytes) -> None:
-    assert storage.publish("m", b"old", "tmp", replace=False)
-    assert storage.read("m") == b"old"
-    assert not storage.publish("m", data, "tmp", replace=False)
-    assert storage.read("m") == b"old"
-    assert storage.publish("m", data, "tmp", replace=True)
-    assert storage.read("m") == data
-    assert storage.names() == ["m"]
 
 
 def test_publish_without_hard_links(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,40 +110,11 @@ def test_a_publish_onto_a_folder_fails_cleanly(storage: LocalStorage, tmp_path: 
     assert storage.names() == ["m"]
 
 
-@pytest.mark.parametrize("rounds", [20])
-def test_of_many_publishers_one_wins_and_says_so(storage: LocalStorage, rounds: int) -> None:
-    for turn in range(rounds):
-        won = in_threads(8, lambda i, n=turn: storage.publish(f"{n}", b"%d" % i * 5000, f"tmp{i}", replace=False))
-        assert sorted(won) == [False] * 7 + [True]
-        assert storage.read(f"{turn}") == b"%d" % won.index(True) * 5000
-    assert storage.names() == sorted(f"{turn}" for turn in range(rounds))
-
-
-def test_readers_see_whole_files_while_others_publish(storage: LocalStorage) -> None:
-    contents = {bytes([65 + i]) * (20_000 * (i + 1)) for i in range(4)}
-    storage.publish("m", min(contents), "first", replace=True)
-    ended = threading.Event()
-
-    def work(i: int) -> bool:
-        if i < 4:
-            for turn in range(40):
-                storage.publish("m", bytes([65 + i]) * (20_000 * (i + 1)), f"tmp{i}.{turn}", replace=True)
-            ended.set()
-            return True
-        seen = []
-        while not ended.is_set():
-            seen.append(storage.read("m") in contents)
-        return all(seen)
-
-    assert in_threads(6, work) == [True] * 6
-    assert storage.names() == ["m"]
-
-
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_files_follow_the_umask(storage: LocalStorage, tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        write(storage, "f", b"x")
+        put(storage, "f", b"x")
         storage.publish("linked", b"x", "tmp", replace=False)
         storage.publish("renamed", b"x", "tmp", replace=True)
     finally:
@@ -235,10 +124,10 @@ def test_files_follow_the_umask(storage: LocalStorage, tmp_path: Path, umask: in
 
 
 def test_touch_makes_a_file_the_newest(storage: LocalStorage, tmp_path: Path) -> None:
-    write(storage, "f", b"x")
+    put(storage, "f", b"x")
     os.utime(tmp_path / "f", (1, 1))
     assert storage.modified("f") == 1
-    write(storage, "g", b"x")
+    put(storage, "g", b"x")
     storage.touch("f")
     assert storage.modified("f") >= storage.modified("g") - 1
 
@@ -266,15 +155,11 @@ def test_a_folder_whose_sync_fails_is_an_error(storage: LocalStorage, monkeypatc
 def test_a_short_write_goes_on_where_it_ended(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: whole(fd, data[:7], at))
-    write(storage, "f", bytes(range(100)))
+    put(storage, "f", bytes(range(100)))
     assert storage.read("f") == bytes(range(100))
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with pytest.raises(OSError, match="wrote nothing"):
-        write(storage, "g", b"x")
-
-
-def test_free_bytes_are_told(storage: LocalStorage) -> None:
-    assert (storage.free_bytes() or 0) > 0
+        put(storage, "g", b"x")
 
 
 def test_the_faulty_storage_calls_its_hook_before_each_operation(tmp_path: Path) -> None:
