@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from benchmark import machine
 from benchmark.run import HERE
 from benchmark.worker import reset_peak_memory, used_memory
 from paddle_dist_ckpt.control import SoloHub
+from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import pack_column, pack_signed
@@ -40,12 +42,14 @@ from paddle_dist_ckpt.loading.targets import Wishes
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
+from paddle_dist_ckpt.saving.context import SaveContext
 from paddle_dist_ckpt.saving.messages import Description, SaveRequest, Structure, TensorList
 from paddle_dist_ckpt.saving.planned_save import PlannedSave, make_plan
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import Folder
+from paddle_dist_ckpt.testing import NumpyAdapter
 
 _WIDTH = 64  # columns of every tensor
 _SHAPES = 4  # different shapes among the tensors
@@ -116,7 +120,8 @@ def measure_cached(plan: PlannedSave, folder: Path) -> dict[str, float]:
 
     def run() -> None:
         with SoloHub().session("save", 60) as session:
-            coordinator = SaveCoordinator(LocalStorage(folder), session, None, SaveOptions(), memory)
+            context = SaveContext(LocalStorage(folder), session, NoTransport(), NumpyAdapter(), memory)
+            coordinator = SaveCoordinator(context, SaveOptions(), ExitStack())
             orders.update(coordinator.plan(requests))
             coordinator.leave()
 

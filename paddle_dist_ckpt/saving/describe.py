@@ -17,7 +17,7 @@ from ..core.columns import pack_column, pack_signed
 from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DTYPES
 from ..core.local_tensors import LocalShards, LocalTensors
-from ..core.memory import address_of, array_at, gather
+from ..core.memory import Bytes1D, address_of, array_at, gather
 from ..core.messages import encode
 from ..core.shards import Kind
 from ..core.tensors import Geometry, Identity, LocalShard, TensorView
@@ -104,6 +104,11 @@ class LocalState:
         """Whether some of it is on a device."""
         return any(geometry.on_device for geometry in self.tensors.geometries)
 
+    @property
+    def host_memory(self) -> Callable[[int], Bytes1D] | None:
+        """Makes memory that copies from devices are fast with; None if nothing is on one."""
+        return self.adapter.host_memory if self.has_devices else None
+
     @cached_property
     def outline(self) -> list[Any]:
         """What the structure says of the values."""
@@ -118,12 +123,12 @@ class LocalState:
         structure = self.structure()
         return xxhash.xxh3_128_digest(structure), structure
 
-    def remembered(self, adapter: Adapter, fingerprint: bytes) -> KnownState | None:
+    def remembered(self, fingerprint: bytes) -> KnownState | None:
         """How to recognise this state next time, if that is possible."""
         count = len(self.tensors.paths) - sum(not inline for inline in self.inline)
         values = self.tensors.owners[:count]
         tensors = self.tensors.with_owners([None] * count)
-        identity = self.known.identity if self.known is not None else adapter.identity(values, tensors.addresses)
+        identity = self.known.identity if self.known is not None else self.adapter.identity(values, tensors.addresses)
         return KnownState(identity, tensors, self.outline, fingerprint) if identity is not None else None
 
     def records(self) -> list[ValueRecord]:

@@ -30,9 +30,9 @@ from ..tree.paths import plain_key
 from ..tree.values import to_jsonable
 from ..version import __version__
 from .describe import LocalState
-from .messages import RankPlan, SaveOrder
+from .messages import RankPlan, SaveOrder, Transfer
 
-__all__ = ["LIBRARY", "FilePart", "make_parts"]
+__all__ = ["LIBRARY", "FilePart", "OwnPlan", "make_parts"]
 
 LIBRARY = f"paddle_dist_ckpt {__version__}"
 
@@ -124,6 +124,25 @@ class FilePart:
             writers=self.writers,
             user_metadata=to_jsonable(dict(user), "user_metadata") if user is not None else None,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnPlan:
+    """One rank's part of a plan, with all that can be used again while the plan stays the same.
+
+    Attributes:
+        plan_id: Names the plan; 0 for none.
+        block_bytes: The block size for which it is right.
+        total_bytes: All that the ranks write together.
+        transfers: What the ranks send each other of partial tensors.
+        parts: This rank's files.
+    """
+
+    plan_id: int = 0
+    block_bytes: int = 0
+    total_bytes: int = 0
+    transfers: Sequence[Transfer] = ()
+    parts: Sequence[FilePart] = ()
 
 
 def make_parts(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinator: bool) -> list[FilePart]:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import datetime
 import errno
+import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 
 import msgspec
 
 from ..core.messages import decode, encode
-from ..core.protocols import ControlSession
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..folder import commit
 from ..folder.lease import Lease
 from ..options import SaveOptions
-from ..storage.base import Storage
 from ..tree.paths import plain_key
+from .context import SaveContext
 from .global_state import Contents, GlobalState, check_arguments, merge_contents
 from .messages import SaveOrder, SaveRequest, SaveResult, WriteAnswer, Written
 from .part import LIBRARY
 from .planned_save import PlannedSave, make_plan
-from .save_memory import SaveMemory
 
 __all__ = ["SaveCoordinator"]
 
@@ -34,143 +34,169 @@ FolderKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """What the coordinator keeps between rounds."""
+class _Ordered:
+    """What the ranks have been ordered to do.
 
-    what: PlannedSave
+    Attributes:
+        planned: The plan that each rank has its part of.
+        contents: The values that are kept.
+        lease: This save's lease on the coordinator's folder.
+        ours: What the coordinator itself has asked for.
+        folders: Which folder each rank sees.
+        leaders: One rank for each folder.
+        warnings: What the caller of every rank is told.
+    """
+
+    planned: PlannedSave
     contents: Contents
     lease: Lease
-    block_bytes: int
-    user_metadata: bytes | None
+    ours: SaveRequest
     folders: dict[int, FolderKey]
     leaders: frozenset[int]
+    warnings: list[str]
 
     @property
     def one_folder(self) -> bool:
         """Whether all ranks see the same folder."""
-        return len(set(self.folders.values())) == 1
+        return len(self.leaders) == 1
 
 
 class SaveCoordinator:
-    """The coordinator's answers, round by round. Other ranks have one too and never use it."""
+    """The coordinator's answers, round by round.
 
-    def __init__(
-        self,
-        storage: Storage,
-        session: ControlSession,
-        framework_version: str | None,
-        options: SaveOptions,
-        memory: SaveMemory,
-        replace_newest: bool = False,
-    ) -> None:
-        self._storage, self._session, self._options = storage, session, options
-        self._framework_version, self._memory = framework_version, memory
-        self._replace_newest = replace_newest
+    Args:
+        context: The coordinator's surroundings.
+        options: How to save; the coordinator's count.
+        ending: Ended when the save does. If it has failed then, the lease is given back, or left to expire if files of
+            this save may still be about.
+    """
+
+    _requests: dict[int, SaveRequest]
+    _ordered: _Ordered
+    _written: dict[int, Written]
+
+    def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack) -> None:
+        self._context, self._options, self._ending = context, options, ending
         self._created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self._lease: Lease | None = None
-        self._requests: dict[int, SaveRequest] = {}
-        self._planned: _Planned | None = None
-        self._written: dict[int, Written] = {}
-        self._warnings: list[str] = []
         self._settled = True  # whether no rank can have files of this save, now or later, that nobody would remove
 
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
-        self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
-        check_arguments(self._requests, self._session.coordinator)
-        fingerprints = {rank: request.fingerprint for rank, request in self._requests.items()}
-        known = self._memory.planned
-        if known is not None and known.fingerprints == fingerprints:
+        requests = self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
+        check_arguments(requests, self._context.session.coordinator)
+        known = self._context.memory.planned
+        if known is not None and known.fingerprints == self._fingerprints():
             return self._order(known)
-        structures = {r: request.structure for r, request in self._requests.items() if request.structure is not None}
-        if len(structures) < len(self._requests):
-            return dict.fromkeys(messages, encode(SaveOrder(0, None, 0, "", "", 0, [])))
-        return self._order(self._plan(structures))
+        structures = {rank: request.structure for rank, request in requests.items() if request.structure is not None}
+        if len(structures) < len(requests):
+            return dict.fromkeys(messages, b"")
+        return self._plan_and_order(structures)
 
     def described(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``describe``, if round ``plan`` has asked: an order for every rank."""
-        return self._order(self._plan(messages))
+        return self._plan_and_order(messages)
 
-    def _plan(self, structures: Mapping[int, bytes]) -> PlannedSave:
-        fingerprints = {rank: request.fingerprint for rank, request in self._requests.items()}
-        self._memory.planned = None  # first of all make room
-        self._memory.planned = make_plan(structures, fingerprints, self._session.coordinator)
-        return self._memory.planned
+    def _plan_and_order(self, structures: Mapping[int, bytes]) -> dict[int, bytes]:
+        memory = self._context.memory
+        memory.planned = None  # first of all make room
+        memory.planned = make_plan(structures, self._fingerprints(), self._context.session.coordinator)
+        return self._order(memory.planned)
 
-    def _order(self, what: PlannedSave) -> dict[int, bytes]:
+    def _fingerprints(self) -> dict[int, bytes]:
+        return {rank: request.fingerprint for rank, request in self._requests.items()}
+
+    def _order(self, planned: PlannedSave) -> dict[int, bytes]:
         requests = self._requests
-        contents = merge_contents(what.state, requests)
-        self._check_replicas(contents)
-        ours = requests[self._session.coordinator]
-        lease = self._lease = commit.begin(self._storage, ours.unique_id, self._replace_newest)
+        contents = merge_contents(planned.state, requests)
+        warnings = self._compare_replicas(contents)
+        ours = requests[self._context.session.coordinator]
+        lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
+        self._ending.push(functools.partial(self._end, lease))
         folders = {rank: request.folder.key for rank, request in requests.items()}
-        self._warn_of_folders(folders)
-        leaders = _leaders(what.state, folders)
-        self._planned = _Planned(what, contents, lease, ours.block_bytes, ours.user_metadata, folders, leaders)
-        _check_room(what, requests)
+        warnings += self._warn_of_folders(folders)
+        leaders = _leaders(planned.state, folders)
+        self._ordered = _Ordered(planned, contents, lease, ours, folders, leaders, warnings)
+        _check_room(planned, requests)
         hosts = Counter(request.folder.host for request in requests.values())
-        orders = {}
-        for rank, request in requests.items():
-            orders[rank] = SaveOrder(
-                plan_id=what.plan_id,
-                plan=None if request.plan_id == what.plan_id else what.rank_plans[rank],
-                unique_id=lease.unique_id,
-                save_id=lease.save_id,
-                created=self._created,
-                ranks_on_host=hosts[request.folder.host],
-                clean=lease.doomed if rank in leaders else [],
+        orders = {
+            rank: encode(
+                SaveOrder(
+                    plan_id=planned.plan_id,
+                    plan=None if request.plan_id == planned.plan_id else planned.rank_plans[rank],
+                    unique_id=lease.unique_id,
+                    save_id=lease.save_id,
+                    created=self._created,
+                    ranks_on_host=hosts[request.folder.host],
+                    clean=lease.doomed if rank in leaders else [],
+                )
             )
+            for rank, request in requests.items()
+        }
         self._settled = False
-        return {rank: encode(order) for rank, order in orders.items()}
+        return orders
 
-    def _check_replicas(self, contents: Contents) -> None:
-        if self._options.check_replicas == "off" and not self._session.doubtful:
-            return
-        self._warnings = [
+    def _end(
+        self, lease: Lease, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            commit.give_up(lease, self._settled)
+
+    def _compare_replicas(self, contents: Contents) -> list[str]:
+        """Warnings of replicas that differ.
+
+        Raises:
+            UnsupportedValueError: some do, and it is not known that they may.
+        """
+        doubtful = self._context.session.doubtful
+        if self._options.check_replicas == "off" and not doubtful:
+            return []
+        warnings = [
             f"{plain_key(path)}: the plain tensors or values of ranks {', '.join(map(str, sorted(ranks)))} differ from "
             "the others'; the coordinator's is saved, or else that of the lowest rank that has one"
             for path, ranks in sorted(contents.differing.items())
         ]
-        if self._warnings and self._session.doubtful:
+        if warnings and doubtful:
             raise UnsupportedValueError(
                 "an earlier call was given up because ranks did not take part, and now their states differ: they may "
                 "be at different calls. Let all ranks meet (a barrier will do) and save again, or pass the step as "
-                "unique_id, so that it can be told what belongs together:\n" + "\n".join(self._warnings)
+                "unique_id, so that it can be told what belongs together:\n" + "\n".join(warnings)
             )
-        if self._warnings and self._options.check_replicas == "error":
-            raise UnsupportedValueError("replicas differ:\n" + "\n".join(self._warnings))
-        for warning in self._warnings:
+        if warnings and self._options.check_replicas == "error":
+            raise UnsupportedValueError("replicas differ:\n" + "\n".join(warnings))
+        for warning in warnings:
             _logger.warning("%s", warning)
+        return warnings
 
-    def _warn_of_folders(self, folders: Mapping[int, FolderKey]) -> None:
+    def _warn_of_folders(self, folders: Mapping[int, FolderKey]) -> list[str]:
         """Two folders on one host are a mistake more often than not: a path with the time in it, say."""
-        ours = folders[self._session.coordinator]
+        ours = folders[self._context.session.coordinator]
         others = sorted(rank for rank, folder in folders.items() if folder != ours and folder[0] == ours[0])
-        if others:
-            self._warnings.append(
-                f"ranks {', '.join(map(str, others))} are on the coordinator's host but save to other folders; the "
-                "checkpoint is spread over them, and a load needs them all. Did all ranks pass the same path?"
-            )
-            _logger.warning("%s", self._warnings[-1])
+        if not others:
+            return []
+        warning = (
+            f"ranks {', '.join(map(str, others))} are on the coordinator's host but save to other folders; the "
+            "checkpoint is spread over them, and a load needs them all. Did all ranks pass the same path?"
+        )
+        _logger.warning("%s", warning)
+        return [warning]
 
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
-        planned = self._planned
-        assert planned is not None
+        ordered = self._ordered
         aborted = not all(messages.values())
-        self._settled = aborted or planned.one_folder
+        self._settled = aborted or ordered.one_folder
         if aborted:
             return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
         self._written = {rank: decode(data, Written) for rank, data in messages.items()}
-        _check_written(planned.what, self._written)
+        _check_written(ordered.planned, self._written)
         files: dict[FolderKey, list[FileInfo]] = {}
         for rank, written in self._written.items():
-            files.setdefault(planned.folders[rank], []).extend(written.files)
-        if planned.one_folder:
-            commit.seal(self._storage, [info for infos in files.values() for info in infos])
+            files.setdefault(ordered.folders[rank], []).extend(written.files)
+        if ordered.one_folder:
+            commit.seal(self._context.storage, [info for infos in files.values() for info in infos])
             return dict.fromkeys(messages, encode(WriteAnswer(False, [], self._publish())))
         return {
-            rank: encode(WriteAnswer(False, files[planned.folders[rank]] if rank in planned.leaders else [], None))
+            rank: encode(WriteAnswer(False, files[ordered.folders[rank]] if rank in ordered.leaders else [], None))
             for rank in messages
         }
 
@@ -180,8 +206,7 @@ class SaveCoordinator:
 
     def cleaned(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``clean``: the replaced save's files are gone from all other folders."""
-        assert self._planned is not None
-        commit.finish(self._planned.lease)
+        commit.finish(self._ordered.lease)
         return dict.fromkeys(messages, b"")
 
     def aborted(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -189,43 +214,36 @@ class SaveCoordinator:
         raise CheckpointError("the save was aborted, but no rank says why")
 
     def _publish(self) -> SaveResult:
-        planned = self._planned
-        assert planned is not None
-        metadata = _build_metadata(planned, self._written, self._framework_version, self._created)
-        unique_id = commit.publish(planned.lease, metadata)
-        replaced = self._replaced(planned)
-        total = sum(written.nbytes for written in self._written.values())
-        return SaveResult(unique_id, len(metadata.files), total, self._warnings, replaced, sorted(planned.leaders))
+        ordered = self._ordered
+        metadata = _build_metadata(ordered, self._written, self._context.adapter.version, self._created)
+        return SaveResult(
+            unique_id=commit.publish(ordered.lease, metadata),
+            files=len(metadata.files),
+            total_bytes=sum(written.nbytes for written in self._written.values()),
+            warnings=ordered.warnings,
+            replaced=self._replaced(),
+            leaders=sorted(ordered.leaders),
+        )
 
-    def _replaced(self, planned: _Planned) -> str | None:
-        """After the commit: the replaced save if it has files in other folders; else the claim is ended.
+    def _replaced(self) -> str | None:
+        """After the commit: the replaced save if it has files in other folders; else the lease is ended.
 
         What goes wrong here does not undo the commit, so it is left to a later save.
         """
+        lease, location = self._ordered.lease, self._context.storage.location
         try:
-            replaced = None if planned.one_folder else commit.replaced_save(planned.lease)
+            replaced = None if self._ordered.one_folder else commit.replaced_save(lease)
         except (OSError, CheckpointError) as error:
-            _logger.warning("%s: files of the replaced save are left to a later one: %s", self._storage.location, error)
-            planned.lease.stop()
+            _logger.warning("%s: files of the replaced save are left to a later one: %s", location, error)
+            lease.stop()
             return None
         if replaced is None:
-            commit.finish(planned.lease)
+            commit.finish(lease)
         return replaced
 
     def leave(self) -> None:
         """After the commit, leave what is left to do to a later save."""
-        if self._lease is not None:
-            self._lease.stop()
-
-    @contextmanager
-    def ended_by_failure(self) -> Iterator[None]:
-        """Around the whole save: when it fails, clean up, or let the lease expire if files may still be about."""
-        try:
-            yield
-        except BaseException:
-            if self._lease is not None:
-                commit.give_up(self._lease, self._settled)
-            raise
+        self._ordered.lease.stop()
 
 
 def _leaders(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[int]:
@@ -236,13 +254,13 @@ def _leaders(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[
     return frozenset(leaders.values())
 
 
-def _check_room(what: PlannedSave, requests: Mapping[int, SaveRequest]) -> None:
+def _check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> None:
     """Raises OSError (ENOSPC): a filesystem has less room than the plan needs."""
     need: dict[tuple[str, int], int] = {}
-    for rank, nbytes in zip(what.state.ranks, what.rank_bytes.tolist(), strict=True):
+    for rank, nbytes in zip(planned.state.ranks, planned.rank_bytes.tolist(), strict=True):
         folder = requests[rank].folder
         need[folder.host, folder.device] = need.get((folder.host, folder.device), 0) + nbytes
-    for rank in what.state.ranks:
+    for rank in planned.state.ranks:
         folder = requests[rank].folder
         wanted = need[folder.host, folder.device]
         if folder.free_bytes is not None and wanted > folder.free_bytes:
@@ -253,14 +271,14 @@ def _check_room(what: PlannedSave, requests: Mapping[int, SaveRequest]) -> None:
             )
 
 
-def _check_written(what: PlannedSave, written: Mapping[int, Written]) -> None:
+def _check_written(planned: PlannedSave, written: Mapping[int, Written]) -> None:
     """Compare what the ranks say they wrote with what they were to write.
 
     Raises:
         CheckpointError: something is missing.
     """
-    planned = zip(what.state.ranks, what.rank_items.tolist(), what.rank_bytes.tolist(), strict=True)
-    for rank, items, nbytes in planned:
+    expected = zip(planned.state.ranks, planned.rank_items.tolist(), planned.rank_bytes.tolist(), strict=True)
+    for rank, items, nbytes in expected:
         result = written[rank]
         if sum(result.entries) != items or result.nbytes != nbytes:
             raise CheckpointError(
@@ -270,21 +288,21 @@ def _check_written(what: PlannedSave, written: Mapping[int, Written]) -> None:
 
 
 def _build_metadata(
-    planned: _Planned, written: Mapping[int, Written], framework_version: str | None, created: str
+    ordered: _Ordered, written: Mapping[int, Written], framework_version: str | None, created: str
 ) -> Metadata:
     """What `.metadata` will say."""
-    state = planned.what.state
-    files = [info for rank in state.ranks for info in written[rank].files]
-    entries = tuple(tuple(written[rank].entries) for rank in state.ranks)
-    values = [(path, msgspec.Raw(json)) for path, json in sorted(planned.contents.value_json.items())]
+    ranks, user = ordered.planned.state.ranks, ordered.ours.user_metadata
     save = SaveInfo(
-        unique_id=planned.lease.unique_id,
-        save_id=planned.lease.save_id,
-        world_size=len(state.ranks),
-        block_bytes=planned.block_bytes,
+        unique_id=ordered.lease.unique_id,
+        save_id=ordered.lease.save_id,
+        world_size=len(ranks),
+        block_bytes=ordered.ours.block_bytes,
         created=created,
         library=LIBRARY,
         paddle_version=framework_version,
-        user_metadata=msgspec.json.decode(planned.user_metadata) if planned.user_metadata is not None else None,
+        user_metadata=msgspec.json.decode(user) if user is not None else None,
     )
-    return Metadata(save, files, planned.what.table(entries), values)
+    files = [info for rank in ranks for info in written[rank].files]
+    table = ordered.planned.table(tuple(tuple(written[rank].entries) for rank in ranks))
+    values = [(path, msgspec.Raw(json)) for path, json in sorted(ordered.contents.value_json.items())]
+    return Metadata(save, files, table, values)

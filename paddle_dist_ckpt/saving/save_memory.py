@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..core.buffers import Buffers
 from ..core.memory import Bytes1D, fresh_pages
+from ..errors import CheckpointError
 from .async_save import AsyncSave
 from .describe import KnownState
-from .messages import Transfer
-from .part import FilePart
+from .part import OwnPlan
 from .planned_save import PlannedSave
 
 __all__ = ["SaveMemory"]
 
 Allocate = Callable[[int], Bytes1D]
+_POLL_SECONDS = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -26,30 +28,46 @@ class SaveMemory:
     """One rank's memory, kept with its connection to the group.
 
     Attributes:
-        turn: Held by the save that uses the memory: one at a time, until its last byte is written.
+        turn: Held by the save that uses the memory: one at a time, until it has ended.
         last: The latest save in the background, which may still hold the turn.
         known: The state that was saved last.
-        plan_id: Names the plan by which ``parts`` were made, 0 for none.
-        block_bytes: The block size by which they were made.
-        total_bytes: All that the ranks write together by that plan.
-        transfers: What the ranks send each other of partial tensors.
-        parts: This rank's files.
+        own: This rank's part of the last plan.
         planned: On the coordinator: the last plan.
     """
 
     turn: threading.Lock = field(default_factory=threading.Lock)
     last: AsyncSave | None = None
     known: KnownState | None = None
-    plan_id: int = 0
-    block_bytes: int = 0
-    total_bytes: int = 0
-    transfers: list[Transfer] = field(default_factory=list)
-    parts: list[FilePart] = field(default_factory=list)
+    own: OwnPlan = field(default_factory=OwnPlan)
     planned: PlannedSave | None = None
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
     _windows: Buffers | None = None
     _windows_count: int = 0
+
+    @contextmanager
+    def take_turn(self, may_wait: bool, check: Callable[[], None]) -> Iterator[None]:
+        """Around a save: wait for the group's save before this one, if it still goes on in the background.
+
+        Args:
+            may_wait: Whether to wait, and not to raise.
+            check: Called now and then while waiting; may raise to stop.
+
+        Raises:
+            CheckpointError: it goes on, and this save is not to wait; or it failed, and nobody has noticed.
+        """
+        if not self.turn.acquire(blocking=False):
+            if not may_wait:
+                raise CheckpointError("an earlier save still goes on in the background, and when_busy is 'raise'")
+            while not self.turn.acquire(timeout=_POLL_SECONDS):
+                check()
+        try:
+            last, self.last = self.last, None
+            if last is not None:
+                last.raise_unobserved()
+            yield
+        finally:
+            self.turn.release()
 
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.

@@ -104,7 +104,7 @@ class Storage(Protocol):
         Args:
             name: The final name.
             data: The content.
-            temporary: A name to use on the way, where one is needed. Who deletes it meanwhile stops this with an OSError.
+            temporary: A name to use on the way, where one is needed. Who deletes it meanwhile stops this: OSError.
             replace: Whether to replace a file of that name; if not and there is one, nothing changes.
             confirm: Called when the content is complete and has only its temporary name; may raise to stop.
 

@@ -138,11 +138,11 @@ def test_what_is_being_read_is_not_removed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_latest_is_only_ever_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paddle_dist_ckpt.saving import save as engine_save
+    from paddle_dist_ckpt.saving.rank_files import RankFiles
 
     go_on = threading.Event()
-    real = engine_save._Saving._write
-    monkeypatch.setattr(engine_save._Saving, "_write", lambda self: (go_on.wait(20), real(self))[1])
+    real = RankFiles.write
+    monkeypatch.setattr(RankFiles, "write", lambda self: (go_on.wait(20), real(self))[1])
     go_on.set()
     with CheckpointManager(tmp_path, keep_last=1) as steps:
         steps.save(1, numbers(1))

@@ -84,12 +84,12 @@ def test_a_save_that_is_not_to_wait_raises_if_only_one_rank_is_busy(
 ) -> None:
     gate, reporting, together = Gate(), save_module._Saving._report, threading.Barrier(RANKS)
 
-    def report(saving: Any, result: Any) -> Any:
+    def report(saving: Any, *args: Any) -> Any:
         """The commit is done; one rank does not come to its end for a while."""
-        if in_background() and saving._session.rank == busy:
+        if in_background() and saving._context.session.rank == busy:
             gate.reached.set()
             assert gate.opened.wait(LONG)
-        return reporting(saving, result)
+        return reporting(saving, *args)
 
     monkeypatch.setattr(save_module._Saving, "_report", report)
 

@@ -1,0 +1,164 @@
+"""The files that one rank makes in a save: by its part of the plan, copied for a save in the background, written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ..control.transports import WatchedTransport
+from ..core.box import Box
+from ..core.messages import decode, encode
+from ..core.progress import Progress
+from ..core.protocols import CollectiveWatch
+from ..core.threads import io_threads
+from ..files.contents import AHEAD, Tensors
+from ..files.names import data_file_name
+from ..files.writer import FileSave, bytes_ahead
+from ..folder.commit import remove_saves
+from ..options import SaveOptions
+from .context import SaveContext
+from .describe import LocalState
+from .messages import RankPlan, SaveOrder, Written
+from .part import OwnPlan, make_parts
+from .reduce import reduce_partials
+
+__all__ = ["RankFiles"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_PAGE = 4096
+
+
+class RankFiles:
+    """One rank's files in one save; a context manager, which removes them unless this rank has reported them.
+
+    Args:
+        context: This rank's surroundings.
+        options: How to save.
+        order: What this rank is to do.
+        in_background: Whether they are written when the caller may change its tensors again.
+    """
+
+    def __init__(self, context: SaveContext, options: SaveOptions, order: SaveOrder, in_background: bool) -> None:
+        self._context, self._options, self._order = context, options, order
+        self._in_background = in_background
+        self._files: Sequence[FileSave] = ()
+        self._sources: list[LocalState] = []  # whose memory must stay alive, for the files are written from it
+        self._failure: Exception | None = None
+        self._reported = False
+
+    def __enter__(self) -> RankFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # IMPORTANT: once this rank has reported its files they may be committed at any moment, known to it or not.
+        if not self._reported:
+            self._remove()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of data are in them."""
+        return sum(file.table.nbytes for file in self._files)
+
+    def prepare(self, state: LocalState) -> None:
+        """Do what has to be done before the caller may change its tensors, but for writing them.
+
+        An error is kept for round ``write``: only then have all ranks left the collectives.
+        """
+        try:
+            self._files, self._sources = self._make(state), [state]
+            if self._in_background:
+                self._take_snapshot(state)
+                self._sources.clear()
+        except Exception as error:
+            self._failure = error
+
+    def _make(self, state: LocalState) -> list[FileSave]:
+        """The files of the plan, of which nothing is written yet. Reduces partial tensors."""
+        order, session, memory = self._order, self._context.session, self._context.memory
+        if order.plan is not None:
+            plan = decode(order.plan, RankPlan)
+            parts = make_parts(state, plan, self._options.block_bytes, self._context.is_coordinator)
+            memory.own = OwnPlan(order.plan_id, self._options.block_bytes, plan.total_bytes, plan.transfers, parts)
+        reduced = self._reduce(memory.own, state)
+        ahead, copies = (AHEAD, state.copies) if state.has_devices else (0, None)
+        buffers = memory.window_buffers(self._foreground_threads + ahead, state.host_memory)
+        files = []
+        for part in memory.own.parts:
+            name = data_file_name(session.rank, order.unique_id, order.save_id, part.number)
+            info = part.info(state, order, session, self._context.adapter.version, self._options)
+            contents = Tensors(part.table, part.sources(state, reduced), buffers, copies)
+            files.append(FileSave(self._context.storage, name, part.table, info, contents))
+        return files
+
+    def _reduce(self, own: OwnPlan, state: LocalState) -> dict[tuple[int, Box], Any]:
+        """The reduced boxes of partial tensors that this rank writes, by piece and box."""
+        boxes = [pair for part in own.parts for pair in part.boxes(state)]
+        if not own.transfers and not boxes:
+            return {}
+
+        def reduce(watch: CollectiveWatch) -> dict[tuple[int, Box], Any]:
+            transport = WatchedTransport(self._context.transport, watch)
+            return reduce_partials(own.transfers, self._context.session.rank, state, boxes, transport)
+
+        return self._context.session.run_collectives(reduce)
+
+    def _take_snapshot(self, state: LocalState) -> None:
+        """Copy what will be written; write at once what the snapshot has no room for."""
+        bound = self._options.snapshot_bytes
+        surplus = 0 if bound is None else max(0, self.nbytes - bound)
+        kept = []
+        for file in self._files:
+            ahead = bytes_ahead(file.table.nbytes, surplus)
+            if ahead:
+                file.write_ahead(ahead, self._foreground_threads, self._context.session.check)
+            surplus = max(0, surplus - ahead)
+            kept.append(file.table.nbytes - ahead)
+        rooms = [-(-nbytes // _PAGE) * _PAGE for nbytes in kept]
+        buffer, start = self._context.memory.snapshot_buffer(sum(rooms), state.host_memory), 0
+        for file, nbytes, room in zip(self._files, kept, rooms, strict=True):
+            file.take_snapshot(buffer[start : start + nbytes])
+            start += room
+
+    @property
+    def _foreground_threads(self) -> int:
+        return io_threads(self._order.ranks_on_host, waits=True)
+
+    def write(self) -> bytes:
+        """In round ``write``: write the files, and report them; an empty message says that this rank has failed."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            message = encode(self._write())
+        except Exception as error:
+            self._failure = error  # raised in round "abort", when every rank has stopped writing
+            return b""
+        self._reported = True
+        return message
+
+    def _write(self) -> Written:
+        context, own, shown = self._context, self._context.memory.own, self._options.progress
+        remove_saves(context.storage, self._order.clean)
+        if shown is None and self._in_background:
+            shown = False
+        # In the background one thread will do, and no more can be started when the interpreter is about to end.
+        threads = 1 if self._in_background else self._foreground_threads
+        with Progress("save", own.total_bytes, shown, context.is_coordinator) as progress:
+            infos = [file.finish(threads, context.session.check, progress) for file in self._files]
+        return Written(infos, [len(file.table.entries.names) for file in self._files], self.nbytes)
+
+    def give_up(self) -> bytes:
+        """In round ``abort``: remove the files; raise what has made this rank fail, if it is the one."""
+        self._remove()
+        if self._failure is not None:
+            raise self._failure
+        return b""
+
+    def _remove(self) -> None:
+        storage = self._context.storage
+        for file in self._files:
+            try:
+                file.close()
+                storage.delete(file.name)
+            except OSError as error:  # what made the save fail is what the caller has to hear of
+                _logger.warning("%s/%s is left to a later save: %s", storage.location, file.name, error)
