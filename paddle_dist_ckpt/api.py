@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
 from .folder.ids import committed_ids
 from .folder.rebuild import rebuild
 from .folder.verify import verify_checkpoint
-from .loading.merged import Selection, load_merged
-from .loading.staging import piece_bytes
-from .options import LoadOptions, SaveOptions
+from .loading.merged import Selection
+from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_storage
-from .wiring import checked_id, load_with, save_with
-
-T = TypeVar("T")
+from .wiring import checked_id, connected, load_whole, load_with, save_with
 
 __all__ = [
     "list_checkpoints",
@@ -97,10 +94,8 @@ def save_state_dict(
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
-    options = _checked("options", options, SaveOptions) or SaveOptions()
-    from .paddle_adapter import connect
-
-    ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
+    options = checked("options", options, SaveOptions) or SaveOptions()
+    ranks = connected(process_group, coordinator_rank, options)
     return save_with(ranks, state_dict, path, unique_id, async_save, options)
 
 
@@ -141,10 +136,8 @@ def load_state_dict(
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
-    options = _checked("options", options, LoadOptions) or LoadOptions()
-    from .paddle_adapter import connect
-
-    ranks = connect(process_group, coordinator_rank, options.no_dist, options.timeout)
+    options = checked("options", options, LoadOptions) or LoadOptions()
+    ranks = connected(process_group, coordinator_rank, options)
     return load_with(ranks, state_dict, path, unique_id, options, offload)
 
 
@@ -176,18 +169,13 @@ def load_merged_state_dict(
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
     """
-    options = _checked("options", options, LoadOptions) or LoadOptions()
+    options = checked("options", options, LoadOptions) or LoadOptions()
     unique_id = checked_id(unique_id)
-    _checked("prefix", prefix, str)
+    checked("prefix", prefix, str)
     wanted = [keys] if isinstance(keys, str) else keys
     if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
         raise TypeError(f"keys must be a str or several, not {keys!r}")
-    from .paddle_adapter import PaddleAdapter
-
-    selection = Selection(prefix, wanted)
-    place = "cpu" if offload else None
-    adapter = PaddleAdapter(0, piece_bytes=piece_bytes(options.staging_bytes), place=place)
-    return load_merged(as_storage(path), adapter, unique_id, selection, flat, options)
+    return load_whole(path, unique_id, Selection(prefix, wanted), flat, options, place="cpu" if offload else None)
 
 
 def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
@@ -201,8 +189,7 @@ def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: the file is damaged.
     """
-    unique_id = checked_id(unique_id)
-    return read_checkpoint(as_storage(path), unique_id)
+    return read_checkpoint(as_storage(path), checked_id(unique_id))
 
 
 def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
@@ -220,7 +207,7 @@ def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
         CheckpointCorruptedError: a block of data is damaged. (A file with a damaged header counts as missing.)
         CheckpointError: several saves qualify, and ``save`` does not name one.
     """
-    return rebuild(as_storage(path), _checked("save", save, str), progress=False)
+    return rebuild(as_storage(path), checked("save", save, str), progress=False)
 
 
 def list_checkpoints(path: Any) -> list[int]:
@@ -248,7 +235,7 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
         CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
     """
     unique_id = checked_id(unique_id)
-    options = _checked("options", options, LoadOptions) or LoadOptions()
+    options = checked("options", options, LoadOptions) or LoadOptions()
     return verify_checkpoint(as_storage(path), unique_id, options.progress)
 
 
@@ -276,9 +263,3 @@ def set_rng_state(state: dict[str, Any]) -> None:
     from .paddle_adapter import random_state
 
     random_state.set_rng_state(state)
-
-
-def _checked(name: str, value: T | None, kind: type[T]) -> T | None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
-    return value

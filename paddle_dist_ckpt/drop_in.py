@@ -7,16 +7,14 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .api import load_merged_state_dict
-from .options import LoadOptions, SaveOptions
+from .control.ranks import Ranks
+from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .wiring import load_with, save_with
-
-if TYPE_CHECKING:  # paddle is imported only when it is used
-    from .paddle_adapter import Ranks
+from .wiring import connected, load_with, save_with
 
 __all__ = ["install", "uninstall"]
 
@@ -65,18 +63,12 @@ def install(
     """
     if unique_id_policy not in ("paddle", "next"):
         raise ValueError(f"unique_id_policy must be 'paddle' or 'next', not {unique_id_policy!r}")
-    if save_options is not None and not isinstance(save_options, SaveOptions):
-        raise TypeError(f"save_options must be SaveOptions, not {type(save_options).__name__}")
-    if load_options is not None and not isinstance(load_options, LoadOptions):
-        raise TypeError(f"load_options must be LoadOptions, not {type(load_options).__name__}")
+    save_options = checked("save_options", save_options, SaveOptions) or SaveOptions()
+    load_options = checked("load_options", load_options, LoadOptions) or LoadOptions()
     from .paddle_adapter.patches import Replacement
 
-    ours = _DropIn(unique_id_policy == "paddle", save_options or SaveOptions(), load_options or LoadOptions())
-    functions: tuple[Callable[..., Any], ...] = (
-        ours.save_state_dict,
-        ours.load_state_dict,
-        ours.load_merged_state_dict,
-    )
+    ours = _DropIn(unique_id_policy == "paddle", save_options, load_options)
+    functions: list[Callable[..., Any]] = [ours.save_state_dict, ours.load_state_dict, ours.load_merged_state_dict]
     return Replacement({function.__name__: function for function in functions})
 
 
@@ -183,12 +175,11 @@ class _DropIn:
 
 
 def _connect(process_group: Any, coordinator_rank: int, options: SaveOptions | LoadOptions) -> Ranks:
-    from .paddle_adapter import connect
     from .paddle_adapter.patches import initialise
 
     if not options.no_dist:
         initialise(process_group)
-    return connect(process_group, coordinator_rank, options.no_dist, options.timeout)
+    return connected(process_group, coordinator_rank, options)
 
 
 def _log_without_effect(function: str, **arguments: Any) -> None:

@@ -7,7 +7,6 @@ process. What is stored is a checkpoint like any other: ``{"model": ..., "optimi
 
 from __future__ import annotations
 
-import operator
 import os
 from typing import Any
 
@@ -15,16 +14,12 @@ from .errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoun
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
 from .folder.ids import save_of
-from .loading.context import LoadContext
-from .loading.load import load as load_together
-from .loading.merged import Selection, load_merged
-from .loading.staging import piece_bytes
-from .options import LoadOptions, SaveOptions
+from .loading.merged import Selection
+from .options import LoadOptions, SaveOptions, as_integer
 from .reports import SaveReport
-from .saving.context import SaveContext
-from .saving.save import save as save_together
-from .saving.save_memory import SaveMemory
 from .storage import Storage, as_storage
+from .tree.state_dict import Adapter
+from .wiring import connected, load_whole, load_with, save_found
 
 __all__ = ["load", "save"]
 
@@ -68,19 +63,19 @@ def save(
         RankFailureError: a rank failed. The checkpoint that was there before is as it was.
         CheckpointTimeoutError: a rank did not come, or fell silent.
     """
-    from .paddle_adapter import connect, replicas
+    from .paddle_adapter import replicas
 
     options = SaveOptions(check_replicas="off")  # buffers may differ
-    ranks = connect(group, replicas.first_rank(group), options.no_dist, options.timeout)
-    with ranks.hub.session("save", options.timeout) as session:
-        storage = as_storage(path)  # here, so that the other ranks hear of what is wrong
-        state = {"model": replicas.layers(model)}
-        if optimizer is not None:
-            state["optimizer"] = replicas.optimizers(optimizer)
+    ranks = connected(group, replicas.first_rank(group), options)
+
+    def find() -> tuple[dict[Any, Any], Adapter]:
+        state = _objects(model, optimizer)
         adapter = replicas.ReplicaAdapter(ranks.rank, (one for value in state.values() for one in _listed(value)))
-        memory = ranks.memory.setdefault("save", SaveMemory())
-        context = SaveContext(storage, session, ranks.transport, adapter, memory)
-        return save_together({**state, **_checked_others(others)}, context, _UNIQUE_ID, options)
+        return {**state, **_checked_others(others)}, adapter
+
+    report = save_found(ranks, "save", find, path, _UNIQUE_ID, options)
+    assert isinstance(report, SaveReport)
+    return report
 
 
 def load(
@@ -119,18 +114,12 @@ def load(
         CheckpointError: reading failed, or the checkpoint was replaced again and again meanwhile.
         TypeError, ValueError: an argument is not what it should be.
     """
-    from .paddle_adapter import PaddleAdapter, replicas
+    from .paddle_adapter import replicas
 
     storage, threads, place = as_storage(path), _checked_threads(nthreads), replicas.place_of(map_location)
-    objects: dict[str, Any] = {}
-    if model is not None:
-        objects["model"] = replicas.layers(model)
-    if optimizer is not None:
-        objects["optimizer"] = replicas.optimizers(optimizer)
+    objects = _objects(model, optimizer)
     if not objects:
-        options = LoadOptions()
-        adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
-        return load_merged(storage, adapter, _UNIQUE_ID, Selection(), False, options, threads)
+        return load_whole(storage, _UNIQUE_ID, Selection(), False, LoadOptions(), place, threads)
     others = _load_into(objects, storage, place, threads)
     return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
 
@@ -154,25 +143,22 @@ def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, thr
 
 
 def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
-    from .paddle_adapter import PaddleAdapter, connect
-
     options = LoadOptions(no_dist=True)
-    ranks = connect(None, 0, options.no_dist, options.timeout)
-    with ranks.hub.session("load", options.timeout) as session:
-        adapter = PaddleAdapter(ranks.rank, piece_bytes=piece_bytes(options.staging_bytes))
-        context = LoadContext(storage, session, ranks.transport, adapter, threads=threads)
-        load_together(objects, context, _UNIQUE_ID, options)
+    load_with(connected(None, 0, options), objects, storage, _UNIQUE_ID, options, kind="load", threads=threads)
 
 
 def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
-    from .paddle_adapter import PaddleAdapter
-
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
-    selection = Selection(keys=keys)
-    options = LoadOptions()
-    adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
-    return load_merged(storage, adapter, _UNIQUE_ID, selection, False, options, threads)
+    return load_whole(storage, _UNIQUE_ID, Selection(keys=keys), False, LoadOptions(), place, threads)
+
+
+def _objects(model: Any, optimizer: Any) -> dict[str, Any]:
+    """The checked objects that are not None, under the keys at which they are saved."""
+    from .paddle_adapter import replicas
+
+    kinds = {"model": (model, replicas.layers), "optimizer": (optimizer, replicas.optimizers)}
+    return {name: checked(given) for name, (given, checked) in kinds.items() if given is not None}
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -192,10 +178,7 @@ def _checked_others(others: Any) -> dict[Any, Any]:
 
 def _checked_threads(nthreads: int) -> int:
     """How many threads read, this one included."""
-    try:
-        number = None if isinstance(nthreads, bool) else operator.index(nthreads)
-    except TypeError:
-        number = None
+    number = as_integer(nthreads)
     if number is None:
         raise TypeError(f"nthreads must be an integer, not {nthreads!r}")
     if number < 0:

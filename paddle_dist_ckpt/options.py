@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-__all__ = ["LoadOptions", "SaveOptions", "is_integer"]
+__all__ = ["LoadOptions", "SaveOptions", "as_integer", "checked", "is_integer"]
+
+T = TypeVar("T")
 
 _MAX_BLOCK_BYTES = 64 << 20
 _LONGEST_TIMEOUT = 1_000_000
@@ -105,6 +108,25 @@ class LoadOptions:
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer of some kind, Python's or numpy's, and no bool."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def as_integer(value: Any) -> int | None:
+    """A value as Python's int; None if it is no integer, or a bool."""
+    try:
+        return operator.index(value) if is_integer(value) else None
+    except TypeError:  # an array of several, say
+        return None
+
+
+def checked(name: str, value: T | None, kind: type[T]) -> T | None:
+    """Return an argument that may be None.
+
+    Raises:
+        TypeError: it is neither that nor of this type.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
+    return value
 
 
 def _check_timeout(timeout: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["LoadReport", "SaveReport", "VerifyReport"]
+__all__ = ["LoadReport", "SaveReport", "Stopwatch", "VerifyReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +78,21 @@ class VerifyReport:
     problems: tuple[str, ...]
     files: int
     total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """How long the phases of a save or load take, for its report.
+
+    Attributes:
+        seconds: By phase; one that comes again adds up, and one that fails does not count.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around a phase, or a part of one."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .control.ranks import Ranks
 from .files.names import MOST_IDS
 from .loading.context import LoadContext
 from .loading.load import load
+from .loading.merged import Selection, load_merged
 from .loading.staging import piece_bytes
-from .options import LoadOptions, SaveOptions
+from .options import LoadOptions, SaveOptions, as_integer
 from .reports import LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.context import SaveContext
 from .saving.save import After, save, save_in_background
 from .saving.save_memory import SaveMemory
 from .storage import as_storage
+from .tree.state_dict import Adapter
 
-if TYPE_CHECKING:  # paddle is imported only when it is used
-    from .paddle_adapter import Ranks
+__all__ = ["Find", "checked_id", "connected", "load_found", "load_whole", "load_with", "save_found", "save_with"]
 
-__all__ = ["checked_id", "load_with", "save_with"]
+Find = Callable[[], tuple[dict[Any, Any], Adapter]]
+"""Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
+
+
+def connected(process_group: Any, coordinator_rank: int, options: SaveOptions | LoadOptions) -> Ranks:
+    """The ranks of a Paddle group, connected. See :func:`.paddle_adapter.connect`."""
+    from .paddle_adapter import connect
+
+    return connect(process_group, coordinator_rank, options.no_dist, options.timeout)
 
 
 def save_with(
@@ -34,7 +44,7 @@ def save_with(
     after: After | None = None,
     replace_newest: bool = False,
 ) -> SaveReport | AsyncSave:
-    """Save together with other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
+    """Save Paddle's tensors together with other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
 
     Args:
         ranks: Who takes part.
@@ -49,16 +59,32 @@ def save_with(
     from .paddle_adapter import PaddleAdapter
 
     kind = "save_state_dict(async_save=True)" if in_background else "save_state_dict"
+
+    def find() -> tuple[dict[Any, Any], Adapter]:
+        return state_dict, PaddleAdapter(ranks.rank)
+
+    return save_found(ranks, kind, find, path, unique_id, options, in_background, after, replace_newest)
+
+
+def save_found(
+    ranks: Ranks,
+    kind: str,
+    find: Find,
+    path: Any,
+    unique_id: int | None,
+    options: SaveOptions,
+    in_background: bool = False,
+    after: After | None = None,
+    replace_newest: bool = False,
+) -> SaveReport | AsyncSave:
+    """Save what is found, in a session of this kind. The other arguments are those of :func:`save_with`."""
     with ExitStack() as opened:
         session = opened.enter_context(ranks.hub.session(kind, options.timeout))
-        unique_id = checked_id(unique_id)  # here, so that the other ranks hear of it
-        if not isinstance(in_background, bool):
-            raise TypeError(f"async_save must be a bool, not {in_background!r}")
+        unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
+        _check_bool("async_save", in_background)
+        state_dict, adapter = find()
         memory = ranks.memory.setdefault("save", SaveMemory())
-        adapter = PaddleAdapter(ranks.rank)
-        context = SaveContext(
-            as_storage(path), session, ranks.transport, adapter, memory, replace_newest=replace_newest
-        )
+        context = SaveContext(as_storage(path), session, ranks.transport, adapter, memory, replace_newest)
         if in_background:
             return save_in_background(state_dict, opened, context, unique_id, options, after)
         return save(state_dict, context, unique_id, options, after)
@@ -71,17 +97,62 @@ def load_with(
     unique_id: int | None,
     options: LoadOptions,
     offload: bool = False,
+    kind: str = "load_state_dict",
+    threads: int | None = None,
 ) -> LoadReport:
-    """Load together with other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
+    """Load Paddle's tensors together with other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
     from .paddle_adapter import PaddleAdapter
 
-    with ranks.hub.session("load_state_dict", options.timeout) as session:
-        adapter = PaddleAdapter(ranks.rank, piece_bytes=piece_bytes(options.staging_bytes))
-        if not isinstance(offload, bool):  # here, so that the other ranks hear of it
-            raise TypeError(f"offload must be a bool, not {offload!r}")
+    def find() -> tuple[dict[Any, Any], Adapter]:
+        return state_dict, PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
+
+    return load_found(ranks, kind, find, path, unique_id, options, offload, threads)
+
+
+def load_found(
+    ranks: Ranks,
+    kind: str,
+    find: Find,
+    path: Any,
+    unique_id: int | None,
+    options: LoadOptions,
+    offload: bool = False,
+    threads: int | None = None,
+) -> LoadReport:
+    """Load into what is found, in a session of this kind. The other arguments are those of :func:`load_with`."""
+    with ranks.hub.session(kind, options.timeout) as session:
+        unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
+        _check_bool("offload", offload)
+        state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
-        context = LoadContext(as_storage(path), session, transport, adapter, offload=offload)
-        return load(state_dict, context, checked_id(unique_id), options)
+        context = LoadContext(as_storage(path), session, transport, adapter, threads, offload)
+        return load(state_dict, context, unique_id, options)
+
+
+def load_whole(
+    path: Any,
+    unique_id: int | None,
+    selection: Selection,
+    flat: bool,
+    options: LoadOptions,
+    place: str | None = None,
+    threads: int | None = None,
+) -> dict[Any, Any]:
+    """Load whole Paddle tensors into this process alone. See :func:`paddle_dist_ckpt.load_merged_state_dict`.
+
+    Args:
+        path: The folder.
+        unique_id: The checkpoint's number, or None.
+        selection: Which part of it.
+        flat: Whether to return flat keys.
+        options: How to load.
+        place: Where the tensors shall be; None for Paddle's current device.
+        threads: How many threads read; None for all that the host offers.
+    """
+    from .paddle_adapter import PaddleAdapter
+
+    adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
+    return load_merged(as_storage(path), adapter, unique_id, selection, flat, options, threads)
 
 
 def checked_id(unique_id: int | None) -> int | None:
@@ -92,10 +163,12 @@ def checked_id(unique_id: int | None) -> int | None:
     """
     if unique_id is None:
         return None
-    try:
-        number = None if isinstance(unique_id, bool) else operator.index(unique_id)
-    except TypeError:
-        number = None
+    number = as_integer(unique_id)
     if number is None or not 0 <= number < MOST_IDS:
         raise ValueError(f"unique_id must be None or an integer from 0 to below 10**18, not {unique_id!r}")
     return number
+
+
+def _check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, not {value!r}")

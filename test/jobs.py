@@ -18,13 +18,9 @@ from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.loading.context import LoadContext
-from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.merged import Selection, load_merged
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.reports import LoadReport, SaveReport
-from paddle_dist_ckpt.saving.context import SaveContext
-from paddle_dist_ckpt.saving.save import save
 from paddle_dist_ckpt.storage import LocalStorage, as_storage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, ShardedArray, shard_array
@@ -112,19 +108,18 @@ def save_alone(
     state: dict[Any, Any], path: Any, unique_id: int | None = None, options: SaveOptions = SMALL
 ) -> SaveReport:
     """Save as a process without others does."""
-    with SoloHub().session("save", options.timeout) as session:
-        context = SaveContext(as_storage(path), session, NoTransport(), NumpyAdapter())
-        return save(state, context, unique_id, options)
+    return _alone().save(state, path, unique_id, options)
 
 
 def load_alone(
     state: dict[Any, Any], path: Any, unique_id: int | None = None, options: LoadOptions | None = None
 ) -> LoadReport:
     """Load as a process without others does."""
-    options = options or LoadOptions()
-    with SoloHub().session("load", options.timeout) as session:
-        context = LoadContext(as_storage(path), session, NoTransport(), NumpyAdapter())
-        return load(state, context, unique_id, options)
+    return _alone().load(state, path, unique_id, options or LoadOptions())
+
+
+def _alone() -> SimulatedRank:
+    return SimulatedRank(0, (0,), SoloHub(), NoTransport())
 
 
 def load_whole(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
+
+from ..core.messages import decode, encode
 from ..core.protocols import ControlSession, Transport
 from ..storage.base import Folder, Storage
 from ..tree.state_dict import Adapter
 
-__all__ = ["Context", "Rounds", "Stopwatch"]
+__all__ = ["Context", "Messages", "ask", "only_on"]
 
 C = TypeVar("C")
+T = TypeVar("T")
+A = TypeVar("A", bound=msgspec.Struct)
+Messages = Mapping[int, bytes]
+"""By rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,57 +49,46 @@ class Context:
         host, device, inode = self.storage.identity()
         return Folder(host, device, inode, self.storage.free_bytes())
 
-    def rounds(self, make_coordinator: Callable[[], C]) -> Rounds[C]:
-        """The rounds in which an object, made on the coordinator alone, answers what every rank says."""
-        return Rounds(self.session, make_coordinator() if self.is_coordinator else None)
 
+def only_on(coordinator: C | None, answer: Callable[[C, Messages], Messages]) -> Callable[[Messages], Messages]:
+    """How a round is answered.
 
-@dataclass(frozen=True, slots=True)
-class Rounds(Generic[C]):
-    """The rounds of one save or load.
-
-    Attributes:
-        session: What they are rounds of.
-        coordinator: Who answers; None on all other ranks.
+    Args:
+        coordinator: The object whose method answers; there is one on the coordinator alone.
+        answer: The method.
     """
-
-    session: ControlSession
-    coordinator: C | None
-
-    def hold(
-        self, name: str, local: Callable[[], bytes], answer: Callable[[C, Mapping[int, bytes]], Mapping[int, bytes]]
-    ) -> bytes:
-        """Hold one round, as :meth:`..core.protocols.ControlSession.gather_scatter` does.
-
-        Args:
-            name: Names the round in errors.
-            local: Makes this rank's message.
-            answer: The method of the coordinator's object that replies to every rank's message.
-
-        Returns:
-            The reply for this rank.
-        """
-
-        def combine(messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
-            assert self.coordinator is not None, "only the coordinator combines"
-            return answer(self.coordinator, messages)
-
-        return self.session.gather_scatter(name, local, combine)
+    return _never if coordinator is None else functools.partial(answer, coordinator)
 
 
-@dataclass(frozen=True, slots=True)
-class Stopwatch:
-    """How long the phases of a save or load take.
+def _never(messages: Messages) -> Messages:
+    raise AssertionError("only the coordinator answers")
 
-    Attributes:
-        seconds: By phase; a phase that comes again adds up.
+
+def ask(
+    session: ControlSession,
+    name: str,
+    local: Callable[[], tuple[T, msgspec.Struct]],
+    kind: type[A],
+    answer: Callable[[Messages], Messages],
+) -> tuple[T, A]:
+    """A round of a session, in typed messages.
+
+    Args:
+        session: The session.
+        name: The round's name.
+        local: Does this rank's part; returns what came of it for this rank, and what the coordinator is asked.
+        kind: The type of the coordinator's answer.
+        answer: Answers all ranks, on the coordinator.
+
+    Returns:
+        What came of this rank's part, and the coordinator's answer.
     """
+    results: list[T] = []
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    def request() -> bytes:
+        result, message = local()
+        results.append(result)
+        return encode(message)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Around a phase, or a part of one."""
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    reply = session.gather_scatter(name, request, answer)
+    return results[0], decode(reply, kind)

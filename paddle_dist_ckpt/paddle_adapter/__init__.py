@@ -1,6 +1,6 @@
 """The only package that imports paddle: its tensors, its process groups, its store."""
 
-from .groups import Ranks, connect
+from .groups import connect
 from .tensors import PaddleAdapter
 
-__all__ = ["PaddleAdapter", "Ranks", "connect"]
+__all__ = ["PaddleAdapter", "connect"]

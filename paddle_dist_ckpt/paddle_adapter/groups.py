@@ -13,35 +13,15 @@ import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed.communication.group import Group
 
-from ..control import SoloHub, ZmqHub
-from ..control.transports import NoTransport
-from ..core.protocols import ControlHub, Transport
+from ..control import ZmqHub
+from ..control.ranks import Ranks
 from .host_group import host_group
 from .transport import PaddleTransport, takes_host_memory
 
-__all__ = ["Ranks", "connect"]
+__all__ = ["connect"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Who takes part, and how they talk.
-
-    Attributes:
-        rank: This process's global rank.
-        hub: For control messages.
-        transport: For bulk data, by the group's own collectives.
-        host_transport: For bulk data that are to stay in host memory.
-        memory: Whatever the caller wants to keep with the connection.
-    """
-
-    rank: int
-    hub: ControlHub
-    transport: Transport
-    host_transport: Transport
-    memory: dict[str, Any] = field(default_factory=dict)
 
 
 def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: float) -> Ranks:
@@ -95,7 +75,7 @@ def _warn_if_launched() -> None:
 @functools.lru_cache(maxsize=1)
 def _alone(pid: int, rank: int) -> Ranks:
     """A rank that works alone. A process that was forked from another begins anew."""
-    return Ranks(rank, SoloHub(rank), NoTransport(), NoTransport())
+    return Ranks.alone(rank)
 
 
 @dataclass(slots=True)

@@ -25,9 +25,9 @@ from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, UnsupportedValueError
 from ..folder.commit import remove_saves, seal
-from ..folder.context import Stopwatch
+from ..folder.context import Messages, only_on
 from ..options import SaveOptions
-from ..reports import SaveReport
+from ..reports import SaveReport, Stopwatch
 from ..tree.values import encode_value
 from .async_save import AsyncSave
 from .context import SaveContext
@@ -111,8 +111,13 @@ class _Saving:
 
     def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack) -> None:
         self._context, self._options, self._ending = context, options, ending
-        self._rounds = context.rounds(lambda: SaveCoordinator(context, options, ending))
+        self._coordinator = SaveCoordinator(context, options, ending) if context.is_coordinator else None
         self._watch = Stopwatch()
+
+    def _round(
+        self, name: str, local: Callable[[], bytes], answer: Callable[[SaveCoordinator, Messages], Messages]
+    ) -> bytes:
+        return self._context.session.gather_scatter(name, local, only_on(self._coordinator, answer))
 
     def plan(self, state_dict: dict[Any, Any], unique_id: int | None) -> tuple[LocalState, SaveOrder]:
         """Round ``plan``, and ``describe`` if the coordinator asks for it: what this rank has, and what it is to do."""
@@ -125,10 +130,10 @@ class _Saving:
             return encode(self._request(described[0], unique_id))
 
         with self._watch.phase("plan"):
-            answer = self._rounds.hold("plan", request, SaveCoordinator.plan)
+            answer = self._round("plan", request, SaveCoordinator.plan)
             (state,) = described
             if not answer:
-                answer = self._rounds.hold("describe", state.structure, SaveCoordinator.described)
+                answer = self._round("describe", state.structure, SaveCoordinator.described)
             return state, decode(answer, SaveOrder)
 
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
@@ -177,9 +182,9 @@ class _Saving:
     def _write_and_commit(self, files: RankFiles) -> SaveResult:
         """Rounds ``write`` and ``commit``, or ``abort``."""
         with self._watch.phase("write"):
-            answer = decode(self._rounds.hold("write", files.write, SaveCoordinator.written), WriteAnswer)
+            answer = decode(self._round("write", files.write, SaveCoordinator.written), WriteAnswer)
         if answer.abort:
-            self._rounds.hold("abort", files.give_up, SaveCoordinator.aborted)
+            self._round("abort", files.give_up, SaveCoordinator.aborted)
         if answer.result is not None:
             return answer.result
 
@@ -189,7 +194,7 @@ class _Saving:
             return b""
 
         with self._watch.phase("commit"):
-            return decode(self._rounds.hold("commit", seal_folder, SaveCoordinator.commit), SaveResult)
+            return decode(self._round("commit", seal_folder, SaveCoordinator.commit), SaveResult)
 
     def _clean_up(self, result: SaveResult) -> None:
         """Round ``clean``, after a commit to several folders. It cannot undo the commit, so it does not raise."""
@@ -203,11 +208,11 @@ class _Saving:
             return b""
 
         try:
-            self._rounds.hold("clean", remove, SaveCoordinator.cleaned)
+            self._round("clean", remove, SaveCoordinator.cleaned)
         except CheckpointError as error:
             _logger.warning("%s: files of the replaced save are left to a later one: %s", storage.location, error)
-            if self._rounds.coordinator is not None:
-                self._rounds.coordinator.leave()
+            if self._coordinator is not None:
+                self._coordinator.leave()
 
     def _report(self, result: SaveResult, files: RankFiles) -> SaveReport:
         return SaveReport(

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..control.ranks import Ranks
 from ..core.protocols import ControlHub, Transport
-from ..loading.context import LoadContext
-from ..loading.load import load
 from ..options import LoadOptions, SaveOptions
 from ..reports import LoadReport, SaveReport
 from ..saving.async_save import AsyncSave
-from ..saving.context import SaveContext
-from ..saving.save import save, save_in_background
 from ..saving.save_memory import SaveMemory
-from ..storage import as_storage
+from ..wiring import Find, load_found, save_found
 from .arrays import NumpyAdapter
 from .in_process import InProcessWorld
 
@@ -41,28 +37,33 @@ class SimulatedRank:
     ) -> SaveReport:
         """Save together with the other ranks."""
         options = options or SaveOptions(timeout=60)
-        with self.hub.session("save", options.timeout) as session:
-            context = SaveContext(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
-            return save(state_dict, context, unique_id, options)
+        report = save_found(self._ranks(), "save", _found(state_dict), path, unique_id, options)
+        assert isinstance(report, SaveReport)
+        return report
 
     def save_in_background(
         self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: SaveOptions | None = None
     ) -> AsyncSave:
         """Save together with the other ranks; return when the snapshot is taken."""
         options = options or SaveOptions(timeout=60)
-        with ExitStack() as opened:
-            session = opened.enter_context(self.hub.session("save in background", options.timeout))
-            context = SaveContext(as_storage(path), session, self.transport, NumpyAdapter(), self.memory)
-            return save_in_background(state_dict, opened, context, unique_id, options)
+        kind = "save in background"
+        pending = save_found(self._ranks(), kind, _found(state_dict), path, unique_id, options, in_background=True)
+        assert isinstance(pending, AsyncSave)
+        return pending
 
     def load(
         self, state_dict: dict[Any, Any], path: Any, unique_id: int | None = None, options: LoadOptions | None = None
     ) -> LoadReport:
         """Load together with the other ranks."""
         options = options or LoadOptions(timeout=60)
-        with self.hub.session("load", options.timeout) as session:
-            context = LoadContext(as_storage(path), session, self.transport, NumpyAdapter())
-            return load(state_dict, context, unique_id, options)
+        return load_found(self._ranks(), "load", _found(state_dict), path, unique_id, options)
+
+    def _ranks(self) -> Ranks:
+        return Ranks(self.rank, self.hub, self.transport, self.transport, {"save": self.memory})
+
+
+def _found(state_dict: dict[Any, Any]) -> Find:
+    return lambda: (state_dict, NumpyAdapter())
 
 
 def run_ranks(

@@ -15,15 +15,14 @@ import pytest
 
 from paddle_dist_ckpt import load_merged_state_dict, read_metadata
 from paddle_dist_ckpt.control import SoloHub
+from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.tensors import Identity
 from paddle_dist_ckpt.errors import UnsupportedValueError
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
-from paddle_dist_ckpt.saving.context import SaveContext
-from paddle_dist_ckpt.saving.save import save
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
-from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.wiring import save_with
 from test.paddle.tensors import from_local
 from test.paddle.versions import FROM_LOCAL, lacks
 
@@ -49,9 +48,8 @@ def identity_of(values: list[Any]) -> Identity:
 
 
 def save_by(memory: SaveMemory, state: dict[str, Any], folder: Path) -> None:
-    with SoloHub().session("save", 30) as session:
-        context = SaveContext(LocalStorage(folder), session, NoTransport(), PaddleAdapter(0), memory)
-        save(state, context, None, SaveOptions())
+    ranks = Ranks(0, SoloHub(), NoTransport(), NoTransport(), {"save": memory})
+    save_with(ranks, state, folder, None, False, SaveOptions())
 
 
 # -- what may become of a DistTensor in place
