@@ -37,8 +37,8 @@ from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.metadata import FileInfo, Metadata, SaveInfo
 from paddle_dist_ckpt.loading.answering import Answering
 from paddle_dist_ckpt.loading.fit import Fit
-from paddle_dist_ckpt.loading.messages import LoadAnswer, Wanted
-from paddle_dist_ckpt.loading.targets import Wishes
+from paddle_dist_ckpt.loading.messages import LoadAnswer, WantedPaths
+from paddle_dist_ckpt.loading.wanted import WantedState
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
@@ -151,9 +151,9 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     metadata = Metadata(save, files, table, [])
     encoding, data = timed(lambda: encode_metadata(metadata))
     decoding, metadata = timed(lambda: decode_metadata(data, "0.metadata", 0))
-    giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(Wanted(table.paths, []))))
-    wishes = _wishes(table, ranks // 2)
-    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wishes, False))
+    giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(WantedPaths(table.paths, []))))
+    wanted = _wanted(table, ranks // 2)
+    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False))
     assert not fit.problems
     return {
         "metadata_bytes": len(data),
@@ -165,9 +165,9 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     }
 
 
-def _wishes(table: ShardTable, ranks: int) -> Wishes:
+def _wanted(table: ShardTable, ranks: int) -> WantedState:
     """One rank's part of all tensors, cut row by row among so many ranks."""
-    wishes = Wishes()
+    wanted = WantedState()
     known: dict[tuple[int, ...], Geometry] = {}
     for i, path in enumerate(table.paths):
         shape = table.layouts[table.layout_of[i]].shape
@@ -175,8 +175,8 @@ def _wishes(table: ShardTable, ranks: int) -> Wishes:
             rows = shape[0] // ranks
             piece = LocalShard(Box((rows * (ranks // 3), 0), (rows, _WIDTH)))
             known[shape] = Geometry(Kind.TENSOR, DTYPES["float32"], shape, False, (piece,))
-        wishes.tensors.add(path, TensorView(known[shape], ((1 << 40) + (i << 24),), None, None))
-    return wishes
+        wanted.tensors.add(path, TensorView(known[shape], ((1 << 40) + (i << 24),), None, None))
+    return wanted
 
 
 def measure_grid() -> dict[str, float]:

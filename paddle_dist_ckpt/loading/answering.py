@@ -18,7 +18,7 @@ from ..tree.name_match import NameMatch
 from ..tree.names import Names
 from ..tree.paths import is_own, plain_key
 from .key_map import path_of_key
-from .messages import LoadAnswer, Wanted
+from .messages import LoadAnswer, WantedPaths
 from .own_values import parent_of
 
 __all__ = ["Answering"]
@@ -27,14 +27,14 @@ _MOST_HINTS = 20  # each costs a comparison with every key
 _SCHEDULER = "/LR_Scheduler"
 
 
-class _Found:
-    """What was found of one wish, in terms of :class:`.messages.LoadAnswer`."""
+class _Draft:
+    """What was found so far for one rank, in terms of :class:`.messages.LoadAnswer`; tensors by place in the table."""
 
     def __init__(self) -> None:
         self.tensors: set[int] = set()
         self.values: dict[str, Any] = {}
-        self.odd: dict[str, str] = {}
-        self.left: dict[str, str] = {}
+        self.unfit: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
         self.stored: dict[str, str] = {}
         self.renamed: dict[str, list[str]] = {}
 
@@ -67,9 +67,9 @@ class Answering:
     def _path_of_key(self) -> Any:
         return path_of_key(self._metadata)
 
-    def answer(self, wanted: Wanted) -> LoadAnswer:
-        """What the checkpoint has of a wish."""
-        paths, found = self._metadata.table.paths, _Found()
+    def answer(self, wanted: WantedPaths) -> LoadAnswer:
+        """What the checkpoint has of what a rank wants."""
+        paths, found = self._metadata.table.paths, _Draft()
         moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         everything = [*wanted.tensors, *wanted.others]
         names = Names(everything, wanted.names or [None] * len(everything))
@@ -81,9 +81,9 @@ class Answering:
                 if paths[place] != path:
                     found.stored[path] = paths[place]
             elif not self._match.has_learning_rate and path in names.learning_rates:
-                found.left[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
+                found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
-                found.odd[path] = self._what_is(moved.get(path, path))
+                found.unfit[path] = self._what_is(moved.get(path, path))
         schedulers = {scheduler for path, _ in wanted.values if (scheduler := _scheduler_of(path)) is not None}
         for path, present in wanted.values:
             source = moved.get(path) or self._scheduler_at(path, schedulers)
@@ -91,7 +91,7 @@ class Answering:
         self.asked.update(paths[t] for t in found.tensors)
         return self._assemble(found)
 
-    def _answer_value(self, path: str, source: str, present: str, found: _Found) -> None:
+    def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``."""
         place = self._index.get(source)
         if present == "object":
@@ -100,7 +100,7 @@ class Answering:
             self._answer_own(path, source, found)
         elif source in self._values:
             if (present == "dict") != _is_dict(self._values[source]) and present != "none":
-                found.odd[path] = "a dict" if _is_dict(self._values[source]) else "a value that is no dict"
+                found.unfit[path] = "a dict" if _is_dict(self._values[source]) else "a value that is no dict"
             else:
                 self._take(source, path, found)
         elif place is not None and place in self._blobs:
@@ -110,21 +110,21 @@ class Answering:
         elif present == "dict" and place is None:
             return  # an empty dict wants nothing
         elif present == "optional":
-            found.left[path] = "left as it is, for the checkpoint does not have it"
+            found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:
-            found.odd[path] = self._what_is(source)
+            found.unfit[path] = self._what_is(source)
 
-    def _take(self, source: str, path: str, found: _Found) -> None:
+    def _take(self, source: str, path: str, found: _Draft) -> None:
         """Take a value that `.metadata` has."""
         found.values[path] = self._values[source]
         self.asked.add(source)
 
-    def _answer_object(self, path: str, source: str, found: _Found) -> None:
+    def _answer_object(self, path: str, source: str, found: _Draft) -> None:
         """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
         whole = source in self._values or self._index.get(source) in self._blobs
         below = [source] if whole else self._below(source)
         if not below or (source in self._values and not _is_dict(self._values[source])):
-            found.odd[path] = self._what_is(source)
+            found.unfit[path] = self._what_is(source)
             return
         for stored in below:
             place = self._index.get(stored)
@@ -134,23 +134,23 @@ class Answering:
             elif place in self._blobs or self._metadata.table.kinds[place] == Kind.ARRAY:
                 found.add_entry(place, stored, wanted)
             elif place not in found.tensors:
-                found.odd[wanted] = self._what_is(stored)
+                found.unfit[wanted] = self._what_is(stored)
 
-    def _answer_own(self, path: str, source: str, found: _Found) -> None:
+    def _answer_own(self, path: str, source: str, found: _Draft) -> None:
         """What every rank has of its own at a path."""
         below = self._below(source)
         if not below or not all(is_own(stored) and parent_of(stored) == source for stored in below):
-            found.odd[path] = self._what_is(source)
+            found.unfit[path] = self._what_is(source)
             return
         for stored in below:
             found.add_entry(self._index[stored], stored, path + stored[len(source) :])
 
-    def _answer_subtree(self, path: str, source: str, found: _Found) -> None:
+    def _answer_subtree(self, path: str, source: str, found: _Draft) -> None:
         """All that is below a path, if that is values alone."""
         below = self._below(source)
         held = [p for p in below if p in self._index and self._index[p] not in self._blobs]
         if not below or held:
-            found.odd[path] = (
+            found.unfit[path] = (
                 self._what_is(source) if not held else f"a container of tensors, such as {self._metadata.key(held[0])}"
             )
             return
@@ -203,7 +203,7 @@ class Answering:
         close = difflib.get_close_matches(key, keys, 1, cutoff=0.8) if len(keys) <= 5000 and len(key) > 3 else []
         return f"; is {close[0]!r} meant?" if close else ""
 
-    def _assemble(self, found: _Found) -> LoadAnswer:
+    def _assemble(self, found: _Draft) -> LoadAnswer:
         metadata = self._metadata
         table, shards = metadata.table.select(sorted(found.tensors))
         used, renumbered = np.unique(table.shard_file, return_inverse=True)
@@ -221,8 +221,8 @@ class Answering:
             blocks=pack_column(self._first_block[shards]),
             keys={path: special[path] for path in (*table.paths, *found.values) if path in special} if special else {},
             values=sorted(found.values.items()),
-            odd=found.odd,
-            left=found.left,
+            unfit=found.unfit,
+            skipped=found.skipped,
             ranks_on_host=self._ranks_on_host,
             stored=found.stored,
             renamed={path: wanted for path, wanted in found.renamed.items() if wanted != [path]},

@@ -1,4 +1,4 @@
-"""Runs one rank's part of an exchange: reads its units, sends their pieces, receives what others read for it."""
+"""Runs one rank's part of an exchange: reads its units, sends their parcels, receives what others read for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..core.dtypes import DTYPES
 from ..core.memory import Bytes1D, fresh_pages
 from ..core.protocols import Transport
 from ..files.reader import Consumer, OpenFile, StoredEntry, read_entries
-from .messages import Incoming, Round, UnitRead
+from .messages import ExchangeRound, Incoming, UnitRead
 
 __all__ = ["Exchange"]
 
@@ -58,7 +58,7 @@ class Exchange:
     received: int = field(default=0)
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
 
-    def run(self, rounds: Sequence[Round]) -> None:
+    def run(self, rounds: Sequence[ExchangeRound]) -> None:
         """Run all rounds."""
         for i, one in enumerate(rounds):
             with self.within(i):
@@ -74,18 +74,18 @@ class Exchange:
         entries: dict[tuple[str, int], tuple[StoredEntry, list[Consumer]]] = {}
         for unit in units:
             entry, consumers = entries.setdefault((unit.file, unit.start), (self._entry(unit), []))
-            for piece in unit.pieces:
-                box, address = Box(*piece.box), (piece.destination, piece.message)
+            for parcel in unit.parcels:
+                box, address = Box(*parcel.box), (parcel.destination, parcel.message)
                 mine = (
-                    self.consumer(piece.row, box)
-                    if piece.row >= 0 and piece.destination in (_ALL, self.place)
+                    self.consumer(parcel.row, box)
+                    if parcel.row >= 0 and parcel.destination in (_ALL, self.place)
                     else None
                 )
                 if mine is not None:
                     consumers.append(mine)
-                if piece.destination == self.place:
+                if parcel.destination == self.place:
                     continue
-                memory = _whole_memory(mine) if piece.message else None
+                memory = _whole_memory(mine) if parcel.message else None
                 if memory is not None:
                     outgoing[address] = memory
                     continue
@@ -110,10 +110,10 @@ class Exchange:
     def _outgoing_sizes(self, units: Sequence[UnitRead]) -> dict[_Address, int]:
         sizes: dict[_Address, int] = {}
         for unit in units:
-            for piece in unit.pieces:
-                if piece.destination != self.place:
-                    nbytes = Box(*piece.box).size * DTYPES[unit.dtype].itemsize
-                    address = (piece.destination, piece.message)
+            for parcel in unit.parcels:
+                if parcel.destination != self.place:
+                    nbytes = Box(*parcel.box).size * DTYPES[unit.dtype].itemsize
+                    address = (parcel.destination, parcel.message)
                     sizes[address] = sizes.get(address, 0) + nbytes
         return sizes
 
@@ -127,7 +127,7 @@ class Exchange:
     ) -> Consumer:
         start = at.get(address, 0)
         at[address] = start + box.size * entry.dtype.itemsize
-        # A piece may start anywhere in the message; numpy copies unaligned items as well.
+        # A parcel may start anywhere in the message; numpy copies unaligned items as well.
         target = np.frombuffer(outgoing[address], entry.dtype.raw, box.size, start).reshape(box.shape)
         return Consumer(box, target)
 
@@ -151,7 +151,7 @@ class Exchange:
             self.transport.broadcast(data, source, self.staging_bytes)
             self._unpack(message, data)
 
-    def _exchange(self, one: Round, outgoing: Mapping[_Address, Bytes1D]) -> None:
+    def _exchange(self, one: ExchangeRound, outgoing: Mapping[_Address, Bytes1D]) -> None:
         """Send and receive what is for single ranks, packed in one message for each pair of them."""
         outgoing_parts = {self.ranks[to]: data for (to, _), data in outgoing.items() if to != _ALL}
         incoming = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..core.box import Box
 from ..files.metadata import Metadata
 from ..planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit, plan_exchange
-from .messages import ExchangeOrder, Incoming, Piece, Round, ShardNeed, UnitRead
+from .messages import ExchangeAnswer, ExchangeRound, Incoming, ShardNeed, UnitRead, WireParcel
 
 __all__ = ["ExchangePlanner"]
 
@@ -49,12 +49,7 @@ class ExchangePlanner:
         missing = {shard.file for shard in self._shards.values()} - set(self._reach)
         return [self._metadata.files[i].name for i in sorted(missing)]
 
-    @staticmethod
-    def restart() -> ExchangeOrder:
-        """The order to start again."""
-        return ExchangeOrder(True, [], [], [])
-
-    def orders(self) -> dict[int, ExchangeOrder]:
+    def orders(self) -> dict[int, ExchangeAnswer]:
         """Each rank's order, by global rank."""
         plans = {
             staged: plan_exchange(self._shards, needs, self._reach, len(self._ranks), self._metadata.block_bytes)
@@ -67,7 +62,7 @@ class ExchangePlanner:
             files = sorted({self._metadata.files[self._shards[unit.shard].file].name for unit in units})
             staged = [self._round(units, scatters, place) for units, scatters in rounds[True]]
             main = [self._round(units, scatters, place) for units, scatters in rounds[False]]
-            orders[rank] = ExchangeOrder(False, files, staged, main)
+            orders[rank] = ExchangeAnswer(False, files, staged, main)
         return orders
 
     def _scatters(self, units: Sequence[Unit]) -> list[tuple[int, int]]:
@@ -83,7 +78,7 @@ class ExchangePlanner:
             largest[source] = max(largest.get(source, 0), size)
         return sorted(largest.items())
 
-    def _round(self, units: Sequence[Unit], scatters: list[tuple[int, int]], place: int) -> Round:
+    def _round(self, units: Sequence[Unit], scatters: list[tuple[int, int]], place: int) -> ExchangeRound:
         broadcasts: dict[int, list[list[tuple[int, Parcel]]]] = {}
         receives: dict[int, list[tuple[int, Parcel]]] = {}
         reads = []
@@ -97,7 +92,7 @@ class ExchangePlanner:
                     receives.setdefault(unit.reader, []).append((itemsize, parcel))
             if unit.reader == place:
                 reads.append(self._read(unit, numbers))
-        return Round(
+        return ExchangeRound(
             reads,
             [_incoming(source, parcels, place) for source in sorted(broadcasts) for parcels in broadcasts[source]],
             [_incoming(source, receives[source], place) for source in sorted(receives)],
@@ -107,8 +102,8 @@ class ExchangePlanner:
     def _read(self, unit: Unit, messages: Sequence[int]) -> UnitRead:
         table = self._metadata.table
         tensor, box = table.shard_place(unit.shard)
-        pieces = [
-            Piece(
+        parcels = [
+            WireParcel(
                 p.destination,
                 p.rows.get(unit.reader, -1) if p.destination == ALL else p.row,
                 (p.box.offset, p.box.shape),
@@ -123,7 +118,7 @@ class ExchangePlanner:
             shape=box.shape,
             dtype=table.dtypes[tensor].name,
             key=self._metadata.key(table.paths[tensor]),
-            pieces=pieces,
+            parcels=parcels,
         )
 
 

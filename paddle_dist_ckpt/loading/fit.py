@@ -22,7 +22,8 @@ from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
 from .own_values import OwnValues
-from .targets import Targets, Wishes, check_value_rows
+from .targets import Targets, check_value_rows
+from .wanted import WantedState
 
 __all__ = ["Fit"]
 
@@ -35,8 +36,8 @@ class Fit:
     Its items are the overlaps of targets with stored shards, numbered from 0.
 
     Args:
-        answer: What the checkpoint has of this rank's wishes.
-        wishes: The wishes.
+        answer: What the checkpoint has of this rank's wanted.
+        wanted: What this rank wants.
         cast: Whether dtypes are converted.
         own: Which values it takes of those that every rank has its own of.
         adapter: Makes the memory of devices accessible.
@@ -44,13 +45,16 @@ class Fit:
     Attributes:
         targets: What is filled.
         problems: What does not fit, a line each.
+        skipped: What is left as it is although the load does not fail, a line each.
         files: What `.metadata` says of each data file, with its number of blocks, by name.
 
     Raises:
         CheckpointCorruptedError: the answer contradicts itself.
     """
 
-    def __init__(self, answer: LoadAnswer, wishes: Wishes, cast: bool, own: OwnValues, adapter: TensorAdapter) -> None:
+    def __init__(
+        self, answer: LoadAnswer, wanted: WantedState, cast: bool, own: OwnValues, adapter: TensorAdapter
+    ) -> None:
         self._answer = answer
         self._table: ShardTable = table_from_record(answer.tensors, len(answer.files))
         check_value_rows(self._table)
@@ -61,15 +65,15 @@ class Fit:
         self.files: dict[str, tuple[FileInfo, int]] = {
             info.name: (info, count) for info, count in zip(answer.files, counts, strict=True)
         }
-        self.problems = wishes.problems + own.problems
-        self._add_odd(wishes)
-        self.left = [f"{plain_key(path)}: {reason}" for path, reason in answer.left.items()]
-        elsewhere = {**answer.stored, **dict.fromkeys((*answer.odd, *answer.left))}
-        self.targets = Targets(wishes, self._table, cast, elsewhere, own.others, adapter)
+        self.problems = wanted.problems + own.problems
+        self._add_unfit(wanted)
+        self.skipped = [f"{plain_key(path)}: {reason}" for path, reason in answer.skipped.items()]
+        elsewhere = {**answer.stored, **dict.fromkeys((*answer.unfit, *answer.skipped))}
+        self.targets = Targets(wanted, self._table, cast, elsewhere, own.others, adapter)
         self.problems += self.targets.problems
         self._plan()
 
-    def _add_odd(self, wishes: Wishes) -> None:
+    def _add_unfit(self, wanted: WantedState) -> None:
         present = {
             "none": "None",
             "dict": "a dict",
@@ -78,12 +82,12 @@ class Fit:
             "other": "a value",
             "optional": "a value",
         }
-        tensors = set(wishes.tensors.paths) if self._answer.odd else set()
-        for path, found in self._answer.odd.items():
+        tensors = set(wanted.tensors.paths) if self._answer.unfit else set()
+        for path, found in self._answer.unfit.items():
             has = (
                 "a tensor"
                 if path in tensors
-                else present.get(wishes.values.get(path, ""), "no such entry in its object")
+                else present.get(wanted.values.get(path, ""), "no such entry in its object")
             )
             self.problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}")
 
@@ -94,7 +98,7 @@ class Fit:
         wanted = WantedBoxes(targets.tensor, Boxes.of(boxes, dimensions).take(targets.cell))
         plan = plan_load(self._table, wanted)
         kept = self._covered(plan)
-        self._wanted, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
+        self._target, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
         self._shape, self._entry_shape = plan.boxes.shape, plan.stored.shape
         self._in_entry = plan.boxes.offset - plan.stored.offset
         # Items that are alike have wanted boxes that are alike; any of them will do.
@@ -114,9 +118,9 @@ class Fit:
         self.targets.without_shared(plan.uncovered)
         return np.flatnonzero(~np.isin(plan.wanted, plan.uncovered))
 
-    def items(self, staged: bool) -> IntArray:
+    def needs(self, staged: bool) -> IntArray:
         """The items whose targets are looked at before they are used, or all the others."""
-        return np.flatnonzero(self.targets.staged[self._wanted] == staged)
+        return np.flatnonzero(self.targets.staged[self._target] == staged)
 
     @cached_property
     def _itemsize(self) -> IntArray:
@@ -125,9 +129,9 @@ class Fit:
 
     def device_groups(self, most: int) -> list[IntArray]:
         """The targets on a device that are read and not staged, in groups of at most ``most`` bytes each (or one)."""
-        return self.targets.device_groups(np.unique(self._wanted), most)
+        return self.targets.device_groups(np.unique(self._target), most)
 
-    def items_of(self, rows: IntArray) -> IntArray:
+    def needs_of(self, rows: IntArray) -> IntArray:
         """The items of some targets."""
         order, first = self._by_row
         spans = zip(first[rows].tolist(), first[rows + 1].tolist(), strict=True)
@@ -136,12 +140,12 @@ class Fit:
     @cached_property
     def _by_row(self) -> tuple[IntArray, IntArray]:
         """The items by target, and where those of each target begin, and behind the last the end."""
-        order = np.argsort(self._wanted, kind="stable")
-        return order, np.searchsorted(self._wanted[order], np.arange(len(self.targets) + 1))
+        order = np.argsort(self._target, kind="stable")
+        return order, np.searchsorted(self._target[order], np.arange(len(self.targets) + 1))
 
     def rows_on_device(self, items: Sequence[int]) -> IntArray:
         """The targets of some items, as far as they are on a device and not staged."""
-        rows = np.unique(self._wanted[np.array(items, np.int64)])
+        rows = np.unique(self._target[np.array(items, np.int64)])
         return rows[self.targets.on_device[rows] & ~self.targets.staged[rows]]
 
     def nbytes(self, items: IntArray) -> int:
@@ -167,7 +171,7 @@ class Fit:
         entry_bytes = self._entry_elements[self._like[items]] * self._itemsize[items]
         stored = self._table.dtype_of[self._table.shard_tensor[self._shard[items]]]
         wanted = self._cell_dtypes
-        alike = stored == wanted[self.targets.cell[self._wanted[items]]] if len(items) else np.zeros(0, bool)
+        alike = stored == wanted[self.targets.cell[self._target[items]]] if len(items) else np.zeros(0, bool)
         small = (entry_bytes <= self._answer.block_bytes) & alike
         return items[small], items[~small]
 
@@ -188,7 +192,7 @@ class Fit:
         file, start = self._table.shard_file[self._shard[items]], self._starts[self._shard[items]]
         items = items[np.lexsort((start, file))]
         kinds, kind = self._kinds(items)
-        shard, row = self._shard[items], self._wanted[items]
+        shard, row = self._shard[items], self._target[items]
         file, addresses = self._table.shard_file[shard], self.targets.addresses_of(row)
         cuts = (np.flatnonzero(file[1:] != file[:-1]) + 1).tolist()
         batches = []
@@ -208,7 +212,7 @@ class Fit:
 
     def _kinds(self, items: IntArray) -> tuple[KindTable, IntArray]:
         """The different kinds of items, and which kind each is."""
-        row = self._wanted[items]
+        row = self._target[items]
         columns = np.column_stack([self.targets.cell[row], self.targets.staged[row], self._like[items]])
         first, kind = group_rows(columns)
         kinds = []
@@ -222,7 +226,7 @@ class Fit:
 
     def _boxes(self, item: int) -> tuple[int, Box, Box]:
         """An item's target, and its box as counted from the target's corner and from the shard's."""
-        row = int(self._wanted[item])
+        row = int(self._target[item])
         ndim = len(self.targets.box(row).shape)
         columns = self._shape, self._in_target, self._in_entry
         shape, in_target, in_entry = (tuple(column[self._like[item]][:ndim].tolist()) for column in columns)

@@ -16,7 +16,7 @@ def apply(key_map: KeyMap | None, paths: Sequence[str]) -> tuple[dict[str, str],
     """What a key_map says of wanted entries.
 
     Args:
-        key_map: It. A mapping's keys are flat keys, or the first parts of some, of which the longest counts.
+        key_map: A function of flat keys; or a mapping whose keys are flat keys, or the first parts of some.
         paths: The paths of the wanted entries.
 
     Returns:
@@ -26,36 +26,35 @@ def apply(key_map: KeyMap | None, paths: Sequence[str]) -> tuple[dict[str, str],
         TypeError: a function returned something else than a key or None.
     """
     moved: dict[str, str] = {}
-    left: set[str] = set()
+    skipped: set[str] = set()
     if key_map is None:
-        return moved, left
-    find = key_map if callable(key_map) else _Lookup(key_map)
+        return moved, skipped
+    find = key_map if callable(key_map) else _lookup(key_map)
     for path, key in zip(paths, flat_keys(paths), strict=True):
         stored = find(key)
         if stored is None:
-            left.add(path)
+            skipped.add(path)
         elif not isinstance(stored, str):
             raise TypeError(f"key_map({key!r}) returned {stored!r}; a key is due, or None to leave the entry as it is")
         elif stored != key:
             moved[path] = stored
-    return moved, left
+    return moved, skipped
 
 
-class _Lookup:
-    """A mapping as a function."""
+def _lookup(keys: Mapping[str, str | None]) -> Callable[[str], str | None]:
+    """A mapping as a function: the longest of its keys that is a flat key, or its first parts, counts."""
 
-    def __init__(self, keys: Mapping[str, str | None]) -> None:
-        self._keys = keys
-
-    def __call__(self, key: str) -> str | None:
+    def find(key: str) -> str | None:
         end = len(key)
         while end > 0:
             first = key[:end]
-            if first in self._keys:
-                stored = self._keys[first]
+            if first in keys:
+                stored = keys[first]
                 return None if stored is None else stored + key[end:]
             end = key.rfind(".", 0, end)
         return key
+
+    return find
 
 
 def path_of_key(metadata: Metadata) -> Callable[[str], str]:

@@ -19,7 +19,19 @@ from ..storage.base import Storage
 from ..tree.names import is_of_run
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
-from .messages import Decision, LoadRequest, LoadResult, Needs, Opened, Problems, Reach, Wanted
+from .messages import (
+    ExchangeAnswer,
+    ExchangeRequest,
+    GoOnAnswer,
+    LoadRequest,
+    OpenAnswer,
+    OpenRequest,
+    PlanAnswer,
+    PlanRequest,
+    ReadAnswer,
+    StagedRequest,
+    WantedPaths,
+)
 
 __all__ = ["LoadCoordinator"]
 
@@ -28,13 +40,13 @@ _SHARED = 1.25  # readers of this part of a file, and more, read some of it twic
 
 
 class LoadCoordinator:
-    """The coordinator's answers, round by round. Other ranks have one too and never use it."""
+    """The coordinator's answers, round by round."""
 
     def __init__(self, storage: Storage, session: ControlSession, options: LoadOptions) -> None:
         self._storage, self._session, self._options = storage, session, options
-        self._metadata: Metadata | None = None
-        self._asked: set[str] = set()
-        self._requests: dict[int, LoadRequest] = {}
+        self._metadata: Metadata  # from round ``request`` on, like the next two
+        self._asked: set[str]
+        self._requests: dict[int, LoadRequest]
         self._reasons: dict[str, str] = {}
         self._restarts = 0
 
@@ -60,21 +72,21 @@ class LoadCoordinator:
         hosts = {rank: request.folder.host for rank, request in self._requests.items() if request.folder is not None}
         sharing = Counter(hosts.values())
         answering = Answering(metadata, {rank: sharing[host] for rank, host in hosts.items()})
-        by_wish: dict[bytes, bytes] = {}
+        answered: dict[bytes, bytes] = {}
         for request in self._requests.values():
-            if request.wanted not in by_wish:
-                by_wish[request.wanted] = encode(answering.answer(decode(request.wanted, Wanted)))
+            if request.wanted not in answered:
+                answered[request.wanted] = encode(answering.answer(decode(request.wanted, WantedPaths)))
         self._asked = answering.asked
-        return {rank: by_wish[request.wanted] for rank, request in self._requests.items()}
+        return {rank: answered[request.wanted] for rank, request in self._requests.items()}
 
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
-        needs = {rank: decode(data, Needs) for rank, data in messages.items()}
+        needs = {rank: decode(data, PlanRequest) for rank, data in messages.items()}
         if self._options.strict:
             _raise_problems({rank: n.problems for rank, n in needs.items()}, self._location())
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._replaced():
-            return dict.fromkeys(messages, encode(Decision(restart=True)))
+            return dict.fromkeys(messages, encode(PlanAnswer(restart=True)))
         self._reasons = missing
         if missing and self._options.exchange == "never":
             raise CheckpointCorruptedError(
@@ -83,20 +95,18 @@ class LoadCoordinator:
         staged, objects = any(n.staged for n in needs.values()), any(n.objects for n in needs.values())
         if not self._exchange_wanted(needs, bool(missing)):
             shared = self._shared_files(needs)
-            return dict.fromkeys(messages, encode(Decision(staged=staged, shared=shared, objects=objects)))
-        assert self._metadata is not None
+            return dict.fromkeys(messages, encode(PlanAnswer(staged=staged, shared=shared, objects=objects)))
         wanted = {name for n in needs.values() for name in n.files}
         _, counts = self._metadata.table.blocks(self._metadata.block_bytes, len(self._metadata.files))
         chosen = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
         files, block_counts = [self._metadata.files[i] for i in chosen], counts[chosen].tolist()
         probing = {group[0] for group in self._folder_groups()}
-        decision = Decision(False, True, staged, files, block_counts, objects=objects)
+        decision = PlanAnswer(False, True, staged, files, block_counts, objects=objects)
         probe = msgspec.structs.replace(decision, probe=True)
         return {rank: encode(probe if rank in probing else decision) for rank in messages}
 
-    def _shared_files(self, needs: Mapping[int, Needs]) -> list[str]:
+    def _shared_files(self, needs: Mapping[int, PlanRequest]) -> list[str]:
         """The files of which the ranks of some host read more than there is, and so partly the same."""
-        assert self._metadata is not None
         sizes = {info.name: info.size for info in self._metadata.files}
         wanted: Counter[tuple[str, str]] = Counter()
         for rank, need in needs.items():
@@ -113,7 +123,7 @@ class LoadCoordinator:
                 groups.setdefault(request.folder.key, []).append(rank)
         return list(groups.values())
 
-    def _exchange_wanted(self, needs: Mapping[int, Needs], missing: bool) -> bool:
+    def _exchange_wanted(self, needs: Mapping[int, PlanRequest], missing: bool) -> bool:
         if missing or self._options.exchange == "always":
             return len(self._session.ranks) > 1 or missing
         if self._options.exchange == "never":
@@ -127,53 +137,49 @@ class LoadCoordinator:
 
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``exchange``: who reads what for whom."""
-        assert self._metadata is not None
-        reaches = {rank: decode(data, Reach) for rank, data in messages.items()}
+        reaches = {rank: decode(data, ExchangeRequest) for rank, data in messages.items()}
         reach = {rank: reaches[group[0]].files for group in self._folder_groups() for rank in group}
         needs = {rank: reaches[rank].needs for rank in reaches}
         planner = ExchangePlanner(self._metadata, self._session.ranks, reach, needs)
         nobody = planner.unreached()
         if nobody:
             if self._replaced():
-                return {rank: encode(planner.restart()) for rank in messages}
+                return dict.fromkeys(messages, encode(ExchangeAnswer(restart=True)))
             reasons = {name: self._reasons.get(name, "no rank can read it") for name in nobody}
             raise CheckpointCorruptedError(_missing_text(reasons, ""))
         return {rank: encode(order) for rank, order in planner.orders().items()}
 
     def opened(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``open``: go on if every reader has its files."""
-        gone = {name: reason for data in messages.values() for name, reason in decode(data, Opened).gone.items()}
+        gone = {name: reason for data in messages.values() for name, reason in decode(data, OpenRequest).gone.items()}
         if not gone:
-            return dict.fromkeys(messages, b"")
+            return dict.fromkeys(messages, encode(OpenAnswer()))
         if self._replaced():
-            return dict.fromkeys(messages, b"restart")
+            return dict.fromkeys(messages, encode(OpenAnswer(restart=True)))
         raise CheckpointCorruptedError(_missing_text(gone, ""))
 
     def staged(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``staged``: raise what the staged pass found not to fit."""
-        problems = {rank: decode(data, Problems).problems for rank, data in messages.items()}
+        problems = {rank: decode(data, StagedRequest).problems for rank, data in messages.items()}
         if self._options.strict:
             _raise_problems(problems, self._location())
-        return dict.fromkeys(messages, b"")
+        return dict.fromkeys(messages, encode(GoOnAnswer()))
 
     def done(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``read``: everything is where it belongs."""
-        assert self._metadata is not None
         paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
         unused = [self._metadata.key(path) for path in paths if path not in self._asked]
-        return dict.fromkeys(messages, encode(LoadResult(unused)))
+        return dict.fromkeys(messages, encode(ReadAnswer(unused)))
 
     def restored(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``restore``: every rank has given its objects their states."""
-        return dict.fromkeys(messages, b"")
+        return dict.fromkeys(messages, encode(GoOnAnswer()))
 
     def _location(self) -> str:
-        assert self._metadata is not None
         return f"checkpoint {self._metadata.unique_id} in {self._storage.location}"
 
     def _replaced(self) -> bool:
         """Whether the checkpoint is another one by now, so that missing files are no wonder."""
-        assert self._metadata is not None
         if save_of(self._storage, self._metadata.unique_id) == self._metadata.save_id:
             return False
         self._restarts += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -75,9 +76,11 @@ def _load(
     threads: int | None,
 ) -> dict[str, Any]:
     """The values and whole tensors at these paths."""
-    leaves, values = Leaves(), dict[str, Any]()
+    values: dict[str, Any] = {}
 
+    @functools.cache
     def scan() -> Leaves:
+        leaves = Leaves()
         for path in paths:
             _add_leaf(leaves, metadata, path, adapter)
         return leaves
@@ -86,7 +89,7 @@ def _load(
         context = LoadContext(storage, session, NoTransport(), adapter, threads=threads)
         options = dataclasses.replace(options, key_map=None)  # whole tensors are loaded under the keys that they have
         load_leaves(scan, lambda found, _: values.update(found), context, metadata.unique_id, options)
-    tensors = dict(zip(leaves.tensor_paths, leaves.tensors, strict=True))
+    tensors = dict(zip(scan().tensor_paths, scan().tensors, strict=True))
     return {path: tensors[path] if path in tensors else values[path] for path in paths}
 
 

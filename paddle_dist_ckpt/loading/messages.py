@@ -14,29 +14,32 @@ from ..storage.base import Folder
 Box2 = tuple[tuple[int, ...], tuple[int, ...]]
 
 __all__ = [
-    "Decision",
-    "ExchangeOrder",
+    "DoneRequest",
+    "ExchangeAnswer",
+    "ExchangeRequest",
+    "ExchangeRound",
+    "GoOnAnswer",
     "Incoming",
     "LoadAnswer",
     "LoadRequest",
-    "LoadResult",
-    "Needs",
-    "Opened",
-    "Piece",
-    "Problems",
-    "Reach",
-    "Round",
+    "OpenAnswer",
+    "OpenRequest",
+    "PlanAnswer",
+    "PlanRequest",
+    "ReadAnswer",
     "ShardNeed",
+    "StagedRequest",
     "UnitRead",
-    "Wanted",
+    "WantedPaths",
+    "WireParcel",
 ]
 
 
-class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank wants: the tensors' paths, and each value's path with what stands there now.
+class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
+    """The paths that a rank's state_dict asks for: those of tensors, and of values with what stands there now.
 
-    ``names`` are the tensors' names, and those of ``others`` of the same state_dict that are not wanted; or all are
-    left out. ``moved`` has the stored flat keys that the user has given.
+    ``names`` are the tensors' names, and those of ``others``: tensors of the same state_dict that are not wanted. All
+    are left out if there are none. ``moved`` has the stored flat key that the user gives for a wanted path.
     """
 
     tensors: list[str]
@@ -47,7 +50,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's wish. ``wanted`` is an encoded :class:`Wanted`, which many ranks have in common."""
+    """Round ``request``: what a rank wants. ``wanted`` is an encoded :class:`WantedPaths`, equal on many ranks."""
 
     unique_id: int | None
     options: dict[str, str]
@@ -56,12 +59,13 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What the checkpoint has of it: tables of the tensors (and stored values), and the small values themselves.
+    """Round ``request``: what the checkpoint has of the wanted paths: a table of the tensors (and of values that are
+    stored as entries), and the small values themselves.
 
     ``starts`` and ``blocks`` say for each shard where it starts in its file's data section and which is its first
     block; ``block_counts`` says for each file how many blocks it has, ``ranks_on_host`` for each rank how many are on
-    its host. ``odd`` tells what stands at wanted paths where there is no tensor, or no value; ``left`` why some entries
-    are left as they are. ``stored`` has the stored path of tensors that are not stored under the wanted one,
+    its host. ``unfit`` tells what stands at wanted paths where no tensor is, or no value; ``skipped`` why some wanted
+    paths are left as they are. ``stored`` has the stored path of tensors that are not stored under the wanted one,
     ``renamed`` the wanted paths of other entries of data files. ``saved_by`` is how many ranks have saved.
     """
 
@@ -75,17 +79,18 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     blocks: Column
     keys: dict[str, str]
     values: list[tuple[str, Any]]
-    odd: dict[str, str]
+    unfit: dict[str, str]
     ranks_on_host: dict[int, int]
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     stored: dict[str, str] = {}
     renamed: dict[str, list[str]] = {}
     saved_by: int = 1
 
 
-class Needs(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank found when it planned: problems, the files that it needs and how many bytes of each it would read,
-    why it cannot read some of them, and whether there are objects to be given their states in the end."""
+class PlanRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``decide``: what a rank found when it planned: problems, the files that it needs and how many bytes of each
+    it would read, why it cannot read some of them, whether some targets are staged, and whether there are objects to be
+    given their states in the end."""
 
     problems: list[str]
     files: dict[str, int]
@@ -94,8 +99,9 @@ class Needs(msgspec.Struct, frozen=True, array_like=True):
     objects: bool = False
 
 
-class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """How the load goes on: ``restart``, or with an exchange of these files or without, staged pass first or not.
+class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``decide``: how the load goes on: ``restart``, or with an exchange of these files or without it, with a
+    pass for staged targets first or not.
 
     ``probe`` tells a rank to find out which of the files its folder has. ``shared`` are files of which ranks of one
     host read the same data. ``objects``: the load ends with round ``restore``.
@@ -124,15 +130,16 @@ class ShardNeed(msgspec.Struct, frozen=True, array_like=True):
     staged: bool
 
 
-class Reach(msgspec.Struct, frozen=True, array_like=True):
-    """Which of the asked files are in a rank's folder, if it was to find out, and what it needs."""
+class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``exchange``: which of the asked files are in a rank's folder, if it was to find out, and what it needs."""
 
     files: list[str]
     needs: list[ShardNeed]
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a shard on its way to a rank position (-1: to all), for that rank's need ``row``.
+class WireParcel(msgspec.Struct, frozen=True, array_like=True):
+    """A :class:`.planning.exchange_plan.Parcel` as its reader is told of it: a box of a shard on its way to a rank
+    position (-1: to all), for that rank's need ``row``.
 
     ``message`` says, of what goes to all, in which of this reader's broadcasts of the round it goes.
     """
@@ -144,7 +151,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnitRead(msgspec.Struct, frozen=True, array_like=True):
-    """Something to read from a file: a shard and the pieces that are wanted of it."""
+    """Something that a rank reads from a file: a stored shard, and the parcels that are wanted of it."""
 
     file: str
     start: int
@@ -152,11 +159,11 @@ class UnitRead(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     key: str
-    pieces: list[Piece]
+    parcels: list[WireParcel]
 
 
 class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """What comes from one rank position in one message: for each piece its need's ``row`` (-1: not for this rank), its
+    """What comes from one rank position in one message: for each parcel its need's ``row`` (-1: not for this rank), its
     box in the shard, and its size in bytes."""
 
     source: int
@@ -165,8 +172,8 @@ class Incoming(msgspec.Struct, frozen=True, array_like=True):
     sizes: list[int]
 
 
-class Round(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part in one round: what to read, what comes by broadcast, what comes for this rank alone.
+class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part in one round of an exchange: what to read, what comes by broadcast, what comes for it alone.
 
     ``scatters`` are the operations by which the latter comes, in which all ranks take part: each source, and the size
     of its largest message.
@@ -178,28 +185,42 @@ class Round(msgspec.Struct, frozen=True, array_like=True):
     scatters: list[tuple[int, int]]
 
 
-class ExchangeOrder(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part in an exchange: the files that it reads, the rounds of the staged pass and of the main one."""
+class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``exchange``: one rank's part: files that it reads, rounds of the staged pass and of the main one."""
 
-    restart: bool
-    files: list[str]
-    staged: list[Round]
-    main: list[Round]
+    restart: bool = False
+    files: list[str] = []
+    staged: list[ExchangeRound] = []
+    main: list[ExchangeRound] = []
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True):
-    """The files that a rank was to read and could not open, with the reasons."""
+class OpenRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``open``: the files that a rank was to read and could not open, with the reasons."""
 
     gone: dict[str, str]
 
 
-class Problems(msgspec.Struct, frozen=True, array_like=True):
-    """What does not fit, found in the staged pass."""
+class OpenAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``open``: whether the load starts again, since files are gone of a checkpoint that was replaced."""
+
+    restart: bool = False
+
+
+class StagedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``staged``: what does not fit, found in the staged pass."""
 
     problems: list[str]
 
 
-class LoadResult(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator knows at the end: the flat keys that no rank asked for."""
+class DoneRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Of rounds in which a rank has only to say that it has done its part."""
+
+
+class GoOnAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Of rounds after which the coordinator has only to say that all ranks have done their parts."""
+
+
+class ReadAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``read``, when all targets are filled on all ranks: the flat keys that no rank asked for."""
 
     unused: list[str]

@@ -22,12 +22,12 @@ class OwnValues:
     Attributes:
         others: Stored paths that this rank does not take.
         problems: What does not fit, a line each.
-        left: What is left as it is, by choice, a line each.
+        skipped: What is left as it is, by choice, a line each.
     """
 
     others: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     @classmethod
     def choose(cls, paths: Iterable[str], saved_by: int, rank: int, ranks: tuple[int, ...], choice: str) -> OwnValues:
@@ -63,7 +63,7 @@ class OwnValues:
         if choice == "coordinator":
             return stored[min(stored)]
         if choice == "by_rank" and rank not in stored:
-            self.left.append(f"{key}: left as it is, for no rank {rank} has saved its own")
+            self.skipped.append(f"{key}: left as it is, for no rank {rank} has saved its own")
             return None
         if choice == "by_rank":
             return stored[rank]

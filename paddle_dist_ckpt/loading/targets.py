@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,81 +13,26 @@ from ..core.box import Box, whole
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, DeviceArray
 from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
-from ..core.local_tensors import LocalShards, LocalTensors
+from ..core.local_tensors import LocalShards
 from ..core.memory import address_of, array_at
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorAdapter
-from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.reader import Consumer, view_at
-from ..tree.objects import ObjectKind
 from ..tree.paths import plain_key
-from ..tree.state_dict import Leaves, PerRank, owner_of
 from .shared_memory import find_shared_memory
+from .wanted import WantedState
 
-__all__ = ["Targets", "Wishes", "check_value_rows", "collect"]
+__all__ = ["Targets", "check_value_rows"]
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(slots=True)
-class Wishes:
-    """What a load's caller has: tensors, values' paths with what is there now, and what cannot be loaded.
-
-    A value is there as ``"none"``, ``"dict"``, ``"own"`` (a PerRank), ``"object"`` (one of any values), ``"optional"``
-    (of a program) or ``"other"``.
-    ``others`` are the names of tensors that are not loaded, by their paths.
-    """
-
-    tensors: LocalTensors = field(default_factory=LocalTensors)
-    values: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    others: dict[str, str | None] = field(default_factory=dict)
-    has_objects: bool = False
-
-
-def all_paths(leaves: Leaves) -> list[str]:
-    """The paths of a load's targets, those of objects that take any values among them."""
-    free = [opened.path for opened in leaves.objects if opened.kind is ObjectKind.FREE]
-    return list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *free]))
-
-
-def collect(leaves: Leaves, adapter: TensorAdapter, left: Container[str] = ()) -> Wishes:
-    """Look at a load's targets, but for those at the paths that are left as they are."""
-    wishes = Wishes()
-    objects = {opened.path: opened for opened in leaves.objects}
-    free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
-    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
-        if path in left or (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free):
-            continue
-        try:
-            wishes.tensors.add(path, adapter.view(value, path))
-        except UnsupportedValueError as error:
-            wishes.problems.append(str(error))
-    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
-        if path not in left and (not free or owner_of(path, objects) not in free):
-            owner = objects.get(owner_of(path, objects) or "") if objects else None
-            is_optional = owner is not None and owner.kind is ObjectKind.PROGRAM
-            wishes.values[path] = "optional" if is_optional else _present(value)
-    if len(wishes.tensors.paths) < len(leaves.tensor_paths):
-        names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
-        wanted = set(wishes.tensors.paths)
-        wishes.others = {path: name for path, name in names if path not in wanted}
-    wishes.values.update((path, "object") for path in free if path not in left)
-    wishes.has_objects = bool(objects)
-    return wishes
-
-
-def _present(value: Any) -> str:
-    if value is None:
-        return "none"
-    return "dict" if isinstance(value, dict) else "own" if isinstance(value, PerRank) else "other"
 
 
 class Targets:
     """All pieces of memory that this rank wants filled from a checkpoint, in columns: a row each.
 
     Args:
-        wishes: What the caller has.
+        wanted: What the state_dict asks for.
         table: What the checkpoint has of it.
         cast: Whether dtypes are converted.
         stored: The stored paths of tensors that are stored under another than the wanted one; None for those of which
@@ -109,18 +53,18 @@ class Targets:
 
     def __init__(
         self,
-        wishes: Wishes,
+        wanted: WantedState,
         table: ShardTable,
         cast: bool,
         stored: Mapping[str, str | None],
         left_out: Container[str],
         adapter: TensorAdapter,
     ) -> None:
-        self._wishes, self._table, self._adapter = wishes, table, adapter
+        self._wanted, self._table, self._adapter = wanted, table, adapter
         self.problems: list[str] = []
         self.zeros: list[Array | DeviceArray] = []
         self._buffers: dict[int, Array] = {}
-        tensors = wishes.tensors
+        tensors = wanted.tensors
         pieces = LocalShards(tensors.geometries, np.array(tensors.geometry, np.int64))
         self.cells = list(pieces.cells)
         places: dict[str | None, int] = {None: -1}
@@ -145,21 +89,21 @@ class Targets:
         return len(self.tensor)
 
     def _unfit(self, place: IntArray, cast: bool) -> IntArray:
-        """The wished tensors that do not fit what is stored under their path. Tensors that are alike, and stored alike,
+        """The wanted tensors that do not fit what is stored under their path. Tensors that are alike, and stored alike,
         are looked at once."""
         found = np.flatnonzero(place >= 0)
-        geometry = np.array(self._wishes.tensors.geometry, np.int64)[found]
+        geometry = np.array(self._wanted.tensors.geometry, np.int64)[found]
         layout, dtypes = self._table.layout_of[place[found]], self._table.dtype_of[place[found]]
         count, kinds = max(1, len(self._table.layouts)), len(self._table.dtype_list)
         _, first, alike = np.unique(
             (geometry * count + layout) * max(1, kinds) + dtypes, return_index=True, return_inverse=True
         )
-        geometries = self._wishes.tensors.geometries
+        geometries = self._wanted.tensors.geometries
         reasons = [self._reason(geometries[geometry[i]], int(place[found[i]]), cast) for i in first.tolist()]
         alike = alike.reshape(-1)
         unfit = np.flatnonzero(np.array([reason is not None for reason in reasons], bool)[alike])
         for i in unfit.tolist():
-            self.problems.append(f"{plain_key(self._wishes.tensors.paths[found[i]])}: {reasons[alike[i]]}")
+            self.problems.append(f"{plain_key(self._wanted.tensors.paths[found[i]])}: {reasons[alike[i]]}")
         return found[unfit]
 
     def _reason(self, geometry: Geometry, tensor: int, cast: bool) -> str | None:
@@ -189,11 +133,11 @@ class Targets:
         for name in ("_owner", "tensor", "cell", "_address", "staged"):
             setattr(self, name, getattr(self, name)[rows])
 
-    def _add_values(self, left_out: Container[str], wished: Container[int]) -> None:
+    def _add_values(self, left_out: Container[str], filled: Container[int]) -> None:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
         that it belongs to."""
         values = np.flatnonzero(self._table.kinds != Kind.TENSOR).tolist()
-        for t in (t for t in values if t not in wished and self._table.paths[t] not in left_out):
+        for t in (t for t in values if t not in filled and self._table.paths[t] not in left_out):
             shape, dtype = self._table.layouts[self._table.layout_of[t]].shape, self._table.dtypes[t]
             geometry = Geometry(Kind(int(self._table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
             self.cells.append((geometry, geometry.shards[0]))
@@ -208,7 +152,7 @@ class Targets:
     def path(self, row: int) -> str:
         """The path of a row's tensor, as it is wanted; of a stored value, as it is stored."""
         owner = self._owner[row]
-        return self._table.paths[self.tensor[row]] if owner < 0 else self._wishes.tensors.paths[owner]
+        return self._table.paths[self.tensor[row]] if owner < 0 else self._wanted.tensors.paths[owner]
 
     def stored_path(self, row: int) -> str:
         """The path of a row's tensor in the checkpoint."""
@@ -233,7 +177,7 @@ class Targets:
     def memory(self, row: int) -> Array | DeviceArray:
         """The memory of a row's tensor."""
         geometry, piece = self.cells[self.cell[row]]
-        owner = self._wishes.tensors.owners[self._owner[row]]
+        owner = self._wanted.tensors.owners[self._owner[row]]
         if geometry.on_device:
             data = self._adapter.device_bytes(owner)
             start = int(self._address[row]) - data.base
