@@ -1,6 +1,4 @@
-"""One rank's switchboard: numbers its sessions, routes messages to their state machines and notes to their boxes.
-
-It lets user threads wait for either.
+"""One rank's switchboard: numbers sessions, routes messages to state machines, and lets user threads wait for those.
 
 It knows neither sockets nor threads: a :class:`Carrier` moves what it sends, and whoever drives the carrier calls
 :meth:`Board.deliver`, :meth:`Board.lose`, :meth:`Board.regain` and :meth:`Board.tick`.
@@ -15,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from . import failures, wire
+from .appointment import Appointer, Attendance, Numbered
 from .coordinator_table import CoordinatorTable
 from .member import MemberSession
-from .notes import Box, Boxes
 from .wire import ErrorRecord, Message
 
 __all__ = ["LONGEST_WAIT", "Board", "Carrier"]
@@ -25,7 +23,7 @@ __all__ = ["LONGEST_WAIT", "Board", "Carrier"]
 T = TypeVar("T")
 LONGEST_WAIT = 3600.0
 """In seconds: what the operating system takes as a timeout is bounded."""
-ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye
+ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye | wire.Whereabouts
 
 
 class Carrier(Protocol):
@@ -37,17 +35,13 @@ class Carrier(Protocol):
         """Get going what was sent since the last flush."""
         ...
 
-    def flush_soon(self) -> None:
-        """See that it is flushed, if possible by another thread, for whose work the caller need not wait."""
-        ...
-
     def reschedule(self) -> None:
         """Tick again: a deadline may have come nearer."""
         ...
 
 
 class Board:
-    """The sessions and notes of one rank; on the coordinator also the table that decides the sessions.
+    """The sessions and appointments of one rank; on the coordinator also the state machines that decide on both.
 
     Args:
         rank: This rank.
@@ -72,13 +66,12 @@ class Board:
         self.coordinator = coordinator
         self.changed = threading.Condition(lock)
         self._carrier = carrier
-        self._table = CoordinatorTable(ranks, coordinator, self._emit) if rank == coordinator else None
-        self._boxes = Boxes(rank)
-        self._listeners = tuple(set(ranks) - {rank}) if rank == coordinator else (coordinator,)
+        self._lost: set[int] = set()
+        self._table = CoordinatorTable(ranks, coordinator, self._lost, self._emit) if rank == coordinator else None
+        self._attendances = Numbered(Attendance)
+        self._appointers = Numbered(lambda label: Appointer(label, ranks, self._lost, self._emit))
         self._sessions: dict[int, MemberSession] = {}
-        self._over: set[int] = set()
         self._opened = opened
-        self._coordinator_lost = False
         self._broken: ErrorRecord | None = None
 
     def open(self, kind: str, timeout: float) -> MemberSession:
@@ -92,12 +85,8 @@ class Board:
                 session.fail(self._broken)
             else:
                 self.post(wire.Open(session.number, kind, timeout))
-                if self._coordinator_lost:
+                if self.coordinator in self._lost:
                     session.lose_coordinator()
-            if session.number in self._over:
-                self._over.discard(session.number)
-                while session.verdict is None:  # the coordinator may first wait for the others
-                    self.changed.wait()
             return session
 
     @property
@@ -134,7 +123,9 @@ class Board:
     def _handle(self, source: int, message: ToCoordinator, payload: bytes) -> None:
         """On the coordinator: take in a message from any rank. User threads there wait for whole rounds only."""
         assert self._table is not None
-        if self._table.handle(source, message, payload, time.monotonic()):
+        if isinstance(message, wire.Whereabouts):
+            self._appointers.at(message.label).handle(source, message)
+        elif self._table.handle(source, message, payload, time.monotonic()):
             self.changed.notify_all()
 
     def _emit(self, destination: int, message: Message, payload: bytes) -> None:
@@ -191,26 +182,23 @@ class Board:
     def deliver(self, source: int, message: Message, payload: bytes) -> None:
         """Take in a message from another rank."""
         with self.changed:
-            if isinstance(message, wire.Note):
-                self._boxes.put(message, source, payload)
-                self.changed.notify_all()
-                return
             if self._table is None:
                 self._receive(message, payload)
-            elif isinstance(message, (wire.Open, wire.Answer, wire.Fail, wire.Beat, wire.Bye)):
+            elif isinstance(message, ToCoordinator):
                 self._handle(source, message, payload)
             self._settle()
 
     def _receive(self, message: Message, payload: bytes) -> None:
         """Take in a message from the coordinator."""
-        if isinstance(message, (wire.Hello, wire.Leave, wire.Note)):
+        if isinstance(message, (wire.Hello, wire.Leave, wire.Whereabouts)):
             return
-        if isinstance(message, wire.Verdict) and message.notice:
-            if message.session >= self._opened:
-                self._over.add(message.session)
+        if isinstance(message, wire.Appointed):
+            attendance = self._attendances.at(message.label)
+            if attendance.handle(message):
+                self._post(attendance.whereabouts())
+            self.changed.notify_all()
             return
         if isinstance(message, wire.Verdict):
-            self._over = {number for number in self._over if number >= message.resume}
             self._opened = max(self._opened, message.resume)
         session = self._sessions.get(message.session)
         if session is None:
@@ -222,10 +210,12 @@ class Board:
     def lose(self, rank: int) -> None:
         """The connection to ``rank`` is lost."""
         with self.changed:
+            self._lost.add(rank)
             if self._table is not None:
                 self._table.lose(rank, time.monotonic())
+                for appointer in self._appointers:
+                    appointer.lose()
             elif rank == self.coordinator:
-                self._coordinator_lost = True
                 for session in self._sessions.values():
                     session.lose_coordinator()
             self.changed.notify_all()
@@ -234,61 +224,55 @@ class Board:
     def regain(self, rank: int) -> None:
         """``rank`` is connected, for the first time or again."""
         with self.changed:
+            self._lost.discard(rank)
             if self._table is not None:
-                again = self._table.regain(rank)
+                for appointer in self._appointers:
+                    appointer.regain(rank)
             elif rank == self.coordinator:
-                again, self._coordinator_lost = self._coordinator_lost, False
-            else:
-                return
-            if again:
-                self._repeat_notes(rank)
+                for attendance in self._attendances:
+                    self._post(attendance.whereabouts())
+            self._settle()
 
-    def make_box(self, topic: str) -> Box:
-        """The box of the topic's next channel."""
+    def attend(self, topic: str) -> Attendance:
+        """This rank's part in the topic's next appointments."""
         with self.changed:
-            return self._boxes.make(topic)
+            return self._attendances.next(topic)
 
-    def announce(self, box: Box, data: bytes) -> None:
-        """Send a note to the coordinator; on the coordinator, to every other rank."""
+    def reach(self, attendance: Attendance, step: int, wish: bool, timeout: float) -> bool:
+        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
+        until = 0.0
         with self.changed:
-            box.last = data
-            for rank in self._listeners:
-                self._carrier.send(rank, box.label, data)
-            self._carrier.flush_soon()
-
-    def _repeat_notes(self, rank: int) -> None:
-        """Send again what may have been lost with the connection, as far as it is the latest news."""
-        for label, data in self._boxes.last():
-            self._carrier.send(rank, label, data)
-        self._carrier.flush()
-
-    def hear(self, box: Box) -> list[tuple[int, bytes]]:
-        """Take what has arrived."""
-        with self.changed:
-            notes = list(box.notes)
-            box.notes.clear()
-            return notes
-
-    def wait_for_note(self, box: Box, timeout: float) -> None:
-        """See :class:`paddle_dist_ckpt.core.protocols.Channel`."""
-        until = time.monotonic() + timeout
-        with self.changed:
-            while not box.notes:
+            while not attendance.may_reach(step):
+                until = until or time.monotonic() + timeout
                 left = until - time.monotonic()
-                error = self._silence(box.label.topic, timeout, left <= 0)
+                error = self._hindrance(attendance, timeout, left <= 0)
                 if error is not None:
                     raise failures.copy_of(error)
                 self.changed.wait(min(left, LONGEST_WAIT))
+            due = attendance.reach(step)
+            if wish and not due:
+                attendance.wish()
+                self.post(attendance.whereabouts())
+            return due
 
-    def _silence(self, topic: str, timeout: float, over: bool) -> ErrorRecord | None:
-        """Why no note is to be expected, if so."""
+    def _hindrance(self, attendance: Attendance, timeout: float, over: bool) -> ErrorRecord | None:
+        """Why no decision is to be expected, if so."""
         if self._broken is not None:
             return self._broken
-        waiting = f"waiting for news of {topic!r}"
-        if self._coordinator_lost:
+        waiting = f"waiting for the decision about {attendance.label[0]!r}"
+        if self.coordinator in self._lost:
             lost = {self.coordinator: failures.record("connection lost")}
             return failures.failure_of_ranks(f"{waiting} failed", lost, self.ranks)
-        return failures.timeout_error(waiting, self._listeners, timeout) if over else None
+        leads = self._table is not None
+        silent = self._appointers.at(attendance.label).silent if leads else [self.coordinator]
+        return failures.timeout_error(waiting, silent, timeout) if over else None
+
+    def end_attendance(self, attendance: Attendance) -> None:
+        """On the coordinator: no rank has an appointment any more, beyond where the coordinator is."""
+        with self.changed:
+            if self._table is not None:
+                self._appointers.at(attendance.label).end(attendance.step)
+            self._carrier.flush()
 
     def tick(self) -> float:
         """Send the beats that are due and see who has been silent for too long.

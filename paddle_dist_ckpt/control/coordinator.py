@@ -190,9 +190,8 @@ class CoordinatorSession:
             return
         self.verdict = verdict
         for rank in self._ranks:
-            if rank not in self._left:
-                notice = rank not in self._kinds
-                self._emit(rank, wire.Verdict(self._number, verdict, resume=self.resume, notice=notice), b"")
+            if rank in self._kinds and rank not in self._left:
+                self._emit(rank, wire.Verdict(self._number, verdict, resume=self.resume), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
         for said, what in ((self._kinds, f"session {self._number}"), (self._names, f"round {self._round}")):

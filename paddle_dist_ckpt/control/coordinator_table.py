@@ -7,6 +7,7 @@ when one of them fails.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 from . import failures, wire
@@ -34,16 +35,17 @@ class CoordinatorTable:
     Args:
         ranks: The members of every session.
         coordinator: One of them.
+        lost: Those without a connection, as it changes.
         emit: Sends to a rank.
     """
 
-    def __init__(self, ranks: tuple[int, ...], coordinator: int, emit: Emit) -> None:
+    def __init__(self, ranks: tuple[int, ...], coordinator: int, lost: Set[int], emit: Emit) -> None:
         self._ranks = ranks
         self._coordinator = coordinator
+        self._lost = lost
         self._emit = emit
         self._sessions: dict[int, CoordinatorSession] = {}
         self._verdicts: dict[int, ErrorRecord] = {}
-        self._lost: set[int] = set()
         self._late: dict[tuple[int, int], _Late] = {}  # by rank and session
         self._opened = 0
         self._doubted: int | None = None
@@ -167,16 +169,9 @@ class CoordinatorTable:
 
     def lose(self, rank: int, now: float) -> None:
         """The connection to ``rank`` is lost: sessions that need it fail, now and until it is back."""
-        self._lost.add(rank)
         for number, session in list(self._sessions.items()):
             session.lose(rank, now)
             self._retire(number, session)
-
-    def regain(self, rank: int) -> bool:
-        """``rank`` has connected; returns whether it was lost before."""
-        lost = rank in self._lost
-        self._lost.discard(rank)
-        return lost
 
     def tick(self, now: float) -> float:
         """Let time pass in every session; returns when to call again."""

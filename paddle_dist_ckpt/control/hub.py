@@ -18,14 +18,13 @@ from ..errors import CheckpointError
 from . import bootstrap, failures
 from .board import Board
 from .bootstrap import BootstrapStore
-from .channel import BoardChannel
-from .session import Session
+from .session import BoardAppointments, Session, check_topic
 from .wire import Message
 from .zmq_ports import DealerPort, RouterPort
 
 __all__ = ["ZmqHub"]
 
-_LOG = logging.getLogger(__name__)
+_logger = logging.getLogger("paddle_dist_ckpt")
 _CLOSE_SECONDS = 15.0  # more than zmq lingers
 _LONGEST_SLEEP = 3600.0  # seconds; what epoll takes as a timeout is bounded
 
@@ -92,7 +91,7 @@ class ZmqHub:
         self._check_process()
         return Session(self._board, kind, timeout, self._on_abandon)
 
-    def channel(self, topic: str) -> BoardChannel:
+    def appointments(self, topic: str, timeout: float) -> BoardAppointments:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
 
         Raises:
@@ -100,7 +99,7 @@ class ZmqHub:
             ValueError: the topic is too long.
         """
         self._check_process()
-        return BoardChannel(self._board, topic)
+        return BoardAppointments(self._board, check_topic(topic), timeout)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -149,7 +148,7 @@ class _IoThread:
             self.reschedule()
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            _LOG.warning("the thread of the control hub has not ended within %d s and is left behind", _CLOSE_SECONDS)
+            _logger.warning("the control hub's thread has not ended within %d s and is left behind", _CLOSE_SECONDS)
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
         if not self._closed:
@@ -160,9 +159,6 @@ class _IoThread:
         # Sending may have taken the sign that something has arrived, for which the thread sleeps.
         if not self._closed and self._port.pending():
             self.reschedule()
-
-    def flush_soon(self) -> None:
-        self.reschedule()
 
     def reschedule(self) -> None:
         # The thread itself looks at the time anyway before it sleeps again.
@@ -183,7 +179,7 @@ class _IoThread:
             with self._board.changed:
                 self._send_queued()
         except Exception as error:
-            _LOG.exception("the control hub's thread failed")
+            _logger.exception("the control hub's thread failed")
             self._board.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
         finally:
             with self._board.changed:

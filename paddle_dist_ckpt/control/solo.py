@@ -7,11 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from ..core.protocols import CollectiveWatch
-from ..errors import CheckpointTimeoutError
-from .channel import check_note, check_topic
-from .session import check_payload, check_replies
+from .session import check_payload, check_replies, check_topic
 
-__all__ = ["SoloChannel", "SoloHub", "SoloSession"]
+__all__ = ["SoloAppointments", "SoloHub", "SoloSession"]
 
 T = TypeVar("T")
 
@@ -63,39 +61,24 @@ class _NoWatch:
         return nullcontext()
 
 
-class SoloChannel:
-    """Implements :class:`paddle_dist_ckpt.core.protocols.Channel` for one rank."""
+class SoloAppointments:
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Appointments` for one rank: what it wishes is at once."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    leads = True
 
-    @property
-    def rank(self) -> int:
-        return self._rank
+    def __init__(self) -> None:
+        self._latest: int | None = None
+        self._closed = False
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return (self._rank,)
+    def reach(self, step: int, wish: bool = False) -> bool:
+        """Whether it is wished at this step."""
+        if wish:
+            self._latest = step
+        return step == self._latest and not self._closed
 
-    @property
-    def coordinator(self) -> int:
-        return self._rank
-
-    def announce(self, data: bytes) -> None:
-        """There is nobody to hear it."""
-        check_note(data)
-
-    def heard(self) -> list[tuple[int, bytes]]:
-        """Nothing: there is nobody else."""
-        return []
-
-    def wait(self, timeout: float) -> None:
-        """Raises at once, as nothing will ever arrive.
-
-        Raises:
-            CheckpointTimeoutError: always.
-        """
-        raise CheckpointTimeoutError(f"rank {self._rank} waits for notes, but there is no other rank to send any")
+    def close(self) -> None:
+        """No appointments any more."""
+        self._closed = True
 
 
 class SoloHub:
@@ -112,10 +95,10 @@ class SoloHub:
         """Open a session. There is nobody to agree with about ``kind``, nor to wait for until ``timeout``."""
         return nullcontext(SoloSession(self._rank))
 
-    def channel(self, topic: str) -> SoloChannel:
-        """Make a channel, on which there is never anything to hear."""
+    def appointments(self, topic: str, timeout: float) -> SoloAppointments:
+        """Make appointments. There is nobody to wait for."""
         check_topic(topic)
-        return SoloChannel(self._rank)
+        return SoloAppointments()
 
     def close(self) -> None:
         """Does nothing: no connection is held."""

@@ -1,12 +1,12 @@
 """The messages between ranks, and their bytes.
 
 A message is one msgpack array, whose first item is its class's name, in a frame of its own; an ``Answer`` or ``Reply``
-has its payload in the next frame, so that tens of megabytes are neither packed nor unpacked; so has a ``Note``. All but
-``Note``, ``Hello`` and ``Leave`` belong to a session; sessions are numbered in the order of opening, the same on every
-rank, and the rounds of a session are numbered from 0.
+has its payload in the next frame, so that tens of megabytes are neither packed nor unpacked. All but ``Whereabouts``,
+``Appointed``, ``Hello`` and ``Leave`` belong to a session; sessions are numbered in the order of opening, the same on
+every rank, and the rounds of a session are numbered from 0.
 
-    member -> coordinator     Open, Answer, Fail, Beat, Bye, Note, Hello, Leave
-    coordinator -> member     Reply, Verdict, Beat, Bye, Note, Hello, Leave
+    member -> coordinator     Open, Answer, Fail, Beat, Bye, Whereabouts, Hello, Leave
+    coordinator -> member     Reply, Verdict, Beat, Bye, Appointed, Hello, Leave
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from typing import Annotated
 import msgspec
 
 __all__ = [
-    "MAX_NOTE",
+    "BEFORE",
     "MAX_PAYLOAD",
     "MAX_TOPIC",
     "Answer",
+    "Appointed",
     "Beat",
     "Bye",
     "ErrorRecord",
     "Fail",
     "Hello",
+    "Label",
     "Leave",
     "Message",
-    "Note",
     "Open",
     "Reply",
     "Verdict",
+    "Whereabouts",
     "decode",
     "encode",
 ]
 
 MAX_PAYLOAD = 1 << 30
 """Longest payload of a message, in bytes: whoever connects cannot make a rank allocate more."""
-MAX_NOTE = 1 << 16
-"""Longest payload of a note, in bytes."""
 MAX_TOPIC = 1024
 MAX_TEXT = 1 << 20
 MAX_PROBLEMS = 100_000
 MAX_RANKS = 1 << 20
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
+Step = int
+BEFORE = -1
+"""A step before all others."""
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Ranks = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_RANKS)]
+Label = tuple[Annotated[str, msgspec.Meta(max_length=MAX_TOPIC)], Number]
+"""A topic, and a number among its labels."""
 Problems = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PROBLEMS)]
 
 
@@ -130,24 +135,44 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The session has failed, on every rank, with this error.
 
     ``late``: it had before you opened it. ``resume``: the number of the session that you open next, if it is not the
-    one after this. ``notice``: you have not opened it; when you do, you will be answered.
+    one after this.
     """
 
     session: Number
     error: ErrorRecord
     late: bool = False
     resume: Number = 0
-    notice: bool = False
 
 
-class Note(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Something about a topic, for the ``number``-th channel of it; the payload is the next frame."""
+class Whereabouts(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """All that a rank says about appointments.
 
-    topic: Annotated[str, msgspec.Meta(max_length=MAX_TOPIC)]
-    number: Number
+    ``answered``: how many questions. ``step``: how far it was then, or is. ``wish``: the last step at which it wished
+    for an appointment beyond.
+    """
+
+    label: Label
+    answered: Number
+    step: Step
+    wish: Step
 
 
-Message = Hello | Leave | Open | Answer | Fail | Beat | Bye | Reply | Verdict | Note
+class Appointed(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """All that the coordinator says about appointments.
+
+    ``asked``: how many questions; ``open``: the last awaits the decision. ``decided``: how many appointments; the last
+    is at the first step ``after`` that. ``end``: how far the coordinator came, if there will be no more.
+    """
+
+    label: Label
+    asked: Number = 0
+    open: bool = False
+    decided: Number = 0
+    after: Step = BEFORE
+    end: Step | None = None
+
+
+Message = Hello | Leave | Open | Answer | Fail | Beat | Bye | Reply | Verdict | Whereabouts | Appointed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[Number, Message])

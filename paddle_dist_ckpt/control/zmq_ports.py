@@ -11,7 +11,6 @@ import logging
 import math
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -21,12 +20,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from . import wire
 from .bootstrap import Rendezvous, local_address
-from .notes import KEPT
 from .wire import Message
 
 __all__ = ["DealerPort", "Listener", "Port", "RouterPort"]
 
-_LOG = logging.getLogger(__name__)
+_logger = logging.getLogger("paddle_dist_ckpt")
 _COPY_BELOW = 1 << 16
 _PROBE_AFTER = (0.0, 0.002, 0.01, 0.05, 0.2)
 _LINGER_MS = 5000
@@ -86,17 +84,12 @@ class Port:
     def _open(self, frames: list[bytes]) -> tuple[int, Message, bytes] | None:
         """Return the sender's rank, the message and the payload; None, and a warning, if it is not from a rank."""
         if len(frames) != 3 or not hmac.compare_digest(frames[0], self._token):
-            _LOG.warning("rank %d dropped a message without the hub's token", self._rank)
+            _logger.warning("rank %d dropped a message without the hub's token", self._rank)
             return None
         try:
             source, message = wire.decode(frames[1])
         except (msgspec.DecodeError, RecursionError) as error:
-            _LOG.warning("rank %d dropped a message that it does not understand: %s", self._rank, error)
-            return None
-        if isinstance(message, wire.Note) and len(frames[2]) > wire.MAX_NOTE:
-            _LOG.warning(
-                "rank %d dropped a note of %d bytes; a note may have %d", self._rank, len(frames[2]), wire.MAX_NOTE
-            )
+            _logger.warning("rank %d dropped a message that it does not understand: %s", self._rank, error)
             return None
         return source, message, frames[2]
 
@@ -137,7 +130,6 @@ class RouterPort(Port):
         self._others = frozenset(ranks) - {rank}
         self._routes: dict[int, bytes] = {}
         self._unreachable: dict[int, bytes] = {}
-        self._unsent: dict[int, deque[tuple[wire.Note, bytes]]] = {}
         self._probes: list[float] = []
         self.endpoint = self._bind(bind_host)
 
@@ -151,25 +143,16 @@ class RouterPort(Port):
         return f"tcp://{local_address() if address in _ANYWHERE else bound}:{port}"
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
-        """Send to a rank. To one without a connection only notes are sent, once it has one.
-
-        Of sessions it will hear what it missed when it opens them.
-        """
+        """Send to a rank, if it is connected; else it will hear what it missed when it is, or opens the session."""
         route = self._routes.get(destination)
-        if route is not None and self._reach(destination, route, message, payload):
+        if route is None:
             return
-        if isinstance(message, wire.Note):
-            self._unsent.setdefault(destination, deque(maxlen=KEPT)).append((message, payload))
-
-    def _reach(self, destination: int, route: bytes, message: Message, payload: bytes) -> bool:
         try:
             self._send((route,), message, payload)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._unreachable[destination] = route
-            return False
-        return True
 
     def pending(self) -> bool:
         """Whether there is something to receive, or a lost connection to tell about."""
@@ -195,7 +178,7 @@ class RouterPort(Port):
                 continue
             source, message, payload = opened
             if source not in self._others:
-                _LOG.warning("rank %d dropped a message from rank %d, which is not in its group", self._rank, source)
+                _logger.warning("rank %d dropped a message from rank %d, which is not in its group", self._rank, source)
                 continue
             if self._routes.get(source) != route:
                 self._welcome(source, route, listener)
@@ -209,8 +192,6 @@ class RouterPort(Port):
             # What was under way on the old connection may be lost, so the sessions that were open cannot go on.
             listener.lose(rank)
         self._routes[rank] = route
-        for note, payload in self._unsent.pop(rank, ()):
-            self.send(rank, note, payload)
         listener.regain(rank)
 
     def on_event(self, event: int, listener: Listener) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from .memory import Bytes1D
 
-__all__ = ["Channel", "CollectiveWatch", "ControlHub", "ControlSession", "Transport"]
+__all__ = ["Appointments", "CollectiveWatch", "ControlHub", "ControlSession", "Transport"]
 
 T = TypeVar("T")
 
@@ -89,45 +89,39 @@ class ControlSession(Protocol):
         ...
 
 
-class Channel(Protocol):
-    """One-way notes about one topic, from the coordinator to all other ranks and from each of those to it.
+class Appointments(Protocol):
+    """Steps at which all ranks do something, such as a save, agreed on while they go on with their steps.
 
-    Notes between two ranks are heard in the order in which they were announced. Nobody waits for anybody: notes that
-    arrive before the other side has its channel, or is connected, are kept, the latest thousand of them. When a
-    connection breaks, notes on their way may be lost; once it is back, each side announces its last note again.
+    Every rank tells the steps that it comes to, the same ones in the same order, not necessarily at the same time.
     """
 
     @property
-    def rank(self) -> int: ...
+    def leads(self) -> bool:
+        """Whether this rank is the coordinator."""
+        ...
 
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
+    def reach(self, step: int, wish: bool = False) -> bool:
+        """Come to a step, not negative.
 
-    @property
-    def coordinator(self) -> int: ...
-
-    def announce(self, data: bytes) -> None:
-        """On the coordinator: tell every other rank. On another rank: tell the coordinator.
-
-        It does not block. That a connection is lost, or the hub closed, is no error here.
+        It waits only if another step was reached since an appointment was wished for and not yet decided on, which
+        takes one exchange of messages with all ranks' hubs. It may be repeated for the same step.
 
         Args:
-            data: At most 64 KiB.
-        """
-        ...
+            step: If steps fall back, there are no appointments before the steps that had been reached.
+            wish: Wish for an appointment beyond this step. Those of several ranks may be fulfilled by the same one.
 
-    def heard(self) -> list[tuple[int, bytes]]:
-        """What has arrived since the last call, oldest first, each with the rank that it is from."""
-        ...
-
-    def wait(self, timeout: float) -> None:
-        """Wait until there is something to be heard.
+        Returns:
+            Whether there is an appointment at this step, which is so on all ranks. Then a wish is fulfilled.
 
         Raises:
-            RankFailureError: not on the coordinator: the connection to it is lost.
-            CheckpointTimeoutError: there was nothing for ``timeout`` seconds.
-            CheckpointError: the hub is closed.
+            RankFailureError: it had to wait, but the connection to the coordinator is lost.
+            CheckpointTimeoutError: it waited in vain.
+            CheckpointError: it had to wait, but the hub is closed.
         """
+        ...
+
+    def close(self) -> None:
+        """This rank has no more appointments; if it is the coordinator, no rank has, beyond where it is."""
         ...
 
 
@@ -147,13 +141,14 @@ class ControlHub(Protocol):
         """
         ...
 
-    def channel(self, topic: str) -> Channel:
-        """Make a channel, which needs no closing.
+    def appointments(self, topic: str, timeout: float) -> Appointments:
+        """Make appointments, which may outlive sessions.
 
-        A rank's first channel of a topic talks to the other ranks' first ones, its second to their second ones.
+        A rank's first ones of a topic belong to the other ranks' first ones, its second to their second ones.
 
         Args:
             topic: At most 1024 characters.
+            timeout: Longest wait for a decision, in seconds.
         """
         ...
 

@@ -5,7 +5,7 @@
 
 What has to be the same on all ranks is decided by the coordinator: which steps are there, which is the latest or the
 best one, which may go. So all ranks make the same calls in the same order. :meth:`CheckpointManager.should_save` alone
-waits for nobody; see :mod:`.control.schedule` for how it can know.
+waits for nobody; see :mod:`.control.appointment` for how it can know.
 """
 
 from __future__ import annotations
@@ -104,8 +104,12 @@ class CheckpointManager:
             self._agree(session, "the manager's arguments", repr(arguments))
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
-        self._seconds = save_interval_seconds
-        self._schedule = self._new_schedule() if save_interval_seconds is not None or save_on_sigterm else None
+        self._schedule = None
+        if save_interval_seconds is not None or save_on_sigterm:
+            topic = f"steps of {self._root.name}"
+            self._schedule = Schedule(
+                self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds
+            )
         self._steps = Steps(self._root, _NOTE)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: list[int] = []
@@ -120,8 +124,8 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether a save is due at this step, the same on every rank. To be called once a step, with rising steps.
 
-        It waits for nobody, and takes microseconds; where time or a signal decides, the coordinator has announced the
-        decision to the others before they come to the step.
+        It waits for nobody, and takes microseconds; where time or a signal decides, a rank that comes to its next step
+        while ranks are being asked how far they are waits until the decision is there.
         """
         step = _checked_step(step)
         if self._decided is None or self._decided[0] != step:
@@ -139,13 +143,9 @@ class CheckpointManager:
         """Whether a rank got SIGTERM, and the save that it asked for is due by now or done: time to leave the loop."""
         return self._schedule is not None and self._schedule.stopping
 
-    def _new_schedule(self) -> Schedule:
-        channel = self._ranks.hub.channel(f"steps of {self._root.name}")
-        return Schedule(channel, self._options.timeout, interval_seconds=self._seconds)
-
     def _request_stop(self) -> None:
         if self._schedule is not None:
-            self._schedule.request("SIGTERM")
+            self._schedule.request()
 
     # -- save
 
@@ -183,7 +183,7 @@ class CheckpointManager:
         self._last_step, self._decided = step, (step, False)  # to save a step twice would be of no use
         self._pending = saved if isinstance(saved, AsyncSave) else None
         if self._schedule is not None:
-            self._schedule.saved(step)
+            self._schedule.saved()
         return saved
 
     def _forget_failure(self) -> None:
@@ -267,8 +267,7 @@ class CheckpointManager:
             load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options)
         self._last_step = chosen
         if self._schedule is not None and self._decided is not None:  # the steps begin anew
-            self._schedule.close()
-            self._schedule = self._new_schedule()
+            self._schedule.restart()
         self._decided = None
         return chosen
 

@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager
 
 from ..control import failures
 from ..control.board import Board
-from ..control.channel import BoardChannel
-from ..control.session import Session
+from ..control.session import BoardAppointments, Session, check_topic
 from ..control.wire import Message
 from .in_process_transport import InProcessTransport, Pipes
 
@@ -38,10 +37,11 @@ class InProcessWorld:
         self._queue: deque[tuple[int, int, Message, bytes]] = deque()
         self._delivering = False
         self._ticking = False
-        self._muted: set[int] = set()
+        self._cut_off: set[int] = set()
         self._pipes = Pipes(self.ranks)
         self._boards = {
-            rank: Board(rank, self.ranks, self.coordinator, _Carrier(self, rank), self._lock) for rank in self.ranks
+            rank: Board(rank, self.ranks, self.coordinator, InProcessCarrier(self, rank), self._lock)
+            for rank in self.ranks
         }
 
     def hub(self, rank: int, on_abandon: Callable[[], None] | None = None) -> InProcessHub:
@@ -52,15 +52,10 @@ class InProcessWorld:
         """The transport of ``rank``."""
         return InProcessTransport(self._pipes, rank)
 
-    def mute(self, rank: int) -> None:
-        """From now on nothing that ``rank`` sends arrives anywhere, as if its host had frozen."""
-        with self._lock:
-            self._muted.add(rank)
-
     def disconnect(self, rank: int) -> None:
         """End the connection of ``rank``, as if its process had been killed; of the coordinator, every connection."""
         with self._lock:
-            self._muted.add(rank)
+            self._cut_off.add(rank)
             if rank != self.coordinator:
                 self._boards[self.coordinator].lose(rank)
                 self._boards[rank].lose(self.coordinator)
@@ -69,17 +64,9 @@ class InProcessWorld:
                 self._boards[other].lose(rank)
                 self._boards[rank].lose(other)
 
-    def reconnect(self, rank: int) -> None:
-        """Undo :meth:`disconnect` or :meth:`mute`."""
-        with self._lock:
-            self._muted.discard(rank)
-            for other in self.ranks:
-                self._boards[other].regain(rank)
-                self._boards[rank].regain(other)
-
     def send(self, source: int, destination: int, message: Message, payload: bytes) -> None:
         """Queue a message. Called with the lock held, like :meth:`flush`."""
-        if source not in self._muted:
+        if source not in self._cut_off:
             self._queue.append((source, destination, message, payload))
 
     def flush(self) -> None:
@@ -114,7 +101,7 @@ class InProcessWorld:
                 self._opened.wait(max(0.0, due - time.monotonic()))
 
 
-class _Carrier:
+class InProcessCarrier:
     """Implements :class:`Carrier` for one simulated rank."""
 
     def __init__(self, world: InProcessWorld, rank: int) -> None:
@@ -125,9 +112,6 @@ class _Carrier:
         self._world.send(self._rank, destination, message, payload)
 
     def flush(self) -> None:
-        self._world.flush()
-
-    def flush_soon(self) -> None:
         self._world.flush()
 
     def reschedule(self) -> None:
@@ -146,9 +130,9 @@ class InProcessHub:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`."""
         return Session(self._board, kind, timeout, self._on_abandon)
 
-    def channel(self, topic: str) -> BoardChannel:
+    def appointments(self, topic: str, timeout: float) -> BoardAppointments:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`."""
-        return BoardChannel(self._board, topic)
+        return BoardAppointments(self._board, check_topic(topic), timeout)
 
     def close(self) -> None:
         """End the rank's connection; sessions that are open fail."""

@@ -242,13 +242,10 @@ def test_missing_ranks_time_out_and_may_come_back(group: Group, missing: list[in
         assert type(error) is CheckpointTimeoutError
         assert error.missing_ranks == tuple(missing)
     assert SHORT <= took < SHORT + 2
-    # The late ranks find the session abandoned, before they begin to work; then all are level again.
-    time.sleep(0.1)
-    worked: list[int] = []
+    # The late ranks find the session abandoned; then all are level again.
     begun = time.monotonic()
-    late = run(group, one_round(lambda rank: worked.append(rank) or b"", LONG), missing)  # type: ignore[func-returns-value]
+    late = run(group, one_round(own_number, LONG), missing)
     assert time.monotonic() - begun < AT_ONCE
-    assert worked == []
     for error in late.values():
         assert type(error) is CheckpointTimeoutError
         assert "arrived late" in str(error)

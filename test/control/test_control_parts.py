@@ -12,7 +12,7 @@ import pytest
 
 from paddle_dist_ckpt.control import SoloHub, failures, wire
 from paddle_dist_ckpt.control.member import MemberSession
-from paddle_dist_ckpt.core.protocols import Channel, ControlHub, Transport
+from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transport
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -38,7 +38,8 @@ RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRec
         wire.Bye(3),
         wire.Reply(3, 1),
         wire.Verdict(3, RECORD, late=True),
-        wire.Note("steps", 2),
+        wire.Whereabouts(("steps", 2), 1, 7, -1),
+        wire.Appointed(("steps", 2), 1, True, 1, 7, 9),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -57,7 +58,7 @@ def test_messages_come_back_equal(message: wire.Message) -> None:
         msgspec.msgpack.encode([0, ["Unknown"]]),
         msgspec.msgpack.encode([0, ["Beat", -1]]),
         msgspec.msgpack.encode([0, ["Beat", "1"]]),
-        msgspec.msgpack.encode([0, ["Note", "x" * (wire.MAX_TOPIC + 1), 0]]),
+        msgspec.msgpack.encode([0, ["Appointed", ["x" * (wire.MAX_TOPIC + 1), 0]]]),
         msgspec.msgpack.encode([0, ["Answer", 0, 0, "x" * (wire.MAX_TEXT + 1)]]),
         # A list that claims four billion problems and has none.
         msgspec.msgpack.encode([0, ["Fail", 0, 0, "", ["A", "b", False]]])[:-5] + b"\xa1A\xa1b\xc2\xdd\xff\xff\xff\xff",
@@ -130,13 +131,14 @@ def test_solo_calls_straight_through() -> None:
     hub.close()
 
 
-def test_solo_has_nobody_to_talk_to() -> None:
-    channel: Channel = SoloHub(rank=3).channel("steps")
-    assert (channel.rank, channel.ranks, channel.coordinator) == (3, (3,), 3)
-    channel.announce(b"x")
-    assert channel.heard() == []
-    with pytest.raises(CheckpointTimeoutError, match="no other rank"):
-        channel.wait(60)
+def test_a_rank_alone_has_the_appointments_that_it_wishes_for() -> None:
+    appointments: Appointments = SoloHub(rank=3).appointments("steps", 1.0)
+    assert appointments.leads
+    assert [appointments.reach(step, wish=step == 2) for step in range(5)] == [False, False, True, False, False]
+    appointments.close()
+    assert not appointments.reach(6, wish=True)
+    with pytest.raises(ValueError, match="1025 characters"):
+        SoloHub().appointments("t" * 1025, 1.0)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt(), UnsupportedValueError("x")])
@@ -193,28 +195,6 @@ def test_an_abandoned_transport_raises() -> None:
             blocked.result(5)
     with pytest.raises(CheckpointError, match="abandoned"):
         transport.broadcast(np.zeros(1, np.uint8), 1, MOST)
-
-
-@pytest.mark.parametrize("muted", [0, 2])
-def test_a_muted_rank_is_missing_in_the_middle_of_a_session(muted: int) -> None:
-    world = InProcessWorld(3)
-
-    def work(rank: int) -> tuple[int, ...]:
-        try:
-            with world.hub(rank).session("save", 0.3) as session:
-                session.gather_scatter("a", lambda: b"", lambda parts: parts)
-                if rank == muted:
-                    world.mute(rank)
-                session.gather_scatter("b", lambda: b"", lambda parts: parts)
-        except CheckpointTimeoutError as error:
-            return error.missing_ranks
-        return ()
-
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(work, range(3)))
-    # A coordinator that still hears everyone cannot know that nobody hears it.
-    del found[muted]
-    assert found == [(muted,)] * 2
 
 
 @pytest.mark.parametrize("order", ["round, bye", "bye, round"])

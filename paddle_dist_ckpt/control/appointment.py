@@ -1,0 +1,177 @@
+"""Appointments: at which step all ranks do something, agreed on without any waiting for another to get there.
+
+A rank wishes for an appointment. The coordinator asks all ranks how far they are. Each answers at once, from its hub's
+thread, and promises to go no further before it has heard the decision: the first step beyond all the answers. So a rank
+knows of an appointment before it gets there, wherever the others are; it waits only if its next step comes within the
+one exchange of messages that a decision takes.
+
+Both sides are state machines without I/O, threads or clocks. A message is all that its sender knows, so that the latest
+makes up for those that were lost with a connection, and each side need only repeat it. Nobody can miss a decision: the
+next one takes every rank's answer to a question that tells of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Set
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from .coordinator import Emit
+from .wire import BEFORE, Appointed, Label, Whereabouts
+
+__all__ = ["Appointer", "Attendance", "Numbered"]
+
+T = TypeVar("T")
+_MOST_EARLY = 100
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+class Attendance:
+    """Any rank's side: how far it is, what it has promised, and which appointments are ahead of it.
+
+    Args:
+        label: Of the appointments: their topic, and a number among those of the topic.
+
+    Attributes:
+        step: The furthest step that the rank has come to.
+    """
+
+    def __init__(self, label: Label) -> None:
+        self.label = label
+        self.step = BEFORE
+        self._wish = BEFORE
+        self._heard = Appointed(label)
+        self._ahead: deque[int] = deque()
+        self._asked_about = BEFORE
+        self._answer = False
+
+    def handle(self, message: Appointed) -> bool:
+        """Take in a message from the coordinator; returns whether it asks something new."""
+        if message.decided > self._heard.decided:
+            self._ahead.append(message.after)
+        if message.end is not None:  # an appointment that the coordinator does not come to is void
+            self._ahead = deque(after for after in self._ahead if after < message.end)
+        asks = message.open and message.asked > self._heard.asked
+        self._heard = message
+        return asks
+
+    def may_reach(self, step: int) -> bool:
+        """Whether no promise forbids to go on to ``step``."""
+        return step <= self.step or not self._heard.open
+
+    def reach(self, step: int) -> bool:
+        """Come to a step, which may be reached; returns whether there is an appointment. It says so again if asked."""
+        if step != self._asked_about:
+            self._asked_about, self._answer = step, False
+        while self._ahead and self._ahead[0] < step:
+            self._ahead.popleft()
+            self._answer = True
+        self.step = max(self.step, step)
+        return self._answer
+
+    def wish(self) -> None:
+        """Wish for an appointment beyond the step that the rank has come to."""
+        self._wish = self.step
+
+    def whereabouts(self) -> Whereabouts:
+        """What the coordinator is to know; with it goes the promise, if a question is open."""
+        return Whereabouts(self.label, self._heard.asked, self.step, self._wish)
+
+
+class Appointer:
+    """The coordinator's side.
+
+    A question that a rank cannot answer, for its connection is lost, is taken back: nobody shall wait for it. It is
+    asked again when the rank is back.
+
+    Args:
+        label: Of the appointments.
+        ranks: All of them.
+        lost: Those without a connection, as it changes.
+        emit: Sends to a rank.
+    """
+
+    def __init__(self, label: Label, ranks: tuple[int, ...], lost: Set[int], emit: Emit) -> None:
+        self._ranks = ranks
+        self._lost = lost
+        self._emit = emit
+        self._steps: dict[int, int] = {}
+        self._wish = BEFORE
+        self._news = Appointed(label)
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks whose answers are missing."""
+        return [rank for rank in self._ranks if rank not in self._steps]
+
+    def handle(self, rank: int, message: Whereabouts) -> None:
+        """Take in where a rank is. A wish is fulfilled already by a decision for a step that it has yet to reach."""
+        self._wish = max(self._wish, message.wish)
+        if self._news.open and message.answered == self._news.asked:
+            self._steps[rank] = message.step
+            if not self.silent:
+                self._tell(open=False, decided=self._news.decided + 1, after=max(self._steps.values()))
+        self._ask()
+
+    def lose(self) -> None:
+        """The connection to a rank is lost."""
+        if self._news.open:
+            self._tell(open=False)
+
+    def regain(self, rank: int) -> None:
+        """``rank`` is connected, for the first time or again."""
+        self._emit(rank, self._news, b"")
+        self._ask()
+
+    def end(self, step: int) -> None:
+        """The coordinator, which came as far as ``step``, goes no further: no appointments any more."""
+        self._tell(open=False, end=step)
+
+    def _ask(self) -> None:
+        if self._wish > self._news.after and not (self._news.open or self._lost or self._news.end is not None):
+            self._steps.clear()
+            self._tell(open=True, asked=self._news.asked + 1)
+
+    def _tell(self, **changes: Any) -> None:
+        self._news = msgspec.structs.replace(self._news, **changes)
+        for rank in self._ranks:
+            self._emit(rank, self._news, b"")
+
+
+class Numbered(Generic[T]):
+    """One ``T`` for each label; the labels of a topic are numbered.
+
+    One may be made by a message, before this rank comes to its number. Of those, the oldest are forgotten if there are
+    too many.
+
+    Args:
+        make: Makes one for a label.
+    """
+
+    def __init__(self, make: Callable[[Label], T]) -> None:
+        self._make = make
+        self._made: dict[Label, T] = {}
+        self._counts: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._made.values()))
+
+    def next(self, topic: str) -> T:
+        """That of the topic's next number."""
+        number = self._counts.get(topic, 0)
+        found = self.at((topic, number))
+        self._counts[topic] = number + 1
+        return found
+
+    def at(self, label: Label) -> T:
+        """That of a label."""
+        if label not in self._made:
+            early = [(topic, number) for topic, number in self._made if number >= self._counts.get(topic, 0)]
+            if len(early) == _MOST_EARLY:
+                _logger.warning("messages about %r are dropped, as this rank has no such appointments", early[0][0])
+                del self._made[early[0]]
+            self._made[label] = self._make(label)
+        return self._made[label]
