@@ -190,7 +190,7 @@ class Board:
 
     def _receive(self, message: Message, payload: bytes) -> None:
         """Take in a message from the coordinator."""
-        if isinstance(message, (wire.Hello, wire.Leave, wire.Whereabouts)):
+        if isinstance(message, (wire.Hello, wire.Whereabouts)):
             return
         if isinstance(message, wire.Appointed):
             attendance = self._attendances.at(message.label)

@@ -2,11 +2,11 @@
 
 A message is one msgpack array, whose first item is its class's name, in a frame of its own; an ``Answer`` or ``Reply``
 has its payload in the next frame, so that tens of megabytes are neither packed nor unpacked. All but ``Whereabouts``,
-``Appointed``, ``Hello`` and ``Leave`` belong to a session; sessions are numbered in the order of opening, the same on
+``Appointed`` and ``Hello`` belong to a session; sessions are numbered in the order of opening, the same on
 every rank, and the rounds of a session are numbered from 0.
 
-    member -> coordinator     Open, Answer, Fail, Beat, Bye, Whereabouts, Hello, Leave
-    coordinator -> member     Reply, Verdict, Beat, Bye, Appointed, Hello, Leave
+    member -> coordinator     Open, Answer, Fail, Beat, Bye, Whereabouts, Hello
+    coordinator -> member     Reply, Verdict, Beat, Bye, Appointed, Hello
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = [
     "Fail",
     "Hello",
     "Label",
-    "Leave",
     "Message",
     "Open",
     "Reply",
@@ -77,10 +76,6 @@ class ErrorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """I am here. Sent on each new connection; from the coordinator it only asks whether the connection stands."""
-
-
-class Leave(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """I am about to close the connection. Sent back as the sign that all before it has arrived."""
 
 
 class Open(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -172,7 +167,7 @@ class Appointed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     end: Step | None = None
 
 
-Message = Hello | Leave | Open | Answer | Fail | Beat | Bye | Reply | Verdict | Whereabouts | Appointed
+Message = Hello | Open | Answer | Fail | Beat | Bye | Reply | Verdict | Whereabouts | Appointed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[Number, Message])

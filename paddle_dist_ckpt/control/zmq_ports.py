@@ -2,6 +2,21 @@
 
 A message is the frames ``token, header, payload``. zmq sockets may be used by one thread at a time; the board's lock
 sees to that.
+
+Who notices what, and why it is not left to another:
+
+- A broken connection is noticed by zmq, on both sides, and told through the monitors; the DEALER connects again. A
+  ROUTER's monitor does not say whose connection it was, so the ROUTER sends to each rank in turn, and zmq refuses where
+  there is nobody (ROUTER_MANDATORY).
+- A host that has vanished without a word, or a firewall that has forgotten a quiet connection, is noticed by TCP's own
+  keepalive, between sessions. ZMTP's heartbeats would do the same with a timeout of their own, in which a process that
+  was frozen for a while is given up even if its session has a longer one.
+- Silence within a session is noticed by the beats of the hub's thread (see :mod:`.member`), which carry more than life:
+  that the rank still is in this session, and that its collectives move. zmq answers heartbeats on its own thread, even
+  if no thread of Python's ever runs again.
+- What was sent before a socket is closed is sent on by zmq (LINGER).
+- A rank is known by what its messages say, not by a ROUTING_ID of its choice: with ROUTER_HANDOVER, a stranger who
+  chose a rank's would take its place before any token is seen.
 """
 
 from __future__ import annotations
@@ -28,7 +43,6 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 _COPY_BELOW = 1 << 16
 _PROBE_AFTER = (0.0, 0.002, 0.01, 0.05, 0.2)
 _LINGER_MS = 5000
-_LEAVE_S = 1.0
 _EVENTS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 _ANYWHERE = ("0.0.0.0", "::")
 
@@ -182,10 +196,7 @@ class RouterPort(Port):
                 continue
             if self._routes.get(source) != route:
                 self._welcome(source, route, listener)
-            if isinstance(message, wire.Leave):
-                self.send(source, message, b"")
-            else:
-                listener.deliver(source, message, payload)
+            listener.deliver(source, message, payload)
 
     def _welcome(self, rank: int, route: bytes, listener: Listener) -> None:
         if rank in self._routes:
@@ -258,20 +269,4 @@ class DealerPort(Port):
 
     def close(self) -> None:
         """Let what was sent go out, if the coordinator is there to take it, and close."""
-        if self._connected:
-            self._take_leave()
-        self._close(linger=0)
-
-    def _take_leave(self) -> None:
-        # Lingering instead would last its full time if the coordinator closes first.
-        self._send((), wire.Leave(), b"")
-        poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
-        poller.register(self.monitor, zmq.POLLIN)
-        until = time.monotonic() + _LEAVE_S
-        while poller.poll(max(0, int((until - time.monotonic()) * 1000))):
-            opened = [self._open(frames) for frames in self._incoming()]
-            if any(message is not None and isinstance(message[1], wire.Leave) for message in opened):
-                return
-            if zmq.Event.DISCONNECTED in self.events():
-                return
+        self._close(linger=_LINGER_MS if self._connected else 0)

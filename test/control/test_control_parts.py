@@ -30,7 +30,6 @@ RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRec
     "message",
     [
         wire.Hello(),
-        wire.Leave(),
         wire.Open(3, "save", 0.5),
         wire.Answer(3, 1, "plan"),
         wire.Fail(3, 1, "", RECORD),
