@@ -8,8 +8,12 @@ from collections import deque
 
 import pytest
 
+from paddle_dist_ckpt.control import failures
 from paddle_dist_ckpt.control.appointment import Appointer, Attendance, Numbered
+from paddle_dist_ckpt.control.session import BoardAppointments
 from paddle_dist_ckpt.control.wire import Appointed, Message, Whereabouts
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
+from paddle_dist_ckpt.testing.in_process import InProcessWorld
 
 LABEL = ("t", 0)
 
@@ -137,3 +141,38 @@ def test_all_agree_whatever_is_late_or_lost(seed: int) -> None:
         elif source.random() < 0.3 and rank in net.lost:
             net.come_back(rank)
     assert found[1:] == [found[0]] * 3
+
+
+def open_question() -> tuple[InProcessWorld, list[BoardAppointments]]:
+    """Ranks of which one, 2, has fallen silent, and a question that it does not answer."""
+    world = InProcessWorld(3)
+    appointments = [world.hub(rank).appointments("t", 0.2) for rank in range(3)]
+    world._cut_off.add(2)
+    assert not appointments[1].reach(4)
+    assert not appointments[0].reach(4, wish=True)
+    return world, appointments
+
+
+def test_waiting_in_vain_names_who_is_silent() -> None:
+    _, appointments = open_question()
+    for rank, missing in ((0, (2,)), (1, (0,))):
+        assert not appointments[rank].reach(3)
+        for _ in range(2):
+            with pytest.raises(CheckpointTimeoutError, match="waiting for the decision about 't' timed out") as caught:
+                appointments[rank].reach(5)
+            assert caught.value.missing_ranks == missing
+
+
+def test_waiting_for_a_lost_coordinator_fails_at_once() -> None:
+    world, appointments = open_question()
+    world.disconnect(0)
+    with pytest.raises(RankFailureError, match="connection lost") as caught:
+        appointments[1].reach(5)
+    assert list(caught.value.failures) == [0]
+
+
+def test_a_closed_hub_says_so_to_who_waits() -> None:
+    _, appointments = open_question()
+    appointments[1]._board.shut(failures.record("the control hub was closed"))
+    with pytest.raises(CheckpointError, match="hub was closed"):
+        appointments[1].reach(5)

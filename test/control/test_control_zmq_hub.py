@@ -18,8 +18,7 @@ import zmq
 from paddle_dist_ckpt.control import ZmqHub, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
-
-LONG = 200.0
+from paddle_dist_ckpt.testing.hub_cases import AT_ONCE, LONG, SHORT, in_background, own_number
 
 
 class Store:
@@ -289,6 +288,26 @@ def test_a_rank_that_connects_after_the_session_failed_is_told_why(store: Store)
         one_round(late)
     assert time.monotonic() - begun < 5
     assert both([coordinator, late]) == [b"0", b"1"]
+    late.close()
+    coordinator.close()
+
+
+def test_a_rank_that_is_late_for_two_sessions_is_told_in_both(store: Store) -> None:
+    # A rank that connects only now has missed what the others were told of both.
+    coordinator = make(0, store)
+    first, second = (
+        in_background(coordinator, own_number, timeout=SHORT),
+        in_background(coordinator, own_number, 1, SHORT),
+    )
+    assert isinstance(first.exception(10), CheckpointTimeoutError)
+    assert isinstance(second.exception(10), CheckpointTimeoutError)
+    late = make(1, store)
+    begun = time.monotonic()
+    for each in [in_background(late, own_number), in_background(late, own_number)]:
+        assert "arrived late" in str(each.exception(10))
+    assert time.monotonic() - begun < AT_ONCE
+    after = [in_background(hub, own_number) for hub in (coordinator, late)]
+    assert [each.result(10) for each in after] == [b"0", b"1"]
     late.close()
     coordinator.close()
 

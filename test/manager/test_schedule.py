@@ -14,8 +14,9 @@ import pytest
 
 from paddle_dist_ckpt.control import SoloHub, ZmqHub
 from paddle_dist_ckpt.manager.schedule import Schedule
+from paddle_dist_ckpt.testing.hub_cases import LONG
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
-from test.control.groups import LONG, Store
+from test.control.groups import Store
 
 
 class Clock:

@@ -1,0 +1,24 @@
+"""The hub over TCP and its in-process twin do what every hub must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from paddle_dist_ckpt.testing.hub_conformance import HubConformance
+from test.control.groups import InProcessGroup, ZmqGroup
+
+
+class TestInProcessHub(HubConformance):
+    @pytest.fixture
+    def group(self) -> InProcessGroup:
+        return InProcessGroup()
+
+
+class TestZmqHub(HubConformance):
+    @pytest.fixture
+    def group(self) -> Iterator[ZmqGroup]:
+        made = ZmqGroup()
+        yield made
+        made.close()
