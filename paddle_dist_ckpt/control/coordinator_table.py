@@ -1,5 +1,15 @@
 """The coordinator's side of all sessions: which there are, which are over, and which ranks are out of step.
 
+Sessions are matched by counting: the n-th of one rank belongs to the n-th of the others. What would be lost if a
+mismatch just made all ranks begin to count anew, after one error on each:
+
+- A rank that comes late for several calls that the others have given up makes each of them, and each must fail. If it
+  counted anew after the first, its second would be matched with a later call of the others. So it catches up by number.
+- A rank that has left out a call, and one that comes late for it, look alike until the others are seen in a newer call,
+  which then fails on all. If they come to theirs only after the rank's was answered as late, they are in step by number
+  and at different calls. So the table has doubts until a session succeeds, in which a save compares what it can.
+- A session that all ranks have opened, such as a save in the background, is no part of a mismatch, and goes on.
+
 It keeps a session even if the coordinator itself has not opened it yet, so that the ranks that wait there learn at once
 when one of them fails.
 """
@@ -67,8 +77,8 @@ class CoordinatorTable:
         if session is None:
             return False
         session.handle(rank, message, payload, now)
-        self._catch_up(now)
-        self._retire(number, session)
+        self._put_in_step(now)
+        self._retire()
         return isinstance(message, wire.Answer) and session.parts() is not None
 
     def _begin(self, rank: int, message: Message, now: float) -> CoordinatorSession | None:
@@ -82,7 +92,7 @@ class CoordinatorTable:
             over = failures.record(f"the coordinator has closed session {number} ({message.kind}) already")
         if over is not None:
             self._late[rank, number] = _Late(over, now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT))
-            self._catch_up(now)
+            self._put_in_step(now)
             return None
         session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now)
         self._sessions[number] = session
@@ -90,56 +100,51 @@ class CoordinatorTable:
             session.lose(lost, now)
         return session
 
-    def _catch_up(self, now: float) -> None:
-        """Put ranks in step again that opened a session which was over.
+    def _put_in_step(self, now: float) -> None:
+        """Fail the sessions that ranks are not in together, so that the next is the same for all.
 
-        If the others wait in newer sessions, the rank has left out a call, or it makes one that they have given up. To
-        let it join would mix what belongs to different calls. So those fail, and the next is the same for all.
-        Otherwise the rank just comes late.
+        A rank that opens a newer session than one that it is not in has left that out. One that opens a session which
+        is over, while others are in a newer one, has left out a call, or makes one that they have given up: to let it
+        join would mix what belongs to different calls. If no others are, nor come soon, it is late, and may catch up,
+        call by call.
         """
+        apart: set[int] = set()
+        for number, session in sorted(self._sessions.items()):
+            for rank in () if session.failing else self._ranks:
+                at = [n for r, n in self._late if r == rank and n < number]
+                at += [n for n in self._opened_by(rank) if n > number or n in apart]
+                if at and not session.has_opened(rank):
+                    where = (
+                        f"{number - at[0]} call(s) behind the"
+                        if at[0] < number
+                        else f"{at[0] - number} call(s) ahead of"
+                    )
+                    text = f"is {where} other ranks; from the next call on, all are in step"
+                    session.fail_rank(rank, failures.record(text), now)
+                    apart.add(number)
+        for number in apart:
+            self._sessions[number].resume = max(self._sessions) + 1
         for (rank, number), late in list(self._late.items()):
             newer = [n for n, session in self._sessions.items() if n > number and not session.has_opened(rank)]
-            for n in newer:
-                text = f"is {n - number} call(s) behind the other ranks; from the next call on, all are in step"
-                self._sessions[n].fail_rank(rank, failures.record(text), now)
-            if newer:
-                self._answer_late(rank, number, resume=max(newer) + 1)
-            elif now >= late.until:
-                self._answer_late(rank, number, resume=0)
-        for number in sorted(self._sessions):
-            self._fail_overtaken(number, now)
+            if newer or now >= late.until:
+                del self._late[rank, number]
+                resume = max(newer) + 1 if newer else 0
+                self._emit(rank, wire.Verdict(number, late.error, late=True, resume=resume), b"")
 
-    def _fail_overtaken(self, number: int, now: float) -> None:
-        """Fail a session that a rank has left out, as its opening a newer one shows, and that newer one with it."""
-        session = self._sessions[number]
-        newer = [other for other in self._sessions if other > number]
-        ahead = {rank: n for n in sorted(newer) for rank in self._ranks if self._sessions[n].has_opened(rank)}
-        left_out = {rank: n for rank, n in ahead.items() if not session.has_opened(rank)}
-        if session.failing or not left_out:
-            return
-        newest = max(left_out.values())
-        session.resume = newest + 1
-        for rank, n in left_out.items():
-            text = f"is {n - number} call(s) ahead of other ranks; from the next call on, all are in step"
-            session.fail_rank(rank, failures.record(text), now)
-        for rank in self._ranks:
-            if session.has_opened(rank) and not self._sessions[newest].has_opened(rank):
-                text = f"is {newest - number} call(s) behind other ranks; from the next call on, all are in step"
-                self._sessions[newest].fail_rank(rank, failures.record(text), now)
+    def _opened_by(self, rank: int) -> list[int]:
+        return [number for number, session in self._sessions.items() if session.has_opened(rank)]
 
-    def _answer_late(self, rank: int, number: int, resume: int) -> None:
-        late = self._late.pop((rank, number))
-        self._emit(rank, wire.Verdict(number, late.error, late=True, resume=resume), b"")
-
-    def _retire(self, number: int, session: CoordinatorSession) -> None:
-        if session.verdict is not None:
-            if session.left_out:
-                self._doubted = max(number, self._doubted or 0)
-            self._verdicts[number] = session.verdict
-            if len(self._verdicts) > _REMEMBERED:
-                del self._verdicts[min(self._verdicts)]
-        if session.verdict is not None or session.abandoned:
-            self._sessions.pop(number, None)
+    def _retire(self) -> None:
+        """Forget the sessions that are over, but for why."""
+        for number, session in list(self._sessions.items()):
+            if session.verdict is not None:
+                if session.left_out:
+                    self._doubted = max(number, self._doubted or 0)
+                self._verdicts[number] = session.verdict
+                if len(self._verdicts) > _REMEMBERED:
+                    del self._verdicts[min(self._verdicts)]
+            if session.verdict is not None or session.abandoned:
+                del self._sessions[number]
 
     @property
     def doubtful(self) -> bool:
@@ -165,22 +170,20 @@ class CoordinatorTable:
         session = self._sessions.get(number)
         if session is not None:
             session.fail_combine(error)
-            self._retire(number, session)
+            self._retire()
 
     def lose(self, rank: int, now: float) -> None:
         """The connection to ``rank`` is lost: sessions that need it fail, now and until it is back."""
-        for number, session in list(self._sessions.items()):
+        for session in self._sessions.values():
             session.lose(rank, now)
-            self._retire(number, session)
+        self._retire()
 
     def tick(self, now: float) -> float:
         """Let time pass in every session; returns when to call again."""
-        self._catch_up(now)
-        due = min((late.until for late in self._late.values()), default=math.inf)
-        for number, session in list(self._sessions.items()):
-            due = min(due, session.tick(now))
-            self._retire(number, session)
-        return due
+        self._put_in_step(now)
+        due = [session.tick(now) for session in self._sessions.values()]
+        self._retire()
+        return min([math.inf, *due, *(late.until for late in self._late.values())])
 
     def close(self, now: float) -> None:
         """Tell every rank of the failures that still wait for their grace to pass."""

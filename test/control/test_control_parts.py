@@ -220,3 +220,26 @@ def test_ranks_need_not_begin_at_0_nor_the_coordinator_be_the_first() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(work, [4, 6, 9])) == [b"4", b"6", b"9"]
+
+
+def test_a_rank_that_is_ahead_fails_the_calls_concerned_at_once_and_is_in_step_then() -> None:
+    world = InProcessWorld(3)
+    world._boards[1]._opened = 2  # as if two of its calls had failed before it had a hub
+
+    def work(rank: int) -> tuple[BaseException | None, bytes]:
+        failed: BaseException | None = None
+        try:
+            with world.hub(rank).session("save", 100) as session:
+                session.gather_scatter("a", lambda: b"", lambda parts: parts)
+        except CheckpointError as error:
+            failed = error
+        with world.hub(rank).session("save", 100) as session:
+            return failed, session.gather_scatter("a", lambda: b"%d" % rank, lambda parts: parts)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3)))
+    assert [reply for _, reply in found] == [b"0", b"1", b"2"]
+    errors = [error for error, _ in found]
+    assert "on rank 1: is 2 call(s) ahead of other ranks" in str(errors[0])
+    assert str(errors[2]) == str(errors[0])
+    assert "2 call(s) behind the other ranks" in str(errors[1])
