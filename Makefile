@@ -15,7 +15,7 @@ PYTHON_3.0.0 := 3.13
 PYTHON_2.6.2 := 3.12
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-compat lint bench clean
+.PHONY: help demo test test-long test-compat lint bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -25,6 +25,9 @@ demo: $(INSTALLED) ## train on 4 ranks, come back on 2 in another layout, compar
 
 test: $(INSTALLED) ## run the tests
 	$(PYTHON) -m pytest -q
+
+test-long: $(INSTALLED) ## run the tests with many more random draws and kills
+	$(PYTHON) -m pytest -q --long
 
 test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older versions of Paddle (5 minutes; not a part of test)
 	@for version in $(COMPAT); do \

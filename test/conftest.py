@@ -6,7 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from test import strategies
 from test.ranks.pool import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--long``."""
+    parser.addoption("--long", action="store_true", help="draw more at random, kill more, and run tests marked long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell the tests how much to draw, before they are imported."""
+    strategies.long_run = config.getoption("long")
 
 
 @pytest.fixture(scope="session")
@@ -16,12 +27,18 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` on a machine without one."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not _has_gpu():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU and paddlepaddle-gpu"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``."""
+    if not config.getoption("long"):
+        _skip(items, "long", "runs with --long only")
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        _skip(items, "gpu", "needs a GPU and paddlepaddle-gpu")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _has_gpu() -> bool:

@@ -15,10 +15,21 @@ from paddle_dist_ckpt.core.box import Box, whole
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
+long_run = False
+"""Whether the tests run with ``--long``; conftest.py sets it before it imports a test."""
 
-def examples(count: int) -> settings:
-    """So many examples, the same ones in every run, however long they take on a busy machine."""
-    return settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=SLOW)
+
+def draws(normal: int, long: int | None = None) -> int:
+    """How many times a test tries something at random: ``long`` times (ten times ``normal``) with ``--long``."""
+    if not long_run:
+        return normal
+    return 10 * normal if long is None else long
+
+
+def examples(normal: int, long: int | None = None) -> settings:
+    """So many examples, however long they take on a busy machine: always the same ones, others with ``--long``."""
+    count = draws(normal, long)
+    return settings(max_examples=count, derandomize=not long_run, deadline=None, suppress_health_check=SLOW)
 
 
 @st.composite
