@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 LANGUAGES = ("en", "cn")
 _TITLE = re.compile(r"^(?! )\S.*\n([-:=~^\"])\1{3,}$", re.MULTILINE)
 _RST_BLOCK = re.compile(r"^\.\. (?P<mark>.+)\n\n\.\. code-block:: \w+\n\n(?P<code>(?:(?:    .*)?\n)+)", re.MULTILINE)
-_MD_BLOCK = re.compile(r"^<!-- (?P<mark>.+) -->\n```python\n(?P<code>.*?)```$", re.MULTILINE | re.DOTALL)
+_MD_BLOCK = re.compile(r"^<!-- (?P<mark>.+) -->\n```python\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE)
 
 
 def pages(language: str) -> dict[str, str]:
@@ -51,8 +51,9 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 EVERYTHING = {"README": (ROOT / "README.md").read_text("utf-8"), **pages("en")}
 MARKED = [(f"{page}-{i}", *block) for page, text in EVERYTHING.items() for i, block in enumerate(blocks(text))]
-ALONE = {name: code for name, mark, code in MARKED if mark == "runnable"}
-TOGETHER = {name: code for name, mark, code in MARKED if mark == "runnable with 2 ranks"}
+EITHER = {name: code for name, mark, code in MARKED if name.startswith("README") and mark.startswith("runnable")}
+ALONE = {name: code for name, mark, code in MARKED if mark == "runnable"} | EITHER
+TOGETHER = {name: code for name, mark, code in MARKED if mark == "runnable with 2 ranks"} | EITHER
 READER = next(code for _, mark, code in MARKED if mark == "reader")
 
 
@@ -68,11 +69,20 @@ def test_both_languages_have_the_same_code() -> None:
     assert {name: blocks(text) for name, text in english.items()} == {n: blocks(t) for n, t in chinese.items()}
 
 
-def test_all_python_in_the_pages_is_marked() -> None:
-    for text in (*pages("en").values(), *pages("cn").values()):
+def test_all_python_in_the_pages_is_marked_and_found() -> None:
+    for text in (EVERYTHING["README"], *pages("en").values(), *pages("cn").values()):
         marked = [mark for mark, _ in blocks(text) if not mark.startswith("example")]
-        assert text.count("code-block:: python") == len(marked)
+        assert len(marked) == text.count("code-block:: python") + text.count("```python")
         assert set(marked) <= {"runnable", "runnable with 2 ranks", "reader"}
+        runnable = sum(line.startswith((".. runnable", "<!-- runnable")) for line in text.splitlines())
+        assert sum(mark.startswith("runnable") for mark in marked) == runnable
+
+
+def test_all_examples_of_the_readme_and_the_pages_run() -> None:
+    lines = [line for text in EVERYTHING.values() for line in text.splitlines()]
+    assert len(ALONE.keys() - EITHER) == lines.count(".. runnable") > 0
+    assert len(TOGETHER.keys() - EITHER) == lines.count(".. runnable with 2 ranks") > 0
+    assert len(EITHER) == sum(line.startswith("<!-- runnable") for line in lines) > 0
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
