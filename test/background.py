@@ -19,9 +19,10 @@ from paddle_dist_ckpt.saving.async_save import AsyncSave
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.jobs import SMALL, all_ok, load_whole, split_rows
+from test.waiting import PATIENCE
 
 RANKS = 3
-LONG = 30.0
+LONG = PATIENCE
 THREAD = "paddle_dist_ckpt save"
 SHAPE = (30, 700)
 BLOCK = SMALL.block_bytes
@@ -68,7 +69,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 
 def job(ranks: int, work: Callable[[SimulatedRank], Any]) -> list[Any]:
     """Run a function on every rank, in time; none may raise."""
-    return all_ok(within(LONG, lambda: run_ranks(ranks, work)))
+    return all_ok(within(2 * LONG, lambda: run_ranks(ranks, work)))
 
 
 def error_of(call: Callable[[], Any]) -> BaseException:

@@ -26,7 +26,7 @@ from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, ShardedArray, shard_array
 from paddle_dist_ckpt.testing.simulation import SimulatedRank, run_ranks
 
-SMALL = SaveOptions(block_bytes=4096, timeout=30)
+SMALL = SaveOptions(block_bytes=4096, timeout=60)
 """Small blocks, so that small tensors have many."""
 
 
@@ -94,7 +94,7 @@ def try_load(
 
     def work(rank: SimulatedRank) -> LoadReport:
         place = members.index(rank.rank)
-        return rank.load(states[place], paths[place], unique_id, options or LoadOptions(timeout=30))
+        return rank.load(states[place], paths[place], unique_id, options or LoadOptions(timeout=60))
 
     return run_ranks(members, work, coordinator)
 

@@ -19,6 +19,7 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import Killed, age, another_host, data_files, files_in, load_whole, save_alone, save_on, try_save
+from test.waiting import PATIENCE
 
 
 def state(version: int) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def test_a_save_that_commits_while_it_is_taken_for_dead_keeps_its_files(tmp_path
 
     def freeze() -> None:
         frozen.set()
-        thaw.wait(20)
+        thaw.wait(PATIENCE)
 
     results: list[Any] = []
 
@@ -177,17 +178,17 @@ def test_a_save_that_commits_while_it_is_taken_for_dead_keeps_its_files(tmp_path
     def hook(operation: str, name: str) -> None:
         if operation == "delete" and name.endswith(".metadata.tmp"):
             thaw.set()
-            thread.join(20)
+            thread.join(PATIENCE)
 
     thread = threading.Thread(target=save_frozen)
     thread.start()
     try:
-        assert frozen.wait(20)
+        assert frozen.wait(PATIENCE)
         age_claims(tmp_path)
         save_alone(state(2), FaultyStorage(tmp_path, hook), 7)
     finally:
         thaw.set()
-        thread.join(20)
+        thread.join(PATIENCE)
     assert results[0].unique_id == 0
     check_holds(tmp_path, {0: 1, 7: 2})
 
@@ -239,7 +240,7 @@ def test_a_clean_up_that_fails_on_another_host_is_left_to_a_later_save(tmp_path:
     save_on(states, [ours, FaultyStorage(theirs, hook, FolderIdentity("host1", 1, 1))], 5)
     assert len(data_files(theirs)) == 2
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), f"{thread.name} keeps running"
     age_claims(ours)
     save_on(states, [ours, another_host(theirs, 1)], 6)

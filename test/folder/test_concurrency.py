@@ -148,7 +148,7 @@ def test_loads_while_the_id_is_replaced_again_and_again_see_one_version(
             first = saved[0]
             paths = [another_host(tmp_path, i) if exchange == "hosts" else tmp_path for i in range(ranks)]
             how = "auto" if exchange == "hosts" else exchange
-            results = try_load(states, paths, 4, LoadOptions(exchange=how, timeout=30))
+            results = try_load(states, paths, 4, LoadOptions(exchange=how, timeout=60))
             failed = [result for result in results if isinstance(result, BaseException)]
             if failed:
                 for error in errors_of(results, CheckpointCorruptedError):
@@ -184,7 +184,7 @@ def test_a_load_starts_again_when_its_checkpoint_is_replaced(tmp_path: Path, ran
     for times in range(1, 4):
         storage = replacing_storage(tmp_path, times, "open")
         states = [{"w": np.full(900, -1), "x": np.full(900, -1)} for _ in range(ranks)]
-        load_on(states, [storage, *[tmp_path] * (ranks - 1)], options=LoadOptions(exchange=exchange, timeout=30))
+        load_on(states, [storage, *[tmp_path] * (ranks - 1)], options=LoadOptions(exchange=exchange, timeout=60))
         assert {int(x) for state in states for part in state.values() for x in np.unique(part)} == {100}
 
 
@@ -193,7 +193,7 @@ def test_a_load_gives_up_after_three_restarts(tmp_path: Path, exchange: Any) -> 
     save_on([{"w": np.zeros(900, int), "x": np.zeros(900, int)}] * 2, tmp_path)
     states = [{"w": np.full(900, -1), "x": np.full(900, -1)} for _ in range(2)]
     paths = [replacing_storage(tmp_path, 1000, "open"), tmp_path]
-    results = try_load(states, paths, options=LoadOptions(exchange=exchange, timeout=30))
+    results = try_load(states, paths, options=LoadOptions(exchange=exchange, timeout=60))
     for error in errors_of(results, CheckpointCorruptedError):
         assert "replaced 4 times" in str(error)
     assert all((part == -1).all() for state in states for part in state.values())

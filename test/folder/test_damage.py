@@ -146,7 +146,7 @@ def test_every_rank_raises_and_the_reader_of_the_damaged_block_is_named(
         ]
         paths = [another_host(tmp_path, rank) if hosts else tmp_path for rank in range(3)]
         with flipped(path, stop - 5, 0x10):
-            results = try_load(targets, paths, options=LoadOptions(exchange=exchange, timeout=30))
+            results = try_load(targets, paths, options=LoadOptions(exchange=exchange, timeout=60))
         for error in errors_of(results, RankFailureError):
             ((rank, failure),) = error.failures.items()
             exchanged = exchange == "always" or (exchange == "auto" and hosts)
@@ -173,7 +173,7 @@ def test_setters_and_values_are_left_alone_when_reading_fails(tmp_path: Path, ex
     place = next((path, start) for key, path, start, _ in entries(tmp_path) if key == "words")
     states = [wanted(), wanted()]
     with flipped(place[0], place[1], 4):
-        results = try_load(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=30))
+        results = try_load(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=60))
     errors_of(results, RankFailureError)
     assert all(state["n"] is None and state["text"] is None for state in states)
 
@@ -211,5 +211,5 @@ def test_a_truncated_metadata_is_refused(tmp_path: Path) -> None:
 def test_a_load_into_many_ranks_after_all_is_well_again(tmp_path: Path) -> None:
     save_on([STATE, {}], tmp_path)
     states = [wanted() for _ in range(3)]
-    load_on(states, tmp_path, options=LoadOptions(exchange="always", timeout=30))
+    load_on(states, tmp_path, options=LoadOptions(exchange="always", timeout=60))
     assert all(alike(state, STATE) for state in states)

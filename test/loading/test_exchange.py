@@ -96,7 +96,7 @@ def test_every_rank_has_a_disk_of_its_own(tmp_path: Path, saved_on: int, loaded_
             shutil.copy(path, home)
     for exchange in ("auto", "always"):
         states = states_for(loaded_on, False)
-        load_on(states, new_homes, 1, options=LoadOptions(exchange=exchange, timeout=30))
+        load_on(states, new_homes, 1, options=LoadOptions(exchange=exchange, timeout=60))
         check_states(states)
 
 
@@ -113,7 +113,7 @@ def test_ranks_that_cannot_reach_a_file_say_so_when_no_exchange_is_wanted(tmp_pa
     homes = folders(tmp_path, 2)
     save_on(states_for(2, True), homes)
     states = states_for(2, False)
-    results = try_load(states, homes, options=LoadOptions(exchange="never", timeout=30))
+    results = try_load(states, homes, options=LoadOptions(exchange="never", timeout=60))
     for error in errors_of(results, CheckpointCorruptedError):
         assert "exchange is 'never'" in str(error)
     assert same_bits(states[0]["plain"], blank_like(states[0]["plain"]))
@@ -141,7 +141,7 @@ def test_a_stale_file_of_another_save_is_not_taken_for_the_right_one(tmp_path: P
     (homes[2] / path.name).write_bytes(damaged)
     targets = [blank_like(array) for _ in range(3)]
     for exchange in ("auto", "always"):
-        load_on([{"a": target} for target in targets], homes, options=LoadOptions(exchange=exchange, timeout=30))
+        load_on([{"a": target} for target in targets], homes, options=LoadOptions(exchange=exchange, timeout=60))
         assert all(same_bits(target, array) for target in targets)
 
 
@@ -175,7 +175,7 @@ def test_always_reads_each_byte_once_in_the_whole_job(tmp_path: Path, saved_on: 
     log: list[tuple[str, int, int]] = []
     states = states_for(loaded_on, False)
     paths = [CountingStorage(tmp_path, log) for _ in range(loaded_on)]
-    reports = load_on(states, paths, options=LoadOptions(exchange="always", timeout=30))
+    reports = load_on(states, paths, options=LoadOptions(exchange="always", timeout=60))
     check_states(states)
     sizes = covered_once(data_reads(tmp_path, log))
     assert sizes == tensor_bytes(tmp_path)
@@ -208,7 +208,7 @@ def test_a_row_slice_reads_what_it_needs_and_at_most_a_block_at_each_end(
     parts = [sharded(array, [box], fill=False) for box in boxes]
     logs: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     paths = [CountingStorage(tmp_path, log) for log in logs]
-    reports = load_on([{"w": part} for part in parts], paths, options=LoadOptions(exchange=exchange, timeout=30))
+    reports = load_on([{"w": part} for part in parts], paths, options=LoadOptions(exchange=exchange, timeout=60))
     for part in parts:
         check_pieces(part, array)
     needed = 333 * 257 * 4

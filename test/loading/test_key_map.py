@@ -34,7 +34,7 @@ def saved(path: Path, state: dict[str, Any]) -> None:
 
 def loaded(path: Path, target: dict[str, Any], key_map: Any, **more: Any) -> LoadReport:
     """Load alone; the target is filled."""
-    options = LoadOptions(timeout=20, key_map=key_map, **more)
+    options = LoadOptions(timeout=60, key_map=key_map, **more)
     (report,) = all_ok(run_ranks(1, lambda rank: rank.load(target, path, options=options)))
     return report
 
@@ -91,7 +91,7 @@ def test_a_key_that_is_missing_does_not_fall_back(tmp_path: Path) -> None:
     saved(tmp_path, {"a": np.zeros(2), "v": 1})
     for strict in (True, False):
         target = {"a": np.full(2, 9.0), "b": np.full(2, 9.0), "v": 7}
-        options = LoadOptions(timeout=20, strict=strict, key_map={"a": "nowhere", "b": "a", "v": "none"})
+        options = LoadOptions(timeout=60, strict=strict, key_map={"a": "nowhere", "b": "a", "v": "none"})
         (result,) = run_ranks(1, lambda rank, t=target, o=options: rank.load(t, tmp_path, options=o))
         assert target["a"].tolist() == [9, 9]
         assert target["v"] == 7
@@ -117,7 +117,7 @@ def test_objects_subtrees_and_ranks_own_values(tmp_path: Path) -> None:
     )
     found = [Counter(), Counter()]
     targets = [{"new": {"counter": found[i], "seed": PerRank(None)}, "w": None} for i in range(2)]
-    options = LoadOptions(timeout=20, key_map={"new": "old", "w": "v"})
+    options = LoadOptions(timeout=60, key_map={"new": "old", "w": "v"})
     all_ok(run_ranks(2, lambda rank: rank.load(targets[rank.rank], tmp_path, options=options)))
     for i, target in enumerate(targets):
         assert target["new"]["seed"].value == i
@@ -133,7 +133,7 @@ def test_a_function_that_fails_or_returns_something_else(tmp_path: Path) -> None
         raise KeyError(f"no idea of {key}")
 
     for function, text in ((fails, "no idea of a"), (lambda key: 7, "key_map('a') returned 7")):
-        options = LoadOptions(timeout=20, key_map=function)
+        options = LoadOptions(timeout=60, key_map=function)
         target = {"a": np.ones(2)}
         results = run_ranks(2, lambda rank, t=target, o=options: rank.load(t, tmp_path, options=o))
         assert all(isinstance(result, Exception) for result in results)
@@ -179,7 +179,7 @@ def holder(table: Any) -> Counter:
 def test_views_of_one_memory_from_one_key_must_agree(tmp_path: Path) -> None:
     saved(tmp_path, {"a": np.array([1.0, 2.0, 3.0])})
     memory = np.zeros(4)
-    options = LoadOptions(timeout=20, key_map={"b": "a"})
+    options = LoadOptions(timeout=60, key_map={"b": "a"})
     (error,) = run_ranks(1, lambda rank: rank.load({"a": memory[:3], "b": memory[1:]}, tmp_path, options=options))
     assert isinstance(error, StateDictMismatchError)
     assert memory.tolist() == [0] * 4
@@ -188,14 +188,14 @@ def test_views_of_one_memory_from_one_key_must_agree(tmp_path: Path) -> None:
 def test_a_key_that_is_named_in_full_is_meant(tmp_path: Path) -> None:
     saved(tmp_path, {"m": {"fc.weight": np.ones(2)}, "o": {"fc.weight.moment1": np.ones(2)}})
     target = {"m": {"fc.weight": np.zeros(2)}, "o": {"fc.weight.moment1": np.zeros(2)}}
-    options = LoadOptions(timeout=20, key_map={"o.fc.weight.moment1": "o.fc.weight.other"})
+    options = LoadOptions(timeout=60, key_map={"o.fc.weight.moment1": "o.fc.weight.other"})
     (error,) = run_ranks(1, lambda rank: rank.load(target, tmp_path, options=options))
     assert isinstance(error, StateDictMismatchError)
 
 
 def test_a_hint_names_what_may_be_meant(tmp_path: Path) -> None:
     saved(tmp_path, {"net": {"weight": np.zeros(2)}})
-    options = LoadOptions(timeout=20, key_map={"weight": "net.weihgt"})
+    options = LoadOptions(timeout=60, key_map={"weight": "net.weihgt"})
     (error,) = run_ranks(1, lambda rank: rank.load({"weight": np.ones(2)}, tmp_path, options=options))
     assert isinstance(error, CheckpointError)
     assert "net.weight" in str(error)

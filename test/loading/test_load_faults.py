@@ -41,7 +41,7 @@ def is_untouched(state: dict[str, Any]) -> bool:
 def test_a_load_cut_short_anywhere(tmp_path: Path, exchange: Any, mode: str) -> None:
     saved = [{"cut": part, "copy": COPY, "tied": COPY, "n": 1, "text": "long" * 2000} for part in split_rows(ARRAY, 2)]
     save_on(saved, tmp_path)
-    options = LoadOptions(exchange=exchange, timeout=30)
+    options = LoadOptions(exchange=exchange, timeout=60)
     dry = Watch([tmp_path] * 2)
     load_on(blank_states(2), dry.storages(), options=options)
     raised = 0

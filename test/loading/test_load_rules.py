@@ -61,7 +61,7 @@ def test_every_problem_of_every_rank_is_listed_on_every_rank_and_nothing_is_touc
     ]
     before = [{key: value.copy() for key, value in state.items() if isinstance(value, np.ndarray)} for state in wanted]
     errors = errors_of(
-        try_load(wanted, tmp_path, options=LoadOptions(exchange=exchange, timeout=30)), StateDictMismatchError
+        try_load(wanted, tmp_path, options=LoadOptions(exchange=exchange, timeout=60)), StateDictMismatchError
     )
     for error in errors:
         text = "\n".join(error.problems)
@@ -91,7 +91,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_reported(tmp_path: P
         {"good": parts[0], "bad": bad, "n": None, "absent": 1},
         {"good": parts[1], "m": blank_like(good), "ghost": None},
     ]
-    reports = load_on(wanted, tmp_path, options=LoadOptions(strict=False, timeout=30))
+    reports = load_on(wanted, tmp_path, options=LoadOptions(strict=False, timeout=60))
     for part in parts:
         check_pieces(part, good)
     assert same_bits(bad, blank_like(good[:3].copy()))
@@ -219,7 +219,7 @@ def test_a_large_value_lives_in_a_data_file(tmp_path: Path, exchange: Any) -> No
     assert text.encode() not in (tmp_path / "0.metadata").read_bytes()
     assert sum(text.encode() in path.read_bytes() for path in data_files(tmp_path)) == 1
     states: list[dict[str, Any]] = [{"text": None}, {"d": None}, {}, {"text": 5, "d": {"blob": None}}]
-    load_on(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=30))
+    load_on(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=60))
     assert states[0] == {"text": text}
     assert states[1] == {"d": {"blob": text.encode(), "n": 1}}
     assert states[3] == {"text": text, "d": {"blob": text.encode()}}
@@ -277,7 +277,7 @@ def test_memory_of_any_layout(tmp_path: Path, source_layout: str, target_layout:
     save_on([{"a": laid_out(array, source_layout), "b": sharded(array, everything(array), source_layout)}], tmp_path)
     targets = [laid_out(blank_like(array), target_layout) for _ in range(2)]
     part = sharded(array, [Box((5, 7), (30, 41))], target_layout, fill=False)
-    options = LoadOptions(exchange=exchange, timeout=30)
+    options = LoadOptions(exchange=exchange, timeout=60)
     load_on([{"a": targets[0]}, {"b": targets[1]}, {"b": part}], tmp_path, options=options)
     assert all(same_bits(target.copy(), array) for target in targets)
     check_pieces(part, array)
@@ -307,7 +307,7 @@ def test_a_read_only_array_is_a_mismatch(tmp_path: Path) -> None:
 def test_tied_targets_are_filled_if_the_checkpoint_agrees(tmp_path: Path, exchange: Any) -> None:
     array, other = make_array((40, 50)), make_array((40, 50), seed=1)
     save_alone({"a": array, "b": array, "c": other}, tmp_path)
-    options = LoadOptions(exchange=exchange, timeout=30)
+    options = LoadOptions(exchange=exchange, timeout=60)
     shared, free = blank_like(array), blank_like(array)
     load_on([{"a": shared, "b": shared, "c": free}, {"a": free.copy()}], tmp_path, options=options)
     assert same_bits(shared, array)
@@ -320,7 +320,7 @@ def test_tied_targets_are_filled_if_the_checkpoint_agrees(tmp_path: Path, exchan
     assert same_bits(shared, blank_like(array))
     assert same_bits(free, blank_like(array))
 
-    (_, report) = load_on(states, tmp_path, options=LoadOptions(exchange=exchange, strict=False, timeout=30))
+    (_, report) = load_on(states, tmp_path, options=LoadOptions(exchange=exchange, strict=False, timeout=60))
     assert len(report.skipped) == 1
     assert same_bits(shared, blank_like(array))
     assert same_bits(free, other)
@@ -391,7 +391,7 @@ def test_casts(tmp_path: Path, stored: Any, wanted: Any, exchange: Any) -> None:
     with pytest.raises(StateDictMismatchError, match="dtype"):
         raise try_load(states, tmp_path)[0]
     assert same_bits(whole, blank_like(expected))
-    load_on(states, tmp_path, options=LoadOptions(cast=True, exchange=exchange, timeout=30))
+    load_on(states, tmp_path, options=LoadOptions(cast=True, exchange=exchange, timeout=60))
     assert same_bits(whole, expected)
     check_pieces(part, expected)
 
@@ -437,7 +437,7 @@ def test_a_finite_value_that_the_target_cannot_hold_is_an_error(
     array = np.ones((50, 60), stored)
     array[31, 7] = value
     save_alone({"a": np.ones(3, stored), "b": array}, tmp_path)
-    options = LoadOptions(cast=True, exchange=exchange, timeout=30)
+    options = LoadOptions(cast=True, exchange=exchange, timeout=60)
     states = [{"a": np.zeros(3, wanted)}, {"b": np.zeros((50, 60), wanted)}]
     for error in errors_of(try_load(states, tmp_path, options=options), RankFailureError):
         assert list(error.failures) == [1]
@@ -497,7 +497,7 @@ def test_a_file_that_is_missing_everywhere_is_named(tmp_path: Path) -> None:
     for exchange in EXCHANGES:
         targets = [blank_like(array), blank_like(array)]
         paths = [another_host(tmp_path, 1), another_host(tmp_path, 2)]
-        options = LoadOptions(exchange=exchange, timeout=30)
+        options = LoadOptions(exchange=exchange, timeout=60)
         results = try_load([{"a": target} for target in targets], paths, options=options)
         for error in errors_of(results, CheckpointCorruptedError):
             assert gone.name in str(error)

@@ -38,7 +38,7 @@ def test_views_of_one_memory_are_filled_if_the_checkpoint_agrees(tmp_path: Path,
     stored = {key: view.copy() for key, view in VIEWS[name](MATRIX).items()}
     save_alone(stored, tmp_path)
     targets = [VIEWS[name](blank_like(MATRIX)) for _ in range(2)]
-    load_on([dict(views) for views in targets], tmp_path, options=LoadOptions(exchange=exchange, timeout=30))
+    load_on([dict(views) for views in targets], tmp_path, options=LoadOptions(exchange=exchange, timeout=60))
     for views in targets:
         assert all(same_bits(view.copy(), stored[key]) for key, view in views.items())
 

@@ -20,6 +20,7 @@ from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
 from test.jobs import alike, all_ok, errors_of, files_in, load_whole, make_array, same_bits, save_on, try_save
+from test.waiting import PATIENCE
 
 # -- options
 
@@ -41,7 +42,7 @@ def test_options_that_differ_are_refused_before_anything_is_touched(
     targets = [np.zeros(50, "float32") for _ in range(3)]
 
     def work(rank: SimulatedRank) -> Any:
-        options = LoadOptions(timeout=30, **{name: theirs if rank.rank == 2 else ours})
+        options = LoadOptions(timeout=60, **{name: theirs if rank.rank == 2 else ours})
         return rank.load({"a": targets[rank.rank]}, tmp_path, None, options)
 
     for error in errors_of(run_ranks(3, work), ValueError):
@@ -129,11 +130,11 @@ def saves_after_a_missed_one(folder: Path, states: Sequence[Sequence[dict[str, A
     def save_all(rank: SimulatedRank) -> list[Any]:
         outcomes: list[Any] = []
         for number, state in enumerate(states):
-            meeting.wait(30)
+            meeting.wait(PATIENCE)
             if number == 0 and rank.rank == 1:
                 continue
             try:
-                options = SaveOptions(timeout=30 if number else 0.5)
+                options = SaveOptions(timeout=60 if number else 0.5)
                 outcomes.append(rank.save(state[rank.rank], folder, options=options))
             except CheckpointError as error:
                 outcomes.append(error)

@@ -21,9 +21,9 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank
 from test.background import options, version_in, versions
 from test.jobs import age, save_on
+from test.waiting import PATIENCE, until
 
 RANKS = 2
-LONG = 30.0
 
 
 class FileStore:
@@ -38,20 +38,13 @@ class FileStore:
         temporary.rename(self._folder / key)
 
     def get(self, key: str, timeout: float) -> bytes:
-        wait_for(self._folder / key)
+        until((self._folder / key).exists, timeout, key)
         return (self._folder / key).read_bytes()
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + LONG
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never came"
-        time.sleep(0.002)
 
 
 def save_for_ever(rank: int, folder: Path, notes: Path) -> None:
     """Save one version after another in the background, and note some that are committed."""
-    hub = ZmqHub(rank, range(RANKS), 0, FileStore(notes), "k", bind_host="127.0.0.1", bootstrap_timeout=LONG)
+    hub = ZmqHub(rank, range(RANKS), 0, FileStore(notes), "k", bind_host="127.0.0.1", bootstrap_timeout=PATIENCE)
     saver = SimulatedRank(rank, tuple(range(RANKS)), hub, NoTransport())
     try:
         for number in range(1, 100_000):
@@ -88,14 +81,14 @@ def test_ranks_that_are_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     folder.mkdir()
     notes.mkdir()
     with two_ranks(folder, notes) as processes:
-        wait_for(notes / "done-0")
+        until((notes / "done-0").exists)
         time.sleep(rng.uniform(0, 0.06))
         first = rng.randrange(RANKS)
         processes[first].kill()
         if rng.random() < 0.5:
             time.sleep(rng.uniform(0, 0.02))
         elif rng.random() < 0.5:
-            wait_for(notes / f"failed-{1 - first}")
+            until((notes / f"failed-{1 - first}").exists)
         processes[1 - first].kill()
         for process in processes:
             process.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
 from test.background import LONG, RANKS, THREAD, error_of, failing, finish, job, options, versions, versions_in
 from test.jobs import errors_of, files_in
+from test.waiting import until
 
 FAULTS = [
     *[(operation, "safetensors", victim) for operation in ("create", "write", "sync_file") for victim in (0, 2)],
@@ -179,14 +179,14 @@ def test_the_next_save_works_even_if_the_files_cannot_be_removed(tmp_path: Path,
 
 
 def errors_logged(caplog: pytest.LogCaptureFixture, count: int) -> list[logging.LogRecord]:
-    """What is logged as an error, in a moment at most."""
-    for _ in range(100):
-        logged = [record for record in caplog.records if record.levelno == logging.ERROR]
-        if len(logged) >= count:
-            break
-        time.sleep(0.01)
-    assert len(logged) == count
-    return logged
+    """What is logged as an error, as soon as it is so much."""
+
+    def logged() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.levelno == logging.ERROR]
+
+    until(lambda: len(logged()) >= count)
+    assert len(logged()) == count
+    return logged()
 
 
 @pytest.mark.parametrize("next_kind", ["save", "save_in_background"])
@@ -277,7 +277,7 @@ def test_a_logging_handler_that_raises_hides_no_failure(tmp_path: Path) -> None:
         def work(rank: SimulatedRank) -> None:
             storage = failing(tmp_path, "write", "", OSError(errno.EIO, "injected"), lambda: True)
             pending = rank.save_in_background(versions(1, 1)[0], storage, None, options())
-            assert pending.wait(5)
+            assert pending.wait(LONG)
             assert "injected" in str(error_of(lambda: pending.result(0)))
             for thread in threading.enumerate():
                 if thread.name == THREAD:

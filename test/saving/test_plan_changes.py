@@ -279,7 +279,7 @@ class Job:
             state["addends"].reduction = Reduction(operation, r, self.ranks)
 
     def block_bytes(self) -> None:
-        self.options = SaveOptions(block_bytes=self.rng.choice([4096, 8192, 1 << 20]), timeout=30)
+        self.options = SaveOptions(block_bytes=self.rng.choice([4096, 8192, 1 << 20]), timeout=60)
 
     def forget(self) -> None:
         self.memories[self.rank()] = SaveMemory()
@@ -526,7 +526,7 @@ def test_replicas_are_compared_each_time_with_what_was_remembered(tmp_path: Path
     states[1]["n"] = 2
     states[1]["text"] = "y" * 5000
     assert check() == ["n", "p", "text"]
-    assert check(options=SaveOptions(check_replicas="off", block_bytes=4096, timeout=30)) == []
+    assert check(options=SaveOptions(check_replicas="off", block_bytes=4096, timeout=60)) == []
     assert check() == ["n", "p", "text"]
     assert load_whole(tmp_path)["p"][3] == 3
     states[2]["p"][3] = 3
@@ -537,7 +537,7 @@ def test_replicas_are_compared_each_time_with_what_was_remembered(tmp_path: Path
 def test_user_metadata_is_that_of_each_save(tmp_path: Path) -> None:
     states, memories = dealt(2), fresh(2)
     for i in range(3):
-        options = SaveOptions(block_bytes=4096, timeout=30, user_metadata={"i": i} if i != 1 else None)
+        options = SaveOptions(block_bytes=4096, timeout=60, user_metadata={"i": i} if i != 1 else None)
         all_ok(save_with(memories, states, tmp_path, options))
         assert read_checkpoint(LocalStorage(tmp_path), i).user_metadata == ({"i": i} if i != 1 else {})
 

@@ -169,7 +169,7 @@ def test_another_block_size_is_another_plan_of_files(tmp_path: Path) -> None:
 
     def saves(rank: SimulatedRank, r: int) -> None:
         for size in (4096, 8192, 4096):
-            rank.save(states[r], tmp_path / str(size), options=SaveOptions(block_bytes=size, timeout=30))
+            rank.save(states[r], tmp_path / str(size), options=SaveOptions(block_bytes=size, timeout=60))
 
     run(saves)
     for size in (4096, 8192):

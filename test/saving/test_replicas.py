@@ -51,7 +51,7 @@ def differing_states() -> list[dict[str, Any]]:
 
 
 def options(check: Any) -> SaveOptions:
-    return SaveOptions(check_replicas=check, block_bytes=4096, timeout=30)
+    return SaveOptions(check_replicas=check, block_bytes=4096, timeout=60)
 
 
 def test_differing_replicas_are_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,7 +224,7 @@ def test_loading_into_a_partial_sum_gives_the_value_to_one_and_zeros_to_others(t
     array = make_array((40, 50), "int64")
     save_on([{"w": array}], tmp_path)
     states = [{"w": partial(blank_like(array), "sum", rank, 3)} for rank in range(3)]
-    load_on(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=30))
+    load_on(states, tmp_path, options=LoadOptions(exchange=exchange, timeout=60))
     assert same_bits(states[0]["w"].pieces[0], array)
     assert not any(state["w"].pieces[0].any() for state in states[1:])
     save_on(states, tmp_path)

@@ -213,6 +213,6 @@ def test_many_entries_are_quick() -> None:
     parameters = {f"/model/layers.{i}.weight": f"linear_{i}.w_0.dist" for i in range(count)}
     entries = {**parameters, **own(*(f"{name}_{kind}_0" for name in parameters.values() for kind in kinds))}
     paths, names = list(entries), list(entries.values())
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(canonical_paths(paths, names)) == 80_000
-    assert time.perf_counter() - start < 10, "it takes about half a second for 100,000 entries"
+    assert time.process_time() - start < 10, "it takes about half a second for 100,000 entries"

@@ -112,7 +112,7 @@ def test_ranks_of_one_host_that_save_to_different_folders_are_warned(tmp_path: P
 
 def test_a_rank_that_does_not_compare_is_not_said_to_differ(tmp_path: Path) -> None:
     def save(rank: SimulatedRank) -> Any:
-        options = SaveOptions(check_replicas="off" if rank.rank else "warn", timeout=30)
+        options = SaveOptions(check_replicas="off" if rank.rank else "warn", timeout=60)
         return rank.save({"w": np.arange(3)}, tmp_path, options=options)
 
     assert [report.warnings for report in run_ranks(2, save)] == [(), ()]

@@ -55,7 +55,7 @@ class Outer:
 
 
 def options(**more: Any) -> LoadOptions:
-    return LoadOptions(timeout=20, **more)
+    return LoadOptions(timeout=60, **more)
 
 
 def saved(ranks: int, state: Any, path: Path) -> None:

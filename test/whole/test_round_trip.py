@@ -205,7 +205,7 @@ def test_any_state_dict_on_any_layout_comes_back(
         save_on(states, folder, options=SMALL)
         wanted = [{item.key: item.wanted_by(rank) for item in things if rank in item.target} for rank in range(loaders)]
         paths = [another_host(folder, rank) if on_hosts else folder for rank in range(loaders)]
-        reports = load_on(wanted, paths, options=LoadOptions(exchange=exchange, timeout=30))
+        reports = load_on(wanted, paths, options=LoadOptions(exchange=exchange, timeout=60))
         for rank, state in enumerate(wanted):
             for item in things:
                 if rank in item.target:

@@ -161,7 +161,7 @@ def test_from_any_layout_to_any_other(seed: int, savers: int, loaders: int, exch
         if rng.random() < 0.5:
             states[0]["text"] = None
         paths = [another_host(folder, r) if rng.random() < 0.3 else folder for r in range(loaders)]
-        load_on(states, paths, options=LoadOptions(exchange=exchange, timeout=30))
+        load_on(states, paths, options=LoadOptions(exchange=exchange, timeout=60))
         for mine in targets:
             for key, target in mine.items():
                 target.check(key)
@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_named_and_everything_else_is_loaded(tmp_path: Path
         assert all(key in str(error) for key in (*bad, "k09"))
     for state in states:
         assert all(same_bits(state[k], blank_like(arrays[k])) for k in arrays if k not in (*bad, "k09"))
-    reports = load_on(states, tmp_path, options=LoadOptions(strict=False, timeout=30))
+    reports = load_on(states, tmp_path, options=LoadOptions(strict=False, timeout=60))
     assert sorted(problem.partition(":")[0].lstrip("/") for problem in reports[-1].skipped) == sorted([*bad, "k09"])
     for r, state in enumerate(states):
         for key, array in arrays.items():
