@@ -409,7 +409,7 @@ def test_an_old_checkpoint_is_brought_over(tmp_path: Path) -> None:
 
 @lacks(FROM_LOCAL, "has keys that are numbers of the run in state_dict() of shard_optimizer")
 def test_a_trainer_that_knows_only_paddle_goes_on_in_another_layout(tmp_path: Path) -> None:
-    ends = fresh_ranks(4, cases.train_and_resume, str(tmp_path), timeout=60)
+    ends = fresh_ranks(4, cases.train_and_resume, str(tmp_path))
     assert [end.exit_code for end in ends] == [0] * 4, [end.log for end in ends if end.exit_code]
     for end in ends:
         found = end.result

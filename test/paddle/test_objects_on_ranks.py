@@ -22,7 +22,7 @@ RANKS = {"plain": 1, "mp1": 1, "mp2": 2, "dp2_mp2": 4}
 def run(layout: str, *args: Any) -> dict[str, Any]:
     if args[-1] is True and not SHARD_OPTIMIZER:
         pytest.skip("Paddle 2.6: what shard_optimizer returns is no Optimizer and has no state_dict of its own")
-    ends = fresh_ranks(RANKS[layout], cases.train, layout, *args, timeout=60)
+    ends = fresh_ranks(RANKS[layout], cases.train, layout, *args)
     assert [end.exit_code for end in ends] == [0] * RANKS[layout], "\n".join(end.log for end in ends if end.exit_code)
     return dict(ends[0].result)
 

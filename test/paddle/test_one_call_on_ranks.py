@@ -103,8 +103,8 @@ def test_a_job_of_one_to_two_ranks(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_data_parallel_training_goes_on(tmp_path: Path) -> None:
-    ends = [fresh_ranks(2, cases.train_and_save, str(tmp_path), 2, True, timeout=60)]
-    ends.append(fresh_ranks(2, cases.load_and_train, str(tmp_path), True, timeout=60))
+    ends = [fresh_ranks(2, cases.train_and_save, str(tmp_path), 2, True)]
+    ends.append(fresh_ranks(2, cases.load_and_train, str(tmp_path), True))
     assert [end.exit_code for job in ends for end in job] == [0] * 4, [end.log for job in ends for end in job]
     saved, loaded = ([end.result for end in job] for job in ends)
     assert set(ranks_of(tmp_path)) == {0, 1}

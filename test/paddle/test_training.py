@@ -14,7 +14,7 @@ from test.ranks.fresh import fresh_ranks
 
 
 def run(ranks: int, *args: Any) -> list[float]:
-    ends = fresh_ranks(ranks, cases.train, *args, timeout=60)
+    ends = fresh_ranks(ranks, cases.train, *args)
     assert [end.exit_code for end in ends] == [0] * ranks, "\n".join(end.log for end in ends if end.exit_code)
     return list(ends[0].result)
 

@@ -14,11 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-__all__ = ["AT_IMPORT", "SOURCES", "ForkedProcess", "fork", "serve"]
+__all__ = ["AT_IMPORT", "DUMP_STACKS", "SOURCES", "ForkedProcess", "dumping_blocked", "fork", "serve"]
 
 SOURCES = 2
 """How many sources there are. Forks of one have the same seed for hashes, the same addresses: so one is too few."""
@@ -29,6 +29,9 @@ AT_IMPORT = {
     "GLOG_minloglevel": "2",
 }
 """Environment variables that are read when Paddle is imported, as all forks have them."""
+
+DUMP_STACKS = signal.SIGUSR1
+"""The signal that lets a rank write the stacks of its threads."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _REQUEST_BYTES = 1 << 18
@@ -79,6 +82,16 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def dumping_blocked() -> Iterator[None]:
+    """Block `DUMP_STACKS` in processes that are started meanwhile: it would end one that is not ready for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_STACKS})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def fork(
     number: int, descriptors: list[int], output: int, arguments: list[str], env: Mapping[str, str]
 ) -> ForkedProcess:
@@ -104,7 +117,7 @@ def _start_source() -> socket.socket:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLAGS_"))}
     env.pop("CUDA_VISIBLE_DEVICES", None)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
+    with theirs, dumping_blocked():
         subprocess.Popen(  # it ends when this process has ended, or closed its socket
             [sys.executable, "-m", "test.ranks.source", str(theirs.fileno())],
             cwd=_REPOSITORY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from test.ranks import cases_pool as cases
+from test.ranks.forks import DUMP_STACKS
 from test.ranks.fresh import FreshRanks, fresh_ranks
 from test.ranks.pool import RankPool
 from test.ranks.remote import RankError, RankLostError, RemoteError
 from test.ranks.world import REPOSITORY
+from test.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +147,7 @@ def test_fresh_ranks_return_results_and_exit_codes() -> None:
 
 def wait_for_both(folder: Path) -> None:
     """Wait until two ranks have left their files."""
-    deadline = time.monotonic() + 60
-    while not {"0", "1"} <= {path.name for path in folder.iterdir()}:
-        assert time.monotonic() < deadline, "the ranks never came"
-        time.sleep(0.02)
+    until(lambda: {"0", "1"} <= {path.name for path in folder.iterdir()})
 
 
 def test_fresh_rank_can_be_killed(tmp_path: Path) -> None:
@@ -168,6 +168,27 @@ def test_fresh_rank_that_hangs_is_killed(tmp_path: Path) -> None:
     assert (first.exit_code, first.timed_out) == (0, False)
     assert (second.exit_code, second.timed_out) == (-signal.SIGKILL, True)
     assert "in hang_here" in second.log
+
+
+@pytest.mark.parametrize("env", [{}, {"COLOUR": "red"}], ids=["forked", "started"])
+def test_a_rank_asked_for_its_stacks_before_it_has_begun_runs_on(env: dict[str, str]) -> None:
+    with FreshRanks(1, cases.process_id, env=env) as ranks:
+        ranks.kill(0, DUMP_STACKS)
+        (end,) = ranks.wait()
+    assert end.exit_code == 0, end
+    assert end.error is None
+
+
+def test_a_rank_asked_for_its_stacks_when_python_has_ended_is_there_until_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test.ranks.world._STACK_DUMP_SECONDS", 0.5)
+    with FreshRanks(1, cases.hang_at_the_very_end, str(tmp_path)) as ranks:
+        (file,) = until(lambda: list(tmp_path.iterdir()))
+        until(lambda: not can_dump_stacks(int(file.name)))
+        (end,) = ranks.wait(0.1)
+    assert (end.exit_code, end.timed_out) == (-signal.SIGKILL, True), end
+    assert "It wrote no stacks. Its threads:\n" in end.log
 
 
 def test_fresh_ranks_run_a_script(tmp_path: Path) -> None:
@@ -210,10 +231,13 @@ pool.run(cases.hang_here, 0, {str(tmp_path)!r}, timeout=60.0)
         wait_for_both(tmp_path)
         starter.kill()
         starter.wait()
-    deadline = time.monotonic() + 20
-    while any(is_running(rank) for rank in ranks):
-        assert time.monotonic() < deadline, "they still run"
-        time.sleep(0.02)
+    until(lambda: not any(is_running(rank) for rank in ranks))
+
+
+def can_dump_stacks(process: int) -> bool:
+    """Whether it handles the signal for it, as it does until Python ends."""
+    (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return bool(int(caught, 16) & 1 << DUMP_STACKS - 1)
 
 
 def is_running(process: int) -> bool:

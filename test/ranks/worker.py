@@ -29,6 +29,7 @@ import paddle.distributed as dist
 from paddle.base import core
 
 from test.ranks import groups
+from test.ranks.forks import DUMP_STACKS
 from test.ranks.remote import RemoteError, load_function
 
 __all__ = ["main", "run_program", "run_script"]
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until told to stop, and return the exit code."""
     calls, life, *options = arguments
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
+    signal.signal(DUMP_STACKS, signal.SIG_IGN)  # which is again so when Python has ended, but not yet the process
+    faulthandler.register(DUMP_STACKS)
+    _unblock_dumping()
     threading.Thread(target=_end_with, args=(int(life),), daemon=True).start()
     join_world()
     if "groups" in options:
@@ -73,6 +76,7 @@ def serve(connection: Connection) -> int:
 
 def run_program(path: str, *arguments: str) -> None:
     """Be what ``python path arguments...`` is, but for the seconds that it takes until ranks find each other."""
+    _unblock_dumping()
     sys.path[0] = str(Path(path).parent)
     _reach_store()
     run_script(path, *arguments)
@@ -92,6 +96,11 @@ def _answer(connection: Connection, name: str, arguments: tuple[Any, ...]) -> in
         return 1
     connection.send_bytes(reply)
     return 0
+
+
+def _unblock_dumping() -> None:
+    """Take `DUMP_STACKS` from now on: see `test.ranks.forks.dumping_blocked`."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {DUMP_STACKS})
 
 
 def _reach_store() -> None:

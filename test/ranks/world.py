@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import signal
 import socket
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from test.ranks.forks import AT_IMPORT, SOURCES, ForkedProcess, fork
+from test.ranks.forks import AT_IMPORT, DUMP_STACKS, SOURCES, ForkedProcess, dumping_blocked, fork
 
 __all__ = ["REPOSITORY", "RankProcess", "World", "free_ports"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _LOG_TAIL_BYTES = 6000
-_STACK_DUMP_SECONDS = 0.5
+_STACK_DUMP_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 _END_SECONDS = 1.0
 _numbers = itertools.count()  # of worlds
 
@@ -42,6 +44,14 @@ class RankProcess:
         data = self.log.read_bytes()
         text = data[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
         return f"[...]{text}" if len(data) > _LOG_TAIL_BYTES else text
+
+    def log_threads(self) -> None:
+        """Add to the log what the system knows of the rank's threads: their names, states and where they wait."""
+        with self.log.open("a") as log, contextlib.suppress(FileNotFoundError):
+            print("It wrote no stacks. Its threads:", file=log)
+            for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+                state = task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+                print(task.joinpath("comm").read_text().strip(), state, task.joinpath("wchan").read_text(), file=log)
 
 
 class World:
@@ -75,7 +85,7 @@ class World:
         ours, theirs = Pipe()
         log = Path(self._directory.name, f"rank-{rank}.log")
         process: subprocess.Popen[bytes] | ForkedProcess
-        with theirs, log.open("wb") as output:
+        with theirs, log.open("wb") as output, dumping_blocked():
             descriptors = [theirs.fileno(), self._life]
             if env == self._plain[rank]:
                 source = (self._number + rank) % SOURCES
@@ -93,10 +103,24 @@ class World:
         return RankProcess(rank, process, ours, log)
 
     def dump_stacks(self, ranks: Iterable[int]) -> None:
-        """Let ``ranks`` write the stack of each of their threads into their logs."""
-        for rank in ranks:
-            self.ranks[rank].process.send_signal(signal.SIGUSR1)
-        time.sleep(_STACK_DUMP_SECONDS)
+        """Let ``ranks`` write the stack of each of their threads into their logs.
+
+        Of one that cannot, because Python has ended or has not begun, the logs tell where the system has its threads.
+        """
+        chosen = [self.ranks[rank] for rank in ranks]
+        before = seen = [each.log.stat().st_size for each in chosen]
+        for each in chosen:
+            each.process.send_signal(DUMP_STACKS)
+        deadline = time.monotonic() + _STACK_DUMP_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            now = [each.log.stat().st_size for each in chosen]
+            if now == seen and all(map(operator.gt, now, before)):
+                return
+            seen = now
+        for each, size in zip(chosen, before, strict=True):
+            if each.log.stat().st_size == size:
+                each.log_threads()
 
     def await_end(self, rank: int) -> None:
         """Give ``rank`` a moment to end: its pipe is closed shortly before the process is gone."""
