@@ -6,6 +6,8 @@ PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+# How many tests run at once. More than two cores can do, since tests also wait for ranks and for disks.
+WORKERS := 3
 BENCH_VENV := benchmark/.venv
 # Older versions of PaddlePaddle: for each the first numpy that it fails with, and the newest Python that it has wheels for.
 COMPAT := 3.0.0 2.6.2
@@ -24,14 +26,14 @@ demo: $(INSTALLED) ## train on 4 ranks, come back on 2 in another layout, compar
 	@$(PYTHON) examples/demo.py
 
 test: $(INSTALLED) ## run the tests
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n $(WORKERS)
 
 test-long: $(INSTALLED) ## run the tests with many more random draws and kills
-	$(PYTHON) -m pytest -q --long
+	$(PYTHON) -m pytest -q -n $(WORKERS) --long
 
 test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older versions of Paddle (5 minutes; not a part of test)
 	@for version in $(COMPAT); do \
-		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q test/paddle || exit 1; \
+		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q -n $(WORKERS) test/paddle || exit 1; \
 	done
 
 lint: $(INSTALLED_DEV) ## check style and types

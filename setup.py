@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent
 EXTRAS = {
     "cpu": ["paddlepaddle>=3.0", "numpy<2.4"],  # Paddle's shard_dataloader fails with numpy 2.4
     "gpu": ["paddlepaddle-gpu"],
-    "test": ["hypothesis", "numpy<2.4", "pytest>=8", "safetensors"],
+    "test": ["hypothesis", "numpy<2.4", "pytest>=8", "pytest-xdist>=3.6", "safetensors"],
     "dev": ["mypy", "ruff"],
 }
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from test import strategies
 from test.ranks.pool import RankPool
+
+_WARM_RANKS = {  # what the test files import that use ranks which take seconds to start and gigabytes to keep
+    "from test.device_plugin.ranks import DevicePool": "devices",
+    "from test.ranks.pool import RankPool": "pool",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +33,24 @@ def pool() -> Iterator[RankPool]:
     """Eight warm ranks, which start when the first test calls ``pool.run``."""
     with RankPool(8) as ranks:
         yield ranks
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of all files that share warm ranks to one of pytest-xdist's workers, every other test to any."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _warm_ranks_of(config.rootpath / nodeid.partition("::")[0]) or nodeid
+
+    return Scheduling(config, log)
+
+
+@cache
+def _warm_ranks_of(file: Path) -> str | None:
+    text = file.read_text(encoding="utf-8")
+    return next((name for line, name in _WARM_RANKS.items() if line in text), None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -70,7 +70,8 @@ class World:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self.ranks: list[RankProcess] = []
         arguments = ["groups"] if groups else []
-        ports = free_ports(size + 1)
+        self._ports = reserved_ports(size + 1)  # for as long as this world lives: another one starts beside it
+        ports = [each.getsockname()[1] for each in self._ports]
         self._plain = [_environment(rank, ports) for rank in range(size)]
         self._number = next(_numbers)
         self._life, _ = self._pipe = os.pipe()
@@ -146,16 +147,30 @@ class World:
             rank.connection.close()
         for descriptor in self._pipe:
             os.close(descriptor)
+        for port in self._ports:
+            port.close()
         self._directory.cleanup()
 
 
 def free_ports(count: int) -> list[int]:
     """Return ``count`` TCP ports of the loopback device that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    sockets = reserved_ports(count)
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def reserved_ports(count: int) -> list[socket.socket]:
+    """Return sockets with ports of the loopback device that nobody is given until they are closed.
+
+    Who knows a port can listen on it meanwhile, if its socket may reuse addresses, as those of Paddle's stores may.
+    """
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind(("127.0.0.1", 0))
+    return sockets
 
 
 def _environment(rank: int, ports: list[int]) -> dict[str, str]:
