@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,16 @@ _U64 = npt.NDArray[np.uint64]
 def covers_exactly(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """For each region, whether its boxes tile it: inside it, no overlap, no gap.
 
-    Give every coordinate of every dimension a random number r modulo a prime. The product over the dimensions of
-    r(high) - r(low) is a measure: it adds up over any exact tiling. If boxes overlap or leave a gap, both sides are
-    different polynomials in the random numbers, which agree with a chance of at most ndim/2**31 (Schwartz-Zippel);
-    three independent rounds make that less than 1e-23 for any tensor. Time is linear in the number of boxes.
-    Slices along one dimension and whole grids, which nearly all tensors are cut into, are recognised without it.
+    Give every coordinate of every dimension a number r modulo the prime 2**31 - 1. The product over the dimensions of
+    r(high) - r(low) is a measure: it adds up over any exact tiling, so a tiling is always taken for one. If boxes
+    overlap or leave a gap, both sides are different polynomials in the numbers, which agree for random numbers with a
+    chance of at most ndim/2**31 (Schwartz-Zippel). There are three rounds with numbers of their own: a wrong answer has
+    a chance below 1e-23 for any tensor. The numbers are not drawn but made from a cryptographic hash of all that is
+    given, so the answer is the same on every rank and in every run, and who wants to deceive can do no better than to
+    try about 1e23 sets of boxes.
+
+    Time is linear in the number of boxes. Slices along one dimension and whole grids, which nearly all tensors are cut
+    into, are recognised without it.
 
     Args:
         groups: Which region each box belongs to, ascending, ``[n]``.
@@ -103,11 +108,20 @@ def _measures_agree(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     low, high, region_low, region_high = boxes.offset, boxes.high, regions.offset, regions.high
     inside = (low >= region_low[groups]).all(axis=1) & (high <= region_high[groups]).all(axis=1)
     exact: Mask = np.bincount(groups[~inside], minlength=len(regions)) == 0
-    for _ in range(_ROUNDS):
-        seeds = np.array([secrets.randbits(64) for _ in range(boxes.dimensions)], np.uint64)
+    for seeds in _seeds(groups, boxes, regions):
         totals = _group_sums(_measure(low, high, seeds), groups, len(regions))
         exact &= totals == _measure(region_low, region_high, seeds)
     return exact
+
+
+def _seeds(groups: IntArray, boxes: Boxes, regions: Boxes) -> _U64:
+    """What the numbers of each round and dimension are made from, ``[rounds, d]``: a hash of all that is given."""
+    sizes = np.array([len(boxes), len(regions), boxes.dimensions], np.int64)
+    digest = hashlib.blake2b()
+    for column in (sizes, groups, boxes.offset, boxes.shape, regions.offset, regions.shape):
+        digest.update(np.ascontiguousarray(column, "<i8").reshape(-1).data)
+    expanded = hashlib.shake_256(digest.digest()).digest(8 * _ROUNDS * boxes.dimensions)
+    return np.frombuffer(expanded, "<u8").reshape(_ROUNDS, boxes.dimensions)
 
 
 def _measure(low: IntArray, high: IntArray, seeds: _U64) -> _U64:

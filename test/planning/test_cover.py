@@ -114,3 +114,18 @@ def test_tensors_that_are_cut_alike_are_judged_alike(data: st.DataObject) -> Non
     boxes = Boxes.of([box for _, boxes in tensors for box in boxes], 4)
     found = tensors_covered(number, boxes, Boxes.of([whole(shape) for shape, _ in tensors], 4).shape)
     assert found.tolist() == [bool((paint(shape, boxes) == 1).all()) for shape, boxes in tensors]
+
+
+def test_the_numbers_are_made_from_all_that_is_given() -> None:
+    """So the answer is the same everywhere, and no boxes can be made to fit numbers that are known before."""
+    boxes = Boxes.of([Box((0, 0), (2, 4)), Box((2, 0), (2, 4))], 2)
+    groups, regions = np.zeros(2, np.int64), Boxes.of([whole((4, 4))], 2)
+    seeds = cover._seeds(groups, boxes, regions)
+    assert seeds.shape == (3, 2)
+    assert np.array_equal(cover._seeds(groups, boxes, regions), seeds)
+    for change in range(5):
+        columns = [groups, boxes.offset, boxes.shape, regions.offset, regions.shape]
+        columns[change] = columns[change].copy()
+        columns[change].flat[0] += 1
+        group, offset, shape, low, size = columns
+        assert not np.isin(cover._seeds(group, Boxes(offset, shape), Boxes(low, size)), seeds).any()
