@@ -7,8 +7,6 @@ parameters under weight decay. Here they are made as the step makes them, and no
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import paddle
@@ -18,10 +16,8 @@ from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
-from ..tree.names import optimizer_key
 from ..tree.objects import set_state
-from .schedulers import is_scheduler, restore_scheduler
-from .static_program import is_program, restore_program
+from .static_program import is_program, program_scheduler
 
 __all__ = [
     "check_optimizer",
@@ -30,8 +26,6 @@ __all__ = [
     "optimizer_state",
     "parameters_of",
     "restore",
-    "restore_layer",
-    "restore_optimizer",
 ]
 
 _SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
@@ -130,22 +124,16 @@ def _distribute(optimizer: Any, parameter: Any) -> None:
 # -- state
 
 
-def optimizer_state(optimizer: Any, structured: Mapping[str, str]) -> dict[str, Any]:
-    """All state of an optimizer, also of one that never took a step. The tensors are its own, not copies.
+def optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """All state of an optimizer as Paddle names and nests it, also of one that never took a step.
 
-    Args:
-        optimizer: One of Paddle's.
-        structured: The structured name for each parameter's variable name.
-
-    Returns:
-        The state by names such as ``fc.weight.moment1``. What is not recognised, and what would get the same name as
-        another entry, has Paddle's own name. Without ``structured``, all have, and it is nested as Paddle nests it.
+    The tensors are its own, not copies; the dicts are copies.
     """
     make_accumulators(optimizer)
     state = dict(_inner(optimizer).state_dict())  # that of shard_optimizer may take a step
     if isinstance(state.get(_MASTERS), dict):
         state[_MASTERS] = dict(state[_MASTERS])
-    return _renamed(state, structured) if structured else state
+    return state
 
 
 def check_optimizer(optimizer: Any, key: str) -> None:
@@ -175,51 +163,25 @@ def _is_of_program(optimizer: Any) -> bool:
     return any(not isinstance(value, paddle.Tensor) for by_name in accumulators for value in by_name.values())
 
 
-def _renamed(state: dict[str, Any], structured: Mapping[str, str]) -> dict[str, Any]:
-    entries = [(container, key, _new_key(container, key, structured), value) for container, key, value in _flat(state)]
-    counts = Counter(new for _, _, new, _ in entries)
-    renamed: dict[str, Any] = {}
-    for container, key, new, value in entries:
-        if new is not None and counts[new] == 1 and new not in state:
-            renamed[new] = value
-        elif container is None:
-            renamed[key] = value
-        else:
-            renamed.setdefault(container, {})[key] = value
-    return renamed
-
-
-def _flat(state: dict[str, Any]) -> Iterator[tuple[str | None, str, Any]]:
-    """The entries of Paddle's state_dict, those of the master weights' own dict with its name."""
-    for key, value in state.items():
-        if key == _MASTERS and isinstance(value, dict):
-            yield from ((_MASTERS, name, master) for name, master in value.items())
-        else:
-            yield None, key, value
-
-
-def _new_key(container: str | None, key: str, structured: Mapping[str, str]) -> str | None:
-    return optimizer_key(key if container is None else f"{key}_fp32_master_0", structured)
-
-
 # -- given back
 
 
 def restore(value: Any, state: dict[str, Any]) -> None:
     """Give an object its state back, whose tensors were filled in place."""
     if isinstance(value, paddle.nn.Layer):
-        restore_layer(value, state)
+        _restore_layer(value, state)
     elif is_optimizer(value):
-        restore_optimizer(value, state)
+        _restore_optimizer(value, state)
     elif is_program(value):
-        restore_program(value, state)
-    elif is_scheduler(value):
-        restore_scheduler(value, state)
+        value.set_state_dict({name: tensor for name, tensor in state.items() if isinstance(tensor, paddle.Tensor)})
+        _restore_rate(program_scheduler(value), state)
+    elif isinstance(value, paddle.optimizer.lr.LRScheduler):
+        _restore_scheduler(value, state)
     else:
         set_state(value, state)
 
 
-def restore_layer(layer: Any, state: dict[str, Any]) -> None:
+def _restore_layer(layer: Any, state: dict[str, Any]) -> None:
     """Give a layer its state back: what ``state_dict()`` returned, with the tensors filled in place.
 
     These are the layer's own, and there is nothing left to do, unless a hook on ``state_dict()`` has made copies of
@@ -246,31 +208,35 @@ def _in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def restore_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def _restore_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Give an optimizer its state back: what :func:`optimizer_state` returned, with the tensors filled in place.
 
-    What is left to do is the learning rate's scheduler. A class with its own ``set_state_dict`` gets everything, by
-    Paddle's own names.
+    What is left to do is the learning rate's scheduler. A class with its own ``set_state_dict`` gets everything.
     """
     owner = _inner(optimizer)
     if _overrides(owner, paddle.optimizer.Optimizer):
-        owner.set_state_dict(_with_own_keys(owner, state))
+        owner.set_state_dict(dict(state))
         return
-    scheduler = getattr(owner, "_learning_rate", None)
-    if state.get(_SCHEDULER) and is_scheduler(scheduler):
-        restore_scheduler(scheduler, state[_SCHEDULER])
+    _restore_rate(getattr(owner, "_learning_rate", None), state)
 
 
-def _with_own_keys(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The state by Paddle's names. What was renamed is found by the tensors themselves."""
-    own = optimizer_state(optimizer, {})
-    renamed = {id(value) for _, _, value in _flat(own)}
-    for key, value in state.items():
-        if key == _MASTERS and isinstance(own.get(key), dict):
-            own[key].update(value)
-        elif key in own or id(value) not in renamed:
-            own[key] = value
-    return own
+def _restore_rate(scheduler: Any, state: dict[str, Any]) -> None:
+    """Give the scheduler of an optimizer's or program's learning rate, if it has one, its state out of theirs."""
+    if state.get(_SCHEDULER) and isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
+        _restore_scheduler(scheduler, state[_SCHEDULER])
+
+
+def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Give a scheduler its state back so that it goes on as it would have.
+
+    ``CosineAnnealingWarmRestarts`` leaves out of its state where it is between two restarts. It follows from the epoch.
+    """
+    scheduler.set_state_dict(state)
+    if isinstance(scheduler, paddle.optimizer.lr.CosineAnnealingWarmRestarts) and scheduler.last_epoch >= 0:
+        since, length = scheduler.last_epoch, scheduler.T_0
+        while since >= length:
+            since, length = since - length, length * scheduler.T_mult
+        scheduler.T_cur, scheduler.T_i = since, length
 
 
 def _overrides(value: Any, base: Any) -> bool:

@@ -121,7 +121,7 @@ def _check(name: str, value: Any, is_one: Callable[[Any], bool], kind: str) -> N
 
 def state_of(value: Any) -> dict[str, Any]:
     """The present state of a layer or an optimizer. The tensors are its own, not copies."""
-    return optimizer_state(value, {}) if is_optimizer(value) else dict(value.state_dict())
+    return optimizer_state(value) if is_optimizer(value) else dict(value.state_dict())
 
 
 def first_rank(group: Any) -> int:

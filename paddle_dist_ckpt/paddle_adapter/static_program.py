@@ -12,9 +12,8 @@ import paddle
 from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
-from .schedulers import is_scheduler, restore_scheduler
 
-__all__ = ["is_program", "is_temporary", "program_state", "restore_program", "variables_by_address"]
+__all__ = ["is_program", "is_temporary", "program_scheduler", "program_state", "variables_by_address"]
 
 _DIST_MODEL: Any = getattr(api, "DistModel", ())
 _SCHEDULER = "LR_Scheduler"
@@ -45,26 +44,18 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
-    scheduler = _scheduler(model)
+    scheduler = program_scheduler(model)
     if scheduler is not None and _SCHEDULER not in state:
         state[_SCHEDULER] = scheduler.state_dict()
     return state
 
 
-def restore_program(model: Any, state: dict[str, Any]) -> None:
-    """Give a DistModel its state back: what :func:`program_state` returned, with the tensors filled in place."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, paddle.Tensor)}
-    model.set_state_dict(tensors)
-    scheduler = _scheduler(model)
-    if scheduler is not None and state.get(_SCHEDULER):
-        restore_scheduler(scheduler, state[_SCHEDULER])
-
-
-def _scheduler(model: Any) -> Any | None:
+def program_scheduler(model: Any) -> Any | None:
+    """The scheduler of a DistModel's learning rate, if it has one."""
     optimizer = getattr(getattr(model, "_engine", None), "_optimizer", None)
     optimizer = getattr(optimizer, "_inner_opt", optimizer)  # that of shard_optimizer
     found = getattr(optimizer, "_learning_rate", None)
-    return found if is_scheduler(found) else None
+    return found if isinstance(found, paddle.optimizer.lr.LRScheduler) else None
 
 
 def is_temporary(name: str) -> bool:

@@ -77,7 +77,7 @@ class PaddleAdapter:
             )
         if objects.is_optimizer(value):
             objects.check_optimizer(value, key)
-            return ObjectKind.OPTIMIZER, objects.optimizer_state(value, {})
+            return ObjectKind.OPTIMIZER, objects.optimizer_state(value)
         if is_program(value):
             return ObjectKind.PROGRAM, program_state(value, key)
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE

@@ -23,7 +23,6 @@ __all__ = [
     "container_of",
     "is_of_run",
     "may_be_optimizers",
-    "optimizer_key",
 ]
 
 _DIST = ".dist"
@@ -71,21 +70,6 @@ class _Found(NamedTuple):
     path: str
     container: str
     variable: _Variable
-
-
-def optimizer_key(key: str, parameters: Mapping[str, str]) -> str | None:
-    """What an optimizer variable is called in every run.
-
-    Args:
-        key: Paddle's name of it, such as ``linear_0.w_0_moment1_0``.
-        parameters: The structured name for each parameter's variable name. The longest one that fits is taken, and a
-            ``.dist`` on one side only does not matter.
-
-    Returns:
-        For example ``fc.weight.moment1``, or None if it is not an optimizer variable of one of these parameters.
-    """
-    variable = _parse(key, parameters)
-    return None if variable is None else variable.key(parameters[variable.parameter])
 
 
 def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[str, str]:

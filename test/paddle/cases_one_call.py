@@ -10,8 +10,8 @@ import paddle.distributed as dist
 
 from paddle_dist_ckpt import PerRank, save_state_dict
 from paddle_dist_ckpt.one_call import load, save
-from paddle_dist_ckpt.paddle_adapter import objects
 from test.paddle.layouts import Spread
+from test.paddle.optimizers import named_state
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
 from test.ranks.groups import group_of
@@ -59,7 +59,7 @@ def train(model: Any, optimizer: Any, schedule: Any, steps: int, first: int = 0)
 def arrays(model: Any, optimizer: Any = None) -> dict[str, Any]:
     """All that they have, by names that do not depend on the run."""
     structured = {tensor.name: name for name, tensor in model.named_parameters()}
-    state = objects.optimizer_state(optimizer, structured) if optimizer is not None else {}
+    state = named_state(optimizer, structured) if optimizer is not None else {}
     tensors = {**model.state_dict(), **state}
     return {key: value.numpy().copy() for key, value in tensors.items() if isinstance(value, paddle.Tensor)}
 

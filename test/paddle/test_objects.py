@@ -13,7 +13,8 @@ import pytest
 
 from paddle_dist_ckpt import StateDictMismatchError, UnsupportedValueError, load_state_dict, save_state_dict
 from paddle_dist_ckpt.paddle_adapter import objects
-from paddle_dist_ckpt.tree.names import canonical_paths, optimizer_key
+from paddle_dist_ckpt.tree.names import canonical_paths
+from test.paddle.optimizers import flat, named_state
 from test.paddle.versions import FROM_LOCAL, LATER_THAN_3_0, SHARDING_STAGES, lacks
 
 ALONE = dist.ProcessMesh([0], dim_names=["x"])
@@ -92,7 +93,7 @@ def layout(optimizer: Any) -> dict[str, Any]:
     state = objects._inner(optimizer).state_dict()
     return {
         key: (tensor.shape, tensor.dtype, tensor.is_dist() and (tensor.placements, tensor.process_mesh))
-        for _, key, tensor in objects._flat(state)
+        for key, tensor in flat(state)
         if isinstance(tensor, paddle.Tensor)
     }
 
@@ -122,16 +123,16 @@ def test_they_are_those_of_the_first_step(kind: str, placement: Any) -> None:
     before = values(layer.state_dict())
     objects.make_accumulators(optimizer)
     assert_equal(values(layer.state_dict()), before)
-    made = values(objects.optimizer_state(optimizer, structured(layer)))
+    made = values(named_state(optimizer, structured(layer)))
     step(other, stepped)
-    assert made.keys() == values(objects.optimizer_state(stepped, structured(other))).keys()
+    assert made.keys() == values(named_state(stepped, structured(other))).keys()
     assert bool(made) == (kind != "SGD")
     step(layer, optimizer)
     for number in (1, 2):
         step(layer, optimizer, number)
         step(other, stepped, number)
     assert_equal(values(layer.state_dict()), values(other.state_dict()))
-    states = (objects.optimizer_state(each, structured(of)) for each, of in ((optimizer, layer), (stepped, other)))
+    states = (named_state(each, structured(of)) for each, of in ((optimizer, layer), (stepped, other)))
     assert_equal(*map(values, states))
 
 
@@ -141,10 +142,10 @@ def test_they_are_made_once(kind: str) -> None:
     optimizer = optimizer_for(layer, kind)
     objects.make_accumulators(optimizer)
     step(layer, optimizer)
-    first = objects.optimizer_state(optimizer, {})
+    first = objects.optimizer_state(optimizer)
     before = values(first)
     objects.make_accumulators(optimizer)
-    second = objects.optimizer_state(optimizer, {})
+    second = objects.optimizer_state(optimizer)
     assert first.keys() == second.keys()
     assert all(first[key] is second[key] for key in first)
     assert_equal(values(second), before)
@@ -177,14 +178,14 @@ def test_of_shard_optimizer(stage: str, kind: str, dtype: str) -> None:
     objects.make_accumulators(optimizer)
     assert_equal(values(layer.state_dict()), before)
     expected = [SHARD] if stage != "no function" else [REPLICATE]
-    state = objects.optimizer_state(optimizer, structured(layer))
+    state = named_state(optimizer, structured(layer))
     kinds = {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"} if kind == "AdamW" else set()
     masters = {"master_weight"} if dtype == "bfloat16" else set()
     assert state.keys() == {f"{name}.{each}" for name in ("weight", "bias") for each in kinds | masters}
     for key, tensor in state.items():
         assert tensor.placements == ([REPLICATE] if "beta" in key else expected), key
         assert tensor.dtype == paddle.float32
-    again = objects.optimizer_state(optimizer, structured(layer))
+    again = named_state(optimizer, structured(layer))
     assert all(again[key] is state[key] for key in state)
 
 
@@ -212,7 +213,7 @@ def test_names_of_shard_optimizer_are_those_of_every_run(tmp_path: Path) -> None
             save_state_dict({"optimizer": optimizer.state_dict()}, tmp_path)
     kinds = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
     expected = {f"{name}.{kind}" for name in ("weight", "bias") for kind in kinds}
-    assert objects.optimizer_state(optimizer, structured(layer)).keys() == expected
+    assert named_state(optimizer, structured(layer)).keys() == expected
     save_state_dict({"optimizer": optimizer.state_dict()}, tmp_path)
 
 
@@ -225,7 +226,7 @@ def test_the_state_of_shard_optimizer_needs_no_step(kind: str) -> None:
     paddles.state_dict()
     assert not np.array_equal(array(other.weight), before["weight"]), "or this test shows nothing"
     for _ in range(2):
-        objects.optimizer_state(optimizer, structured(layer))
+        named_state(optimizer, structured(layer))
         assert_equal(values(layer.state_dict()), before)
 
 
@@ -237,7 +238,7 @@ def test_parameter_groups() -> None:
         return paddle.optimizer.Adam(0.1, parameters=groups)
 
     optimizer, stepped = grouped(layer), grouped(other)
-    state = objects.optimizer_state(optimizer, structured(layer))
+    state = named_state(optimizer, structured(layer))
     assert float(state["weight.beta1_pow_acc"]) == pytest.approx(0.5)
     assert float(state["bias.beta1_pow_acc"]) == pytest.approx(0.9)
     for number in range(2):
@@ -250,7 +251,7 @@ def test_parameter_groups_of_shard_optimizer() -> None:
     layer = layer_of(REPLICATE)
     groups = [{"params": [layer.weight]}, {"params": [layer.bias]}]
     optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(0.1, parameters=groups))
-    state = objects.optimizer_state(optimizer, structured(layer))
+    state = named_state(optimizer, structured(layer))
     assert len(state) == 8
     assert all(tensor.is_dist() for tensor in state.values())
 
@@ -258,11 +259,9 @@ def test_parameter_groups_of_shard_optimizer() -> None:
 def test_only_parameters_that_are_trained_and_are_here() -> None:
     layer = layer_of()
     layer.bias.stop_gradient = True
-    assert {key.partition(".")[0] for key in objects.optimizer_state(optimizer_for(layer), structured(layer))} == {
-        "weight"
-    }
+    assert {key.partition(".")[0] for key in named_state(optimizer_for(layer), structured(layer))} == {"weight"}
     far = layer_of(REPLICATE, mesh=ELSEWHERE)
-    assert objects.optimizer_state(optimizer_for(far), structured(far)) == {}
+    assert named_state(optimizer_for(far), structured(far)) == {}
 
 
 def test_parameters_that_are_trained_later_get_theirs_later() -> None:
@@ -270,9 +269,9 @@ def test_parameters_that_are_trained_later_get_theirs_later() -> None:
     layer.bias.stop_gradient = True
     optimizer = optimizer_for(layer)
     step(layer, optimizer)
-    before = values(objects.optimizer_state(optimizer, structured(layer)))
+    before = values(named_state(optimizer, structured(layer)))
     layer.bias.stop_gradient = False
-    after = values(objects.optimizer_state(optimizer, structured(layer)))
+    after = values(named_state(optimizer, structured(layer)))
     assert len(after) == 8
     assert_equal({key: after[key] for key in before}, before)
     step(layer, optimizer)
@@ -286,7 +285,7 @@ def test_a_state_that_was_set_before_the_first_step_is_kept() -> None:
     held = {key: tensor.clone() for key, tensor in trained.state_dict().items()}
     fresh = optimizer_for(layer)
     fresh.set_state_dict({key[:-1] + "1": tensor for key, tensor in held.items()})
-    state = objects.optimizer_state(fresh, {})
+    state = objects.optimizer_state(fresh)
     assert_equal({key[:-1] + "0": value for key, value in values(state).items()}, values(held))
 
 
@@ -297,7 +296,7 @@ def test_master_weights_that_were_set_before_the_first_step_are_kept(kind: str) 
     optimizer = dist.shard_optimizer(optimizer_for(layer, kind, multi_precision=True), STAGES["stage 1"]())
     masters = {each.name: each.detach().cast("float32") for each in layer.parameters()}
     optimizer.set_state_dict({"master_weights": dict(masters)})
-    state = objects.optimizer_state(optimizer, {})
+    state = objects.optimizer_state(optimizer)
     assert state["master_weights"].keys() == masters.keys()
     assert all(state["master_weights"][name] is masters[name] for name in masters)
 
@@ -316,7 +315,7 @@ def test_optimizers_without_such_accumulators() -> None:
     layer = layer_of()
     before = values(layer.state_dict())
     optimizer = paddle.optimizer.LBFGS(parameters=layer.parameters())
-    assert objects.optimizer_state(optimizer, structured(layer)) == {"state": {}}
+    assert named_state(optimizer, structured(layer)) == {"state": {}}
     objects.make_accumulators(object())
     objects.make_accumulators(paddle.incubate.optimizer.LookAhead(optimizer_for(layer, "SGD")))
     assert_equal(values(layer.state_dict()), before)
@@ -329,14 +328,14 @@ def test_the_state_has_the_tensors_themselves() -> None:
     layer = layer_of(dtype="bfloat16")
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
     optimizer = optimizer_for(layer, learning_rate=scheduler, multi_precision=True)
-    state = objects.optimizer_state(optimizer, structured(layer))
+    state = named_state(optimizer, structured(layer))
     paddles = optimizer.state_dict()
     masters = paddles["master_weights"]
     assert state["weight.master_weight"] is masters[layer.weight.name]
     assert state["bias.moment2"] is paddles[f"{masters[layer.bias.name].name}_moment2_0"]
     assert state["LR_Scheduler"] == scheduler.state_dict()
     assert len(state) == 11
-    own = objects.optimizer_state(optimizer, {})
+    own = objects.optimizer_state(optimizer)
     assert own.keys() == paddles.keys()
     assert all(own[key] is paddles[key] for key in own if key not in ("master_weights", "LR_Scheduler"))
     assert own["master_weights"] == masters
@@ -344,21 +343,10 @@ def test_the_state_has_the_tensors_themselves() -> None:
     assert masters, "the dict is another one"
 
 
-def test_what_is_not_recognised_or_clashes_keeps_its_name() -> None:
-    layer = layer_of(dtype="bfloat16")
-    weight, bias = layer.weight.name, layer.bias.name
-    optimizer = optimizer_for(layer, "SGD", multi_precision=True)
-    assert objects.optimizer_state(optimizer, {weight: "w"}).keys() == {"w.master_weight", "master_weights"}
-    assert objects.optimizer_state(optimizer, {weight: "w"})["master_weights"].keys() == {bias}
-    clash = objects.optimizer_state(optimizer, {weight: "same", bias: "same"})
-    assert clash.keys() == {"master_weights"}
-    assert clash["master_weights"].keys() == {weight, bias}
-
-
 def test_two_optimizers_of_one_layer() -> None:
     layer = layer_of()
     first, second = optimizer_for(layer), optimizer_for(layer)
-    states = [objects.optimizer_state(each, structured(layer)) for each in (first, second)]
+    states = [named_state(each, structured(layer)) for each in (first, second)]
     assert states[0].keys() == states[1].keys()
     assert {"weight.moment1", "bias.beta2_pow_acc"} < states[0].keys()
     assert {tensor.name[-2:] for tensor in states[1].values()} == {"_1"}
@@ -370,20 +358,22 @@ def test_canonical_paths_know_what_paddle_makes(placement: Any, dtype: str) -> N
     layer = layer_of(placement, dtype)
     optimizer = optimizer_for(layer, multi_precision=True)
     entries = {f"/model/{key}": tensor for key, tensor in layer.state_dict().items()}
-    for container, key, tensor in objects._flat(objects.optimizer_state(optimizer, {})):
-        entries["/optimizer" + (f"/{container}" if container else "") + f"/{key}"] = tensor
+    entries |= {f"/optimizer/{key}": tensor for key, tensor in flat(objects.optimizer_state(optimizer))}
     found = canonical_paths(list(entries), [tensor.name for tensor in entries.values()])
-    expected = objects.optimizer_state(optimizer, structured(layer))
-    assert {f"/optimizer/{key}" for key in expected} == set(found.values())
-    assert all(expected[new.rpartition("/")[2]] is entries[old] for old, new in found.items())
+    kinds = ["moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc", *["master_weight"] * (dtype == "bfloat16")]
+    assert set(found.values()) == {f"/optimizer/{key}.{kind}" for key in ("weight", "bias") for kind in kinds}
+    for old, new in found.items():
+        key, _, kind = new.removeprefix("/optimizer/").partition(".")
+        held = optimizer._master_weights if kind == "master_weight" else optimizer._accumulators[kind]
+        assert any(entries[old] is tensor for name, tensor in held.items() if name.startswith(getattr(layer, key).name))
 
 
 def test_a_copied_layer_is_not_taken_for_the_first() -> None:
     layer = layer_of()
     copied = copy.deepcopy(layer)
-    (key, *_) = objects.optimizer_state(optimizer_for(copied), {})
-    assert optimizer_key(key, structured(layer)) is None
-    assert optimizer_key(key, structured(copied)) == "weight.moment1"
+    optimizer = optimizer_for(copied)
+    assert named_state(optimizer, structured(layer)).keys() == objects.optimizer_state(optimizer).keys()
+    assert "weight.moment1" in named_state(optimizer, structured(copied))
 
 
 # -- given back
@@ -406,8 +396,8 @@ def test_moments_come_back_exactly(kind: str, placement: Any) -> None:
         scheduler.step()
     fresh, empty, behind = make()
     assert fresh.weight.name != layer.weight.name
-    source = {**layer.state_dict(), **objects.optimizer_state(optimizer, structured(layer))}
-    state = objects.optimizer_state(empty, structured(fresh))
+    source = {**layer.state_dict(), **named_state(optimizer, structured(layer))}
+    state = named_state(empty, structured(fresh))
     target = {**fresh.state_dict(), **state}
     assert source.keys() == target.keys()
     for key, tensor in target.items():
@@ -425,7 +415,7 @@ def test_moments_come_back_exactly(kind: str, placement: Any) -> None:
         step(layer, optimizer, number)
         step(fresh, empty, number)
     assert_equal(values(fresh.state_dict()), values(layer.state_dict()))
-    states = (objects.optimizer_state(each, structured(of)) for each, of in ((empty, fresh), (optimizer, layer)))
+    states = (named_state(each, structured(of)) for each, of in ((empty, fresh), (optimizer, layer)))
     assert_equal(*map(values, states))
 
 
@@ -469,25 +459,24 @@ def test_objects_without_any_state(tmp_path: Path, make: Any) -> None:
 def test_shard_optimizer_gets_its_scheduler_back() -> None:
     layer, scheduler = layer_of(REPLICATE), paddle.optimizer.lr.StepDecay(0.1, 2)
     optimizer = dist.shard_optimizer(optimizer_for(layer, learning_rate=scheduler))
-    state = objects.optimizer_state(optimizer, {})
+    state = objects.optimizer_state(optimizer)
     state["LR_Scheduler"]["last_epoch"] = 9
     assert scheduler.last_epoch == 0
-    objects.restore_optimizer(optimizer, state)
+    objects.restore(optimizer, state)
     assert scheduler.last_epoch == 9
 
 
 def test_optimizers_without_a_scheduler_or_without_its_state() -> None:
     layer = layer_of()
-    objects.restore_optimizer(optimizer_for(layer), {"LR_Scheduler": {"last_epoch": 9}})
+    objects.restore(optimizer_for(layer), {"LR_Scheduler": {"last_epoch": 9}})
     scheduler = paddle.optimizer.lr.LambdaDecay(0.1, lambda epoch: 0.5**epoch)
     optimizer = optimizer_for(layer, learning_rate=scheduler)
-    objects.restore_optimizer(optimizer, {"LR_Scheduler": {}})
-    objects.restore_optimizer(optimizer, {})
+    objects.restore(optimizer, {"LR_Scheduler": {}})
+    objects.restore(optimizer, {})
     assert scheduler.last_epoch == 0
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-def test_an_optimizer_with_its_own_setter_gets_everything(renamed: bool) -> None:
+def test_an_optimizer_with_its_own_setter_gets_everything() -> None:
     class Counting(paddle.optimizer.AdamW):
         count, given = 0, None
 
@@ -502,9 +491,9 @@ def test_an_optimizer_with_its_own_setter_gets_everything(renamed: bool) -> None
     layer = layer_of(dtype="bfloat16")
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 2)
     optimizer = Counting(scheduler, parameters=layer.parameters(), multi_precision=True)
-    state = objects.optimizer_state(optimizer, structured(layer) if renamed else {})
-    own = objects.optimizer_state(optimizer, {})
-    for _, _, tensor in objects._flat(own):
+    state = objects.optimizer_state(optimizer)
+    own = objects.optimizer_state(optimizer)
+    for _, tensor in flat(own):
         if isinstance(tensor, paddle.Tensor):
             tensor.fill_(0.25)
     state["count"], state["LR_Scheduler"] = 7, {**state["LR_Scheduler"], "last_epoch": 4}
@@ -512,7 +501,7 @@ def test_an_optimizer_with_its_own_setter_gets_everything(renamed: bool) -> None
     assert optimizer.given is not None
     assert optimizer.given.keys() == own.keys()
     assert (optimizer.count, scheduler.last_epoch) == (7, 4)
-    after = objects.optimizer_state(optimizer, structured(layer))
+    after = named_state(optimizer, structured(layer))
     assert len(after) == 12
     assert all((array(after[key]) == 0.25).all() for key in after if key not in ("count", "LR_Scheduler"))
 

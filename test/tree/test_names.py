@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from paddle_dist_ckpt.tree.names import canonical_paths, optimizer_key
+from paddle_dist_ckpt.tree.names import canonical_paths
+from paddle_dist_ckpt.tree.paths import join
 
 TABLE = {"linear_0.w_0": "fc.weight", "linear_1.w_0.dist": "out.weight", "embedding_0.w_0.dist": "embed"}
 KINDS = [
@@ -16,12 +17,20 @@ KINDS = [
 ]
 
 
+def name_of(key: str, parameters: dict[str, str]) -> str | None:
+    """What an optimizer's entry is called, if the parameters have these structured names by their variables' names."""
+    path = join("/optimizer", key)
+    paths = [*(f"/model/{name}" for name in parameters.values()), path]
+    found = canonical_paths(paths, [*parameters, None]).get(path)
+    return None if found is None else found.removeprefix("/optimizer/")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_accumulator_of_any_kind(kind: str) -> None:
     for name, structured in TABLE.items():
         for number in (0, 1, 12):
-            assert optimizer_key(f"{name}_{kind}_{number}", TABLE) == f"{structured}.{kind}"
-            assert optimizer_key(f"{name}_fp32_master_{number}_{kind}_0", TABLE) == f"{structured}.{kind}"
+            assert name_of(f"{name}_{kind}_{number}", TABLE) == f"{structured}.{kind}"
+            assert name_of(f"{name}_fp32_master_{number}_{kind}_0", TABLE) == f"{structured}.{kind}"
 
 
 @pytest.mark.parametrize(
@@ -48,22 +57,22 @@ def test_an_accumulator_of_any_kind(kind: str) -> None:
     ],
 )
 def test_names(key: str, expected: str | None) -> None:
-    assert optimizer_key(key, TABLE) == expected
+    assert name_of(key, TABLE) == expected
 
 
 def test_the_longest_parameter_wins() -> None:
     table = {"w": "a", "w_b": "b", "w_b_0": "c", "w_b_0_deepcopy_1": "d"}
-    assert optimizer_key("w_b_0_moment1_0", table) == "c.moment1"
-    assert optimizer_key("w_b_moment1_0", table) == "b.moment1"
-    assert optimizer_key("w_moment1_0", table) == "a.moment1"
-    assert optimizer_key("w_b_0_deepcopy_1_moment1_0", table) == "d.moment1"
-    assert optimizer_key("w_b_1", table) == "a.b", "not w_b, of which _1 cannot be an accumulator"
+    assert name_of("w_b_0_moment1_0", table) == "c.moment1"
+    assert name_of("w_b_moment1_0", table) == "b.moment1"
+    assert name_of("w_moment1_0", table) == "a.moment1"
+    assert name_of("w_b_0_deepcopy_1_moment1_0", table) == "d.moment1"
+    assert name_of("w_b_1", table) == "a.b", "not w_b, of which _1 cannot be an accumulator"
 
 
 def test_both_a_variable_and_its_distributed_one() -> None:
     table = {"w": "plain", "w.dist": "spread"}
-    assert optimizer_key("w_moment1_0", table) == "plain.moment1"
-    assert optimizer_key("w.dist_moment1_0", table) == "spread.moment1"
+    assert name_of("w_moment1_0", table) == "plain.moment1"
+    assert name_of("w.dist_moment1_0", table) == "spread.moment1"
 
 
 # -- whole checkpoints
