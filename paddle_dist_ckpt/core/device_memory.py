@@ -11,7 +11,18 @@ import numpy.typing as npt
 from .box import Box, cut_flat_range, whole
 from .memory import Bytes1D
 
-__all__ = ["Copies", "DeviceArray", "DeviceBytes", "Mark", "Request", "Scattered", "contiguous_strides", "write_all"]
+__all__ = [
+    "Copies",
+    "DeviceAccess",
+    "DeviceArray",
+    "DeviceBytes",
+    "Mark",
+    "NoCopies",
+    "Request",
+    "Scattered",
+    "contiguous_strides",
+    "write_all",
+]
 
 _SPAN_BYTES = 4 << 20  # of a part that is not contiguous, this much around it is copied at once
 
@@ -52,6 +63,43 @@ class Copies(Protocol):
 
     def mark(self) -> Mark:
         """The point behind all that was queued so far."""
+        ...
+
+
+class NoCopies:
+    """The queue of copies where there is no device: nothing is ever put into it. Implements :class:`Copies`."""
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """See :class:`Copies`."""
+        assert not requests, "there is no device"
+
+    write = read
+
+    def mark(self) -> NoCopies:
+        """See :class:`Copies`."""
+        return self
+
+    def wait(self) -> None:
+        """See :class:`Mark`."""
+
+
+class DeviceAccess(Protocol):
+    """Reaches the memory of the devices that a framework drives."""
+
+    def memory_of(self, tensor: Any) -> DeviceBytes:
+        """The memory of a tensor on a device (of the ``owner`` of its view), from its first element to its last one."""
+        ...
+
+    def copies(self) -> Copies:
+        """A new queue of copies between host memory and that of devices."""
+        ...
+
+    def host_memory(self, nbytes: int) -> Bytes1D:
+        """Host memory that copies from and to devices are fast with; its content is arbitrary. It starts at a page.
+
+        Raises:
+            MemoryError: there is not so much.
+        """
         ...
 
 

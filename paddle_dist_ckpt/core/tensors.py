@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, whole
-from .device_memory import Copies, DeviceBytes
+from .device_memory import DeviceAccess
 from .dtypes import DTYPES, DType
-from .memory import Bytes1D, address_of
+from .memory import address_of
 from .shards import Kind
 
 __all__ = [
@@ -110,6 +110,11 @@ class Identity(Protocol):
 class TensorAdapter(Protocol):
     """Makes a framework's tensors accessible."""
 
+    @property
+    def devices(self) -> DeviceAccess | None:
+        """How to reach the memory of devices; None if no tensor is ever there."""
+        ...
+
     def is_tensor(self, value: Any) -> bool:
         """Whether :meth:`view` takes it."""
         ...
@@ -134,22 +139,6 @@ class TensorAdapter(Protocol):
         """Something by which to recognise these tensors, or None if that is not possible for some of them.
 
         ``addresses`` are those of all their shards, as :meth:`view` has found them.
-        """
-        ...
-
-    def device_bytes(self, value: Any) -> DeviceBytes:
-        """The memory of a tensor on a device, from its first element to its last one."""
-        ...
-
-    def copies(self) -> Copies:
-        """A new queue of copies between host memory and that of devices."""
-        ...
-
-    def host_memory(self, nbytes: int) -> Bytes1D:
-        """Host memory that copies from and to devices are fast with; its content is arbitrary. It starts at a page.
-
-        Raises:
-            MemoryError: there is not so much.
         """
         ...
 

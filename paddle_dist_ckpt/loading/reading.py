@@ -16,7 +16,7 @@ import numpy as np
 from ..control.transports import WatchedTransport
 from ..core.buffers import Buffers
 from ..core.columns import IntArray
-from ..core.device_memory import Copies
+from ..core.device_memory import Copies, NoCopies
 from ..core.progress import Progress
 from ..core.protocols import CollectiveWatch
 from ..core.threads import io_threads, run_all
@@ -155,7 +155,8 @@ class Reading:
     @cached_property
     def copies(self) -> Copies:
         """The queue of copies to devices."""
-        return self.context.adapter.copies()
+        devices = self.context.adapter.devices
+        return devices.copies() if devices is not None else NoCopies()
 
     @cached_property
     def _threads(self) -> int:
@@ -169,7 +170,10 @@ class Reading:
         groups = [] if staged else fit.device_groups(group_bytes(self.options.staging_bytes, self.block_bytes))
         later = np.concatenate([np.zeros(0, np.int64), *(fit.needs_of(group) for group in groups)])
         yield from self._read_tasks(np.setdiff1d(needs, later), buffers, progress)
-        staging = GroupStaging(fit.targets, self.copies, self.context.adapter.host_memory)
+        devices = self.context.adapter.devices
+        if devices is None:
+            return
+        staging = GroupStaging(fit.targets, self.copies, devices.host_memory)
         for group in groups:
             make_tasks = functools.partial(self._read_tasks, fit.needs_of(group), buffers, progress)
             yield from staging.through(group, make_tasks)

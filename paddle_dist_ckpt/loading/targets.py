@@ -60,7 +60,7 @@ class Targets:
         left_out: Container[str],
         adapter: TensorAdapter,
     ) -> None:
-        self._wanted, self._table, self._adapter = wanted, table, adapter
+        self._wanted, self._table, self._devices = wanted, table, adapter.devices
         self.problems: list[str] = []
         self.zeros: list[Array | DeviceArray] = []
         self._buffers: dict[int, Array] = {}
@@ -179,7 +179,8 @@ class Targets:
         geometry, piece = self.cells[self.cell[row]]
         owner = self._wanted.tensors.owners[self._owner[row]]
         if geometry.on_device:
-            data = self._adapter.device_bytes(owner)
+            assert self._devices is not None, "what is on a device can be reached"
+            data = self._devices.memory_of(owner)
             start = int(self._address[row]) - data.base
             return DeviceArray(data, start, piece.box.shape, piece.strides, geometry.dtype.raw)
         return array_at(int(self._address[row]), piece.box.shape, piece.strides, geometry.dtype.raw, owner)

@@ -26,6 +26,7 @@ from .gpu import pinned_memory
 
 __all__ = [
     "DeviceCopies",
+    "PaddleDevices",
     "TensorBytes",
     "at_device",
     "has_devices",
@@ -226,3 +227,20 @@ def host_memory(nbytes: int) -> Bytes1D:
     """Host memory for copies from and to devices, pinned where the device has that; its content is arbitrary."""
     pinned = pinned_memory(nbytes)
     return fresh_pages(nbytes, inherited=False) if pinned is None else pinned
+
+
+class PaddleDevices:
+    """The devices that Paddle drives. Implements :class:`..core.device_memory.DeviceAccess`."""
+
+    def memory_of(self, tensor: Any) -> TensorBytes:
+        """See :class:`..core.device_memory.DeviceAccess`; of a ShardedWeight it is given a tuple."""
+        local = tensor[0] if isinstance(tensor, tuple) else tensor
+        return TensorBytes(local._local_value() if local.is_dist() else local)
+
+    def copies(self) -> DeviceCopies:
+        """See :class:`..core.device_memory.DeviceAccess`."""
+        return DeviceCopies()
+
+    def host_memory(self, nbytes: int) -> Bytes1D:
+        """See :class:`..core.device_memory.DeviceAccess`."""
+        return host_memory(nbytes)

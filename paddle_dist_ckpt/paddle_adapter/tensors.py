@@ -15,14 +15,13 @@ import paddle
 from ..core.box import Box, cut_flat_range, whole
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
-from ..core.memory import Bytes1D
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from ..tree.objects import ObjectKind, state_of
 from ..tree.paths import plain_key
 from . import objects
-from .device import DeviceCopies, TensorBytes, at_device, has_devices, host_memory, is_on_device
+from .device import PaddleDevices, at_device, has_devices, is_on_device
 from .identity import KnownTensor, TensorIdentity
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import Layout, is_sharded_weight
@@ -41,6 +40,9 @@ class PaddleAdapter:
         piece_bytes: Cut what is on a device in pieces of at most so many bytes; None does not cut.
         place: Where to make tensors, as Paddle names it; None for Paddle's current device.
 
+    Attributes:
+        devices: See :class:`..core.tensors.TensorAdapter`.
+
     Raises:
         ValueError: this Paddle has no such place.
     """
@@ -55,7 +57,7 @@ class PaddleAdapter:
         self._last: KnownTensor | None = None
         self._sharded: dict[tuple[Layout, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
         self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
-        self._host_only = not has_devices()
+        self.devices = PaddleDevices() if has_devices() else None
         self._piece_bytes = piece_bytes
         self._starts: dict[int, tuple[int, ...]] = {}  # of the pieces of cut geometries, by their ids
 
@@ -120,7 +122,7 @@ class PaddleAdapter:
         known = self._last
         try:
             # In newer versions of Paddle dtypes are singletons, which is faster to see than that they are equal.
-            on_device = not self._host_only and is_on_device(value)
+            on_device = self.devices is not None and is_on_device(value)
             if (
                 known is None
                 or known.geometry.on_device is not on_device
@@ -140,19 +142,6 @@ class PaddleAdapter:
             return ()
         base = self._address(value, geometry, path)
         return (base,) if len(geometry.shards) == 1 else tuple(base + start for start in self._starts[id(geometry)])
-
-    def device_bytes(self, value: Any) -> TensorBytes:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        local = value[0] if isinstance(value, tuple) else value
-        return TensorBytes(local._local_value() if local.is_dist() else local)
-
-    def copies(self) -> DeviceCopies:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return DeviceCopies()
-
-    def host_memory(self, nbytes: int) -> Bytes1D:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return host_memory(nbytes)
 
     def _placed(self, geometry: Geometry, starts: Sequence[int], on_device: bool) -> Geometry:
         """The geometry, on the device if it is there, with large pieces cut. Each piece starts at one of ``starts``."""
@@ -182,7 +171,7 @@ class PaddleAdapter:
             local = local._local_value()
         dtype = self._dtype(local.dtype, key)
         layout = Layout.of(weight, local.shape, _strides(local, dtype) if local._is_initialized() else None)
-        on_device = not self._host_only and is_on_device(local)
+        on_device = self.devices is not None and is_on_device(local)
         known = self._sharded.get((layout, dtype, on_device))
         if known is None:
             geometry, starts = layout.geometry(dtype, key)

@@ -14,7 +14,7 @@ import xxhash
 
 from ..core.box import Box, whole
 from ..core.columns import pack_column, pack_signed
-from ..core.device_memory import Copies, DeviceArray
+from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies
 from ..core.dtypes import DTYPES
 from ..core.local_tensors import LocalShards, LocalTensors
 from ..core.memory import Bytes1D, address_of, array_at, gather
@@ -89,7 +89,8 @@ class LocalState:
         geometry, piece = self.pieces.cells[self.pieces.cell[row]]
         owner = self.tensors.owners[self.pieces.tensor[row]]
         if geometry.on_device:
-            memory = self.adapter.device_bytes(owner)
+            assert self.devices is not None, "what is on a device can be reached"
+            memory = self.devices.memory_of(owner)
             start = self.tensors.addresses[row] - memory.base
             return DeviceArray(memory, start, piece.box.shape, piece.strides, geometry.dtype.raw)
         return array_at(self.tensors.addresses[row], piece.box.shape, piece.strides, geometry.dtype.raw, owner)
@@ -97,17 +98,17 @@ class LocalState:
     @cached_property
     def copies(self) -> Copies:
         """Copies from devices. They come after all that was queued on a device before the first of them."""
-        return self.adapter.copies()
+        return self.devices.copies() if self.devices is not None else NoCopies()
 
-    @property
-    def has_devices(self) -> bool:
-        """Whether some of it is on a device."""
-        return any(geometry.on_device for geometry in self.tensors.geometries)
+    @cached_property
+    def devices(self) -> DeviceAccess | None:
+        """How to reach devices, if some of it is on one."""
+        return self.adapter.devices if any(geometry.on_device for geometry in self.tensors.geometries) else None
 
     @property
     def host_memory(self) -> Callable[[int], Bytes1D] | None:
         """Makes memory that copies from devices are fast with; None if nothing is on one."""
-        return self.adapter.host_memory if self.has_devices else None
+        return self.devices.host_memory if self.devices is not None else None
 
     @cached_property
     def outline(self) -> list[Any]:

@@ -81,7 +81,7 @@ class RankFiles:
             parts = make_parts(state, plan, self._options.block_bytes, self._context.is_coordinator)
             memory.own = OwnPlan(order.plan_id, self._options.block_bytes, plan.total_bytes, plan.transfers, parts)
         reduced = self._reduce(memory.own, state)
-        ahead, copies = (AHEAD, state.copies) if state.has_devices else (0, None)
+        ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
         buffers = memory.window_buffers(self._foreground_threads + ahead, state.host_memory)
         files = []
         for part in memory.own.parts:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
-from ..core.device_memory import Copies, DeviceBytes, Request
+from ..core.device_memory import DeviceAccess
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
-from ..core.memory import address_of, fresh_pages
+from ..core.memory import address_of
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, Reduction, TensorView, is_native_array, view_of_array
 from ..tree.objects import ObjectKind, set_state, state_of
@@ -74,29 +74,11 @@ def _outline(value: Any) -> tuple[Any, ...]:
     return (*memory, value.shape, value.dtype.name, tuple(value.boxes), value.plain, value.reduction)
 
 
-class _NoCopies:
-    """An empty queue of copies. Implements :class:`..core.device_memory.Copies`, and its mark."""
-
-    def read(self, requests: Sequence[Request]) -> None:
-        """See :class:`..core.device_memory.Copies`."""
-        raise AssertionError("numpy's arrays are on no device")
-
-    def write(self, requests: Sequence[Request]) -> None:
-        """See :class:`..core.device_memory.Copies`."""
-        raise AssertionError("numpy's arrays are on no device")
-
-    def mark(self) -> _NoCopies:
-        """See :class:`..core.device_memory.Copies`."""
-        return self
-
-    def wait(self) -> None:
-        """See :class:`..core.device_memory.Mark`."""
-
-
 class NumpyAdapter:
     """Makes :class:`ShardedArray` and numpy arrays accessible to the engine."""
 
     version: str | None = None
+    devices: DeviceAccess | None = None
 
     def is_tensor(self, value: Any) -> bool:
         """See :class:`..core.tensors.TensorAdapter`."""
@@ -109,18 +91,6 @@ class NumpyAdapter:
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""
         return [None] * len(tensors)
-
-    def device_bytes(self, value: Any) -> DeviceBytes:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        raise AssertionError("numpy's arrays are on no device")
-
-    def copies(self) -> Copies:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return _NoCopies()
-
-    def host_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        return fresh_pages(nbytes, inherited=False)
 
     def parameters(self, value: Any) -> list[int]:
         """See :class:`..core.tensors.TensorAdapter`."""
