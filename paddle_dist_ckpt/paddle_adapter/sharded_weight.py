@@ -22,7 +22,7 @@ from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard
 from ..errors import UnsupportedValueError
 
-__all__ = ["Layout", "is_sharded_weight"]
+__all__ = ["WeightPart", "is_sharded_weight"]
 
 _FIELDS = ("local_tensor", "local_shape", "global_shape", "global_offset", "is_flattened", "flattened_range")
 
@@ -32,7 +32,7 @@ def is_sharded_weight(value: Any) -> bool:
     return hasattr(value, "local_tensor") and all(hasattr(value, field) for field in _FIELDS)
 
 
-class Layout(NamedTuple):
+class WeightPart(NamedTuple):
     """What a ShardedWeight says of itself, and how its memory lies.
 
     Attributes:
@@ -53,9 +53,9 @@ class Layout(NamedTuple):
     strides: tuple[int, ...] | None
 
     @staticmethod
-    def of(weight: Any, found: Sequence[int], strides: tuple[int, ...] | None) -> Layout:
+    def of(weight: Any, found: Sequence[int], strides: tuple[int, ...] | None) -> WeightPart:
         """That of a ShardedWeight, the shape and strides of whose memory are given."""
-        return Layout(
+        return WeightPart(
             _ints(weight.global_shape),
             _ints(weight.local_shape),
             _ints(weight.global_offset),

@@ -24,7 +24,7 @@ from . import objects
 from .device import PaddleDevices, at_device, has_devices, is_on_device
 from .identity import KnownTensor, TensorIdentity
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
-from .sharded_weight import Layout, is_sharded_weight
+from .sharded_weight import WeightPart, is_sharded_weight
 from .static_program import is_program, is_temporary, program_state, variables_by_address
 
 __all__ = ["PaddleAdapter"]
@@ -55,7 +55,7 @@ class PaddleAdapter:
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[KnownTensor]] = {}
         self._last: KnownTensor | None = None
-        self._sharded: dict[tuple[Layout, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
+        self._sharded: dict[tuple[WeightPart, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
         self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
         self.devices = PaddleDevices() if has_devices() else None
         self._piece_bytes = piece_bytes
@@ -170,14 +170,14 @@ class PaddleAdapter:
         if local.is_dist():
             local = local._local_value()
         dtype = self._dtype(local.dtype, key)
-        layout = Layout.of(weight, local.shape, _strides(local, dtype) if local._is_initialized() else None)
+        part = WeightPart.of(weight, local.shape, _strides(local, dtype) if local._is_initialized() else None)
         on_device = self.devices is not None and is_on_device(local)
-        known = self._sharded.get((layout, dtype, on_device))
+        known = self._sharded.get((part, dtype, on_device))
         if known is None:
-            geometry, starts = layout.geometry(dtype, key)
+            geometry, starts = part.geometry(dtype, key)
             placed = self._placed(geometry, starts, on_device)
             known = placed, self._starts.get(id(placed), starts)
-            self._sharded[layout, dtype, on_device] = known
+            self._sharded[part, dtype, on_device] = known
         geometry, starts = known
         if not starts:
             return TensorView(geometry, (), (local,), self._name(local))

@@ -2,7 +2,23 @@
 
 A key such as ``linear_0.w_0.dist_moment1_0`` means something only in the run that made it. It is translated by a table
 of that run's variable names: the wanted keys by those of the tensors that are to be filled, the stored ones by those in
-`.metadata`. What no table knows is only found under an equal key, so that no tensor gets another one's data.
+`.metadata`; see :mod:`.names`. The first line that holds counts:
+
+    what is wanted                          what is stored                          on what evidence
+    --------------------------------------  --------------------------------------  --------------------------------
+    what the user has moved                 what is at the path that they name      they say so
+    no optimizer variable, for all we know  what is at the same path                equal keys
+    accumulator A of parameter P            A of P at the same path                 equal keys, and both tables
+    A of P                                  A of P in the same container, if one    both tables
+    A of P, which is not wanted itself      the same                                the stored table, P's key
+    A of P                                  A of P in another container, if one:    both tables, and neither has
+                                            P's own here or there (a program's)     another optimizer of P
+    a program's learning rate               that of the container, or the only one  its name, learning_rate_N
+    A of P                                  what is at the same path, of which      equal keys alone
+                                            nothing is known
+
+What is found otherwise than at its own path is given to one wanted tensor only. All else has no match: no tensor gets
+another one's data.
 """
 
 from __future__ import annotations
@@ -38,7 +54,7 @@ class NameMatch:
         index = self._index
         if not moved and (self._is_alike(wanted) or not any(map(may_be_optimizers, wanted.paths))):
             return {path: index[path] for path in paths if path in index}
-        names = _Wanted(wanted, moved)
+        names = _Asked(wanted, moved)
         found: dict[str, int] = {}
         by_name: dict[str, int] = {}
         for path in paths:
@@ -69,7 +85,7 @@ class NameMatch:
         """Whether what is stored under a path can be a variable: nothing speaks against it, and something for it."""
         return variable is None or self._stored.variables.get(path) == variable
 
-    def _by_name(self, path: str, own: str, variable: OptimizerVariable | None, names: _Wanted) -> int | None:
+    def _by_name(self, path: str, own: str, variable: OptimizerVariable | None, names: _Asked) -> int | None:
         if _tail(own) != _tail(path):  # the user has named something else
             return None
         if path in names.learning_rates:
@@ -95,7 +111,7 @@ class NameMatch:
         exact = [path for path in found if self._stored.variables[path] == variable]
         return exact or list(found)
 
-    def _is_beside(self, container: str, variable: OptimizerVariable, names: _Wanted) -> bool:
+    def _is_beside(self, container: str, variable: OptimizerVariable, names: _Asked) -> bool:
         """Whether either side has optimizer variables in the parameters' own container, and neither has others."""
         stored = set().union(*(self._containers.get(one, ()) for one in variable.parameters))
         wanted = set().union(*(names.containers.get(one, ()) for one in variable.parameters))
@@ -124,15 +140,19 @@ class NameMatch:
 
     @cached_property
     def _containers(self) -> Mapping[str, set[str]]:
-        """Where the variables of each parameter are."""
-        found: dict[str, set[str]] = defaultdict(set)
-        for path, (parameters, _) in self._stored.variables.items():
-            for one in parameters:
-                found[one].add(container_of(path))
-        return found
+        return _containers_of(self._stored, {})
 
 
-class _Wanted:
+def _containers_of(names: Names, moved: Mapping[str, str]) -> Mapping[str, set[str]]:
+    """Where the variables of each parameter are, both as they are stored."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, (parameters, _) in names.variables.items():
+        for one in parameters:
+            found[moved.get(one, one)].add(container_of(moved.get(path, path)))
+    return found
+
+
+class _Asked:
     """What is wanted, in terms of the stored parameters' paths."""
 
     def __init__(self, names: Names, moved: Mapping[str, str]) -> None:
@@ -144,19 +164,13 @@ class _Wanted:
         found = self._names.variables.get(path)
         if found is None or not self._moved:
             return found
-        return OptimizerVariable(tuple(sorted(map(self._stored, found.parameters))), found.accumulator)
-
-    def _stored(self, path: str) -> str:
-        return self._moved.get(path, path)
+        stored = sorted(self._moved.get(one, one) for one in found.parameters)
+        return OptimizerVariable(tuple(stored), found.accumulator)
 
     @cached_property
     def containers(self) -> Mapping[str, set[str]]:
         """Where the variables of each parameter are."""
-        found: dict[str, set[str]] = defaultdict(set)
-        for path, (parameters, _) in self._names.variables.items():
-            for one in parameters:
-                found[self._stored(one)].add(container_of(self._stored(path)))
-        return found
+        return _containers_of(self._names, self._moved)
 
 
 def _tail(path: str) -> str:

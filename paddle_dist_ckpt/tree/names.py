@@ -1,9 +1,20 @@
-"""Names of optimizer variables that are the same in every run: the parameter's structured name and the accumulator's.
+"""Whose an optimizer's variable is: the names that Paddle gives it, and those that are the same in every run.
 
-Paddle calls an accumulator after its parameter's variable, and numbers it: ``linear_0.w_0_moment1_0``. The numbers
-depend on what else the process has made, and ``.dist`` stands behind a variable that was distributed. Here it is called
-``layers.0.weight.moment1``. A master weight is called ``layers.0.weight.master_weight``; with one, the accumulators are
-named after it: ``linear_0.w_0.dist_fp32_master_0_moment1_0``.
+Paddle numbers variables as it makes them, so its names mean something in one run only: there they say which parameter
+they are of, by the name of that parameter's variable. Elsewhere a parameter is known by its key in the state_dict.
+
+    key of an entry                          what it is                            who writes it so
+    ---------------------------------------  ------------------------------------  --------------------------------
+    linear_0.w_0_moment1_0                   moment1 of the parameter whose        Paddle's state_dict()
+    linear_0.w_0_fp32_master_0_moment1_0     variable is linear_0.w_0
+    linear_0.w_0_fp32_master_0               its master weight                     Paddle's static programs
+    master_weights/linear_0.w_0              its master weight                     Paddle's state_dict()
+    fc.weight.moment1                        moment1 of the parameter at the key   saves of whole objects
+    d.fc.weight.moment1                      that is called fc.weight (in d)
+    fc.weight.master_weight                  its master weight
+    fc.weight.moment1_0, fc.weight.w_0       moment1, master weight                Paddle's sharded_state_dict()
+
+A variable that is or was distributed may have ``.dist`` behind its name, which makes no difference.
 """
 
 from __future__ import annotations
@@ -60,17 +71,6 @@ class _Variable(NamedTuple):
     parameter: str
     accumulator: str
 
-    def key(self, structured: str) -> str:
-        return f"{structured}.{self.accumulator}"
-
-
-class _Found(NamedTuple):
-    """An optimizer variable under Paddle's own name, and the container in which it gets another one."""
-
-    path: str
-    container: str
-    variable: _Variable
-
 
 def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[str, str]:
     """The paths that optimizer variables have in every run.
@@ -89,24 +89,35 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
     """
     if not any(map(_may_be_variable, paths)):
         return {}
-    bearers, known = _find_parameters(paths, names)
-    parameters = {name: group[0] for name, group in bearers.items() if len({_place(path) for path in group}) == 1}
-    if not parameters:
-        return {}
-    places = {name: path.rpartition("/")[0] for name, path in parameters.items()}
-    structured = {name: _last(path) for name, path in parameters.items()}
-    found = _find_variables(paths, parameters, known)
-    ambiguous = _ambiguous_containers(found, places, structured)
+    table = Names(paths, names)
+    homes = {name: own[0] for name, own in table.parameters.items() if len(set(map(_place, own))) == 1}
+    of_run = ((path, table.of_run(path)) for path in paths)
+    found = [(path, one) for path, one in of_run if one is not None and one.parameter in homes]
+    ambiguous = _ambiguous_containers(found, homes)
     translated: dict[str, str] = {}
-    for path, container, variable in found:
-        name = structured[variable.parameter]
-        model = places[variable.parameter]
+    for path, (parameter, accumulator) in found:
+        container, model, name = container_of(path), _place(homes[parameter]), _last(homes[parameter])
         if model and container in ambiguous:
             name = f"{_last(model)}.{name}"
-        translated[path] = join(container, variable.key(name))
+        translated[path] = join(container, f"{name}.{accumulator}")
     counts = Counter(translated.values())
     taken = set(paths)
     return {old: new for old, new in translated.items() if counts[new] == 1 and new not in taken}
+
+
+def _ambiguous_containers(found: Iterable[tuple[str, _Variable]], homes: Mapping[str, str]) -> set[str]:
+    """The optimizers' containers with entries of parameters from several containers that share structured names."""
+    models: dict[str, set[str]] = defaultdict(set)
+    for path, (parameter, _) in found:
+        models[container_of(path)].add(_place(homes[parameter]))
+    members: dict[str, set[str]] = defaultdict(set)
+    for home in homes.values():
+        members[_place(home)].add(_last(home))
+    return {container for container, group in models.items() if _share([members[place] for place in group])}
+
+
+def _share(groups: Sequence[set[str]]) -> bool:
+    return len(set().union(*groups)) < sum(len(group) for group in groups)
 
 
 class Names:
@@ -121,44 +132,58 @@ class Names:
         self.paths, self.names = paths, names
 
     @cached_property
+    def parameters(self) -> dict[str, list[str]]:
+        """The paths of each parameter by its variable's name, ascending."""
+        return self._table[0]
+
+    @cached_property
+    def _table(self) -> tuple[dict[str, list[str]], dict[str, _Variable | None]]:
+        """The parameters, and what each variable's name says of an optimizer variable."""
+        bearers: dict[str, list[str]] = defaultdict(list)
+        for path, name in zip(self.paths, self.names, strict=True):
+            if name is not None:
+                bearers[name].append(path)
+        parameters: dict[str, list[str]] = {}
+        parsed: dict[str, _Variable | None] = {}
+        for name in sorted(bearers):  # a parameter's name comes before those of its accumulators
+            variable = parsed[name] = _parse(name, parameters)
+            own = sorted(path for path in bearers[name] if not _is_variables(path, name, variable))
+            if own:
+                parameters[name] = own
+        return parameters, parsed
+
+    @cached_property
     def variables(self) -> dict[str, OptimizerVariable]:
         """The optimizer variables, as far as something says whose they are.
 
         That is their key, if it is Paddle's name of one; or their variable's name, if the key is structured; or else
         the key alone, if it begins with a parameter's key and ends with the name of one of Paddle's accumulators.
         """
-        parameters, known = _find_parameters(self.paths, self.names)
         found: dict[str, OptimizerVariable] = {}
         for path, name in zip(self.paths, self.names, strict=True):
-            variable = self._of_run(path, parameters, known)
+            variable = self.of_run(path)
             if variable is not None:
-                found[path] = OptimizerVariable(tuple(parameters[variable.parameter]), variable.accumulator)
+                found[path] = OptimizerVariable(tuple(self.parameters[variable.parameter]), variable.accumulator)
                 continue
-            structured = self._by_name(path, name, parameters, known) or self.structured(path)
+            structured = self._by_name(path, name) or self.structured(path)
             if structured is not None:
                 found[path] = structured
         return found
 
-    @staticmethod
-    def _of_run(
-        path: str, parameters: Mapping[str, Sequence[str]], known: Mapping[str, _Variable | None]
-    ) -> _Variable | None:
-        container, _, part = path.rpartition("/")
-        key = part if "~" not in part else _last(path)
-        if container.endswith(_MASTERS):
+    def of_run(self, path: str) -> _Variable | None:
+        """Which variable a path is, if it ends in Paddle's own name of one of a parameter that is among these."""
+        parameters, parsed = self._table
+        key = _last(path)
+        if _place(path).endswith(_MASTERS):
             parameter = _table_name(key, parameters)
             return None if parameter is None else _Variable(parameter, _MASTER)
-        variable = known[key] if key in known else _parse(key, parameters)
+        variable = parsed[key] if key in parsed else _parse(key, parameters)
         return None if variable is None or path in parameters.get(key, ()) else variable
 
-    @staticmethod
-    def _by_name(
-        path: str,
-        name: str | None,
-        parameters: Mapping[str, Sequence[str]],
-        known: Mapping[str, _Variable | None],
-    ) -> OptimizerVariable | None:
-        variable = known.get(name) if name is not None else None
+    def _by_name(self, path: str, name: str | None) -> OptimizerVariable | None:
+        """Which variable a path with a structured key is, by its variable's name."""
+        parameters, parsed = self._table
+        variable = parsed.get(name) if name is not None else None
         if variable is None or path in parameters.get(name or "", ()):
             return None
         last = _last(path)
@@ -183,8 +208,7 @@ class Names:
             return None
         candidates = self._by_key.get(_last(path[: match.start()]), [])
         if len(candidates) > 1:
-            container = path.rpartition("/")[0]
-            candidates = [other for other in candidates if other.rpartition("/")[0] == container]
+            candidates = [other for other in candidates if _place(other) == _place(path)]
         if len(candidates) != 1 or candidates[0] == path:
             return None
         return OptimizerVariable((candidates[0],), _MASTER if match[1] is None else match[1])
@@ -193,8 +217,7 @@ class Names:
     def _by_key(self) -> Mapping[str, list[str]]:
         places: dict[str, list[str]] = defaultdict(list)
         for path in self.paths:
-            container, _, part = path.rpartition("/")
-            key = part if "~" not in part else _last(path)
+            container, key = _place(path), _last(path)
             places[key].append(path)
             if container:
                 places[f"{_last(container)}.{key}"].append(path)
@@ -246,7 +269,7 @@ def _table_name(name: str, parameters: Mapping[str, object]) -> str | None:
 
 def container_of(path: str) -> str:
     """Where an entry is; that of a master weight in a dict of its own is its optimizer's."""
-    return path.rpartition("/")[0].removesuffix(_MASTERS)
+    return _place(path).removesuffix(_MASTERS)
 
 
 def _last(path: str) -> str:
@@ -255,77 +278,19 @@ def _last(path: str) -> str:
     return part if "~" not in part else plain_key("/" + part)
 
 
-def _find_parameters(
-    paths: Sequence[str], names: Sequence[str | None]
-) -> tuple[dict[str, list[str]], dict[str, _Variable | None]]:
-    """The paths of each parameter by its variable's name, ascending, and the names that were parsed."""
-    bearers: dict[str, list[str]] = {}
-    for path, name in zip(paths, names, strict=True):
-        if name is not None:
-            bearers.setdefault(name, []).append(path)
-    parameters: dict[str, list[str]] = {}
-    known: dict[str, _Variable | None] = {}
-    for name in sorted(bearers):  # a parameter's name comes before those of its accumulators
-        variable = known[name] = _parse(name, parameters)
-        own = sorted(
-            path
-            for path in bearers[name]
-            if not _place(path).endswith(_MASTERS)
-            and (variable is None or not _is_called_so(_last(path), name, variable))
-        )
-        if own:
-            parameters[name] = own
-    return parameters, known
+def _is_variables(path: str, name: str, variable: _Variable | None) -> bool:
+    """Whether a path is that of an optimizer variable, if its variable's name is so, and says so."""
+    if _place(path).endswith(_MASTERS):
+        return True
+    last = _last(path)
+    return variable is not None and (last == name or last.endswith(_ends_of(variable.accumulator)))
 
 
 def _place(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _is_called_so(last: str, name: str, variable: _Variable) -> bool:
-    """Whether an entry has an optimizer variable's name, Paddle's or that of every run."""
-    return last == name or last.endswith(_ends_of(variable.accumulator))
-
-
 def _ends_of(accumulator: str) -> tuple[str, ...]:
     """How structured keys end that are an accumulator's, here or in ``sharded_state_dict()``."""
     ends = (f".{accumulator}", f".{accumulator}_0")
     return (*ends, _SHARDED_MASTER) if accumulator == _MASTER else ends
-
-
-def _find_variables(
-    paths: Sequence[str], parameters: Mapping[str, str], known: Mapping[str, _Variable | None]
-) -> list[_Found]:
-    found = []
-    for path in paths:
-        container, _, part = path.rpartition("/")
-        key = part if "~" not in part else _last(path)
-        if container.endswith(_MASTERS):
-            parameter = _table_name(key, parameters)
-            if parameter is not None:
-                found.append(_Found(path, container[: -len(_MASTERS)], _Variable(parameter, _MASTER)))
-            continue
-        variable = known[key] if key in known else _parse(key, parameters)
-        if variable is not None and parameters.get(key) != path:
-            found.append(_Found(path, container, variable))
-    return found
-
-
-def _ambiguous_containers(
-    found: Iterable[_Found], places: Mapping[str, str], structured: Mapping[str, str]
-) -> set[str]:
-    """The optimizers' containers with entries of parameters from several containers that share structured names."""
-    models: dict[str, set[str]] = defaultdict(set)
-    for _, container, variable in found:
-        models[container].add(places[variable.parameter])
-    several = {container: group for container, group in models.items() if len(group) > 1}
-    if not several:
-        return set()
-    members: dict[str, set[str]] = defaultdict(set)
-    for name, place in places.items():
-        members[place].add(structured[name])
-    return {container for container, group in several.items() if _share([members[place] for place in group])}
-
-
-def _share(groups: Sequence[set[str]]) -> bool:
-    return len(set().union(*groups)) < sum(len(group) for group in groups)
