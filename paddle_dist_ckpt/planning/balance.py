@@ -17,7 +17,7 @@ import numpy as np
 from ..core.box import Box, cut_flat_range
 from ..core.columns import IntArray
 
-__all__ = ["Dealt", "ReplicaSet", "balanced_shares", "deal"]
+__all__ = ["ReplicaSet", "balanced_shares", "deal"]
 
 _MIN_SPLIT_BYTES = 64 << 10
 _MAX_SWEEPS = 50

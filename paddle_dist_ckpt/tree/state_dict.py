@@ -14,7 +14,7 @@ from .names import canonical_paths
 from .objects import ObjectKind, OpenedObject, is_stateful
 from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parse_path, plain_key
 
-__all__ = ["Adapter", "Leaves", "ObjectAdapter", "PerRank", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
+__all__ = ["Adapter", "Leaves", "PerRank", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
 
 _MAX_DEPTH = 200
 _KEYS = "keys above a tensor must be str or int (of 64 bits)"
