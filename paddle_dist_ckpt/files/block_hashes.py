@@ -16,8 +16,8 @@ __all__ = ["BlockHashes"]
 
 
 @dataclass(slots=True)
-class _Open:
-    """A block of which only some bytes have come: up to ``done`` they are in the digest, others wait."""
+class _PartialBlock:
+    """A block of which only some bytes have come: those before ``done`` are in the digest, others wait."""
 
     digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     done: int = 0
@@ -37,7 +37,7 @@ class BlockHashes:
     def __init__(self, table: FileTable) -> None:
         self.values: npt.NDArray[np.uint64] = np.zeros(table.first_block[-1], np.uint64)
         self._first_block, self._offsets, self._size = table.first_block, table.offsets, table.block_bytes
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _PartialBlock] = {}
         self._lock = threading.Lock()
 
     def add(self, entry: int, at: int, data: memoryview) -> None:
@@ -71,7 +71,7 @@ class BlockHashes:
     def _add_part(self, block: int, at: int, part: memoryview | bytes, nbytes: int) -> None:
         """Hash a part of a block. One that comes before what stands before it is kept until that has come."""
         with self._lock:
-            opened = self._open.setdefault(block, _Open())
+            opened = self._open.setdefault(block, _PartialBlock())
             if opened.done != at:
                 opened.waiting[at] = bytes(part)
                 return

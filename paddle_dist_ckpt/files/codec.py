@@ -66,7 +66,7 @@ class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The first line. ``xxh3_64`` is that of the whole file with zeros in its own place."""
+    """The first line of `.metadata`. ``xxh3_64`` is that of the whole file with zeros in its own place."""
 
     format: str
     version: tuple[int, int]
@@ -77,7 +77,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class _Body(SaveInfo, frozen=True, kw_only=True):
-    """The second line."""
+    """The second line of `.metadata`."""
 
     files: list[FileInfo]
     tensors: TableRecord
@@ -164,7 +164,7 @@ def _check_paths(paths: Sequence[str]) -> None:
 
 
 def _are_plain(paths: Sequence[str]) -> bool:
-    """Whether paths are in ascending order, and such that nothing can be wrong with any: what can be seen quickly."""
+    """A quick test for paths in ascending order that need no closer look; False says nothing."""
     return not paths or (
         paths[0] >= "/"
         and paths[-1] < "0"  # the character after "/"; so all between begin with "/"
@@ -201,7 +201,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 
 def _table_json(table: ShardTable) -> Any:
-    """A table in JSON, which is remembered as long as there is the table: saves of an unchanged state share it."""
+    """A table in JSON. It is kept for as long as the table lives, since saves of an unchanged state share a table."""
     found = _TABLES.get(table)
     if found is None:
         found = _TABLES[table] = msgspec.json.encode(table_to_record(table))

@@ -1,6 +1,6 @@
 """Data files: safetensors whose header also carries checksums and all that a lost `.metadata` can be made from.
 
-A file's header has the entries (one a shard, named by :func:`entry_name`) and under ``__metadata__``:
+A file's header has the entries (one a shard, named by its flat key and its slice) and under ``__metadata__``:
 
     xxh3_64   digest of the header (everything before the first entry) with zeros in its own place
     hashes    base64 of little-endian xxh3_64 digests, one for every block of every entry, entry by entry
@@ -40,9 +40,10 @@ __all__ = [
     "EntryKind",
     "FileLayout",
     "FileTable",
-    "entry_name",
+    "escaped_key",
     "read_header",
     "read_info",
+    "slice_suffix",
     "split_in_parts",
 ]
 
@@ -84,11 +85,11 @@ class Entries:
 
     @cached_property
     def sizes(self) -> IntArray:
-        """Size of each in bytes, ``[n]``."""
+        """Size of each entry in bytes, ``[n]``."""
         return np.array([kind.nbytes for kind in self.kinds], np.int64)[self.kind]
 
     def part(self, start: int, stop: int) -> Entries:
-        """A run of them."""
+        """The entries from number ``start`` to before ``stop``."""
         return Entries(self.names[start:stop], self.kinds, self.kind[start:stop])
 
 
@@ -116,7 +117,7 @@ class DataFileInfo(SaveInfo, frozen=True, kw_only=True):
     user_metadata: Any = None
 
     def to_json(self) -> bytes:
-        """In JSON, the members in the order that they have in every file; what is empty is left out."""
+        """This as JSON, with its members in the order that they have in every file; what is empty is left out."""
         members = {
             "format": self.format,
             "version": self.version,
@@ -154,24 +155,19 @@ class _Header(msgspec.Struct, frozen=True):
     metadata: _HeaderMetadata = msgspec.field(name="__metadata__")
 
 
-def entry_name(key: str, box: Box, global_shape: Sequence[int]) -> str:
-    """The name of a shard's entry: the flat key, and where it is not the whole tensor a numpy-like slice behind it.
-
-    ``%`` and ``[`` in the key become ``%25`` and ``%5B``; an empty key becomes ``%``, and the one name that safetensors
-    keeps for itself ``%__metadata__``. So different shards have different names.
-    """
-    return escaped_key(key) + slice_suffix(box, global_shape)
-
-
 def escaped_key(key: str) -> str:
-    """The first part of an entry's name."""
+    """The first part of an entry's name: the flat key, such that different shards have different names.
+
+    ``%`` and ``[`` become ``%25`` and ``%5B``; an empty key becomes ``%``, and the one name that safetensors keeps for
+    itself ``%__metadata__``.
+    """
     if "%" in key or "[" in key:
         key = key.replace("%", "%25").replace("[", "%5B")
     return "%" + key if key in ("", "__metadata__") else key
 
 
 def slice_suffix(box: Box, global_shape: Sequence[int]) -> str:
-    """The second part of an entry's name, empty for a whole tensor."""
+    """The second part of an entry's name: the shard as a numpy-like slice, nothing for a whole tensor."""
     return "" if box.shape == tuple(global_shape) else str(box)
 
 
@@ -274,7 +270,7 @@ class FileLayout:
 
 
 def header_digest(header: bytes | bytearray) -> str:
-    """The digest by which a header knows itself, and `.metadata` the file: with zeros in the digest's own place."""
+    """The digest of a header, which the header itself and `.metadata` have; taken with zeros in its own place."""
     digest, view = xxhash.xxh3_64(), memoryview(header)
     for part in (view[:_DIGEST_AT], _NO_DIGEST.encode(), view[_DIGEST_AT + len(_NO_DIGEST) :]):
         digest.update(part)
@@ -282,7 +278,7 @@ def header_digest(header: bytes | bytearray) -> str:
 
 
 def split_in_parts(entries: Entries, block_bytes: int, limit: int = PART_HEADER_BYTES) -> list[Entries]:
-    """The entries in runs, each of which makes a header of at most about ``limit`` bytes. At least one run."""
+    """Cut the entries into runs, at least one, whose headers have about ``limit`` bytes at the most."""
     blocks = -(-entries.sizes // block_bytes)
     dimensions = np.array([len(kind.shape) for kind in entries.kinds], np.int64)[entries.kind]
     lengths = np.array([len(name.encode()) for name in entries.names], np.int64)

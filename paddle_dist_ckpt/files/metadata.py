@@ -83,7 +83,7 @@ class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: SaveInfo) -> SaveInfo:
-        """No more than this of a record that has more."""
+        """What a record that extends this one says of the save, without the rest of it."""
         return SaveInfo(**{name: getattr(record, name) for name in SaveInfo.__struct_fields__})
 
 

@@ -1,4 +1,4 @@
-"""Which format a file is of: a folder of checkpoints may hold what others wrote. Nothing else looks for that."""
+"""Tells our files from those that others wrote: the only place that knows how these look."""
 
 from __future__ import annotations
 

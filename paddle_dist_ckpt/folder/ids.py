@@ -44,7 +44,7 @@ def save_of(storage: Storage, unique_id: int) -> str | None:
 
 
 def known_save_of(storage: Storage, unique_id: int) -> str | None:
-    """The same; None as well if the `.metadata` cannot be read, so that nobody can tell which files are its own."""
+    """The save id of the checkpoint committed under an id; None if there is none, or it cannot be told which."""
     try:
         return save_of(storage, unique_id)
     except CheckpointError:  # damaged, or of a newer version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +12,6 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.dtypes import DType
-from ..core.progress import Progress
 from ..core.shards import LayoutCollection, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import decode_metadata, encode_metadata, table_from_record
@@ -21,7 +21,7 @@ from ..files.names import metadata_id, metadata_name, parse_data_file, temporary
 from ..storage.base import Storage
 from .ids import committed_ids, next_id, save_of
 from .lease import claimed_saves
-from .verify import check_file, uncovered
+from .verify import problems_of
 
 __all__ = ["rebuild"]
 
@@ -52,17 +52,14 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         )
     parts = next(iter(found.values()))
     metadata = _merge(parts, _free_id(storage, parts[0].info))
-    problems = uncovered(metadata)
-    with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
-        for file in range(len(metadata.files)):
-            problems += check_file(storage, metadata, file, bar)
+    problems = problems_of(storage, metadata, progress)
     if problems:
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
     name = metadata_name(metadata.unique_id)
     temporary = temporary_name(metadata.unique_id, metadata.save_id)
     data = encode_metadata(metadata)
     decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
-    if not storage.publish(name, data, temporary, replace=_is_damaged(storage, name)):
+    if not storage.publish(name, data, temporary, replace=_is_damaged(storage, metadata.unique_id)):
         raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     return metadata
 
@@ -93,14 +90,34 @@ def _committed(storage: Storage) -> set[str]:
     """The saves that a whole `.metadata` names."""
     saves = set()
     for unique_id in (i for name in storage.names() if (i := metadata_id(name)) is not None):
-        name = metadata_name(unique_id)
-        try:
-            save = None if _is_damaged(storage, name) else save_of(storage, unique_id)
-        except CheckpointError:  # of a newer version of the format
-            continue
-        if save is not None:
-            saves.add(save)
+        with suppress(CheckpointCorruptedError):
+            save = _whole_save(storage, unique_id)
+            saves |= set() if save is None else {save}
     return saves
+
+
+def _whole_save(storage: Storage, unique_id: int) -> str | None:
+    """The save of a `.metadata` that can be read; None if it is not there, or of another format or a newer version.
+
+    Raises:
+        CheckpointCorruptedError: it is damaged, and can be no committed checkpoint's of whatever format.
+    """
+    name = metadata_name(unique_id)
+    try:
+        save = save_of(storage, unique_id)
+        return None if save is None else decode_metadata(storage.read(name), name, unique_id).save_id
+    except CheckpointCorruptedError:
+        raise
+    except CheckpointError:
+        return None
+
+
+def _is_damaged(storage: Storage, unique_id: int) -> bool:
+    try:
+        _whole_save(storage, unique_id)
+    except CheckpointCorruptedError:
+        return True
+    return False
 
 
 def _read_parts(storage: Storage, names: Sequence[str]) -> list[Part]:
@@ -147,28 +164,11 @@ def _complete(parts: list[Part], save_id: str) -> list[Part]:
 
 def _free_id(storage: Storage, info: DataFileInfo) -> int:
     """The id that the save had, or a later one if another checkpoint has it now."""
-    name = metadata_name(info.unique_id)
-    if name not in storage.names() or _is_damaged(storage, name):
+    if metadata_name(info.unique_id) not in storage.names() or _is_damaged(storage, info.unique_id):
         return info.unique_id
     chosen = next_id(storage.names())
     _logger.warning("id %d belongs to another checkpoint now; this one becomes %d", info.unique_id, chosen)
     return chosen
-
-
-def _is_damaged(storage: Storage, name: str) -> bool:
-    """Whether a `.metadata` is there that can be no committed checkpoint's, of whatever format."""
-    unique_id = metadata_id(name)
-    if unique_id is None or name not in storage.names():
-        return False
-    try:
-        save = save_of(storage, unique_id)
-        if save is not None:
-            decode_metadata(storage.read(name), name, unique_id)
-    except CheckpointCorruptedError:
-        return True
-    except CheckpointError:  # of a newer version of the format
-        return False
-    return False
 
 
 def _merge(parts: Sequence[Part], unique_id: int) -> Metadata:
@@ -181,37 +181,30 @@ def _merge(parts: Sequence[Part], unique_id: int) -> Metadata:
 
 def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
     """One table of all files' shards."""
-    facts: dict[str, _Fact] = {}
+    known: dict[str, tuple[DType, int, tuple[int, ...]]] = {}
+    names: dict[str, str | None] = {}
     shards: dict[str, list[tuple[Box, int]]] = {}
     for file, table in enumerate(tables):
         for t, path in enumerate(table.paths):
             layout = table.layouts[table.layout_of[t]]
-            fact = _Fact(table.dtypes[t], int(table.kinds[t]), layout.shape, table.names[t])
-            if facts.setdefault(path, fact)[:3] != fact[:3]:
+            tensor = (table.dtypes[t], int(table.kinds[t]), layout.shape)
+            names.setdefault(path, table.names[t])
+            if known.setdefault(path, tensor) != tensor:
                 raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
             shards.setdefault(path, []).extend((box, file) for box in layout.boxes.to_list())
-    paths = sorted(facts)
+    paths = sorted(known)
     collection = LayoutCollection()
     layout_of, files = [], []
     for path in paths:
         mine = sorted(shards[path])
-        layout_of.append(collection.add(facts[path].shape, tuple(box for box, _ in mine)))
+        layout_of.append(collection.add(known[path][2], tuple(box for box, _ in mine)))
         files += [file for _, file in mine]
     return ShardTable(
         paths,
-        [facts[path].dtype for path in paths],
-        np.array([facts[path].kind for path in paths], np.int64),
+        [known[path][0] for path in paths],
+        np.array([known[path][1] for path in paths], np.int64),
         collection.layouts,
         np.array(layout_of, np.int64),
         np.array(files, np.int64),
-        [facts[path].name for path in paths],
+        [names[path] for path in paths],
     )
-
-
-class _Fact(NamedTuple):
-    """What the data files say of one tensor."""
-
-    dtype: DType
-    kind: int
-    shape: tuple[int, ...]
-    name: str | None

@@ -19,16 +19,13 @@ from ..reports import VerifyReport
 from ..storage.base import Storage
 from .checkpoint import read_checkpoint
 
-__all__ = ["check_file", "uncovered", "verify_checkpoint"]
+__all__ = ["problems_of", "verify_checkpoint"]
 
 
 def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | None) -> VerifyReport:
     """See :func:`paddle_dist_ckpt.verify`."""
     metadata = read_checkpoint(storage, unique_id)
-    problems = uncovered(metadata)
-    with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
-        for file in range(len(metadata.files)):
-            problems += check_file(storage, metadata, file, bar)
+    problems = problems_of(storage, metadata, progress)
     return VerifyReport(
         path=storage.location,
         unique_id=metadata.unique_id,
@@ -39,7 +36,16 @@ def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | 
     )
 
 
-def uncovered(metadata: Metadata) -> list[str]:
+def problems_of(storage: Storage, metadata: Metadata, progress: bool | None) -> list[str]:
+    """What is wrong with the files of a checkpoint, in words."""
+    problems = _uncovered(metadata)
+    with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
+        for file in range(len(metadata.files)):
+            problems += _check_file(storage, metadata, file, bar)
+    return problems
+
+
+def _uncovered(metadata: Metadata) -> list[str]:
     """Tensors whose shards do not make them up exactly."""
     table = metadata.table
     dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
@@ -51,7 +57,7 @@ def uncovered(metadata: Metadata) -> list[str]:
     return [f"{metadata.key(table.paths[t])}: its shards do not cover it exactly once" for t in np.flatnonzero(~exact)]
 
 
-def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress) -> list[str]:
+def _check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress) -> list[str]:
     """Read all of one data file; returns what is wrong with it."""
     info, table = metadata.files[file], metadata.table
     first_block, counts = table.blocks(metadata.block_bytes, len(metadata.files))
@@ -94,4 +100,4 @@ def _check_entries(entries: Sequence[StoredEntry], block_bytes: int, progress: P
 
 
 def _go_on() -> None:
-    """Nothing can stop a verification."""
+    """Does nothing: a verification is not interrupted."""

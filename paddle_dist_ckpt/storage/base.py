@@ -31,14 +31,18 @@ class WritableFile(Protocol):
         """Make what was written durable."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the file's resources back. What was not synced may be lost."""
+        ...
 
 
 class ReadableFile(Protocol):
     """A file open for reading."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many bytes the file has."""
+        ...
 
     def read_into(self, buffers: Sequence[Bytes1D], offset: int, once: bool = False) -> None:
         """Fill the buffers, one behind the other, from ``offset``.
@@ -58,12 +62,18 @@ class ReadableFile(Protocol):
         """Whether most of it can be read without waiting for a disk, as far as is known."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the file's resources back."""
+        ...
 
 
 @runtime_checkable
 class Storage(Protocol):
-    """A folder. All names are plain file names. Methods raise OSError (FileNotFoundError where a name is missing)."""
+    """A folder of files, which are called by plain file names.
+
+    Methods raise OSError, and FileNotFoundError where a name is missing. Several threads may call them at once.
+    :mod:`paddle_dist_ckpt.testing.storage_conformance` tests whether an implementation does all that is said here.
+    """
 
     @property
     def location(self) -> str:
@@ -74,7 +84,9 @@ class Storage(Protocol):
         """Make the folder if it is not there."""
         ...
 
-    def identity(self) -> FolderIdentity: ...
+    def identity(self) -> FolderIdentity:
+        """Which folder it is: equal on two ranks if what one writes is what the other reads."""
+        ...
 
     def free_bytes(self) -> int | None:
         """How many bytes can still be written, or None where that is not known."""
@@ -88,9 +100,13 @@ class Storage(Protocol):
         """Start a new file; FileExistsError if the name is taken."""
         ...
 
-    def open(self, name: str) -> ReadableFile: ...
+    def open(self, name: str) -> ReadableFile:
+        """Open a file for reading."""
+        ...
 
-    def size(self, name: str) -> int: ...
+    def size(self, name: str) -> int:
+        """How many bytes a file has."""
+        ...
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         """A file's content, or its first ``limit`` bytes."""
@@ -104,7 +120,8 @@ class Storage(Protocol):
         Args:
             name: The final name.
             data: The content.
-            temporary: A name to use on the way, where one is needed. Who deletes it meanwhile stops this: OSError.
+            temporary: A name to use on the way, where one is needed. If somebody deletes it meanwhile, nothing may be
+                published, and OSError is raised.
             replace: Whether to replace a file of that name; if not and there is one, nothing changes.
             confirm: Called when the content is complete and has only its temporary name; may raise to stop.
 

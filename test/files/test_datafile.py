@@ -30,10 +30,11 @@ from paddle_dist_ckpt.files.datafile import (
     EntryKind,
     FileLayout,
     FileTable,
-    entry_name,
+    escaped_key,
     header_digest,
     read_header,
     read_info,
+    slice_suffix,
     split_in_parts,
 )
 from paddle_dist_ckpt.files.metadata import FileInfo
@@ -238,6 +239,10 @@ flat_keys = st.one_of(
 def named_shards(draw: st.DrawFn) -> tuple[str, Box, tuple[int, ...]]:
     shape = draw(shapes(least=1, most=12, dimensions=2))
     return draw(flat_keys), draw(st.one_of(st.just(whole(shape)), boxes_in(shape, least=1))), shape
+
+
+def entry_name(key: str, box: Box, global_shape: tuple[int, ...]) -> str:
+    return escaped_key(key) + slice_suffix(box, global_shape)
 
 
 @examples(300)
