@@ -17,8 +17,8 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -112,12 +112,12 @@ class CheckpointManager:
             )
         self._steps = Steps(self._root, _NOTE)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
-        self._reading: list[int] = []
+        self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None
         self._last_step: int | None = None
         self._pending: AsyncSave | None = None
         self._closed = False
-        self._end_of_sigterm = on_sigterm(self._request_stop) if save_on_sigterm else _nothing
+        self._end_of_sigterm = on_sigterm(self._request_stop) if save_on_sigterm else lambda: None
 
     # -- when
 
@@ -174,7 +174,8 @@ class CheckpointManager:
         if not (due or force):
             return None
         if self.stopping:
-            self._forget_failure()
+            with suppress(CheckpointError, OSError):  # logged by now, and must not prevent the last save
+                self.wait()
         note = {"step": step, "metrics": _checked_metrics(metrics)}
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), _NOTE: note})
         saved = save_with(
@@ -186,11 +187,6 @@ class CheckpointManager:
             self._schedule.saved()
         return saved
 
-    def _forget_failure(self) -> None:
-        """Wait for the save in the background; that it failed is logged by now, and must not prevent the last one."""
-        with suppress(CheckpointError, OSError):
-            self.wait()
-
     def _retain(self, step: int) -> Callable[[ControlSession], None]:
         """What is done after the commit: remove the steps that are not to be kept, on every host."""
 
@@ -198,7 +194,7 @@ class CheckpointManager:
             def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
                 with self._lock:
                     self._steps.look()
-                    kept = [*self._reading, *self._steps.linked()]
+                    kept = {self._reading, *self._steps.linked()}
                     doomed = self._retention.doomed(self._steps.metrics, step, kept)
                     for old in doomed:
                         self._steps.uncommit(old)
@@ -214,21 +210,18 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The committed steps, ascending. All ranks call it."""
-        found: list[int] = self._ask("all_steps", lambda: sorted(self._steps.metrics))
-        return found
+        return self._ask("all_steps", lambda: sorted(self._steps.metrics))
 
     def latest_step(self) -> int | None:
         """The latest committed step; None if there is none. All ranks call it."""
-        found: int | None = self._ask("latest_step", lambda: max(self._steps.metrics, default=None))
-        return found
+        return self._ask("latest_step", lambda: max(self._steps.metrics, default=None))
 
     def best_step(self) -> int | None:
         """The committed step that is best by the metric, the later one of equals; None if no step has it.
 
         All ranks call it.
         """
-        found: int | None = self._ask("best_step", lambda: self._retention.best_of(self._steps.metrics))
-        return found
+        return self._ask("best_step", lambda: self._retention.best_of(self._steps.metrics))
 
     def _ask(self, what: str, choose: Callable[[], Any]) -> Any:
         """What the coordinator chooses from the steps that there are."""
@@ -261,35 +254,24 @@ class CheckpointManager:
         options = options or LoadOptions()
         if not isinstance(options, LoadOptions):
             raise TypeError(f"options must be LoadOptions, not {type(options).__name__}")
-        with self._to_be_read(step) as chosen:
+        step = None if step is None else _checked_step(step)
+
+        def choose() -> int | None:  # what is being read is not removed meanwhile
+            self._reading = max(self._steps.metrics, default=None) if step is None else step
+            return self._reading
+
+        try:
+            chosen = self._ask("restore" if step is None else f"restore step {step}", choose)
             if chosen is None:
                 return None
             load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options)
+        finally:
+            self._reading = None
         self._last_step = chosen
         if self._schedule is not None and self._decided is not None:  # the steps begin anew
             self._schedule.restart()
         self._decided = None
         return chosen
-
-    @contextmanager
-    def _to_be_read(self, step: int | None) -> Iterator[int | None]:
-        """The step that is read; it is not removed meanwhile."""
-
-        marked: list[int] = []
-
-        def choose() -> int | None:
-            found: int | None = max(self._steps.metrics, default=None) if step is None else step
-            marked.extend([] if found is None else [found])
-            self._reading.extend(marked)
-            return found
-
-        step = None if step is None else _checked_step(step)
-        try:
-            yield self._ask("restore" if step is None else f"restore step {step}", choose)
-        finally:
-            with self._lock:
-                for read in marked:
-                    self._reading.remove(read)
 
     # -- the end
 
@@ -385,7 +367,3 @@ def _check_intervals(steps: int | None, seconds: float | None) -> None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
-
-
-def _nothing() -> None:
-    """There is no signal handler to be given back."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -71,10 +70,7 @@ class Steps:
         self._saves, self.metrics = saves, metrics
 
     def _folders(self) -> list[int]:
-        try:
-            names = os.listdir(self._root)
-        except FileNotFoundError:
-            return []
+        names = LocalStorage(self._root).names()
         return sorted(step for name in names if (step := _step_of(name)) is not None)
 
     def _read(self, storage: LocalStorage, step: int) -> Metrics:
@@ -167,7 +163,7 @@ class Retention:
         known = {step: value for step, value in values.items() if not math.isnan(value)}
         return max(known, key=lambda step: (known[step], step), default=None)
 
-    def doomed(self, metrics: Mapping[int, Metrics], newest: int, in_use: Collection[int]) -> list[int]:
+    def doomed(self, metrics: Mapping[int, Metrics], newest: int, in_use: Collection[int | None]) -> list[int]:
         """The steps that are not kept, ascending.
 
         Args:
