@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ __all__ = [
     "HEAD_START",
     "MAX_HEAD_BYTES",
     "VERSION",
+    "Head",
     "TableRecord",
     "check_block_bytes",
     "decode_head",
@@ -65,7 +66,7 @@ class TableRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     names: list[str | None] = []
 
 
-class _Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct, frozen=True):
     """The first line of `.metadata`. ``xxh3_64`` is that of the whole file with zeros in its own place."""
 
     format: str
@@ -194,7 +195,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
     save, tensors = msgspec.structs.asdict(metadata.save), _table_json(metadata.table)
     body = msgspec.json.encode(_Body(**save, files=metadata.files, tensors=tensors, values=metadata.value_records))
     features = [PER_RANK] if own_among(metadata.table.paths) else []
-    head = _Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
+    head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
     at = blank.index(b"\n") - len(_NO_DIGEST) - 2
     return blank[:at] + xxhash.xxh3_64_hexdigest(blank).encode() + blank[at + len(_NO_DIGEST) :]
@@ -208,8 +209,8 @@ def _table_json(table: ShardTable) -> Any:
     return msgspec.Raw(found)
 
 
-def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
-    """The first line of a `.metadata` file as a dict, or None if the file is of another format.
+def decode_head(data: bytes, name: str) -> Head | None:
+    """The first line of a `.metadata` file, or None if the file is of another format.
 
     Args:
         data: The file's first ``MAX_HEAD_BYTES`` bytes, or all of them.
@@ -222,7 +223,7 @@ def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
     if not data.startswith(HEAD_START):
         return None
     try:
-        head = msgspec.json.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0], type=_Head)
+        head = msgspec.json.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0], type=Head)
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its first line is damaged: {error}") from error
     unknown = sorted(set(head.required_features) - FEATURES)
@@ -231,7 +232,7 @@ def decode_head(data: bytes, name: str) -> Mapping[str, Any] | None:
             f"{name} has format version {head.version[0]}.{head.version[1]} and needs the features {unknown}; this "
             f"library reads version {VERSION[0]}.x. Use a newer paddle_dist_ckpt"
         )
-    return msgspec.structs.asdict(head)
+    return head
 
 
 def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
@@ -245,16 +246,16 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     if head is None:
         raise CheckpointCorruptedError(f"{name} is not a paddle_dist_ckpt .metadata file; it starts with {data[:24]!r}")
     start = data.index(b"\n") + 1 if b"\n" in data else len(data)
-    body = data[start : start + head["body_bytes"]]
-    if len(body) != head["body_bytes"] or data[start + len(body) :] != b"\n":
-        raise CheckpointCorruptedError(f"{name} has {len(data)} bytes where {start + head['body_bytes'] + 1} are due")
+    body = data[start : start + head.body_bytes]
+    if len(body) != head.body_bytes or data[start + len(body) :] != b"\n":
+        raise CheckpointCorruptedError(f"{name} has {len(data)} bytes where {start + head.body_bytes + 1} are due")
     at = start - len(_NO_DIGEST) - 3
     blank = data[:at] + _NO_DIGEST.encode() + data[at + len(_NO_DIGEST) :]
     if data[at:start] != xxhash.xxh3_64_hexdigest(blank).encode() + b'"}\n':
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     try:
         record = msgspec.json.decode(body, type=_Body)
-        if record.save_id != head["save"]:
+        if record.save_id != head.save:
             raise CheckpointCorruptedError("its two lines name different saves")
         return _metadata_of(record, unique_id)
     except (*DECODE_ERRORS, CheckpointCorruptedError) as error:

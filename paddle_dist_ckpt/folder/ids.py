@@ -32,9 +32,9 @@ def save_of(storage: Storage, unique_id: int) -> str | None:
     """
     name = metadata_name(unique_id)
     found, data = look(storage, name)
-    head = decode_head(data, name) if found is Format.OURS else None
+    head = decode_head(data, name)
     if head is not None:
-        return str(head["save"])
+        return head.save
     if found is not Format.UNKNOWN:
         return None
     raise CheckpointCorruptedError(

@@ -272,7 +272,7 @@ def test_other_formats_are_told_apart() -> None:
     assert decode_head(b"", "0.metadata") is None
     head = decode_head(encode(small())[:4096], "3.metadata")
     assert head is not None
-    assert head["save"] == "0123456789abcdef"
+    assert head.save == "0123456789abcdef"
 
 
 def test_what_a_later_minor_version_adds_is_ignored() -> None:

@@ -6,6 +6,8 @@ import inspect
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,11 @@ class TestFaultyStorage(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return FaultyStorage(tmp_path, lambda operation, name: None)
+
+
+def test_only_the_suite_needs_pytest() -> None:
+    program = "import sys, paddle_dist_ckpt.testing; sys.exit('pytest' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, timeout=60)
 
 
 class Overwriting(LocalStorage):
