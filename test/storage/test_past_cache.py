@@ -174,6 +174,13 @@ def test_what_the_cache_holds_comes_from_it(path: Path, file: ReadableFile, read
 # -- what the cache holds
 
 
+def test_what_is_read_past_the_cache_is_not_kept_in_it(path: Path, file: ReadableFile) -> None:
+    needs_support(path)
+    for once in (True, False):
+        read(file, 0, [SIZE], once)
+        assert file.is_cached() is not once
+
+
 def test_is_cached_tells_most_from_little(path: Path, file: ReadableFile) -> None:
     needs_support(path)
     assert not file.is_cached()
