@@ -16,6 +16,7 @@ import msgspec
 
 from ..errors import CheckpointError
 from ..files.names import ClaimName, claim_name, parse_claim, temporary_name
+from ..storage import LocalStorage
 from ..storage.base import Storage
 from ..tree.values import DECODE_ERRORS
 from .ids import committed_saves, known_save_of
@@ -200,11 +201,11 @@ def _is_expired(storage: Storage, name: str, now: float) -> bool:
         return False
 
 
-def is_abandoned(storage: Storage, now: float) -> bool:
+def is_abandoned(storage: LocalStorage, now: float) -> bool:
     """Whether nobody is saving to a folder any more, judged by the claims in it.
 
     Args:
-        storage: The folder.
+        storage: The folder, whose own time of change counts too; other storages have none.
         now: The time by the folder's own clock: when a file near it was changed just now.
     """
     try:

@@ -28,7 +28,7 @@ __all__ = ["rebuild"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-class Part(NamedTuple):
+class _DataFile(NamedTuple):
     """A data file: what it says of itself, its record for `.metadata`, its tensors."""
 
     info: DataFileInfo
@@ -50,8 +50,8 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
             f"{storage.location} has several complete saves without a .metadata; say which: "
             + ", ".join(f"save={n!r} (id {p[0].info.unique_id}, {p[0].info.created})" for n, p in found.items())
         )
-    parts = next(iter(found.values()))
-    metadata = _merge(parts, _free_id(storage, parts[0].info))
+    files = next(iter(found.values()))
+    metadata = _merge(files, _free_id(storage, files[0].info))
     problems = problems_of(storage, metadata, progress)
     if problems:
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
@@ -64,7 +64,7 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     return metadata
 
 
-def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[Part]], dict[str, str]]:
+def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:
     """The saves of which every file is there and no `.metadata` names them; and why others are not among them."""
     committed = _committed(storage)
     names: dict[str, list[str]] = {}
@@ -72,7 +72,7 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
         parsed = parse_data_file(name)
         if parsed is not None and parsed.save_id not in committed and save in (None, parsed.save_id):
             names.setdefault(parsed.save_id, []).append(name)
-    complete: dict[str, list[Part]] = {}
+    complete: dict[str, list[_DataFile]] = {}
     refused: dict[str, str] = {}
     claimed = claimed_saves(storage)
     for save_id, files in sorted(names.items()):
@@ -80,7 +80,9 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
             refused[save_id] = f"the claim {claimed[save_id]} says that it is being written, or to be removed"
             continue
         try:
-            complete[save_id] = _complete(_read_parts(storage, files), save_id)
+            found = _read_files(storage, files)
+            _check_complete([file.info for file in found])
+            complete[save_id] = found
         except (OSError, CheckpointCorruptedError) as error:
             refused[save_id] = str(error)
     return complete, refused
@@ -120,8 +122,8 @@ def _is_damaged(storage: Storage, unique_id: int) -> bool:
     return False
 
 
-def _read_parts(storage: Storage, names: Sequence[str]) -> list[Part]:
-    parts = []
+def _read_files(storage: Storage, names: Sequence[str]) -> list[_DataFile]:
+    found = []
     for name in names:
         file = storage.open(name)
         try:
@@ -132,25 +134,21 @@ def _read_parts(storage: Storage, names: Sequence[str]) -> list[Part]:
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
         try:
-            parts.append(Part(info, known, table_from_record(info.tensors, 1)))
+            found.append(_DataFile(info, known, table_from_record(info.tensors, 1)))
         except CheckpointCorruptedError as error:
             raise CheckpointCorruptedError(f"{name}: {error}") from error
-    return sorted(parts, key=lambda part: (part.info.rank, part.info.part))
+    return sorted(found, key=lambda file: (file.info.rank, file.info.part))
 
 
-def _complete(parts: list[Part], save_id: str) -> list[Part]:
-    """The parts, if they are all.
-
-    Raises:
-        CheckpointCorruptedError: one is missing.
-    """
-    writers = next((info.writers for info, *_ in parts if info.writers is not None), None)
+def _check_complete(infos: Sequence[DataFileInfo]) -> None:
+    """Refuse a save of which a file is missing."""
+    writers = next((info.writers for info in infos if info.writers is not None), None)
     if writers is None:
         raise CheckpointCorruptedError("the coordinator's first file is missing")
     there: dict[int, set[int]] = {}
-    for info, *_ in parts:
+    for info in infos:
         there.setdefault(info.rank, set()).add(info.part)
-    counts = {info.rank: min(info.parts, len(parts) + 1) for info, *_ in parts}
+    counts = {info.rank: min(info.parts, len(infos) + 1) for info in infos}
     missing = [
         f"rank {rank} part {part}"
         for rank in writers
@@ -159,7 +157,6 @@ def _complete(parts: list[Part], save_id: str) -> list[Part]:
     ]
     if missing:
         raise CheckpointCorruptedError(f"files are missing: {', '.join(missing[:10])}")
-    return parts
 
 
 def _free_id(storage: Storage, info: DataFileInfo) -> int:
@@ -171,12 +168,13 @@ def _free_id(storage: Storage, info: DataFileInfo) -> int:
     return chosen
 
 
-def _merge(parts: Sequence[Part], unique_id: int) -> Metadata:
+def _merge(files: Sequence[_DataFile], unique_id: int) -> Metadata:
     """What `.metadata` has said of these files."""
-    first = next(info for info, *_ in parts if info.writers is not None)
-    values = sorted(value for info, *_ in parts for value in info.values)
+    infos = [file.info for file in files]
+    first = next(info for info in infos if info.writers is not None)
+    values = sorted(value for info in infos for value in info.values)
     save = msgspec.structs.replace(SaveInfo.of(first), unique_id=unique_id)
-    return Metadata(save, [part.known for part in parts], _merge_tables([part.table for part in parts]), values)
+    return Metadata(save, [file.known for file in files], _merge_tables([file.table for file in files]), values)
 
 
 def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
