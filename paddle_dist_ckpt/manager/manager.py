@@ -107,9 +107,8 @@ class CheckpointManager:
         self._schedule = None
         if save_interval_seconds is not None or save_on_sigterm:
             topic = f"steps of {self._root.name}"
-            self._schedule = Schedule(
-                self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds
-            )
+            timeout, seconds = self._options.timeout, save_interval_seconds
+            self._schedule = Schedule(self._ranks.hub, topic, timeout, interval_seconds=seconds)
         self._steps = Steps(self._root, _NOTE)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: int | None = None
@@ -117,7 +116,9 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._pending: AsyncSave | None = None
         self._closed = False
-        self._end_of_sigterm = on_sigterm(self._request_stop) if save_on_sigterm else lambda: None
+        self._end_of_sigterm: Callable[[], None] = lambda: None
+        if save_on_sigterm and self._schedule is not None:
+            self._end_of_sigterm = on_sigterm(self._schedule.request)
 
     # -- when
 
@@ -142,10 +143,6 @@ class CheckpointManager:
     def stopping(self) -> bool:
         """Whether a rank got SIGTERM, and the save that it asked for is due by now or done: time to leave the loop."""
         return self._schedule is not None and self._schedule.stopping
-
-    def _request_stop(self) -> None:
-        if self._schedule is not None:
-            self._schedule.request()
 
     # -- save
 
