@@ -15,16 +15,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Set
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from .coordinator import Emit
 from .wire import BEFORE, Appointed, Label, Whereabouts
 
-__all__ = ["Appointer", "Attendance", "Numbered"]
+__all__ = ["Appointer", "Attendance", "Attendances"]
 
-T = TypeVar("T")
 _MOST_EARLY = 100
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -34,13 +33,15 @@ class Attendance:
 
     Args:
         label: Of the appointments: their topic, and a number among those of the topic.
+        lead: If this rank is the coordinator, that side of them.
 
     Attributes:
         step: The furthest step that the rank has come to.
     """
 
-    def __init__(self, label: Label) -> None:
+    def __init__(self, label: Label, lead: Appointer | None = None) -> None:
         self.label = label
+        self.lead = lead
         self.step = BEFORE
         self._wish = BEFORE
         self._heard = Appointed(label)
@@ -141,37 +142,37 @@ class Appointer:
             self._emit(rank, self._news, b"")
 
 
-class Numbered(Generic[T]):
-    """One ``T`` for each label; the labels of a topic are numbered.
+class Attendances:
+    """The attendances of one rank, by label; the labels of a topic are numbered.
 
     One may be made by a message, before this rank comes to its number. Of those, the oldest are forgotten if there are
     too many.
 
     Args:
-        make: Makes one for a label.
+        lead: On the coordinator, makes its side of a label's appointments.
     """
 
-    def __init__(self, make: Callable[[Label], T]) -> None:
-        self._make = make
-        self._made: dict[Label, T] = {}
+    def __init__(self, lead: Callable[[Label], Appointer | None]) -> None:
+        self._lead = lead
+        self._made: dict[Label, Attendance] = {}
         self._counts: dict[str, int] = {}
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Attendance]:
         return iter(list(self._made.values()))
 
-    def next(self, topic: str) -> T:
+    def next(self, topic: str) -> Attendance:
         """That of the topic's next number."""
         number = self._counts.get(topic, 0)
         found = self.at((topic, number))
         self._counts[topic] = number + 1
         return found
 
-    def at(self, label: Label) -> T:
+    def at(self, label: Label) -> Attendance:
         """That of a label."""
         if label not in self._made:
             early = [(topic, number) for topic, number in self._made if number >= self._counts.get(topic, 0)]
             if len(early) == _MOST_EARLY:
                 _logger.warning("messages about %r are dropped, as this rank has no such appointments", early[0][0])
                 del self._made[early[0]]
-            self._made[label] = self._make(label)
+            self._made[label] = Attendance(label, self._lead(label))
         return self._made[label]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from . import failures, wire
-from .appointment import Appointer, Attendance, Numbered
+from .appointment import Appointer, Attendance, Attendances
 from .coordinator_table import CoordinatorTable
 from .member import MemberSession
 from .wire import ErrorRecord, Message
@@ -68,8 +68,7 @@ class Board:
         self._carrier = carrier
         self._lost: set[int] = set()
         self._table = CoordinatorTable(ranks, coordinator, self._lost, self._emit) if rank == coordinator else None
-        self._attendances = Numbered(Attendance)
-        self._appointers = Numbered(lambda label: Appointer(label, ranks, self._lost, self._emit))
+        self._attendances = Attendances(self._lead)
         self._sessions: dict[int, MemberSession] = {}
         self._opened = opened
         self._broken: ErrorRecord | None = None
@@ -124,7 +123,9 @@ class Board:
         """On the coordinator: take in a message from any rank. User threads there wait for whole rounds only."""
         assert self._table is not None
         if isinstance(message, wire.Whereabouts):
-            self._appointers.at(message.label).handle(source, message)
+            lead = self._attendances.at(message.label).lead
+            assert lead is not None
+            lead.handle(source, message)
         elif self._table.handle(source, message, payload, time.monotonic()):
             self.changed.notify_all()
 
@@ -213,8 +214,9 @@ class Board:
             self._lost.add(rank)
             if self._table is not None:
                 self._table.lose(rank, time.monotonic())
-                for appointer in self._appointers:
-                    appointer.lose()
+                for attendance in self._attendances:
+                    if attendance.lead is not None:
+                        attendance.lead.lose()
             elif rank == self.coordinator:
                 for session in self._sessions.values():
                     session.lose_coordinator()
@@ -225,11 +227,10 @@ class Board:
         """``rank`` is connected, for the first time or again."""
         with self.changed:
             self._lost.discard(rank)
-            if self._table is not None:
-                for appointer in self._appointers:
-                    appointer.regain(rank)
-            elif rank == self.coordinator:
-                for attendance in self._attendances:
+            for attendance in self._attendances:
+                if attendance.lead is not None:
+                    attendance.lead.regain(rank)
+                else:
                     self._post(attendance.whereabouts())
             self._settle()
 
@@ -263,16 +264,19 @@ class Board:
         if self.coordinator in self._lost:
             lost = {self.coordinator: failures.record("connection lost")}
             return failures.failure_of_ranks(f"{waiting} failed", lost, self.ranks)
-        leads = self._table is not None
-        silent = self._appointers.at(attendance.label).silent if leads else [self.coordinator]
+        silent = [self.coordinator] if attendance.lead is None else attendance.lead.silent
         return failures.timeout_error(waiting, silent, timeout) if over else None
 
     def end_attendance(self, attendance: Attendance) -> None:
         """On the coordinator: no rank has an appointment any more, beyond where the coordinator is."""
         with self.changed:
-            if self._table is not None:
-                self._appointers.at(attendance.label).end(attendance.step)
+            if attendance.lead is not None:
+                attendance.lead.end(attendance.step)
             self._carrier.flush()
+
+    def _lead(self, label: wire.Label) -> Appointer | None:
+        leads = self.rank == self.coordinator
+        return Appointer(label, self.ranks, self._lost, self._emit) if leads else None
 
     def tick(self) -> float:
         """Send the beats that are due and see who has been silent for too long.
@@ -283,7 +287,6 @@ class Board:
         with self.changed:
             now = time.monotonic()
             due = math.inf
-            failed = sum(session.verdict is not None for session in self._sessions.values())
             for session in self._sessions.values():
                 message, again = session.tick(now)
                 due = min(due, again)
@@ -291,8 +294,7 @@ class Board:
                     self._post(message)
             if self._table is not None:
                 due = min(due, self._table.tick(now))
-            if failed != sum(session.verdict is not None for session in self._sessions.values()):
-                self.changed.notify_all()
+            self.changed.notify_all()  # a session may have failed
             return due
 
     def shut(self, error: ErrorRecord) -> None:

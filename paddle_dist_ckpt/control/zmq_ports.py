@@ -27,17 +27,17 @@ import math
 import socket
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from . import wire
+from .board import Board
 from .bootstrap import Rendezvous, local_address
 from .wire import Message
 
-__all__ = ["DealerPort", "Listener", "Port", "RouterPort"]
+__all__ = ["DealerPort", "Port", "RouterPort"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _COPY_BELOW = 1 << 16
@@ -45,16 +45,6 @@ _PROBE_AFTER = (0.0, 0.002, 0.01, 0.05, 0.2)
 _LINGER_MS = 5000
 _EVENTS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 _ANYWHERE = ("0.0.0.0", "::")
-
-
-class Listener(Protocol):
-    """Whom a port tells about the others; :class:`Board` is one."""
-
-    def deliver(self, source: int, message: Message, payload: bytes) -> None: ...
-
-    def lose(self, rank: int) -> None: ...
-
-    def regain(self, rank: int) -> None: ...
 
 
 class Port:
@@ -172,20 +162,20 @@ class RouterPort(Port):
         """Whether there is something to receive, or a lost connection to tell about."""
         return bool(self._unreachable) or super().pending()
 
-    def receive(self, listener: Listener) -> None:
+    def receive(self, board: Board) -> None:
         """Deliver all that has arrived, then say whose connection is lost."""
-        self._deliver(listener)
+        self._deliver(board)
         if not self._unreachable:
             return
         # IMPORTANT: what a rank sent before its connection ended counts, a farewell above all.
-        self._deliver(listener)
+        self._deliver(board)
         gone, self._unreachable = self._unreachable, {}
         for rank, route in gone.items():
             if self._routes.get(rank) == route:
                 del self._routes[rank]
-                listener.lose(rank)
+                board.lose(rank)
 
-    def _deliver(self, listener: Listener) -> None:
+    def _deliver(self, board: Board) -> None:
         for route, *frames in self._incoming():
             opened = self._open(frames)
             if opened is None:
@@ -195,17 +185,17 @@ class RouterPort(Port):
                 _logger.warning("rank %d dropped a message from rank %d, which is not in its group", self._rank, source)
                 continue
             if self._routes.get(source) != route:
-                self._welcome(source, route, listener)
-            listener.deliver(source, message, payload)
+                self._welcome(source, route, board)
+            board.deliver(source, message, payload)
 
-    def _welcome(self, rank: int, route: bytes, listener: Listener) -> None:
+    def _welcome(self, rank: int, route: bytes, board: Board) -> None:
         if rank in self._routes:
             # What was under way on the old connection may be lost, so the sessions that were open cannot go on.
-            listener.lose(rank)
+            board.lose(rank)
         self._routes[rank] = route
-        listener.regain(rank)
+        board.regain(rank)
 
-    def on_event(self, event: int, listener: Listener) -> None:
+    def on_event(self, event: int, board: Board) -> None:
         """A connection has ended; zmq does not say whose, and may not know yet. So probe, repeatedly."""
         if event == zmq.Event.DISCONNECTED:
             now = time.monotonic()
@@ -245,23 +235,23 @@ class DealerPort(Port):
         """Send to the coordinator; until the connection stands, zmq keeps it."""
         self._send((), message, payload)
 
-    def receive(self, listener: Listener) -> None:
+    def receive(self, board: Board) -> None:
         """Deliver all that has arrived."""
         for frames in self._incoming():
             opened = self._open(frames)
             if opened is not None:
-                listener.deliver(self._coordinator, *opened[1:])
+                board.deliver(self._coordinator, *opened[1:])
 
-    def on_event(self, event: int, listener: Listener) -> None:
+    def on_event(self, event: int, board: Board) -> None:
         """The connection stands, or has ended."""
         self._connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
         if self._connected:
             # The coordinator must know this connection, to notice its end, before the first session.
             self._send((), wire.Hello(), b"")
-            listener.regain(self._coordinator)
+            board.regain(self._coordinator)
         else:
-            self.receive(listener)
-            listener.lose(self._coordinator)
+            self.receive(board)
+            board.lose(self._coordinator)
 
     def tick(self) -> float:
         """Nothing is ever due."""

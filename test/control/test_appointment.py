@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 
 from paddle_dist_ckpt.control import failures
-from paddle_dist_ckpt.control.appointment import Appointer, Attendance, Numbered
+from paddle_dist_ckpt.control.appointment import Appointer, Attendance, Attendances
 from paddle_dist_ckpt.control.session import BoardAppointments
 from paddle_dist_ckpt.control.wire import Appointed, Message, Whereabouts
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
@@ -101,7 +101,7 @@ def test_a_lost_rank_holds_up_nobody_and_is_asked_again() -> None:
 
 
 def test_of_too_many_early_ones_the_oldest_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    numbered = Numbered(Attendance)
+    numbered = Attendances(lambda label: None)
     mine = numbered.next("mine")
     with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
         found = [numbered.at((f"t{number}", 0)) for number in range(101)]
