@@ -12,13 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
-from ..errors import CheckpointError
 from . import bootstrap, failures
 from .board import Board
+from .board_hub import BoardHub
 from .bootstrap import BootstrapStore
-from .session import BoardAppointments, Session, check_topic
 from .wire import Message
 from .zmq_ports import DealerPort, RouterPort
 
@@ -29,7 +27,7 @@ _CLOSE_SECONDS = 15.0  # more than zmq lingers
 _LONGEST_SLEEP = 3600.0  # seconds; what epoll takes as a timeout is bounded
 
 
-class ZmqHub:
+class ZmqHub(BoardHub):
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` over TCP.
 
     Every rank makes one. It does not wait for the others, except for the coordinator's address. It must be closed;
@@ -75,41 +73,16 @@ class ZmqHub:
             bootstrap.publish(store, key, port.endpoint, token)
         else:
             port = DealerPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator))
-        self._pid = os.getpid()
-        self._on_abandon = on_abandon
         self._io = _IoThread(port)
-        self._board = Board(rank, tuple(ranks), coordinator, self._io, opened=opened)
+        super().__init__(Board(rank, tuple(ranks), coordinator, self._io, opened=opened), on_abandon)
         self._io.start(self._board)
         atexit.register(self.close)
 
-    def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
-        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
-
-        Raises:
-            CheckpointError: this process was forked from the one that made the hub.
-        """
-        self._check_process()
-        return Session(self._board, kind, timeout, self._on_abandon)
-
-    def appointments(self, topic: str, timeout: float) -> BoardAppointments:
-        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
-
-        Raises:
-            CheckpointError: this process was forked from the one that made the hub.
-            ValueError: the topic is too long.
-        """
-        self._check_process()
-        return BoardAppointments(self._board, check_topic(topic), timeout)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise CheckpointError("the control hub belongs to the process that this one was forked from; make another")
-
     def close(self) -> None:
-        """End the connection. Sessions that are open fail, here and on the other ranks."""
+        """See :class:`BoardHub`."""
         atexit.unregister(self.close)
         if os.getpid() == self._pid:
-            self._board.shut(failures.record("the control hub was closed"))
+            super().close()
             self._io.close()
 
 

@@ -1,4 +1,4 @@
-"""What user threads use over a :class:`Board`, whatever carries the messages: sessions, and appointments."""
+"""A session as user threads use it: rounds and collectives over a :class:`Board`, whatever carries the messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import failures, wire
 from .board import LONGEST_WAIT, Board
 from .member import MemberSession, never
 
-__all__ = ["BoardAppointments", "Session", "check_payload", "check_replies", "check_topic"]
+__all__ = ["Session", "check_payload", "check_replies"]
 
 T = TypeVar("T")
 
@@ -46,47 +46,6 @@ def check_replies(replies: Mapping[int, bytes], ranks: tuple[int, ...]) -> Mappi
     for rank, reply in replies.items():
         check_payload(reply, f"combine's reply to rank {rank}")
     return replies
-
-
-def check_topic(topic: str) -> str:
-    """Return ``topic`` if it can be one.
-
-    Raises:
-        ValueError: it is too long.
-    """
-    if len(topic) > wire.MAX_TOPIC:
-        raise ValueError(f"the topic has {len(topic)} characters; a topic may have {wire.MAX_TOPIC}")
-    return topic
-
-
-class BoardAppointments:
-    """Implements :class:`paddle_dist_ckpt.core.protocols.Appointments`.
-
-    Args:
-        board: This rank's switchboard.
-        topic: What they are about.
-        timeout: Longest wait, in seconds.
-    """
-
-    def __init__(self, board: Board, topic: str, timeout: float) -> None:
-        self._board = board
-        self._timeout = timeout
-        self._attendance = board.attend(topic)
-        self._closed = False
-
-    @property
-    def leads(self) -> bool:
-        return self._board.rank == self._board.coordinator
-
-    def reach(self, step: int, wish: bool = False) -> bool:
-        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
-        return not self._closed and self._board.reach(self._attendance, step, wish, self._timeout)
-
-    def close(self) -> None:
-        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
-        if not self._closed:
-            self._closed = True
-            self._board.end_attendance(self._attendance)
 
 
 class Session:

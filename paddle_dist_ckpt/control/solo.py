@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from ..core.protocols import CollectiveWatch
-from .session import check_payload, check_replies, check_topic
+from .board_hub import check_topic
+from .session import check_payload, check_replies
 
 __all__ = ["SoloAppointments", "SoloHub", "SoloSession"]
 

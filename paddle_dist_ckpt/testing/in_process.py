@@ -10,11 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 
-from ..control import failures
 from ..control.board import Board
-from ..control.session import BoardAppointments, Session, check_topic
+from ..control.board_hub import BoardHub
 from ..control.wire import Message
 from .in_process_transport import InProcessTransport, Pipes
 
@@ -39,13 +39,14 @@ class InProcessWorld:
         self._ticking = False
         self._cut_off: set[int] = set()
         self._pipes = Pipes(self.ranks)
-        self._boards = {
-            rank: Board(rank, self.ranks, self.coordinator, InProcessCarrier(self, rank), self._lock)
-            for rank in self.ranks
-        }
+        self._boards = {rank: self._board(rank) for rank in self.ranks}
+
+    def _board(self, rank: int) -> Board:
+        carrier = InProcessCarrier(partial(self._send, rank), self._flush, self._reschedule)
+        return Board(rank, self.ranks, self.coordinator, carrier, self._lock)
 
     def hub(self, rank: int, on_abandon: Callable[[], None] | None = None) -> InProcessHub:
-        """The hub of ``rank``; see :class:`Session` about ``on_abandon``."""
+        """The hub of ``rank``; see :class:`BoardHub` about ``on_abandon``."""
         return InProcessHub(self, self._boards[rank], on_abandon)
 
     def transport(self, rank: int) -> InProcessTransport:
@@ -64,12 +65,12 @@ class InProcessWorld:
                 self._boards[other].lose(rank)
                 self._boards[rank].lose(other)
 
-    def send(self, source: int, destination: int, message: Message, payload: bytes) -> None:
-        """Queue a message. Called with the lock held, like :meth:`flush`."""
+    def _send(self, source: int, destination: int, message: Message, payload: bytes) -> None:
+        """Queue a message. Called with the lock held, like :meth:`_flush`."""
         if source not in self._cut_off:
             self._queue.append((source, destination, message, payload))
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Deliver what is queued, and what that gives rise to, in order."""
         if self._delivering:
             return
@@ -81,7 +82,7 @@ class InProcessWorld:
         finally:
             self._delivering = False
 
-    def reschedule(self) -> None:
+    def _reschedule(self) -> None:
         """See that time passes. Called with the lock held."""
         if self._ticking:
             self._opened.notify()
@@ -94,47 +95,30 @@ class InProcessWorld:
         with self._lock:
             while True:
                 due = min(board.tick() for board in self._boards.values())
-                self.flush()
+                self._flush()
                 if math.isinf(due):
                     self._ticking = False
                     return
                 self._opened.wait(max(0.0, due - time.monotonic()))
 
 
+@dataclass(frozen=True, slots=True)
 class InProcessCarrier:
     """Implements :class:`Carrier` for one simulated rank."""
 
-    def __init__(self, world: InProcessWorld, rank: int) -> None:
-        self._world = world
-        self._rank = rank
-
-    def send(self, destination: int, message: Message, payload: bytes) -> None:
-        self._world.send(self._rank, destination, message, payload)
-
-    def flush(self) -> None:
-        self._world.flush()
-
-    def reschedule(self) -> None:
-        self._world.reschedule()
+    send: Callable[[int, Message, bytes], None]
+    flush: Callable[[], None]
+    reschedule: Callable[[], None]
 
 
-class InProcessHub:
+class InProcessHub(BoardHub):
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` for a simulated rank; made by InProcessWorld."""
 
     def __init__(self, world: InProcessWorld, board: Board, on_abandon: Callable[[], None] | None) -> None:
+        super().__init__(board, on_abandon)
         self._world = world
-        self._board = board
-        self._on_abandon = on_abandon
-
-    def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
-        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`."""
-        return Session(self._board, kind, timeout, self._on_abandon)
-
-    def appointments(self, topic: str, timeout: float) -> BoardAppointments:
-        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`."""
-        return BoardAppointments(self._board, check_topic(topic), timeout)
 
     def close(self) -> None:
         """End the rank's connection; sessions that are open fail."""
-        self._board.shut(failures.record("the control hub was closed"))
+        super().close()
         self._world.disconnect(self._board.rank)
