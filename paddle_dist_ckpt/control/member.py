@@ -89,11 +89,6 @@ class MemberSession:
         return self._round
 
     @property
-    def round(self) -> int:
-        """The latest round's number; -1 before the first."""
-        return self._round
-
-    @property
     def round_name(self) -> str:
         """The name of the round that this rank is in; empty between rounds."""
         return self._awaiting
@@ -120,7 +115,7 @@ class MemberSession:
             error = failures.timeout_error(self.kind, [self._coordinator], self._timeout)
             self.fail(error)
             # IMPORTANT: should the coordinator wake up, this is what keeps it from going on without this rank.
-            return wire.Fail(self.number, 0, "", error), math.inf
+            return wire.Fail(self.number, "", error), math.inf
         if now >= self._next_beat:
             interval = self._timeout / BEATS_PER_TIMEOUT
             self._next_beat = now + interval

@@ -62,22 +62,11 @@ class Session:
     """
 
     def __init__(self, board: Board, kind: str, timeout: float, on_abandon: Callable[[], None] | None) -> None:
+        self.rank, self.ranks, self.coordinator = board.rank, board.ranks, board.coordinator
         self._board = board
         self._kind = kind
         self._timeout = timeout
         self._on_abandon = on_abandon
-
-    @property
-    def rank(self) -> int:
-        return self._board.rank
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._board.ranks
-
-    @property
-    def coordinator(self) -> int:
-        return self._board.coordinator
 
     @property
     def doubtful(self) -> bool:
@@ -115,7 +104,7 @@ class Session:
         self.check()
         data = self._run_local(name, local)
         board.post(wire.Answer(member.number, number, name), data)
-        if board.rank == board.coordinator:
+        if self.rank == self.coordinator:
             parts = board.wait(member, lambda: board.parts(member))
             board.reply(member, self._run_combine(parts, combine))
         return board.wait(member, member.take_reply)
@@ -136,7 +125,7 @@ class Session:
         if member.verdict is not None:
             return
         member.own_error = error
-        self._board.post(wire.Fail(member.number, max(member.round, 0), name, failures.local_error(error)))
+        self._board.post(wire.Fail(member.number, name, failures.local_error(error)))
 
     @staticmethod
     def _nothing() -> bytes | None:

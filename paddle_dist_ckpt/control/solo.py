@@ -18,24 +18,11 @@ T = TypeVar("T")
 class SoloSession:
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlSession` for one rank."""
 
+    doubtful = False
+
     def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return (self._rank,)
-
-    @property
-    def coordinator(self) -> int:
-        return self._rank
-
-    @property
-    def doubtful(self) -> bool:
-        return False
+        self.rank = self.coordinator = rank
+        self.ranks = (rank,)
 
     def check(self) -> None:
         """Does nothing: there is no other rank that could have failed."""
@@ -48,7 +35,7 @@ class SoloSession:
     ) -> bytes:
         """Run ``local``, then ``combine``; what they raise is raised as it is."""
         data = check_payload(local(), "what local returns")
-        return check_replies(combine({self._rank: data}), self.ranks)[self._rank]
+        return check_replies(combine({self.rank: data}), self.ranks)[self.rank]
 
     def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
         """Run ``work`` here and now."""

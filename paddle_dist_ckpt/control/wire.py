@@ -98,7 +98,6 @@ class Fail(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """I failed, in the round called ``name``, or outside of rounds if ``name`` is empty."""
 
     session: Number
-    round: Number
     name: Text
     error: ErrorRecord
 

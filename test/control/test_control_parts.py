@@ -32,7 +32,7 @@ RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRec
         wire.Hello(),
         wire.Open(3, "save", 0.5),
         wire.Answer(3, 1, "plan"),
-        wire.Fail(3, 1, "", RECORD),
+        wire.Fail(3, "", RECORD),
         wire.Beat(3),
         wire.Bye(3),
         wire.Reply(3, 1),
@@ -60,7 +60,7 @@ def test_messages_come_back_equal(message: wire.Message) -> None:
         msgspec.msgpack.encode([0, ["Appointed", ["x" * (wire.MAX_TOPIC + 1), 0]]]),
         msgspec.msgpack.encode([0, ["Answer", 0, 0, "x" * (wire.MAX_TEXT + 1)]]),
         # A list that claims four billion problems and has none.
-        msgspec.msgpack.encode([0, ["Fail", 0, 0, "", ["A", "b", False]]])[:-5] + b"\xa1A\xa1b\xc2\xdd\xff\xff\xff\xff",
+        msgspec.msgpack.encode([0, ["Fail", 0, "", ["A", "b", False]]])[:-5] + b"\xa1A\xa1b\xc2\xdd\xff\xff\xff\xff",
         b"\x92\x00" + b"\x91" * 100_000,
     ],
 )
@@ -70,7 +70,7 @@ def test_hostile_frames_are_refused(frame: bytes) -> None:
 
 
 def there_and_back(error: BaseException) -> CheckpointError:
-    sent = wire.Fail(0, 0, "r", failures.local_error(error))
+    sent = wire.Fail(0, "r", failures.local_error(error))
     received = wire.decode(wire.encode(1, sent))[1]
     assert isinstance(received, wire.Fail)
     return failures.copy_of(received.error)

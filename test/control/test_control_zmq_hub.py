@@ -90,7 +90,7 @@ def stranger(store: Store, *messages: list[bytes]) -> None:
 def test_a_stranger_is_dropped_with_a_warning(
     hubs: list[ZmqHub], store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fail = wire.encode(1, wire.Fail(0, 0, "r", wire.ErrorRecord("OSError", "forged")))
+    fail = wire.encode(1, wire.Fail(0, "r", wire.ErrorRecord("OSError", "forged")))
     with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
         stranger(store, [b"x" * 16, fail, b""], [b""], [b"x" * 16, b"", b"", b""])
         assert both(hubs) == [b"0", b"1"]
