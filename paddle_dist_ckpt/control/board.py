@@ -32,7 +32,7 @@ class Carrier(Protocol):
     def send(self, destination: int, message: Message, payload: bytes) -> None: ...
 
     def flush(self) -> None:
-        """Get going what was sent since the last flush."""
+        """See that what was sent arrives, and what has come is delivered."""
         ...
 
     def reschedule(self) -> None:

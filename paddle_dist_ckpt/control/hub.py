@@ -10,7 +10,6 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from . import bootstrap, failures
@@ -98,7 +97,6 @@ class _IoThread:
 
     def __init__(self, port: RouterPort | DealerPort) -> None:
         self._port = port
-        self._outbox: deque[tuple[int, Message, bytes]] = deque()
         self._closing = False
         self._closed = False
         self._woken, self._wake = socket.socketpair()
@@ -115,7 +113,7 @@ class _IoThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is queued, then end the thread. One that does not end is left behind: nobody may wait for ever."""
+        """End the thread, which closes the sockets. One that does not end is left behind: nobody may wait for ever."""
         with self._board.changed:
             self._closing = True
             self.reschedule()
@@ -125,10 +123,9 @@ class _IoThread:
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
         if not self._closed:
-            self._outbox.append((destination, message, payload))
+            self._port.send(destination, message, payload)
 
     def flush(self) -> None:
-        self._send_queued()
         # Sending may have taken the sign that something has arrived, for which the thread sleeps.
         if not self._closed and self._port.pending():
             self.reschedule()
@@ -149,8 +146,6 @@ class _IoThread:
                 self._sleep(due)
                 with self._board.changed:
                     due = self._step()
-            with self._board.changed:
-                self._send_queued()
         except Exception as error:
             _logger.exception("the control hub's thread failed")
             self._board.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
@@ -174,11 +169,4 @@ class _IoThread:
         for event in self._port.events():
             self._port.on_event(event, self._board)
         due = min(self._board.tick(), self._port.tick())
-        self._send_queued()
         return 0.0 if self._port.pending() else due
-
-    def _send_queued(self) -> None:
-        while self._outbox:
-            queued = self._outbox.popleft()
-            if not self._closed:
-                self._port.send(*queued)
