@@ -227,6 +227,39 @@ def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store)
     proxy.close()
 
 
+def test_appointments_survive_a_connection_that_breaks(store: Store) -> None:
+    coordinator = make(0, store)
+    found = store.rendezvous()
+    proxy = Proxy(found.endpoint)
+    store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=proxy.endpoint)))
+    hubs = [coordinator, make(1, store)]
+    cuts = iter(range(3))
+
+    def walk(hub: ZmqHub) -> list[int]:
+        appointments = hub.appointments("t", LONG)
+        kept: list[int] = []
+        step = 0
+        while len(kept) < 3:
+            if not appointments.leads and step % 100 == 50 and next(cuts, None) is not None:
+                proxy.cut()
+            try:
+                if appointments.reach(step, wish=step % 100 == (20 if appointments.leads else 49)):
+                    kept.append(step)
+                step += 1
+            except RankFailureError:  # until it is connected again
+                pass
+            time.sleep(0.001)
+        appointments.close()
+        return kept
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(walk, hubs)
+    assert first == second
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
 def test_closing_is_quick_final_and_can_be_repeated(store: Store) -> None:
     before = threading.active_count()
     hubs = [make(0, store), make(1, store)]
