@@ -69,7 +69,7 @@ def save(
     ranks = connected(group, replicas.first_rank(group), options)
 
     def find() -> tuple[dict[Any, Any], Adapter]:
-        state = _objects(model, optimizer)
+        state = {"model": replicas.layers(model), **_objects(None, optimizer)}
         adapter = replicas.ReplicaAdapter(ranks.rank, (one for value in state.values() for one in _listed(value)))
         return {**state, **_checked_others(others)}, adapter
 
@@ -154,7 +154,7 @@ def _load_others(metadata: Metadata, storage: Storage, place: str | None, thread
 
 
 def _objects(model: Any, optimizer: Any) -> dict[str, Any]:
-    """The checked objects that are not None, under the keys at which they are saved."""
+    """The checked ones of those that are not None, under the keys at which they are saved."""
     from .paddle_adapter import replicas
 
     kinds = {"model": (model, replicas.layers), "optimizer": (optimizer, replicas.optimizers)}
