@@ -23,7 +23,7 @@ from ..core.memory import Bytes1D, address_of, copy_bytes, copy_each, gather
 from .block_hashes import BlockHashes
 from .datafile import FileTable
 
-__all__ = ["AHEAD", "WINDOW_BYTES", "Contents", "Snapshot", "Source", "Tensors", "Window"]
+__all__ = ["AHEAD", "WINDOW_BYTES", "Contents", "SnapshotContents", "Source", "TensorContents", "Window"]
 
 WINDOW_BYTES = 2 << 20
 AHEAD = 2  # windows that are copied from a device while others are hashed and written
@@ -67,7 +67,7 @@ class _Filling:
     scattered: list[Scattered] = field(default_factory=list)
 
 
-class Tensors:
+class TensorContents:
     """Contents that are gathered from the tensors' memory, which must stay alive and as it is.
 
     Args:
@@ -193,7 +193,7 @@ class Tensors:
         self._pick(scattered)
 
 
-class Snapshot:
+class SnapshotContents:
     """Contents that were copied before.
 
     Args:

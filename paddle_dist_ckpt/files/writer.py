@@ -18,7 +18,7 @@ from ..core.memory import Bytes1D
 from ..core.threads import run_all
 from ..storage.base import Storage
 from .block_hashes import BlockHashes
-from .contents import WINDOW_BYTES, Contents, Snapshot, Tensors, Window
+from .contents import WINDOW_BYTES, Contents, SnapshotContents, TensorContents, Window
 from .datafile import DataFileInfo, FileLayout, FileTable, header_digest
 from .metadata import FileInfo
 
@@ -103,11 +103,13 @@ class FileSave:
         contents: The bytes of the entries.
     """
 
-    def __init__(self, storage: Storage, name: str, table: FileTable, info: DataFileInfo, contents: Tensors) -> None:
+    def __init__(
+        self, storage: Storage, name: str, table: FileTable, info: DataFileInfo, contents: TensorContents
+    ) -> None:
         self.name, self.table = name, table
         self._storage, self._info = storage, info
         self._writer: DataFileWriter | None = None
-        self._left: tuple[range, Tensors | Snapshot] = (range(table.nbytes), contents)
+        self._left: tuple[range, Contents] = (range(table.nbytes), contents)
 
     @cached_property
     def _layout(self) -> FileLayout:
@@ -122,9 +124,9 @@ class FileSave:
     def take_snapshot(self, memory: Bytes1D) -> None:
         """Copy what is left to ``memory``, which begins at a page; the tensors are not needed any more then."""
         span, contents = self._left
-        assert isinstance(contents, Tensors)
+        assert isinstance(contents, TensorContents)
         contents.copy_to(memory, span.start)
-        self._left = (span, Snapshot(self.table, memory, span.start))
+        self._left = (span, SnapshotContents(self.table, memory, span.start))
 
     def finish(self, threads: int, check: Check, progress: Progress) -> FileInfo:
         """Write what is left, and make the file durable."""
@@ -136,7 +138,7 @@ class FileSave:
         self.close()
         return info
 
-    def _write(self, span: range, contents: Tensors | Snapshot, threads: int, check: Check, progress: Progress) -> None:
+    def _write(self, span: range, contents: Contents, threads: int, check: Check, progress: Progress) -> None:
         if self._writer is None:
             self._writer = DataFileWriter(self._storage, self.name, self.table)
         self._writer.write(self._layout, contents, span, threads, check, progress)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,20 +37,36 @@ _HASH_CHUNK = 4 << 20
 _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
 
+class LocalValue(NamedTuple):
+    """A value of this rank as JSON; ``inline`` unless it is so large, or so particular, that it becomes an entry."""
+
+    path: str
+    json: bytes
+    inline: bool
+
+
+class _Outline(NamedTuple):
+    """What the structure tells of a value; ``nbytes`` is -1 for an inline one, so that only others must keep theirs."""
+
+    path: str
+    is_empty: bool
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownState:
     """A state that was described, in terms that do not keep its tensors alive.
 
     Attributes:
         identity: Recognises its tensors.
-        tensors: Them; ``owners`` are left out.
+        tensors: Its tensors, without their owners.
         outline: What the structure says of the values.
         fingerprint: Digest of the structure.
     """
 
     identity: Identity
     tensors: LocalTensors
-    outline: list[Any]
+    outline: list[_Outline]
     fingerprint: bytes
 
     def fits(self, leaves: Leaves) -> bool:
@@ -59,41 +75,42 @@ class KnownState:
         return self.tensors.paths[:count] == leaves.tensor_paths and self.identity.matches(leaves.tensors)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class LocalState:
-    """What this rank has: tensors, and values with their paths, as they are in JSON.
+    """What this rank has.
 
-    ``known`` is the description from before if the tensors are still the same.
+    Attributes:
+        adapter: Makes the tensors accessible.
+        tensors: The tensors, and behind them the values that become entries.
+        values: The values.
+        known: The description from before, if the tensors are still the same.
     """
 
     adapter: Adapter
-
     tensors: LocalTensors
-    value_paths: list[str]
-    value_json: list[bytes]
-    inline: list[bool]
-    known: KnownState | None = None
+    values: list[LocalValue]
+    known: KnownState | None
 
     @cached_property
-    def pieces(self) -> LocalShards:
-        """The tensors' pieces."""
+    def shards(self) -> LocalShards:
+        """The tensors' shards."""
         return LocalShards(self.tensors.geometries, np.array(self.tensors.geometry, np.int64))
 
     def part(self, row: int, box: Box) -> npt.NDArray[Any] | DeviceArray:
-        """A box of piece ``row``, counted from the piece's corner, as an array of raw items."""
+        """A box of shard ``row``, counted from the shard's corner, as an array of raw items."""
         array = self.array(row)
         return array.part(box) if isinstance(array, DeviceArray) else np.asarray(array[box.slices])
 
     def array(self, row: int) -> npt.NDArray[Any] | DeviceArray:
-        """LocalShard ``row`` as an array of raw items."""
-        geometry, piece = self.pieces.cells[self.pieces.cell[row]]
-        owner = self.tensors.owners[self.pieces.tensor[row]]
+        """Shard ``row`` as an array of raw items."""
+        geometry, shard = self.shards.cells[self.shards.cell[row]]
+        owner = self.tensors.owners[self.shards.tensor[row]]
         if geometry.on_device:
             assert self.devices is not None, "what is on a device can be reached"
             memory = self.devices.memory_of(owner)
             start = self.tensors.addresses[row] - memory.base
-            return DeviceArray(memory, start, piece.box.shape, piece.strides, geometry.dtype.raw)
-        return array_at(self.tensors.addresses[row], piece.box.shape, piece.strides, geometry.dtype.raw, owner)
+            return DeviceArray(memory, start, shard.box.shape, shard.strides, geometry.dtype.raw)
+        return array_at(self.tensors.addresses[row], shard.box.shape, shard.strides, geometry.dtype.raw, owner)
 
     @cached_property
     def copies(self) -> Copies:
@@ -111,10 +128,11 @@ class LocalState:
         return self.devices.host_memory if self.devices is not None else None
 
     @cached_property
-    def outline(self) -> list[Any]:
+    def outline(self) -> list[_Outline]:
         """What the structure says of the values."""
-        triples = zip(self.value_paths, self.value_json, self.inline, strict=True)
-        return [(path, json in _EMPTY_CONTAINERS, -1 if inline else len(json)) for path, json, inline in triples]
+        return [
+            _Outline(path, json in _EMPTY_CONTAINERS, -1 if inline else len(json)) for path, json, inline in self.values
+        ]
 
     def fingerprint(self) -> tuple[bytes, bytes | None]:
         """The digest of the structure, and the structure itself unless it is the one that was known."""
@@ -126,16 +144,15 @@ class LocalState:
 
     def remembered(self, fingerprint: bytes) -> KnownState | None:
         """How to recognise this state next time, if that is possible."""
-        count = len(self.tensors.paths) - sum(not inline for inline in self.inline)
-        values = self.tensors.owners[:count]
+        count = len(self.tensors.paths) - sum(not value.inline for value in self.values)
+        owners = self.tensors.owners[:count]
         tensors = self.tensors.with_owners([None] * count)
-        identity = self.known.identity if self.known is not None else self.adapter.identity(values, tensors.addresses)
+        identity = self.known.identity if self.known is not None else self.adapter.identity(owners, tensors.addresses)
         return KnownState(identity, tensors, self.outline, fingerprint) if identity is not None else None
 
     def records(self) -> list[ValueRecord]:
         """The values as the coordinator wants them."""
-        pairs = zip(self.value_json, self.inline, strict=True)
-        return [ValueRecord(xxhash.xxh3_64_intdigest(json), json if inline else None) for json, inline in pairs]
+        return [ValueRecord(xxhash.xxh3_64_intdigest(v.json), v.json if v.inline else None) for v in self.values]
 
     def structure(self) -> bytes:
         """The encoded :class:`Structure`."""
@@ -151,12 +168,12 @@ class LocalState:
             pack_column(np.array(number, np.int64)[geometry]),
         )
         dimensions = max([1, *(len(g.shape) for g in geometries)])
-        cells = [_cell(geometry, piece.box, dimensions) for geometry, piece in self.pieces.cells]
+        cells = [_cell(geometry, shard.box, dimensions) for geometry, shard in self.shards.cells]
         return encode(
             Structure(
                 tensors=encode(listed),
                 geometry=pack_column(geometry),
-                pieces=pack_column([len(g.shards) for g in geometries]),
+                shards=pack_column([len(g.shards) for g in geometries]),
                 dimensions=dimensions,
                 cells=pack_signed(np.array(cells, np.int64).reshape(-1, 2 * dimensions + 1)),
                 values=[(path, is_empty) for path, is_empty, _ in self.outline],
@@ -200,15 +217,15 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Kno
         tensors = known.tensors.with_owners(leaves.tensors)
     else:
         known, tensors = None, _look_at(leaves, adapter, problems)
-    paths = [
-        join(path, RankIndex(rank)) if isinstance(value, PerRank) else path
-        for path, value in zip(leaves.value_paths, leaves.values, strict=True)
-    ]
-    state = LocalState(adapter, tensors, paths, [], [], known)
-    _add_values(state, leaves.values, before, problems)
+    values = _encoded(leaves, rank, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
-    return state
+    for path, json, inline in values:
+        if not inline:
+            array = np.frombuffer(json, np.uint8)
+            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard(whole(array.shape)),))
+            tensors.add(path, TensorView(geometry, (address_of(array),), array, None))
+    return LocalState(adapter, tensors, values, known)
 
 
 def _look_at(leaves: Leaves, adapter: Adapter, problems: list[str]) -> LocalTensors:
@@ -237,29 +254,24 @@ def _room_for(nbytes: int, before: int) -> int:
     return -(-(nbytes + nbytes // 64) // _OWN_STEP) * _OWN_STEP
 
 
-def _add_values(state: LocalState, values: Sequence[Any], before: Mapping[str, int], problems: list[str]) -> None:
-    """Encode the values; those that are too large for `.metadata` become tensors of bytes.
-
-    ``before`` says how many bytes values had before, by path.
-    """
+def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: list[str]) -> list[LocalValue]:
+    """The values as JSON, those too large for `.metadata` not inline; ``before`` has their sizes before, by path."""
+    values: list[LocalValue] = []
     total = 0
-    for path, value in zip(state.value_paths, values, strict=True):
+    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
         own = isinstance(value, PerRank)
+        stored = join(path, RankIndex(rank)) if own else path
         try:
-            json = encode_value(value.value if own else value, plain_key(path))
+            json = encode_value(value.value if own else value, plain_key(stored))
         except UnsupportedValueError as error:
             problems.append(str(error))
             continue
         inline = not own and len(json) <= _INLINE_BYTES and total + len(json) <= _INLINE_TOTAL_BYTES
         if own:
-            json = json.ljust(_room_for(len(json), before.get(path, 0)))
+            json = json.ljust(_room_for(len(json), before.get(stored, 0)))
         total += len(json) if inline else 0
-        state.value_json.append(json)
-        state.inline.append(inline)
-        if not inline:
-            array = np.frombuffer(json, np.uint8)
-            geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard(whole(array.shape)),))
-            state.tensors.add(path, TensorView(geometry, (address_of(array),), array, None))
+        values.append(LocalValue(stored, json, inline))
+    return values
 
 
 def digests_of(state: LocalState) -> bytes:
@@ -268,7 +280,7 @@ def digests_of(state: LocalState) -> bytes:
     if not any(is_plain):
         return b""
     digests = []
-    first = np.searchsorted(state.pieces.tensor, np.arange(len(state.tensors.geometry) + 1)).tolist()
+    first = np.searchsorted(state.shards.tensor, np.arange(len(state.tensors.geometry) + 1)).tolist()
     for t, geometry in enumerate(state.tensors.geometry):
         if is_plain[geometry]:
             digest = xxhash.xxh3_64()

@@ -6,8 +6,8 @@ What stays the same from save to save (:func:`merge_structures`) is kept apart f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,46 +21,45 @@ from ..planning.save_plan import HeldShards
 from ..tree.paths import containers_of, flat_keys, mixed_containers, plain_key
 from .messages import Description, SaveRequest, Structure, TensorList, ValueRecord
 
-__all__ = ["Contents", "GlobalState", "check_arguments", "merge_contents", "merge_structures"]
+__all__ = ["GlobalState", "MergedContents", "check_arguments", "merge_contents", "merge_structures"]
 
 _KINDS = ("a tensor", "a numpy array", "a value")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GlobalState:
-    """What all ranks together have. Tensors are in ascending order of their paths.
+    """What all ranks together have, without who holds what of it. Tensors are in ascending order of their paths.
 
     Attributes:
         ranks: The global ranks, ascending; everywhere else ranks are positions in it.
-        paths, dtypes, kinds, shapes, names: The tensors.
+        coordinator: The coordinator's position.
+        paths, dtypes, kinds, shapes, names: The tensors, a list each.
         value_paths: For each rank the paths of its values.
         value_owner: Which rank's value is kept, by path.
-        shards: All ranks' shards.
         keys: Flat key of each path.
-        compared: For each rank its plain tensors, whose digests it sends, in order.
+        compared: For each rank its plain tensors, whose digests it sends, in order: their numbers, ``[digests]``.
     """
 
     ranks: tuple[int, ...]
     coordinator: int
-    paths: list[str] = field(default_factory=list)
-    dtypes: list[DType] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    names: list[str | None] = field(default_factory=list)
-    value_paths: list[list[str]] = field(default_factory=list)
-    value_owner: dict[str, int] = field(default_factory=dict)
-    shards: HeldShards | None = None
-    keys: dict[str, str] = field(default_factory=dict)
-    compared: list[IntArray] = field(default_factory=list)
+    paths: list[str]
+    dtypes: list[DType]
+    kinds: list[int]
+    shapes: list[tuple[int, ...]]
+    names: list[str | None]
+    value_paths: list[list[str]]
+    value_owner: dict[str, int]
+    keys: dict[str, str]
+    compared: list[IntArray]
 
-    @property
-    def coordinator_first(self) -> list[int]:
-        """The ranks in the order in which they have the say where replicas differ."""
-        return [self.coordinator, *(i for i in range(len(self.ranks)) if i != self.coordinator)]
+
+def _in_charge(ranks: int, coordinator: int) -> list[int]:
+    """The ranks in the order in which they have the say where replicas differ: the coordinator's counts first."""
+    return [coordinator, *(i for i in range(ranks) if i != coordinator)]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class MergedContents:
     """What may be another in each save.
 
     Attributes:
@@ -92,7 +91,7 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
             )
 
 
-def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> GlobalState:
+def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> tuple[GlobalState, HeldShards]:
     """Put together what the ranks have, and check that it fits.
 
     Takes time in O(shards), and in O(tensors) for each different :class:`TensorList` among the ranks.
@@ -101,41 +100,48 @@ def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> Globa
         structures: Every rank's encoded :class:`Structure`, by global rank.
         coordinator: The coordinator's global rank.
 
+    Returns:
+        The tensors and values, and who holds what of the tensors.
+
     Raises:
         UnsupportedValueError: tensors or values of one key that contradict each other. Lists them all.
     """
     ranks = tuple(sorted(structures))
-    state = GlobalState(ranks, ranks.index(coordinator))
     decoded = [decode(structures[rank], Structure) for rank in ranks]
-    empty = _merge_values(state, decoded)
-    merging = _Merging(state, decoded)
-    merging.compare()
-    problems = merging.problems
-    _check_paths(state, merging, empty, problems)
+    in_charge = _in_charge(len(ranks), ranks.index(coordinator))
+    owner, empty = _merge_values(decoded, in_charge)
+    tensors = _Merging(ranks, decoded, owner)
+    problems = [*tensors.compare(in_charge), *tensors.averages(), *_path_problems(tensors, owner, empty)]
     if problems:
         raise UnsupportedValueError("the ranks' state_dicts do not fit together:\n" + "\n".join(problems))
-    merging.finish()
-    values = sorted(path for path in state.value_owner if path not in merging.index)
-    paths = state.paths + values
-    state.keys = dict(zip(paths, flat_keys(paths), strict=True))
-    return state
+    return tensors.merged(in_charge[0])
 
 
-def _merge_values(state: GlobalState, structures: Sequence[Structure]) -> set[str]:
-    """Of each value keep the coordinator's, or else the lowest rank's that has it; returns those that are empty
-    containers on every rank that has them."""
-    state.value_paths = [[path for path, _ in structure.values] for structure in structures]
-    empty: dict[str, bool] = {}
-    for i in state.coordinator_first:
+def _merge_values(structures: Sequence[Structure], in_charge: Sequence[int]) -> tuple[dict[str, int], set[str]]:
+    """Of each value keep the coordinator's, or else the lowest rank's that has it.
+
+    Returns:
+        Whose is kept, by path; and the paths of those that are empty containers on every rank that has them.
+    """
+    owner: dict[str, int] = {}
+    filled: set[str] = set()
+    for i in in_charge:
         for path, is_empty in structures[i].values:
-            state.value_owner.setdefault(path, i)
-            empty[path] = is_empty and empty.get(path, True)
-    return {path for path, is_empty in empty.items() if is_empty}
+            owner.setdefault(path, i)
+            if not is_empty:
+                filled.add(path)
+    return owner, owner.keys() - filled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _List:
-    """A decoded :class:`TensorList`: the number of each tensor among all, and its description's number."""
+    """A decoded :class:`TensorList`.
+
+    Attributes:
+        tensor: The number of each of its tensors among those of all lists, ``[listed]``.
+        description: The number of its description among those of all lists, ``[listed]``.
+        names: The framework's names, or nothing if no tensor has one.
+    """
 
     tensor: IntArray
     description: IntArray
@@ -145,49 +151,52 @@ class _List:
 class _Merging:
     """Gives every path and every description a number, and compares what the ranks say of a path.
 
+    Numbers of paths and of descriptions are those of their first appearance.
+
+    Args:
+        ranks: The global ranks.
+        structures: What each has.
+        owner: Whose value is kept, by path.
+
     Attributes:
-        index: The number of each path, in the order in which they are met.
-        problems: What does not fit.
+        ranks: The global ranks.
+        index: The number of each path.
     """
 
-    def __init__(self, state: GlobalState, structures: Sequence[Structure]) -> None:
-        self._state, self._structures = state, structures
+    def __init__(self, ranks: tuple[int, ...], structures: Sequence[Structure], owner: dict[str, int]) -> None:
+        self.ranks, self._structures, self._owner = ranks, structures, owner
         self.index: dict[str, int] = {}
-        self.problems: list[str] = []
-        self._numbers: dict[Description, int] = {}
+        numbers: dict[Description, int] = {}
         known: dict[bytes, _List] = {}
         for structure in structures:
             if structure.tensors not in known:
-                known[structure.tensors] = self._decoded(decode(structure.tensors, TensorList))
+                known[structure.tensors] = self._decoded(decode(structure.tensors, TensorList), numbers)
         self._lists = [known[structure.tensors] for structure in structures]
-        self._descriptions = list(self._numbers)
+        self._descriptions = list(numbers)
         self._is_value = np.array([d.kind == Kind.VALUE for d in self._descriptions], bool)
-        self._owner = np.full(len(self.index), -1, np.int64)
-        for path, owner in state.value_owner.items():
-            if path in self.index:
-                self._owner[self.index[path]] = owner
+        # By number of path: which rank's value is kept; what is said of it first, -1 for nothing, by whom.
+        self._value_owner = np.array([owner.get(path, -1) for path in self.index], np.int64)
         self._description = np.full(len(self.index), -1, np.int64)
         self._first_rank = np.zeros(len(self.index), np.int64)
         self._names: list[str | None] = [None] * len(self.index)
 
-    def _decoded(self, listed: TensorList) -> _List:
-        count = len(listed.paths)
+    def _decoded(self, listed: TensorList, numbers: dict[Description, int]) -> _List:
         index = self.index
         tensor = np.array([index.setdefault(path, len(index)) for path in listed.paths], np.int64)
-        numbers = [self._numbers.setdefault(d, len(self._numbers)) for d in listed.descriptions]
-        description = unpack_column(listed.description, count, max(1, len(numbers)), "description")
-        return _List(tensor, np.array(numbers, np.int64)[description], list(listed.names))
+        described = [numbers.setdefault(d, len(numbers)) for d in listed.descriptions]
+        description = unpack_column(listed.description, len(tensor), max(1, len(described)), "description")
+        return _List(tensor, np.array(described, np.int64)[description], list(listed.names))
 
     def _mine(self, i: int) -> tuple[IntArray, IntArray]:
         """A rank's tensors without the values that another rank saves: their numbers, and their places in its list."""
         listed = self._lists[i]
-        foreign = self._is_value[listed.description] & (self._owner[listed.tensor] != i)
+        foreign = self._is_value[listed.description] & (self._value_owner[listed.tensor] != i)
         places = np.flatnonzero(~foreign)
         return listed.tensor[places], places
 
-    def compare(self) -> None:
-        """Compare all descriptions of each tensor with the first: the coordinator's, or else the lowest rank's."""
-        for i in self._state.coordinator_first:
+    def compare(self, in_charge: Sequence[int]) -> Iterator[str]:
+        """Compare all descriptions of each tensor with the first, of the rank that has the say; yields what differs."""
+        for i in in_charge:
             listed = self._lists[i]
             tensor, places = self._mine(i)
             description = listed.description[places]
@@ -199,31 +208,26 @@ class _Merging:
                     for t, place in zip(tensor[fresh].tolist(), places[fresh].tolist(), strict=True):
                         self._names[t] = listed.names[place]
             for k in np.flatnonzero(self._description[tensor] != description).tolist():
-                self._explain(int(tensor[k]), int(description[k]), i)
-        self._check_averages()
+                yield self._difference(int(tensor[k]), int(description[k]), i)
 
-    def _explain(self, tensor: int, other: int, rank: int) -> None:
+    def _difference(self, tensor: int, other: int, rank: int) -> str:
         path = next(path for path, t in self.index.items() if t == tensor)
-        first, second = self._descriptions[self._description[tensor]], self._descriptions[other]
-        ranks = self._state.ranks
-        for what, mine, others in _comparable(first, second):
-            if mine != others:
-                where = ranks[self._first_rank[tensor]], ranks[rank]
-                self.problems.append(
-                    f"{plain_key(path)}: {what} is {mine} on rank {where[0]}, {others} on rank {where[1]}"
-                )
-                return
+        said = _comparable(self._descriptions[self._description[tensor]])
+        what, ours, theirs = next(
+            (what, ours, theirs)
+            for (what, ours), (_, theirs) in zip(said, _comparable(self._descriptions[other]), strict=True)
+            if ours != theirs
+        )
+        return f"{plain_key(path)}: {what} is {ours} on rank {self.rank_of(path)}, {theirs} on rank {self.ranks[rank]}"
 
-    def _check_averages(self) -> None:
+    def averages(self) -> Iterator[str]:
+        """Yields the averages that are not defined."""
         integers = [d.operation == "avg" and DTYPES[d.dtype].category in ("int", "bool") for d in self._descriptions]
         if any(integers):
-            bad = np.flatnonzero(np.array(integers)[self._description] & (self._description >= 0)).tolist()
             paths = list(self.index)
-            dtypes = [self._descriptions[self._description[t]].dtype for t in bad]
-            self.problems += [
-                f"{plain_key(paths[t])}: the average of {dtype} addends is not defined"
-                for t, dtype in zip(bad, dtypes, strict=True)
-            ]
+            for t in np.flatnonzero(np.array(integers)[self._description] & (self._description >= 0)).tolist():
+                dtype = self._descriptions[self._description[t]].dtype
+                yield f"{plain_key(paths[t])}: the average of {dtype} addends is not defined"
 
     def is_tensor(self, path: str) -> bool:
         """Whether a path is a tensor's on some rank."""
@@ -232,24 +236,34 @@ class _Merging:
 
     def rank_of(self, path: str) -> int:
         """The global rank whose description of a tensor counts."""
-        return self._state.ranks[self._first_rank[self.index[path]]]
+        return self.ranks[self._first_rank[self.index[path]]]
 
-    def finish(self) -> None:
-        """Put the tensors in order, and all ranks' shards together."""
-        state = self._state
-        kept = self._description >= 0
-        order = [(path, t) for path, t in sorted(self.index.items()) if kept[t]]
-        place = np.full(len(self.index), -1, np.int64)
-        place[[t for _, t in order]] = np.arange(len(order))
-        numbers = self._description[[t for _, t in order]].tolist()
-        state.paths = [path for path, _ in order]
-        state.names = [self._names[t] for _, t in order]
-        state.dtypes = [DTYPES[self._descriptions[n].dtype] for n in numbers]
-        state.kinds = [self._descriptions[n].kind for n in numbers]
-        state.shapes = [self._descriptions[n].shape for n in numbers]
-        self.index = {path: i for i, path in enumerate(state.paths)}
+    def merged(self, coordinator: int) -> tuple[GlobalState, HeldShards]:
+        """The tensors in order, the values beside them, and all ranks' shards together."""
+        order = [(path, t) for path, t in sorted(self.index.items()) if self._description[t] >= 0]
+        paths, numbers = [path for path, _ in order], [t for _, t in order]
+        place = np.full(len(self.index), -1, np.int64)  # of each path's number among the tensors, -1 for none
+        place[numbers] = np.arange(len(order))
+        described = [self._descriptions[n] for n in self._description[numbers].tolist()]
         is_plain = np.array([d.plain for d in self._descriptions], bool) & ~self._is_value
-        state.compared = [place[listed.tensor[is_plain[listed.description]]] for listed in self._lists]
+        keyed = paths + sorted(self._owner.keys() - set(paths))
+        state = GlobalState(
+            ranks=self.ranks,
+            coordinator=coordinator,
+            paths=paths,
+            dtypes=[DTYPES[d.dtype] for d in described],
+            kinds=[d.kind for d in described],
+            shapes=[d.shape for d in described],
+            names=[self._names[t] for t in numbers],
+            value_paths=[[path for path, _ in structure.values] for structure in self._structures],
+            value_owner=self._owner,
+            keys=dict(zip(keyed, flat_keys(keyed), strict=True)),
+            compared=[place[listed.tensor[is_plain[listed.description]]] for listed in self._lists],
+        )
+        return state, self._shards(place)
+
+    def _shards(self, place: IntArray) -> HeldShards:
+        """All ranks' shards; ``place`` has the number of each path's tensor, ``[paths]``."""
         dimensions = max([1, *(structure.dimensions for structure in self._structures)])
         plain = np.array([d.plain for d in self._descriptions], np.int64)
         addends = np.array([d.addends for d in self._descriptions], np.int64)
@@ -260,27 +274,36 @@ class _Merging:
             mine[places] = place[tensor]
             columns = plain[listed.description], addends[listed.description]
             parts.append(_shards_of(i, self._structures[i], mine, *columns, dimensions))
-        state.shards = HeldShards.joined(parts)
+        return HeldShards.joined(parts)
 
 
-def _comparable(first: Description, second: Description) -> list[tuple[str, object, object]]:
-    words = ("distributed", "plain")
+def _comparable(said: Description) -> list[tuple[str, object]]:
+    """What must be the same on all ranks, in the order in which a difference is worth telling."""
     return [
-        ("shape", first.shape, second.shape),
-        ("dtype", first.dtype, second.dtype),
-        ("plain", words[first.plain], words[second.plain]),
-        ("kind", _KINDS[first.kind], _KINDS[second.kind]),
-        ("reduction", (first.operation, first.addends), (second.operation, second.addends)),
+        ("shape", said.shape),
+        ("dtype", said.dtype),
+        ("plain", ("distributed", "plain")[said.plain]),
+        ("kind", _KINDS[said.kind]),
+        ("reduction", (said.operation, said.addends)),
     ]
 
 
 def _shards_of(
     rank: int, structure: Structure, tensor: IntArray, plain: IntArray, addends: IntArray, dimensions: int
 ) -> HeldShards:
-    """One rank's pieces as shards; ``tensor`` has the number of each of its tensors, -1 for those it does not save."""
+    """What one rank holds.
+
+    Args:
+        rank: Its position.
+        structure: What it has said.
+        tensor: The number of each of its tensors, -1 for those that it does not save, ``[listed]``.
+        plain: Whether each is plain, ``[listed]``.
+        addends: How many addends each has, ``[listed]``.
+        dimensions: Of the boxes that come out.
+    """
     width = structure.dimensions
     cells = unpack_signed(structure.cells, 2 * width + 1)
-    counts = np.frombuffer(structure.pieces.data, structure.pieces.dtype).astype(np.int64)
+    counts = np.frombuffer(structure.shards.data, structure.shards.dtype).astype(np.int64)
     geometry = unpack_column(structure.geometry, len(tensor), max(1, len(counts)), "geometry")
     first = np.cumsum(counts) - counts
     per_tensor = counts[geometry]
@@ -299,33 +322,33 @@ def _shards_of(
     )
 
 
-def _check_paths(state: GlobalState, merging: _Merging, empty: Collection[str], problems: list[str]) -> None:
-    """No path may be a tensor here and a value there, or a leaf here and a container there."""
-    problems += [
-        f"{plain_key(path)}: a tensor on rank {merging.rank_of(path)}, a value on rank {state.ranks[owner]}"
-        for path, owner in state.value_owner.items()
-        if merging.is_tensor(path)
-    ]
-    leaves = set(merging.index) | set(state.value_owner)
-    problems += [
-        f"{plain_key(path)}: a dict on one rank, and on another a list, a tuple or ranks' own values"
-        for path in sorted(mixed_containers(leaves))
-    ]
+def _path_problems(tensors: _Merging, owner: dict[str, int], empty: set[str]) -> Iterator[str]:
+    """Yields the paths that are a tensor here and a value there, or a leaf here and a container there.
+
+    A container that is empty on one rank and filled on another is no such; its value is dropped from ``owner``.
+    """
+    for path, i in owner.items():
+        if tensors.is_tensor(path):
+            ranks = tensors.rank_of(path), tensors.ranks[i]
+            yield f"{plain_key(path)}: a tensor on rank {ranks[0]}, a value on rank {ranks[1]}"
+    leaves = tensors.index.keys() | owner.keys()
+    for path in sorted(mixed_containers(leaves)):
+        yield f"{plain_key(path)}: a dict on one rank, and on another a list, a tuple or ranks' own values"
     for container in sorted(containers_of(leaves) & leaves):
-        if container in empty:  # an empty container on one rank, a filled one on another
-            del state.value_owner[container]
+        if container in empty:
+            del owner[container]
         else:
-            problems.append(f"{plain_key(container)}: a value or tensor on one rank, a container on another")
+            yield f"{plain_key(container)}: a value or tensor on one rank, a container on another"
 
 
-def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> Contents:
+def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> MergedContents:
     """The values that are kept, and the replicas that differ."""
     ordered = [requests[rank] for rank in state.ranks]
     value_json: dict[str, bytes] = {}
     differing: dict[str, list[int]] = {}
     kept: dict[str, ValueRecord] = {}
     seen = np.zeros(len(state.paths), np.uint64)
-    for i in state.coordinator_first:
+    for i in _in_charge(len(state.ranks), state.coordinator):
         for path, value in zip(state.value_paths[i], ordered[i].values, strict=True):
             first = kept.setdefault(path, value)
             if first is value:
@@ -340,4 +363,4 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
             seen[tensor[fresh]] = digests[fresh]
             for t in tensor[seen[tensor] != digests].tolist():
                 differing.setdefault(state.paths[t], []).append(state.ranks[i])
-    return Contents(value_json, differing)
+    return MergedContents(value_json, differing)

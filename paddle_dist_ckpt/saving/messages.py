@@ -5,23 +5,23 @@ from __future__ import annotations
 import msgspec
 
 from ..core.columns import Column
-from ..files.metadata import FileInfo
+from ..files.metadata import FileInfo, SaveInfo
 from ..storage.base import Folder
 
 Box2 = tuple[tuple[int, ...], tuple[int, ...]]
 
 __all__ = [
+    "CommitAnswer",
     "Description",
+    "PlanAnswer",
     "RankPlan",
-    "SaveOrder",
     "SaveRequest",
-    "SaveResult",
     "Structure",
     "TensorList",
     "Transfer",
     "ValueRecord",
     "WriteAnswer",
-    "Written",
+    "WriteRequest",
 ]
 
 
@@ -55,14 +55,14 @@ class TensorList(msgspec.Struct, frozen=True, array_like=True):
 class Structure(msgspec.Struct, frozen=True, array_like=True):
     """All of a rank's state but its contents and its memory: what stays the same from save to save.
 
-    ``tensors`` is an encoded :class:`TensorList`. Each tensor has a ``geometry``; geometry g has ``pieces[g]`` pieces,
+    ``tensors`` is an encoded :class:`TensorList`. Each tensor has a ``geometry``; geometry g has ``shards[g]`` shards,
     whose rows in ``cells`` follow each other: offset and shape, padded to ``dimensions`` with 0 and 1, and the addend
     (-1: not partial). ``values`` are paths, and whether the value is an empty container.
     """
 
     tensors: bytes
     geometry: Column
-    pieces: Column
+    shards: Column
     dimensions: int
     cells: bytes
     values: list[tuple[str, bool]]
@@ -99,7 +99,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to write, in the order of its files: the pieces ``row`` of its state, counted over all tensors.
+    """What one rank is to write, in the order of its files: the shards ``row`` of its state, counted over all tensors.
 
     Of the items ``cut`` only a box is written; ``boxes`` has them in global coordinates, offset and shape padded to
     ``dimensions``. ``keys`` are the flat keys that do not follow from the paths, ``values`` the paths whose values this
@@ -117,20 +117,21 @@ class RankPlan(msgspec.Struct, frozen=True, array_like=True):
     writers: list[int] | None
 
 
-class SaveOrder(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to do. ``plan`` is an encoded :class:`RankPlan`, None if the rank has it; without a ``save_id``
-    the coordinator first wants to know all structures."""
+class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to do, in the save ``save``, whose user metadata are left out.
+
+    ``plan`` is an encoded :class:`RankPlan`, None if the rank has it. In round ``plan`` the coordinator answers nothing
+    at all if it first wants to know all structures.
+    """
 
     plan_id: int
     plan: bytes | None
-    unique_id: int
-    save_id: str
-    created: str
+    save: SaveInfo
     ranks_on_host: int
     clean: list[str]
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True):
+class WriteRequest(msgspec.Struct, frozen=True, array_like=True):
     """The files that one rank wrote, and how many entries each has."""
 
     files: list[FileInfo]
@@ -138,7 +139,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class SaveResult(msgspec.Struct, frozen=True, array_like=True):
+class CommitAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What was committed.
 
     ``replaced`` is the save whose files ``leaders`` now remove from their folders; None where there is one folder, in
@@ -158,4 +159,4 @@ class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     abort: bool
     files: list[FileInfo]
-    result: SaveResult | None
+    result: CommitAnswer | None

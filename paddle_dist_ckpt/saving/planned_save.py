@@ -66,9 +66,7 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
     Raises:
         UnsupportedValueError: what the ranks have does not fit together, or does not make up whole tensors.
     """
-    state = merge_structures(structures, coordinator)
-    shards, state.shards = state.shards, None
-    assert shards is not None
+    state, shards = merge_structures(structures, coordinator)
     plan = plan_save(_tensors(state, shards.boxes.dimensions), shards, len(state.ranks), state.coordinator)
     itemsizes = np.array([dtype.itemsize for dtype in state.dtypes], np.int64)
     written = plan.written

@@ -12,15 +12,15 @@ from ..core.messages import decode, encode
 from ..core.progress import Progress
 from ..core.protocols import CollectiveWatch
 from ..core.threads import io_threads
-from ..files.contents import AHEAD, Tensors
+from ..files.contents import AHEAD, TensorContents
 from ..files.names import data_file_name
 from ..files.writer import FileSave, bytes_ahead
 from ..folder.commit import remove_saves
 from ..options import SaveOptions
 from .context import SaveContext
 from .describe import LocalState
-from .messages import RankPlan, SaveOrder, Written
-from .part import OwnPlan, make_parts
+from .file_plan import KnownPlan, plan_files
+from .messages import PlanAnswer, RankPlan, WriteRequest
 from .reduce import reduce_partials
 
 __all__ = ["RankFiles"]
@@ -39,7 +39,7 @@ class RankFiles:
         in_background: Whether they are written when the caller may change its tensors again.
     """
 
-    def __init__(self, context: SaveContext, options: SaveOptions, order: SaveOrder, in_background: bool) -> None:
+    def __init__(self, context: SaveContext, options: SaveOptions, order: PlanAnswer, in_background: bool) -> None:
         self._context, self._options, self._order = context, options, order
         self._in_background = in_background
         self._files: Sequence[FileSave] = ()
@@ -78,28 +78,28 @@ class RankFiles:
         order, session, memory = self._order, self._context.session, self._context.memory
         if order.plan is not None:
             plan = decode(order.plan, RankPlan)
-            parts = make_parts(state, plan, self._options.block_bytes, self._context.is_coordinator)
-            memory.own = OwnPlan(order.plan_id, self._options.block_bytes, plan.total_bytes, plan.transfers, parts)
-        reduced = self._reduce(memory.own, state)
+            parts = plan_files(state, plan, self._options.block_bytes, self._context.is_coordinator)
+            memory.plan = KnownPlan(order.plan_id, self._options.block_bytes, plan.total_bytes, plan.transfers, parts)
+        reduced = self._reduce(memory.plan, state)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
         buffers = memory.window_buffers(self._foreground_threads + ahead, state.host_memory)
         files = []
-        for part in memory.own.parts:
-            name = data_file_name(session.rank, order.unique_id, order.save_id, part.number)
-            info = part.info(state, order, session, self._context.adapter.version, self._options)
-            contents = Tensors(part.table, part.sources(state, reduced), buffers, copies)
+        for part in memory.plan.files:
+            name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number)
+            info = part.info(state, order.save, session, self._context.adapter.version, self._options)
+            contents = TensorContents(part.table, part.sources(state, reduced), buffers, copies)
             files.append(FileSave(self._context.storage, name, part.table, info, contents))
         return files
 
-    def _reduce(self, own: OwnPlan, state: LocalState) -> dict[tuple[int, Box], Any]:
-        """The reduced boxes of partial tensors that this rank writes, by piece and box."""
-        boxes = [pair for part in own.parts for pair in part.boxes(state)]
-        if not own.transfers and not boxes:
+    def _reduce(self, known: KnownPlan, state: LocalState) -> dict[tuple[int, Box], Any]:
+        """The reduced boxes of partial tensors that this rank writes, by shard and box."""
+        boxes = [pair for part in known.files for pair in part.boxes(state)]
+        if not known.transfers and not boxes:
             return {}
 
         def reduce(watch: CollectiveWatch) -> dict[tuple[int, Box], Any]:
             transport = WatchedTransport(self._context.transport, watch)
-            return reduce_partials(own.transfers, self._context.session.rank, state, boxes, transport)
+            return reduce_partials(known.transfers, self._context.session.rank, state, boxes, transport)
 
         return self._context.session.run_collectives(reduce)
 
@@ -136,16 +136,16 @@ class RankFiles:
         self._reported = True
         return message
 
-    def _write(self) -> Written:
-        context, own, shown = self._context, self._context.memory.own, self._options.progress
+    def _write(self) -> WriteRequest:
+        context, shown = self._context, self._options.progress
         remove_saves(context.storage, self._order.clean)
         if shown is None and self._in_background:
             shown = False
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
         threads = 1 if self._in_background else self._foreground_threads
-        with Progress("save", own.total_bytes, shown, context.is_coordinator) as progress:
+        with Progress("save", context.memory.plan.total_bytes, shown, context.is_coordinator) as progress:
             infos = [file.finish(threads, context.session.check, progress) for file in self._files]
-        return Written(infos, [len(file.table.entries.names) for file in self._files], self.nbytes)
+        return WriteRequest(infos, [len(file.table.entries.names) for file in self._files], self.nbytes)
 
     def give_up(self) -> bytes:
         """In round ``abort``: remove the files; raise what has made this rank fail, if it is the one."""

@@ -47,7 +47,7 @@ def reduce_partials(
         transfers: All transfers of the save, in the plan's order; the same on every rank.
         rank: This rank.
         state: What this rank has.
-        written: What this rank writes of partial tensors: the number of its piece, and the box in global coordinates.
+        written: What this rank writes of partial tensors: the number of its shard, and the box in global coordinates.
         transport: How the bytes travel.
 
     Returns:
@@ -74,12 +74,12 @@ def reduce_partials(
 
 
 def _geometry(state: LocalState, row: int) -> Geometry:
-    return state.pieces.cells[state.pieces.cell[row]][0]
+    return state.shards.cells[state.shards.cell[row]][0]
 
 
 def _part(state: LocalState, row: int, box: Box) -> Array | DeviceArray:
-    piece = state.pieces.cells[state.pieces.cell[row]][1]
-    return state.part(row, box.relative_to(piece.box.offset))
+    shard = state.shards.cells[state.shards.cell[row]][1]
+    return state.part(row, box.relative_to(shard.box.offset))
 
 
 def _on_host(part: Array | DeviceArray, state: LocalState) -> Array:

@@ -32,7 +32,7 @@ from ..tree.values import encode_value
 from .async_save import AsyncSave
 from .context import SaveContext
 from .describe import LocalState, describe, digests_of
-from .messages import SaveOrder, SaveRequest, SaveResult, WriteAnswer
+from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer
 from .rank_files import RankFiles
 from .save_coordinator import SaveCoordinator
 
@@ -119,7 +119,7 @@ class _Saving:
     ) -> bytes:
         return self._context.session.gather_scatter(name, local, only_on(self._coordinator, answer))
 
-    def plan(self, state_dict: dict[Any, Any], unique_id: int | None) -> tuple[LocalState, SaveOrder]:
+    def plan(self, state_dict: dict[Any, Any], unique_id: int | None) -> tuple[LocalState, PlanAnswer]:
         """Round ``plan``, and ``describe`` if the coordinator asks for it: what this rank has, and what it is to do."""
         context, described = self._context, list[LocalState]()
 
@@ -134,7 +134,7 @@ class _Saving:
             (state,) = described
             if not answer:
                 answer = self._round("describe", state.structure, SaveCoordinator.described)
-            return state, decode(answer, SaveOrder)
+            return state, decode(answer, PlanAnswer)
 
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes
@@ -149,13 +149,13 @@ class _Saving:
             block_bytes=block_bytes,
             fingerprint=fingerprint,
             structure=structure,
-            plan_id=memory.own.plan_id if memory.own.block_bytes == block_bytes else 0,
+            plan_id=memory.plan.plan_id if memory.plan.block_bytes == block_bytes else 0,
             digests=digests_of(state) if compare else b"",
             values=state.records(),
             user_metadata=_user_metadata(self._options) if context.is_coordinator else None,
         )
 
-    def prepare(self, state: LocalState, order: SaveOrder, in_background: bool) -> RankFiles:
+    def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:
         """This rank's files, ready to be written; in the background, from copies."""
         with self._watch.phase("snapshot" if in_background else "write"):
             files = self._ending.enter_context(RankFiles(self._context, self._options, order, in_background))
@@ -179,7 +179,7 @@ class _Saving:
         _logger.log(level, "saved id %d to %s: %s", report.unique_id, report.path, report)
         return report
 
-    def _write_and_commit(self, files: RankFiles) -> SaveResult:
+    def _write_and_commit(self, files: RankFiles) -> CommitAnswer:
         """Rounds ``write`` and ``commit``, or ``abort``."""
         with self._watch.phase("write"):
             answer = decode(self._round("write", files.write, SaveCoordinator.written), WriteAnswer)
@@ -194,9 +194,9 @@ class _Saving:
             return b""
 
         with self._watch.phase("commit"):
-            return decode(self._round("commit", seal_folder, SaveCoordinator.commit), SaveResult)
+            return decode(self._round("commit", seal_folder, SaveCoordinator.commit), CommitAnswer)
 
-    def _clean_up(self, result: SaveResult) -> None:
+    def _clean_up(self, result: CommitAnswer) -> None:
         """Round ``clean``, after a commit to several folders. It cannot undo the commit, so it does not raise."""
         storage, replaced = self._context.storage, result.replaced
         if replaced is None:
@@ -214,7 +214,7 @@ class _Saving:
             if self._coordinator is not None:
                 self._coordinator.leave()
 
-    def _report(self, result: SaveResult, files: RankFiles) -> SaveReport:
+    def _report(self, result: CommitAnswer, files: RankFiles) -> SaveReport:
         return SaveReport(
             path=self._context.storage.location,
             unique_id=result.unique_id,

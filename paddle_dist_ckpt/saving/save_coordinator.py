@@ -21,10 +21,10 @@ from ..folder import commit
 from ..folder.lease import Lease
 from ..options import SaveOptions
 from ..tree.paths import plain_key
+from ..version import __version__
 from .context import SaveContext
-from .global_state import Contents, GlobalState, check_arguments, merge_contents
-from .messages import SaveOrder, SaveRequest, SaveResult, WriteAnswer, Written
-from .part import LIBRARY
+from .global_state import GlobalState, MergedContents, check_arguments, merge_contents
+from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
 
 __all__ = ["SaveCoordinator"]
@@ -40,7 +40,8 @@ class _Ordered:
     Attributes:
         planned: The plan that each rank has its part of.
         contents: The values that are kept.
-        lease: This save's lease on the coordinator's folder.
+        lease: This save's right to its files in the coordinator's folder.
+        save: What all files of this save say of it, without the user metadata.
         ours: What the coordinator itself has asked for.
         folders: Which folder each rank sees.
         leaders: One rank for each folder.
@@ -48,8 +49,9 @@ class _Ordered:
     """
 
     planned: PlannedSave
-    contents: Contents
+    contents: MergedContents
     lease: Lease
+    save: SaveInfo
     ours: SaveRequest
     folders: dict[int, FolderKey]
     leaders: frozenset[int]
@@ -73,11 +75,10 @@ class SaveCoordinator:
 
     _requests: dict[int, SaveRequest]
     _ordered: _Ordered
-    _written: dict[int, Written]
+    _written: dict[int, WriteRequest]
 
     def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack) -> None:
         self._context, self._options, self._ending = context, options, ending
-        self._created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._settled = True  # whether no rank can have files of this save, now or later, that nobody would remove
 
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -112,20 +113,28 @@ class SaveCoordinator:
         ours = requests[self._context.session.coordinator]
         lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
         self._ending.push(functools.partial(self._end, lease))
+        save = SaveInfo(
+            save_id=lease.save_id,
+            unique_id=lease.unique_id,
+            world_size=len(requests),
+            block_bytes=ours.block_bytes,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            library=f"paddle_dist_ckpt {__version__}",
+            paddle_version=self._context.adapter.version,
+            user_metadata=None,
+        )
         folders = {rank: request.folder.key for rank, request in requests.items()}
         warnings += self._warn_of_folders(folders)
         leaders = _leaders(planned.state, folders)
-        self._ordered = _Ordered(planned, contents, lease, ours, folders, leaders, warnings)
+        self._ordered = _Ordered(planned, contents, lease, save, ours, folders, leaders, warnings)
         _check_room(planned, requests)
         hosts = Counter(request.folder.host for request in requests.values())
         orders = {
             rank: encode(
-                SaveOrder(
+                PlanAnswer(
                     plan_id=planned.plan_id,
                     plan=None if request.plan_id == planned.plan_id else planned.rank_plans[rank],
-                    unique_id=lease.unique_id,
-                    save_id=lease.save_id,
-                    created=self._created,
+                    save=save,
                     ranks_on_host=hosts[request.folder.host],
                     clean=lease.doomed if rank in leaders else [],
                 )
@@ -141,7 +150,7 @@ class SaveCoordinator:
         if error is not None:
             commit.give_up(lease, self._settled)
 
-    def _compare_replicas(self, contents: Contents) -> list[str]:
+    def _compare_replicas(self, contents: MergedContents) -> list[str]:
         """Warnings of replicas that differ.
 
         Raises:
@@ -187,7 +196,7 @@ class SaveCoordinator:
         self._settled = aborted or ordered.one_folder
         if aborted:
             return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
-        self._written = {rank: decode(data, Written) for rank, data in messages.items()}
+        self._written = {rank: decode(data, WriteRequest) for rank, data in messages.items()}
         _check_written(ordered.planned, self._written)
         files: dict[FolderKey, list[FileInfo]] = {}
         for rank, written in self._written.items():
@@ -213,11 +222,12 @@ class SaveCoordinator:
         """Round ``abort`` never ends well: the rank that failed raises in it."""
         raise CheckpointError("the save was aborted, but no rank says why")
 
-    def _publish(self) -> SaveResult:
+    def _publish(self) -> CommitAnswer:
         ordered = self._ordered
-        metadata = _build_metadata(ordered, self._written, self._context.adapter.version, self._created)
-        return SaveResult(
-            unique_id=commit.publish(ordered.lease, metadata),
+        metadata = _build_metadata(ordered, self._written)
+        unique_id = commit.publish(ordered.lease, metadata)
+        return CommitAnswer(
+            unique_id=unique_id,
             files=len(metadata.files),
             total_bytes=sum(written.nbytes for written in self._written.values()),
             warnings=ordered.warnings,
@@ -271,7 +281,7 @@ def _check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> No
             )
 
 
-def _check_written(planned: PlannedSave, written: Mapping[int, Written]) -> None:
+def _check_written(planned: PlannedSave, written: Mapping[int, WriteRequest]) -> None:
     """Compare what the ranks say they wrote with what they were to write.
 
     Raises:
@@ -287,22 +297,14 @@ def _check_written(planned: PlannedSave, written: Mapping[int, Written]) -> None
             )
 
 
-def _build_metadata(
-    ordered: _Ordered, written: Mapping[int, Written], framework_version: str | None, created: str
-) -> Metadata:
+def _build_metadata(ordered: _Ordered, written: Mapping[int, WriteRequest]) -> Metadata:
     """What `.metadata` will say."""
     ranks, user = ordered.planned.state.ranks, ordered.ours.user_metadata
-    save = SaveInfo(
-        unique_id=ordered.lease.unique_id,
-        save_id=ordered.lease.save_id,
-        world_size=len(ranks),
-        block_bytes=ordered.ours.block_bytes,
-        created=created,
-        library=LIBRARY,
-        paddle_version=framework_version,
-        user_metadata=msgspec.json.decode(user) if user is not None else None,
-    )
-    files = [info for rank in ranks for info in written[rank].files]
+    json = msgspec.json.decode(user) if user is not None else None
     table = ordered.planned.table(tuple(tuple(written[rank].entries) for rank in ranks))
-    values = [(path, msgspec.Raw(json)) for path, json in sorted(ordered.contents.value_json.items())]
-    return Metadata(save, files, table, values)
+    return Metadata(
+        save=msgspec.structs.replace(ordered.save, user_metadata=json),
+        files=[info for rank in ranks for info in written[rank].files],
+        table=table,
+        value_records=[(path, msgspec.Raw(json)) for path, json in sorted(ordered.contents.value_json.items())],
+    )

@@ -14,7 +14,7 @@ from ..core.memory import Bytes1D, fresh_pages
 from ..errors import CheckpointError
 from .async_save import AsyncSave
 from .describe import KnownState
-from .part import OwnPlan
+from .file_plan import KnownPlan
 from .planned_save import PlannedSave
 
 __all__ = ["SaveMemory"]
@@ -31,14 +31,14 @@ class SaveMemory:
         turn: Held by the save that uses the memory: one at a time, until it has ended.
         last: The latest save in the background, which may still hold the turn.
         known: The state that was saved last.
-        own: This rank's part of the last plan.
+        plan: This rank's part of the last plan.
         planned: On the coordinator: the last plan.
     """
 
     turn: threading.Lock = field(default_factory=threading.Lock)
     last: AsyncSave | None = None
     known: KnownState | None = None
-    own: OwnPlan = field(default_factory=OwnPlan)
+    plan: KnownPlan = field(default_factory=KnownPlan)
     planned: PlannedSave | None = None
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False

@@ -17,7 +17,7 @@ from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.threads import run_all
 from paddle_dist_ckpt.files import contents
 from paddle_dist_ckpt.files.block_hashes import BlockHashes
-from paddle_dist_ckpt.files.contents import AHEAD, Source, Tensors
+from paddle_dist_ckpt.files.contents import AHEAD, Source, TensorContents
 from test.core.test_device_memory import FakeDevice
 from test.files.test_snapshot import WINDOW, File, file_of, nothing, page_memory, random_sizes
 from test.jobs import LAYOUTS
@@ -25,7 +25,7 @@ from test.jobs import LAYOUTS
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents.Tensors, "window_bytes", WINDOW)
+    monkeypatch.setattr(contents.TensorContents, "window_bytes", WINDOW)
 
 
 class CountingBuffers(Buffers):
@@ -74,7 +74,7 @@ def on_device(file: File, device: type[FakeDevice] = FakeDevice) -> tuple[list[S
     return sources, memory
 
 
-def written(tensors: Tensors, file: File, threads: int, check: Any = nothing) -> tuple[bytes, BlockHashes]:
+def written(tensors: TensorContents, file: File, threads: int, check: Any = nothing) -> tuple[bytes, BlockHashes]:
     """What the windows hold together, and the digests."""
     found, hashes = bytearray(file.table.nbytes), BlockHashes(file.table)
 
@@ -97,7 +97,7 @@ def test_windows_hold_what_the_device_has(seed: int, threads: int) -> None:
     file = file_of(random_sizes(seed), 4096, [random.Random(seed).choice(list(LAYOUTS)), "c"])
     sources, device = on_device(file)
     buffers = CountingBuffers(threads + AHEAD)
-    tensors = Tensors(file.table, sources, buffers, device)
+    tensors = TensorContents(file.table, sources, buffers, device)
     found, hashes = written(tensors, file, threads)
     assert found == file.data
     assert hashes.values.tolist() == file.digests()
@@ -110,7 +110,7 @@ def test_windows_hold_what_the_device_has(seed: int, threads: int) -> None:
 def test_copies_are_queued_ahead_and_no_further() -> None:
     file = file_of([("uint8", 8 * WINDOW)], 4096)
     sources, device = on_device(file)
-    windows = Tensors(file.table, sources, Buffers(1 + AHEAD), device).windows(
+    windows = TensorContents(file.table, sources, Buffers(1 + AHEAD), device).windows(
         range(8 * WINDOW), BlockHashes(file.table)
     )
     first = next(windows)
@@ -134,6 +134,6 @@ def test_after_a_failure_no_buffer_is_in_use_and_no_copy_under_way(threads: int)
                 raise TimeoutError
 
         with pytest.raises(fails):
-            written(Tensors(file.table, sources, buffers, device), file, threads, check)
+            written(TensorContents(file.table, sources, buffers, device), file, threads, check)
         assert buffers.in_use == 0
         assert device.queue == []

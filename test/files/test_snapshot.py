@@ -22,7 +22,7 @@ from paddle_dist_ckpt.core.memory import address_of, fresh_pages
 from paddle_dist_ckpt.files import contents, writer
 from paddle_dist_ckpt.files.block_hashes import BlockHashes
 from paddle_dist_ckpt.files.codec import TableRecord
-from paddle_dist_ckpt.files.contents import Snapshot, Source, Tensors
+from paddle_dist_ckpt.files.contents import SnapshotContents, Source, TensorContents
 from paddle_dist_ckpt.files.datafile import FORMAT, DataFileInfo, Entries, EntryKind, FileTable, read_info
 from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.files.writer import FileSave, bytes_ahead
@@ -56,7 +56,7 @@ INFO = DataFileInfo(
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of two pages, so that small files have many."""
     monkeypatch.setattr(writer, "WINDOW_BYTES", WINDOW)
-    for kind in (contents.Tensors, contents.Snapshot):
+    for kind in (contents.TensorContents, contents.SnapshotContents):
         monkeypatch.setattr(kind, "window_bytes", WINDOW)
 
 
@@ -73,8 +73,8 @@ class File:
         """Contiguous arrays by their address, others as they are."""
         return [address_of(a) if a.flags.c_contiguous else a for a in self.arrays]
 
-    def tensors(self, threads: int = 1) -> Tensors:
-        return Tensors(self.table, self.sources, Buffers(threads), None)
+    def tensors(self, threads: int = 1) -> TensorContents:
+        return TensorContents(self.table, self.sources, Buffers(threads), None)
 
     def digests(self) -> list[int]:
         """The digest of every block, entry by entry."""
@@ -220,8 +220,8 @@ def test_every_block_is_hashed_in_whatever_order_the_windows_are_opened(seed: in
     file.tensors().copy_to(memory, first)
     hashes = BlockHashes(file.table)
     count = -(-first // WINDOW)
-    ahead = Tensors(file.table, file.sources, Buffers(count), None).windows(range(first), hashes)
-    windows = [*ahead, *Snapshot(file.table, memory, first).windows(range(first, total), hashes)]
+    ahead = TensorContents(file.table, file.sources, Buffers(count), None).windows(range(first), hashes)
+    windows = [*ahead, *SnapshotContents(file.table, memory, first).windows(range(first, total), hashes)]
     random.Random(seed).shuffle(windows)
     for window in windows:
         with window.data as data:

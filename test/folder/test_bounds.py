@@ -28,7 +28,7 @@ from paddle_dist_ckpt.errors import (
 from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
-from paddle_dist_ckpt.saving.part import FilePart
+from paddle_dist_ckpt.saving.file_plan import FilePlan
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
@@ -129,9 +129,9 @@ def test_a_list_that_is_something_else_too_is_refused_by_a_load(tmp_path: Path, 
 
 def save_claiming(folder: Path, monkeypatch: pytest.MonkeyPatch, **claims: int) -> None:
     """A save without a `.metadata` whose data file says what is not so."""
-    real = FilePart.info
+    real = FilePlan.info
     with monkeypatch.context() as patch:
-        patch.setattr(FilePart, "info", lambda *args: msgspec.structs.replace(real(*args), **claims))
+        patch.setattr(FilePlan, "info", lambda *args: msgspec.structs.replace(real(*args), **claims))
         save_alone({"a": np.arange(4.0)}, folder)
     (folder / "0.metadata").unlink()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
-from paddle_dist_ckpt.files.contents import Tensors
+from paddle_dist_ckpt.files.contents import TensorContents
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
 from test.background import LONG, RANKS, THREAD, error_of, failing, finish, job, options, versions, versions_in
@@ -75,14 +75,14 @@ def broken_buffer(monkeypatch: pytest.MonkeyPatch, applies: Callable[[SaveMemory
 
 def broken_source(monkeypatch: pytest.MonkeyPatch, applies: Callable[[], bool]) -> None:
     """The tensors of some ranks cannot be read."""
-    original = Tensors.copy_to
+    original = TensorContents.copy_to
 
-    def copy_to(tensors: Tensors, memory: Any, start: int) -> None:
+    def copy_to(tensors: TensorContents, memory: Any, start: int) -> None:
         if applies():
             raise ValueError("injected")
         original(tensors, memory, start)
 
-    monkeypatch.setattr(Tensors, "copy_to", copy_to)
+    monkeypatch.setattr(TensorContents, "copy_to", copy_to)
 
 
 @pytest.mark.parametrize("how", ["memory", "source"])

@@ -41,6 +41,13 @@ from test.background import (
 from test.jobs import LAYOUTS, Watch, data_files, files_in, load_whole, make_array, rows_of, same_bits, sharded
 from test.waiting import until
 
+
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.files.writer.WINDOW_BYTES", 8192)
+    for kind in ("TensorContents", "SnapshotContents"):
+        monkeypatch.setattr(f"paddle_dist_ckpt.files.contents.{kind}.window_bytes", 8192)
+
+
 # -- what is saved
 
 
@@ -98,8 +105,7 @@ def check_rich(folder: Path, ranks: int) -> None:
 def test_what_was_there_at_the_call_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, bound: int | None
 ) -> None:
-    for name in ("writer.WINDOW_BYTES", "contents.Tensors.window_bytes", "contents.Snapshot.window_bytes"):
-        monkeypatch.setattr(f"paddle_dist_ckpt.files.{name}", 8192)
+    small_windows(monkeypatch)
     gate = Gate()
     user = {"step": [1]}
 
@@ -167,12 +173,11 @@ def layout_of(folder: Path) -> dict[str, bytes]:
 def test_its_files_are_those_of_a_synchronous_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int | None, parts: bool
 ) -> None:
-    for name in ("writer.WINDOW_BYTES", "contents.Tensors.window_bytes", "contents.Snapshot.window_bytes"):
-        monkeypatch.setattr(f"paddle_dist_ckpt.files.{name}", 8192)
+    small_windows(monkeypatch)
     if parts:
         split = datafile.split_in_parts
         monkeypatch.setattr(
-            "paddle_dist_ckpt.saving.part.split_in_parts", lambda entries, size: split(entries, size, 1500)
+            "paddle_dist_ckpt.saving.file_plan.split_in_parts", lambda entries, size: split(entries, size, 1500)
         )
 
     def work(rank: SimulatedRank) -> None:

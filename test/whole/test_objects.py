@@ -325,7 +325,7 @@ def test_an_own_value_that_changes_in_size_a_little_needs_no_new_plan(tmp_path: 
         plans = []
         for i in range(3):
             rank.save({"at": PerRank({"position": 10**i}), "x": np.ones(4)}, tmp_path)
-            plans.append(rank.memory.own.plan_id)
+            plans.append(rank.memory.plan.plan_id)
         return plans
 
     for plans in all_ok(run_ranks(2, work)):

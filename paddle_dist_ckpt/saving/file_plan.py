@@ -25,28 +25,26 @@ from ..files.datafile import (
     slice_suffix,
     split_in_parts,
 )
+from ..files.metadata import SaveInfo
 from ..options import SaveOptions
 from ..tree.paths import plain_key
 from ..tree.values import to_jsonable
-from ..version import __version__
 from .describe import LocalState
-from .messages import RankPlan, SaveOrder, Transfer
+from .messages import RankPlan, Transfer
 
-__all__ = ["LIBRARY", "FilePart", "OwnPlan", "make_parts"]
-
-LIBRARY = f"paddle_dist_ckpt {__version__}"
+__all__ = ["FilePlan", "KnownPlan", "plan_files"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FilePart:
+class FilePlan:
     """One data file, in terms that hold for every save by the same plan.
 
     Attributes:
         number: Its number among this rank's files, of which there are ``count``.
         table: Its entries.
         tensors: JSON of the tensors and shards that are in it, as its header has them.
-        rows: Which of the rank's pieces each entry is from.
-        cuts: For entries that are only a part of their piece, the box in global coordinates.
+        rows: Which of the rank's shards each entry is from.
+        cuts: For entries that are only a part of their shard, the box in global coordinates.
         values: Paths of the values that its header has.
         writers: The ranks that write files; in the coordinator's first file only.
     """
@@ -61,42 +59,42 @@ class FilePart:
     writers: list[int] | None
 
     def sources(self, state: LocalState, reduced: Mapping[tuple[int, Box], Any]) -> list[Source]:
-        """Where each entry's bytes are now; ``reduced`` has those of partial tensors, by piece and box."""
+        """Where each entry's bytes are now; ``reduced`` has those of partial tensors, by shard and box."""
         sources: list[Source] = np.array(state.tensors.addresses, np.int64)[self.rows].tolist()
-        cells = state.pieces.cells
+        cells = state.shards.cells
         special = np.array([p.strides is not None or g.reduction is not None or g.on_device for g, p in cells], bool)
-        odd = set(np.flatnonzero(special[state.pieces.cell[self.rows]]).tolist()) | set(self.cuts)
+        odd = set(np.flatnonzero(special[state.shards.cell[self.rows]]).tolist()) | set(self.cuts)
         for i in odd:
             row = int(self.rows[i])
-            geometry, piece = cells[state.pieces.cell[row]]
-            box = self.cuts.get(i, piece.box)
+            geometry, shard = cells[state.shards.cell[row]]
+            box = self.cuts.get(i, shard.box)
             if geometry.reduction is not None:
                 sources[i] = reduced[row, box]
                 continue
-            part = box.relative_to(piece.box.offset)
-            elements = flat_range(part, piece.box.shape)
-            if piece.strides is None and elements is not None and not geometry.on_device:
+            part = box.relative_to(shard.box.offset)
+            elements = flat_range(part, shard.box.shape)
+            if shard.strides is None and elements is not None and not geometry.on_device:
                 sources[i] = state.tensors.addresses[row] + elements[0] * geometry.dtype.itemsize
             else:
                 sources[i] = state.part(row, part)
         return sources
 
     def boxes(self, state: LocalState) -> list[tuple[int, Box]]:
-        """The piece and the global box of every entry of a partial tensor."""
-        cells = state.pieces.cells
+        """The shard and the global box of every entry of a partial tensor."""
+        cells = state.shards.cells
         partial = np.array([geometry.reduction is not None for geometry, _ in cells], bool)
-        found = np.flatnonzero(partial[state.pieces.cell[self.rows]]).tolist() if len(cells) else []
+        found = np.flatnonzero(partial[state.shards.cell[self.rows]]).tolist() if len(cells) else []
         rows = [(i, int(self.rows[i])) for i in found]
-        return [(row, self.cuts.get(i, cells[state.pieces.cell[row]][1].box)) for i, row in rows]
+        return [(row, self.cuts.get(i, cells[state.shards.cell[row]][1].box)) for i, row in rows]
 
     def info(
-        self, state: LocalState, order: SaveOrder, session: ControlSession, version: str | None, options: SaveOptions
+        self, state: LocalState, save: SaveInfo, session: ControlSession, version: str | None, options: SaveOptions
     ) -> DataFileInfo:
         """What the file's header says beside its entries: all from which a lost `.metadata` can be made again.
 
         Args:
             state: What this rank has.
-            order: What it is to do.
+            save: What is the same in all files, but for the version.
             session: Who saves.
             version: The framework's.
             options: How to save.
@@ -104,30 +102,27 @@ class FilePart:
         is_first_of_all = self.number == 0 and session.rank == session.coordinator
         user = options.user_metadata if is_first_of_all else None
         wanted = set(self.values)
-        pairs = [(p, json) for p, json in zip(state.value_paths, state.value_json, strict=True) if p in wanted]
+        pairs = sorted((value.path, value.json) for value in state.values if value.path in wanted)
         tensors: Any = self.tensors  # msgspec writes it as it is
+        same = msgspec.structs.asdict(save) | {
+            "paddle_version": version,
+            "user_metadata": to_jsonable(dict(user), "user_metadata") if user is not None else None,
+        }
         return DataFileInfo(
             format=FORMAT,
             version=VERSION,
-            save_id=order.save_id,
-            unique_id=order.unique_id,
-            world_size=len(session.ranks),
             rank=session.rank,
             part=self.number,
             parts=self.count,
-            block_bytes=options.block_bytes,
-            created=order.created,
-            library=LIBRARY,
-            paddle_version=version,
             tensors=tensors,
-            values=[(path, msgspec.Raw(json)) for path, json in sorted(pairs)],
+            values=[(path, msgspec.Raw(json)) for path, json in pairs],
             writers=self.writers,
-            user_metadata=to_jsonable(dict(user), "user_metadata") if user is not None else None,
+            **same,
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnPlan:
+class KnownPlan:
     """One rank's part of a plan, with all that can be used again while the plan stays the same.
 
     Attributes:
@@ -135,17 +130,17 @@ class OwnPlan:
         block_bytes: The block size for which it is right.
         total_bytes: All that the ranks write together.
         transfers: What the ranks send each other of partial tensors.
-        parts: This rank's files.
+        files: This rank's.
     """
 
     plan_id: int = 0
     block_bytes: int = 0
     total_bytes: int = 0
     transfers: Sequence[Transfer] = ()
-    parts: Sequence[FilePart] = ()
+    files: Sequence[FilePlan] = ()
 
 
-def make_parts(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinator: bool) -> list[FilePart]:
+def plan_files(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinator: bool) -> list[FilePlan]:
     """The files that one rank writes; none if it has nothing to write."""
     items = _Items.of(state, plan)
     parts = split_in_parts(items.entries(state, plan.keys), block_bytes)
@@ -156,7 +151,7 @@ def make_parts(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinat
         stop = start + len(entries.names)
         part = items.part(start, stop)
         found.append(
-            FilePart(
+            FilePlan(
                 number=number,
                 count=len(parts),
                 table=FileTable(entries, block_bytes),
@@ -173,7 +168,7 @@ def make_parts(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Items:
-    """What a rank writes, in order: its pieces, of some only a box. Equal boxes of equal geometry have one number."""
+    """What a rank writes, in order: its shards, of some only a box. Equal boxes of equal geometry have one number."""
 
     rows: IntArray
     cuts: dict[int, Box]
@@ -185,8 +180,8 @@ class _Items:
         rows = unpack_column(plan.row, len(plan.row.data) // int(plan.row.dtype[-1]), 2**62, "row")
         corners = unpack_signed(plan.boxes, 2 * plan.dimensions).tolist()
         cut = unpack_column(plan.cut, len(corners), max(1, len(rows)), "cut").tolist()
-        numbers = state.pieces.cell[rows]
-        boxes = [piece.box for _, piece in state.pieces.cells]
+        numbers = state.shards.cell[rows]
+        boxes = [shard.box for _, shard in state.shards.cells]
         cuts: dict[int, Box] = {}
         known: dict[tuple[int, Box], int] = {}
         for i, corner in zip(cut, corners, strict=True):
@@ -206,7 +201,7 @@ class _Items:
 
     def entries(self, state: LocalState, keys: Mapping[str, str]) -> Entries:
         """The entries of the files."""
-        tensors, owners = state.tensors, state.pieces.tensor[self.rows].tolist()
+        tensors, owners = state.tensors, state.shards.tensor[self.rows].tolist()
         geometries = tensors.geometries
         used, first, kind = np.unique(self.numbers, return_index=True, return_inverse=True)
         alike = [geometries[tensors.geometry[owners[i]]] for i in first.tolist()]
@@ -225,7 +220,7 @@ class _Items:
         """The tensors of these items, with just the shards that are among them."""
         tensors = state.tensors
         of_tensor: dict[int, tuple[int, ...]] = {}
-        for owner, number in zip(state.pieces.tensor[self.rows].tolist(), self.numbers.tolist(), strict=True):
+        for owner, number in zip(state.shards.tensor[self.rows].tolist(), self.numbers.tolist(), strict=True):
             of_tensor[owner] = (*of_tensor[owner], number) if owner in of_tensor else (number,)
         owners = sorted(of_tensor, key=tensors.paths.__getitem__)
         collection = LayoutCollection()
