@@ -96,14 +96,18 @@ class LocalState:
         """The tensors' shards."""
         return LocalShards(self.tensors.geometries, np.array(self.tensors.geometry, np.int64))
 
+    def shard(self, row: int) -> tuple[Geometry, LocalShard]:
+        """Shard ``row``, with its tensor's geometry."""
+        return self.shards.cells[self.shards.cell[row]]
+
     def part(self, row: int, box: Box) -> npt.NDArray[Any] | DeviceArray:
-        """A box of shard ``row``, counted from the shard's corner, as an array of raw items."""
-        array = self.array(row)
-        return array.part(box) if isinstance(array, DeviceArray) else np.asarray(array[box.slices])
+        """A box of shard ``row``, in global coordinates, as an array of raw items."""
+        array, inside = self.array(row), box.relative_to(self.shard(row)[1].box.offset)
+        return array.part(inside) if isinstance(array, DeviceArray) else np.asarray(array[inside.slices])
 
     def array(self, row: int) -> npt.NDArray[Any] | DeviceArray:
         """Shard ``row`` as an array of raw items."""
-        geometry, shard = self.shards.cells[self.shards.cell[row]]
+        geometry, shard = self.shard(row)
         owner = self.tensors.owners[self.shards.tensor[row]]
         if geometry.on_device:
             assert self.devices is not None, "what is on a device can be reached"
@@ -111,6 +115,13 @@ class LocalState:
             start = self.tensors.addresses[row] - memory.base
             return DeviceArray(memory, start, shard.box.shape, shard.strides, geometry.dtype.raw)
         return array_at(self.tensors.addresses[row], shard.box.shape, shard.strides, geometry.dtype.raw, owner)
+
+    def read(self, array: npt.NDArray[Any] | DeviceArray, start: int, stop: int, into: Bytes1D) -> None:
+        """Copy bytes ``start:stop`` of an array, in the order of its items, to host memory."""
+        if isinstance(array, DeviceArray):
+            array.read(start, stop, into, self.copies)
+        else:
+            gather(array, start, stop, into)
 
     @cached_property
     def copies(self) -> Copies:
@@ -297,8 +308,5 @@ def _hash_array(update: Callable[[Any], None], array: npt.NDArray[Any] | DeviceA
     buffer = np.empty(_HASH_CHUNK, np.uint8)
     for start in range(0, array.nbytes, _HASH_CHUNK):
         stop = min(start + _HASH_CHUNK, array.nbytes)
-        if isinstance(array, DeviceArray):
-            array.read(start, stop, buffer[: stop - start], state.copies)
-        else:
-            gather(array, start, stop, buffer)
+        state.read(array, start, stop, buffer[: stop - start])
         update(buffer[: stop - start])

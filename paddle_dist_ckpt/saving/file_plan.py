@@ -43,7 +43,7 @@ class FilePlan:
         number: Its number among this rank's files, of which there are ``count``.
         table: Its entries.
         tensors: JSON of the tensors and shards that are in it, as its header has them.
-        rows: Which of the rank's shards each entry is from.
+        rows: Which of the rank's shards each entry is from, ``[entries]``.
         cuts: For entries that are only a part of their shard, the box in global coordinates.
         values: Paths of the values that its header has.
         writers: The ranks that write files; in the coordinator's first file only.
@@ -62,21 +62,20 @@ class FilePlan:
         """Where each entry's bytes are now; ``reduced`` has those of partial tensors, by shard and box."""
         sources: list[Source] = np.array(state.tensors.addresses, np.int64)[self.rows].tolist()
         cells = state.shards.cells
-        special = np.array([p.strides is not None or g.reduction is not None or g.on_device for g, p in cells], bool)
+        special = np.array([s.strides is not None or g.reduction is not None or g.on_device for g, s in cells], bool)
         odd = set(np.flatnonzero(special[state.shards.cell[self.rows]]).tolist()) | set(self.cuts)
         for i in odd:
             row = int(self.rows[i])
-            geometry, shard = cells[state.shards.cell[row]]
+            geometry, shard = state.shard(row)
             box = self.cuts.get(i, shard.box)
             if geometry.reduction is not None:
                 sources[i] = reduced[row, box]
                 continue
-            part = box.relative_to(shard.box.offset)
-            elements = flat_range(part, shard.box.shape)
+            elements = flat_range(box.relative_to(shard.box.offset), shard.box.shape)
             if shard.strides is None and elements is not None and not geometry.on_device:
                 sources[i] = state.tensors.addresses[row] + elements[0] * geometry.dtype.itemsize
             else:
-                sources[i] = state.part(row, part)
+                sources[i] = state.part(row, box)
         return sources
 
     def boxes(self, state: LocalState) -> list[tuple[int, Box]]:
@@ -85,7 +84,7 @@ class FilePlan:
         partial = np.array([geometry.reduction is not None for geometry, _ in cells], bool)
         found = np.flatnonzero(partial[state.shards.cell[self.rows]]).tolist() if len(cells) else []
         rows = [(i, int(self.rows[i])) for i in found]
-        return [(row, self.cuts.get(i, cells[state.shards.cell[row]][1].box)) for i, row in rows]
+        return [(row, self.cuts.get(i, state.shard(row)[1].box)) for i, row in rows]
 
     def info(
         self, state: LocalState, save: SaveInfo, session: ControlSession, version: str | None, options: SaveOptions
@@ -168,7 +167,14 @@ def plan_files(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Items:
-    """What a rank writes, in order: its shards, of some only a box. Equal boxes of equal geometry have one number."""
+    """What a rank writes, in order: its shards, of some only a box.
+
+    Attributes:
+        rows: Which of the rank's shards each is from, ``[items]``.
+        cuts: For those that are only a part of their shard, the box in global coordinates, by item.
+        numbers: Which of ``boxes`` each is, ``[items]``. Equal numbers mean an equal geometry too.
+        boxes: The different boxes, in global coordinates.
+    """
 
     rows: IntArray
     cuts: dict[int, Box]
@@ -177,6 +183,7 @@ class _Items:
 
     @classmethod
     def of(cls, state: LocalState, plan: RankPlan) -> _Items:
+        """What a plan says of the shards of a state."""
         rows = unpack_column(plan.row, len(plan.row.data) // int(plan.row.dtype[-1]), 2**62, "row")
         corners = unpack_signed(plan.boxes, 2 * plan.dimensions).tolist()
         cut = unpack_column(plan.cut, len(corners), max(1, len(rows)), "cut").tolist()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ..core.box import Box
 from ..core.columns import Column
 from ..files.metadata import FileInfo, SaveInfo
 from ..storage.base import Folder
-
-Box2 = tuple[tuple[int, ...], tuple[int, ...]]
 
 __all__ = [
     "CommitAnswer",
@@ -88,13 +87,17 @@ class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
-    """An addend's box that goes from one rank to another. Rows are the ranks' own shard numbers."""
+    """A box of an addend that goes from one rank to another.
+
+    ``source`` and ``destination`` are global ranks, the rows their own numbers of the shards, ``box`` is in global
+    coordinates.
+    """
 
     source: int
     source_row: int
     destination: int
     destination_row: int
-    box: Box2
+    box: Box
     nbytes: int
 
 
@@ -132,7 +135,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The files that one rank wrote, and how many entries each has."""
+    """What one rank wrote and wants committed: its files, how many entries each has, and their bytes of data."""
 
     files: list[FileInfo]
     entries: list[int]
@@ -155,7 +158,7 @@ class CommitAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """How a save goes on: ``result`` if it is committed, ``abort`` if a rank failed, else seal ``files``."""
+    """How a save goes on: ``result`` if it is committed, ``abort`` if a rank failed, else the rank seals ``files``."""
 
     abort: bool
     files: list[FileInfo]

@@ -97,7 +97,18 @@ def _tensors(state: GlobalState, dimensions: int) -> GlobalTensors:
 def _rank_plans(
     state: GlobalState, shards: HeldShards, plan: SavePlan, bounds: IntArray, total_bytes: int
 ) -> dict[int, bytes]:
-    """Each rank's encoded part of the plan, by global rank."""
+    """Each rank's part of the plan.
+
+    Args:
+        state: What is saved.
+        shards: Who holds what of it.
+        plan: Who writes what, rank by rank.
+        bounds: Where what each rank writes begins in the plan, and at last where it ends, ``[ranks + 1]``.
+        total_bytes: What all write together.
+
+    Returns:
+        An encoded :class:`.messages.RankPlan` by global rank.
+    """
     plain_keys = {path: key for path, key in state.keys.items() if key != plain_key(path)}
     transfers = [_transfer(state, shards, *transfer) for transfer in plan.transfers]
     values: dict[int, list[str]] = {}
@@ -144,12 +155,14 @@ def _transfer(
 ) -> Transfer:
     held = (shards.rank == source) & (shards.row == source_row)
     itemsize = state.dtypes[shards.tensor[held][0]].itemsize
-    corners = (box.offset, box.shape)
-    return Transfer(state.ranks[source], source_row, state.ranks[writer], writer_row, corners, box.size * itemsize)
+    return Transfer(state.ranks[source], source_row, state.ranks[writer], writer_row, box, box.size * itemsize)
 
 
 def _table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTable:
-    """The checkpoint's table; tensors that are cut alike share a layout. Ordered by tensor, then by offset."""
+    """The checkpoint's table, ordered by tensor, then by offset; ``file`` has each written box's file, ``[written]``.
+
+    Tensors that are cut alike share a layout.
+    """
     order = box_order(_tensors(state, plan.written.boxes.dimensions).shape, plan.written.tensor, plan.written.boxes)
     tensor, boxes = plan.written.tensor[order], plan.written.boxes.take(order)
     bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1))

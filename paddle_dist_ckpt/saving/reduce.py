@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..core.box import Box
 from ..core.device_memory import DeviceArray
 from ..core.dtypes import arithmetic_dtype
-from ..core.memory import Bytes1D, gather
+from ..core.memory import Bytes1D
 from ..core.protocols import Transport
 from ..core.tensors import Geometry
 from .describe import LocalState
@@ -53,7 +53,7 @@ def reduce_partials(
     Returns:
         The reduced values, as raw items, for each written box of a partial tensor.
     """
-    results = {(row, box): _on_host(_part(state, row, box), state) for row, box in written}
+    results = {(row, box): _on_host(state.part(row, box), state) for row, box in written}
     streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:
         streams.setdefault(transfer.source, {}).setdefault(transfer.destination, []).append(transfer)
@@ -69,17 +69,8 @@ def reduce_partials(
             transport.exchange(parts, {source: into}, [(source, largest)], _DEVICE_BYTES)
             _apply(by_destination.get(rank, []), into, start, results, state)
     for (row, _), array in results.items():
-        _finish(array, _geometry(state, row))
+        _finish(array, state.shard(row)[0])
     return results
-
-
-def _geometry(state: LocalState, row: int) -> Geometry:
-    return state.shards.cells[state.shards.cell[row]][0]
-
-
-def _part(state: LocalState, row: int, box: Box) -> Array | DeviceArray:
-    shard = state.shards.cells[state.shards.cell[row]][1]
-    return state.part(row, box.relative_to(shard.box.offset))
 
 
 def _on_host(part: Array | DeviceArray, state: LocalState) -> Array:
@@ -105,12 +96,8 @@ def _in_window(stream: Sequence[Transfer], start: int, stop: int) -> Iterator[tu
 def _packed(stream: Sequence[Transfer], state: LocalState, start: int, stop: int) -> Bytes1D:
     packed = np.empty(stop - start, np.uint8)
     for transfer, low, high, place in _in_window(stream, start, stop):
-        part = _part(state, transfer.source_row, Box(*transfer.box))
-        into = packed[place : place + high - low]
-        if isinstance(part, DeviceArray):
-            part.read(low, high, into, state.copies)
-        else:
-            gather(part, low, high, into)
+        part = state.part(transfer.source_row, transfer.box)
+        state.read(part, low, high, packed[place : place + high - low])
     return packed
 
 
@@ -122,11 +109,11 @@ def _apply(
     state: LocalState,
 ) -> None:
     for transfer, low, high, place in _in_window(stream, start, start + len(data)):
-        geometry = _geometry(state, transfer.destination_row)
+        geometry, _ = state.shard(transfer.destination_row)
         assert geometry.reduction is not None
         operation: Any = OPERATIONS[geometry.reduction.operation]
         dtype = arithmetic_dtype(geometry.dtype)
-        mine = results[transfer.destination_row, Box(*transfer.box)].reshape(-1).view(np.uint8)[low:high].view(dtype)
+        mine = results[transfer.destination_row, transfer.box].reshape(-1).view(np.uint8)[low:high].view(dtype)
         theirs = data[place : place + high - low].view(dtype)
         mine[...] = operation(mine, theirs).astype(dtype)
 
