@@ -113,34 +113,19 @@ class SaveCoordinator:
         ours = requests[self._context.session.coordinator]
         lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
         self._ending.push(functools.partial(self._end, lease))
-        save = SaveInfo(
-            save_id=lease.save_id,
-            unique_id=lease.unique_id,
-            world_size=len(requests),
-            block_bytes=ours.block_bytes,
-            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            library=f"paddle_dist_ckpt {__version__}",
-            paddle_version=self._context.adapter.version,
-            user_metadata=None,
-        )
         folders = {rank: request.folder.key for rank, request in requests.items()}
-        warnings += self._warn_of_folders(folders)
-        leaders = _leaders(planned.state, folders)
-        self._ordered = _Ordered(planned, contents, lease, save, ours, folders, leaders, warnings)
+        self._ordered = _Ordered(
+            planned=planned,
+            contents=contents,
+            lease=lease,
+            save=_save_info(lease, len(requests), ours.block_bytes, self._context.adapter.version),
+            ours=ours,
+            folders=folders,
+            leaders=_leaders(planned.state, folders),
+            warnings=warnings + self._warn_of_folders(folders),
+        )
         _check_room(planned, requests)
-        hosts = Counter(request.folder.host for request in requests.values())
-        orders = {
-            rank: encode(
-                PlanAnswer(
-                    plan_id=planned.plan_id,
-                    plan=None if request.plan_id == planned.plan_id else planned.rank_plans[rank],
-                    save=save,
-                    ranks_on_host=hosts[request.folder.host],
-                    clean=lease.doomed if rank in leaders else [],
-                )
-            )
-            for rank, request in requests.items()
-        }
+        orders = _orders(self._ordered, requests)
         self._settled = False
         return orders
 
@@ -254,6 +239,37 @@ class SaveCoordinator:
     def leave(self) -> None:
         """After the commit, leave what is left to do to a later save."""
         self._ordered.lease.stop()
+
+
+def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: str | None) -> SaveInfo:
+    """What all files of the save say of it, without the user metadata."""
+    return SaveInfo(
+        save_id=lease.save_id,
+        unique_id=lease.unique_id,
+        world_size=ranks,
+        block_bytes=block_bytes,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        library=f"paddle_dist_ckpt {__version__}",
+        paddle_version=framework_version,
+        user_metadata=None,
+    )
+
+
+def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
+    """What each rank is to do, encoded."""
+    planned, hosts = ordered.planned, Counter(request.folder.host for request in requests.values())
+    return {
+        rank: encode(
+            PlanAnswer(
+                plan_id=planned.plan_id,
+                plan=None if request.plan_id == planned.plan_id else planned.rank_plans[rank],
+                save=ordered.save,
+                ranks_on_host=hosts[request.folder.host],
+                clean=ordered.lease.doomed if rank in ordered.leaders else [],
+            )
+        )
+        for rank, request in requests.items()
+    }
 
 
 def _leaders(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[int]:
