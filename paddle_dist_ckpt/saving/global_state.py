@@ -1,7 +1,6 @@
 """Puts together what the ranks of a save have, and checks that it fits together.
 
-What stays the same from save to save (:func:`merge_structures`) is kept apart from what does not
-(:func:`merge_contents`), so that a second save of the same state can skip the former.
+It is what stays the same from save to save, so that a second save of the same state can do without it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import HeldShards
 from ..tree.paths import containers_of, flat_keys, mixed_containers, plain_key
-from .messages import Description, SaveRequest, Structure, TensorList, ValueRecord
+from .messages import Description, Structure, TensorList
 
-__all__ = ["GlobalState", "MergedContents", "check_arguments", "merge_contents", "merge_structures"]
+__all__ = ["GlobalState", "in_charge", "merge_structures"]
 
 _KINDS = ("a tensor", "a numpy array", "a value")
 
@@ -53,42 +52,9 @@ class GlobalState:
     compared: list[IntArray]
 
 
-def _in_charge(ranks: int, coordinator: int) -> list[int]:
+def in_charge(ranks: int, coordinator: int) -> list[int]:
     """The ranks in the order in which they have the say where replicas differ: the coordinator's counts first."""
     return [coordinator, *(i for i in range(ranks) if i != coordinator)]
-
-
-@dataclass(frozen=True, slots=True)
-class MergedContents:
-    """What may be another in each save.
-
-    Attributes:
-        value_json: The small values that are kept, by path.
-        differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
-    """
-
-    value_json: dict[str, bytes]
-    differing: dict[str, list[int]]
-
-
-def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
-    """All ranks must have passed the same arguments.
-
-    Raises:
-        ValueError: they did not.
-    """
-    ours = requests[coordinator]
-    for rank, request in sorted(requests.items()):
-        if request.unique_id != ours.unique_id:
-            raise ValueError(
-                f"rank {rank} passed unique_id={request.unique_id}, rank {coordinator} unique_id={ours.unique_id}; "
-                "all ranks must pass the same"
-            )
-        if request.block_bytes != ours.block_bytes:
-            raise ValueError(
-                f"rank {rank} passed block_bytes={request.block_bytes}, rank {coordinator} {ours.block_bytes}; "
-                "all ranks must pass the same"
-            )
 
 
 def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> tuple[GlobalState, HeldShards]:
@@ -108,16 +74,16 @@ def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> tuple
     """
     ranks = tuple(sorted(structures))
     decoded = [decode(structures[rank], Structure) for rank in ranks]
-    in_charge = _in_charge(len(ranks), ranks.index(coordinator))
-    owner, empty = _merge_values(decoded, in_charge)
+    order = in_charge(len(ranks), ranks.index(coordinator))
+    owner, empty = _merge_values(decoded, order)
     tensors = _Merging(ranks, decoded, owner)
-    problems = [*tensors.compare(in_charge), *tensors.averages(), *_path_problems(tensors, owner, empty)]
+    problems = [*tensors.compare(order), *tensors.averages(), *_path_problems(tensors, owner, empty)]
     if problems:
         raise UnsupportedValueError("the ranks' state_dicts do not fit together:\n" + "\n".join(problems))
-    return tensors.merged(in_charge[0])
+    return tensors.merged(order[0])
 
 
-def _merge_values(structures: Sequence[Structure], in_charge: Sequence[int]) -> tuple[dict[str, int], set[str]]:
+def _merge_values(structures: Sequence[Structure], order: Sequence[int]) -> tuple[dict[str, int], set[str]]:
     """Of each value keep the coordinator's, or else the lowest rank's that has it.
 
     Returns:
@@ -125,7 +91,7 @@ def _merge_values(structures: Sequence[Structure], in_charge: Sequence[int]) -> 
     """
     owner: dict[str, int] = {}
     filled: set[str] = set()
-    for i in in_charge:
+    for i in order:
         for path, is_empty in structures[i].values:
             owner.setdefault(path, i)
             if not is_empty:
@@ -194,9 +160,9 @@ class _Merging:
         places = np.flatnonzero(~foreign)
         return listed.tensor[places], places
 
-    def compare(self, in_charge: Sequence[int]) -> Iterator[str]:
+    def compare(self, order: Sequence[int]) -> Iterator[str]:
         """Compare all descriptions of each tensor with the first, of the rank that has the say; yields what differs."""
-        for i in in_charge:
+        for i in order:
             listed = self._lists[i]
             tensor, places = self._mine(i)
             description = listed.description[places]
@@ -339,28 +305,3 @@ def _path_problems(tensors: _Merging, owner: dict[str, int], empty: set[str]) ->
             del owner[container]
         else:
             yield f"{plain_key(container)}: a value or tensor on one rank, a container on another"
-
-
-def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> MergedContents:
-    """The values that are kept, and the replicas that differ."""
-    ordered = [requests[rank] for rank in state.ranks]
-    value_json: dict[str, bytes] = {}
-    differing: dict[str, list[int]] = {}
-    kept: dict[str, ValueRecord] = {}
-    seen = np.zeros(len(state.paths), np.uint64)
-    for i in _in_charge(len(state.ranks), state.coordinator):
-        for path, value in zip(state.value_paths[i], ordered[i].values, strict=True):
-            first = kept.setdefault(path, value)
-            if first is value:
-                if value.json is not None and path in state.value_owner:
-                    value_json[path] = value.json
-            elif value.digest != first.digest:
-                differing.setdefault(path, []).append(state.ranks[i])
-        digests = np.frombuffer(ordered[i].digests, "<u8")
-        if len(digests):  # none: that rank was not to compare
-            tensor = state.compared[i]
-            fresh = seen[tensor] == 0
-            seen[tensor[fresh]] = digests[fresh]
-            for t in tensor[seen[tensor] != digests].tolist():
-                differing.setdefault(state.paths[t], []).append(state.ranks[i])
-    return MergedContents(value_json, differing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import functools
 import logging
 from collections import Counter
@@ -15,22 +14,29 @@ from types import TracebackType
 import msgspec
 
 from ..core.messages import decode, encode
-from ..errors import CheckpointError, UnsupportedValueError
+from ..errors import CheckpointError
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..folder import commit
 from ..folder.lease import Lease
 from ..options import SaveOptions
-from ..tree.paths import plain_key
 from ..version import __version__
 from .context import SaveContext
-from .global_state import GlobalState, MergedContents, check_arguments, merge_contents
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
+from .requests import (
+    FolderKey,
+    MergedContents,
+    check_arguments,
+    check_room,
+    folder_warnings,
+    leaders_of,
+    merge_contents,
+    replica_warnings,
+)
 
 __all__ = ["SaveCoordinator"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-FolderKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,7 @@ class SaveCoordinator:
     def _order(self, planned: PlannedSave) -> dict[int, bytes]:
         requests = self._requests
         contents = merge_contents(planned.state, requests)
-        warnings = self._compare_replicas(contents)
+        warnings = replica_warnings(contents, self._options.check_replicas, self._context.session.doubtful)
         ours = requests[self._context.session.coordinator]
         lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
         self._ending.push(functools.partial(self._end, lease))
@@ -121,10 +127,10 @@ class SaveCoordinator:
             save=_save_info(lease, len(requests), ours.block_bytes, self._context.adapter.version),
             ours=ours,
             folders=folders,
-            leaders=_leaders(planned.state, folders),
-            warnings=warnings + self._warn_of_folders(folders),
+            leaders=leaders_of(planned.state, folders),
+            warnings=warnings + folder_warnings(folders, self._context.session.coordinator),
         )
-        _check_room(planned, requests)
+        check_room(planned, requests)
         orders = _orders(self._ordered, requests)
         self._settled = False
         return orders
@@ -134,45 +140,6 @@ class SaveCoordinator:
     ) -> None:
         if error is not None:
             commit.give_up(lease, self._settled)
-
-    def _compare_replicas(self, contents: MergedContents) -> list[str]:
-        """Warnings of replicas that differ.
-
-        Raises:
-            UnsupportedValueError: some do, and it is not known that they may.
-        """
-        doubtful = self._context.session.doubtful
-        if self._options.check_replicas == "off" and not doubtful:
-            return []
-        warnings = [
-            f"{plain_key(path)}: the plain tensors or values of ranks {', '.join(map(str, sorted(ranks)))} differ from "
-            "the others'; the coordinator's is saved, or else that of the lowest rank that has one"
-            for path, ranks in sorted(contents.differing.items())
-        ]
-        if warnings and doubtful:
-            raise UnsupportedValueError(
-                "an earlier call was given up because ranks did not take part, and now their states differ: they may "
-                "be at different calls. Let all ranks meet (a barrier will do) and save again, or pass the step as "
-                "unique_id, so that it can be told what belongs together:\n" + "\n".join(warnings)
-            )
-        if warnings and self._options.check_replicas == "error":
-            raise UnsupportedValueError("replicas differ:\n" + "\n".join(warnings))
-        for warning in warnings:
-            _logger.warning("%s", warning)
-        return warnings
-
-    def _warn_of_folders(self, folders: Mapping[int, FolderKey]) -> list[str]:
-        """Two folders on one host are a mistake more often than not: a path with the time in it, say."""
-        ours = folders[self._context.session.coordinator]
-        others = sorted(rank for rank, folder in folders.items() if folder != ours and folder[0] == ours[0])
-        if not others:
-            return []
-        warning = (
-            f"ranks {', '.join(map(str, others))} are on the coordinator's host but save to other folders; the "
-            "checkpoint is spread over them, and a load needs them all. Did all ranks pass the same path?"
-        )
-        _logger.warning("%s", warning)
-        return [warning]
 
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
@@ -270,31 +237,6 @@ def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int,
         )
         for rank, request in requests.items()
     }
-
-
-def _leaders(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[int]:
-    """One rank for each folder: the coordinator for its own, the lowest rank for each other."""
-    leaders: dict[FolderKey, int] = {}
-    for rank in (state.ranks[state.coordinator], *state.ranks):
-        leaders.setdefault(folders[rank], rank)
-    return frozenset(leaders.values())
-
-
-def _check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> None:
-    """Raises OSError (ENOSPC): a filesystem has less room than the plan needs."""
-    need: dict[tuple[str, int], int] = {}
-    for rank, nbytes in zip(planned.state.ranks, planned.rank_bytes.tolist(), strict=True):
-        folder = requests[rank].folder
-        need[folder.host, folder.device] = need.get((folder.host, folder.device), 0) + nbytes
-    for rank in planned.state.ranks:
-        folder = requests[rank].folder
-        wanted = need[folder.host, folder.device]
-        if folder.free_bytes is not None and wanted > folder.free_bytes:
-            raise OSError(
-                errno.ENOSPC,
-                f"the filesystem of rank {rank}'s folder has {folder.free_bytes:,} bytes free, and {wanted:,} are to "
-                "be written to it",
-            )
 
 
 def _check_written(planned: PlannedSave, written: Mapping[int, WriteRequest]) -> None:
