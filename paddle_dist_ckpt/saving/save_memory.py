@@ -42,8 +42,7 @@ class SaveMemory:
     planned: PlannedSave | None = None
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
-    _windows: Buffers | None = None
-    _windows_count: int = 0
+    _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count
 
     @contextmanager
     def take_turn(self, may_wait: bool, check: Callable[[], None]) -> Iterator[None]:
@@ -90,6 +89,6 @@ class SaveMemory:
         """Buffers for ``count`` windows. Those of ``allocate``, as for a snapshot, are kept for the next save."""
         if allocate is None:
             return Buffers(count)
-        if self._windows is None or self._windows_count != count:
-            self._windows, self._windows_count = Buffers(count, allocate), count
-        return self._windows
+        if count not in self._windows:
+            self._windows = {count: Buffers(count, allocate)}
+        return self._windows[count]
