@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
+from .errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
 from .files.metadata import Metadata
-from .folder.checkpoint import read_checkpoint
-from .folder.ids import save_of
+from .folder.checkpoint import Restarts, read_checkpoint
 from .loading.merged import Selection
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import SaveReport
@@ -25,7 +24,6 @@ __all__ = ["load", "save"]
 
 _UNIQUE_ID = 0  # a folder holds one such checkpoint, which each save replaces
 _OURS = ("model", "optimizer")
-_ATTEMPTS = 3
 _ADVICE = "An optimizer's entries are named after the parameters: pass model beside optimizer."
 
 
@@ -126,20 +124,20 @@ def load(
 
 def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
     """Fill the objects, and return what was saved beside models and optimizers: all of one and the same save."""
-    for _ in range(_ATTEMPTS):
+    restarts = Restarts(storage)
+    while True:
         metadata = read_checkpoint(storage, _UNIQUE_ID)
         try:
             others = _load_others(metadata, storage, place, threads)
             _fill(objects, storage, threads)
         except (StateDictMismatchError, CheckpointCorruptedError, CheckpointNotFoundError) as error:
-            if save_of(storage, _UNIQUE_ID) != metadata.save_id:
-                continue  # another save has replaced it meanwhile
+            if restarts.due(metadata):
+                continue
             if isinstance(error, StateDictMismatchError) and "model" not in objects:
                 raise StateDictMismatchError(f"{error}\n{_ADVICE}", error.problems) from error
             raise
-        if save_of(storage, _UNIQUE_ID) == metadata.save_id:
+        if not restarts.due(metadata):
             return others
-    raise CheckpointError(f"{storage.location}: the checkpoint was replaced {_ATTEMPTS} times during a load")
 
 
 def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:

@@ -10,9 +10,11 @@ from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..storage.base import Storage
 from .foreign import Format, format_of
-from .ids import newest_id, nothing_text
+from .ids import newest_id, nothing_text, save_of
 
-__all__ = ["check_sizes", "read_checkpoint"]
+__all__ = ["Restarts", "check_sizes", "read_checkpoint"]
+
+_MOST_RESTARTS = 3
 
 _ADVICE = "rebuild_metadata can make a damaged .metadata again; to load another checkpoint, give its unique_id"
 
@@ -36,6 +38,33 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
         return decode_metadata(data, f"{storage.location}/{name}", chosen)
     except CheckpointCorruptedError as error:
         raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from error
+
+
+class Restarts:
+    """Whether a load starts again: when its checkpoint was replaced meanwhile, a few times at most.
+
+    Args:
+        storage: The folder.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._count = storage, 0
+
+    def due(self, metadata: Metadata) -> bool:
+        """Whether the checkpoint is of another save by now, so that it is no wonder if files of this one are missing.
+
+        Raises:
+            CheckpointCorruptedError: that has been so too often.
+        """
+        if save_of(self._storage, metadata.unique_id) == metadata.save_id:
+            return False
+        self._count += 1
+        if self._count > _MOST_RESTARTS:
+            raise CheckpointCorruptedError(
+                f"checkpoint {metadata.unique_id} in {self._storage.location} was replaced {self._count} times during "
+                "this load"
+            )
+        return True
 
 
 def check_sizes(storage: Storage, metadata: Metadata, files: Iterable[int], all_here: bool = True) -> None:

@@ -12,8 +12,7 @@ from ..core.protocols import ControlSession
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, StateDictMismatchError
 from ..files.metadata import Metadata
-from ..folder.checkpoint import check_sizes, read_checkpoint
-from ..folder.ids import save_of
+from ..folder.checkpoint import Restarts, check_sizes, read_checkpoint
 from ..options import LoadOptions
 from ..storage.base import Storage
 from ..tree.names import is_of_run
@@ -35,7 +34,6 @@ from .messages import (
 
 __all__ = ["LoadCoordinator"]
 
-_RESTARTS = 3
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
 
 
@@ -48,7 +46,7 @@ class LoadCoordinator:
         self._asked: set[str]
         self._requests: dict[int, LoadRequest]
         self._reasons: dict[str, str] = {}
-        self._restarts = 0
+        self._restarts = Restarts(storage)
 
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
@@ -85,7 +83,7 @@ class LoadCoordinator:
         if self._options.strict:
             _raise_problems({rank: n.problems for rank, n in needs.items()}, self._location())
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
-        if missing and self._replaced():
+        if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(PlanAnswer(restart=True)))
         self._reasons = missing
         if missing and self._options.exchange == "never":
@@ -143,7 +141,7 @@ class LoadCoordinator:
         planner = ExchangePlanner(self._metadata, self._session.ranks, reach, needs)
         nobody = planner.unreached()
         if nobody:
-            if self._replaced():
+            if self._restarts.due(self._metadata):
                 return dict.fromkeys(messages, encode(ExchangeAnswer(restart=True)))
             reasons = {name: self._reasons.get(name, "no rank can read it") for name in nobody}
             raise CheckpointCorruptedError(_missing_text(reasons, ""))
@@ -154,7 +152,7 @@ class LoadCoordinator:
         gone = {name: reason for data in messages.values() for name, reason in decode(data, OpenRequest).gone.items()}
         if not gone:
             return dict.fromkeys(messages, encode(OpenAnswer()))
-        if self._replaced():
+        if self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(OpenAnswer(restart=True)))
         raise CheckpointCorruptedError(_missing_text(gone, ""))
 
@@ -177,15 +175,6 @@ class LoadCoordinator:
 
     def _location(self) -> str:
         return f"checkpoint {self._metadata.unique_id} in {self._storage.location}"
-
-    def _replaced(self) -> bool:
-        """Whether the checkpoint is another one by now, so that missing files are no wonder."""
-        if save_of(self._storage, self._metadata.unique_id) == self._metadata.save_id:
-            return False
-        self._restarts += 1
-        if self._restarts > _RESTARTS:
-            raise CheckpointCorruptedError(f"{self._location()} was replaced {self._restarts} times during this load")
-        return True
 
 
 def _raise_problems(by_rank: Mapping[int, Sequence[str]], where: str) -> None:

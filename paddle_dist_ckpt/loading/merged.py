@@ -18,8 +18,7 @@ from ..core.dtypes import arithmetic_dtype
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StateDictMismatchError
 from ..files.metadata import Metadata
-from ..folder.checkpoint import check_sizes, read_checkpoint
-from ..folder.ids import save_of
+from ..folder.checkpoint import Restarts, check_sizes, read_checkpoint
 from ..options import LoadOptions
 from ..storage.base import Storage
 from ..tree.paths import Part, flat_keys, format_path, parse_path
@@ -28,8 +27,6 @@ from .context import LoadContext
 from .load import load_leaves
 
 __all__ = ["Selection", "load_merged"]
-
-_RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +47,21 @@ def load_merged(
     threads: int | None = None,
 ) -> dict[Any, Any]:
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
-    for _ in range(_RESTARTS):
+    restarts = Restarts(storage)
+    while True:
         metadata = read_checkpoint(storage, unique_id)
         chosen = _select(metadata, selection)
         try:
             check_sizes(storage, metadata, _files_of(metadata, chosen))
             filled = _load(storage, adapter, metadata, list(chosen), options, threads)
         except (StateDictMismatchError, CheckpointCorruptedError):
-            if save_of(storage, metadata.unique_id) == metadata.save_id:
-                raise  # otherwise another save has replaced it meanwhile
-            continue
+            if restarts.due(metadata):
+                continue
+            raise
         if flat:
             return dict(zip(flat_keys(list(chosen.values())), filled.values(), strict=True))
         tree: dict[Any, Any] = build_tree((chosen[path], value) for path, value in filled.items())
         return tree
-    raise CheckpointCorruptedError(f"{storage.location}: the checkpoint was replaced {_RESTARTS} times during a load")
 
 
 def _load(

@@ -221,8 +221,8 @@ def test_all_that_is_loaded_is_of_one_save(tmp_path: Path, part: str, monkeypatc
 
 def test_a_checkpoint_that_never_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, linear(1.0))
-    replaced_after("_fill", [lambda: save(tmp_path, linear(2.0))] * 3, monkeypatch)
-    with pytest.raises(CheckpointError, match="replaced 3 times"):
+    replaced_after("_fill", [lambda: save(tmp_path, linear(2.0))] * 4, monkeypatch)
+    with pytest.raises(CheckpointError, match="replaced 4 times"):
         load(tmp_path, linear())
 
 
