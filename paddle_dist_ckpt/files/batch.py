@@ -1,31 +1,26 @@
-"""Reads many small entries of one file together, and hands out their parts without an object for each.
+"""Hands out the parts of many small entries without an object for each.
 
-Entries of at most one block that stand close to each other are read as one run. Each is verified where it lies in the
-buffer. Items of one kind, that is with equal boxes in entries and targets of equal shapes, are then cut out of all
-their entries in one numpy operation, and what is contiguous in its target is copied there by address.
+Items of one kind, that is with equal boxes in entries and targets of equal shapes, are cut out of all entries of a run
+in one numpy operation, and what is contiguous in its target is copied there by address.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ..core.box import Box, flat_range
-from ..core.buffers import Buffers
 from ..core.columns import IntArray
 from ..core.dtypes import DType
 from ..core.memory import Bytes1D, address_of, array_at, copy_each
-from ..errors import CheckpointCorruptedError
-from .reader import CHUNK_BYTES, GAP_BYTES, OpenFile, view_at
+from .reader import view_at
+from .runs import Segments
 
-__all__ = ["Batch", "ItemKind", "KindTable", "batch_tasks"]
+__all__ = ["Batch", "ItemKind"]
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +46,11 @@ class ItemKind:
     strides: tuple[int, ...] | None
 
     @property
+    def entry_bytes(self) -> int:
+        """Size of the entry."""
+        return Box((), self.entry_shape).size * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Size of an item."""
         return self.entry_box.size * self.dtype.itemsize
@@ -69,99 +69,30 @@ class ItemKind:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KindTable:
-    """The kinds of all batches of a load."""
-
-    kinds: list[ItemKind]
-
-    @property
-    def entry_bytes(self) -> IntArray:
-        """Size of the entry of each kind."""
-        sizes = [Box((), kind.entry_shape).size * kind.dtype.itemsize for kind in self.kinds]
-        return np.array(sizes, np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Items of one file, in the order of their entries. An entry of which several items are wanted is there repeatedly.
+    """Items of one file, in the order of their entries: a :class:`.runs.Receiver`.
 
     Attributes:
-        file: The file.
-        starts: Where each item's entry starts in the data section, ``[items]``, ascending.
-        blocks: Its one block, ``[items]``.
+        entries: The entry of each item, of one block; one of which several items are wanted is there repeatedly.
         kind: Which of ``kinds`` each item is, ``[items]``.
         addresses: Where each item's target starts in memory, ``[items]``. The memory must stay alive.
         kinds: The kinds.
-        names: What to call an item's entry in errors.
     """
 
-    file: OpenFile
-    starts: IntArray
-    blocks: IntArray
+    entries: Segments
     kind: IntArray
     addresses: IntArray
-    kinds: KindTable
-    names: Callable[[int], str]
+    kinds: Sequence[ItemKind]
 
+    def straight(self, segment: int) -> None:
+        """See :class:`.runs.Receiver`."""
 
-def batch_tasks(
-    batches: Sequence[Batch], buffers: Buffers, progress: Callable[[int], None]
-) -> list[Callable[[], None]]:
-    """Tasks that read, verify and hand out. They may be run at the same time.
-
-    Args:
-        batches: What to read.
-        buffers: Of which each task uses one.
-        progress: Told how many bytes were read, as they are.
-
-    Returns:
-        The tasks. They raise CheckpointCorruptedError if an entry is not what was written, and name it and the file;
-        OSError if reading failed.
-    """
-    return [task for batch in batches for task in _tasks(batch, buffers, progress)]
-
-
-def _tasks(batch: Batch, buffers: Buffers, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """A task for each run of entries: neighbours, as far as they start in one chunk of the file."""
-    stops = batch.starts + batch.kinds.entry_bytes[batch.kind]
-    far = batch.starts[1:] - stops[:-1] > GAP_BYTES
-    other = batch.starts[1:] // CHUNK_BYTES != batch.starts[:-1] // CHUNK_BYTES
-    again = batch.starts[1:] == batch.starts[:-1]
-    bounds = [0, *(np.flatnonzero((far | other) & ~again) + 1).tolist(), len(batch.starts)]
-    for first, last in itertools.pairwise(bounds):
-        yield functools.partial(_read_run, batch, first, last, buffers, progress)
-
-
-def _read_run(batch: Batch, first: int, last: int, buffers: Buffers, progress: Callable[[int], None]) -> None:
-    starts, kind = batch.starts[first:last], batch.kind[first:last]
-    low = int(starts[0])
-    size = int(starts[-1]) + int(batch.kinds.entry_bytes[kind[-1]]) - low
-    with buffers.borrow(size) as buffer:
-        try:
-            batch.file.file.read_into([buffer], batch.file.data_start + low, batch.file.once)
-        except EOFError as error:
-            raise CheckpointCorruptedError(f"{batch.names(first)}: {error}") from error
-        _verify(batch, first, starts - low, batch.kinds.entry_bytes[kind], buffer)
+    def take(self, first: int, last: int, data: Bytes1D) -> None:
+        """See :class:`.runs.Receiver`."""
+        starts, kind = self.entries.starts[first:last] - self.entries.starts[first], self.kind[first:last]
         for number in np.unique(kind).tolist():
             items = np.flatnonzero(kind == number)
-            targets = batch.addresses[first:last][items]
-            _hand_out(batch.kinds.kinds[number], starts[items] - low, targets, buffer)
-    progress(size)
-
-
-def _verify(batch: Batch, first: int, starts: IntArray, sizes: IntArray, buffer: Bytes1D) -> None:
-    digest, view = xxhash.xxh3_64_intdigest, buffer.data
-    stops = (starts + sizes).tolist()
-    found = [digest(view[start:stop]) for start, stop in zip(starts.tolist(), stops, strict=True)]
-    expected = batch.file.hashes[batch.blocks[first : first + len(found)]].tolist()
-    if found == expected:
-        return
-    i = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-    place = batch.file.data_start + int(batch.starts[first + i])
-    raise CheckpointCorruptedError(
-        f"{batch.names(first + i)}: the checksum of {int(sizes[i])} bytes at {place} of {batch.file.name} does not "
-        "match; the file was damaged after it was written"
-    )
+            _hand_out(self.kinds[number], starts[items], self.addresses[first:last][items], data)
 
 
 def _hand_out(kind: ItemKind, starts: IntArray, targets: IntArray, buffer: Bytes1D) -> None:

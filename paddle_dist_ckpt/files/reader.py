@@ -1,54 +1,30 @@
-"""Reads parts of entries, verifies every block that it touches, and puts the parts where they are wanted.
+"""Reads parts of entries to where they are wanted, of any shape and strides.
 
-What is wanted of an entry is a list of :class:`Consumer`. From their boxes follow the blocks to read; blocks that stand
-next to each other in a file are read together, whatever entries they belong to. A part that is contiguous both in its
-entry and in its target is read straight into the target; everything else goes through a buffer of bounded size.
+What is wanted of an entry is a list of :class:`Consumer`. From their boxes follow the blocks to read. A part that is
+contiguous both in its entry and in its target is read straight into the target; everything else goes through a buffer
+of bounded size.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from ..core.box import Box, cut_flat_range, flat_range, intersect
+from ..core.box import Box, cut_flat_range, flat_range, intersect, whole
 from ..core.buffers import Buffers
 from ..core.dtypes import DType
 from ..core.memory import Bytes1D, address_of, bytes_at
 from ..core.threads import run_all
-from ..errors import CheckpointCorruptedError
 from ..planning.blocks import touched_blocks
-from ..storage.base import ReadableFile
-from .datafile import Hashes
+from .runs import CHUNK_BYTES, OpenFile, Segments, Straight, segment_tasks
 
-__all__ = ["CHUNK_BYTES", "GAP_BYTES", "Consumer", "OpenFile", "StoredEntry", "entry_tasks", "read_entries", "view_at"]
+__all__ = ["Consumer", "StoredEntry", "entry_tasks", "read_entries", "view_at"]
 
-CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
-GAP_BYTES = 4096  # a page: what lies between closer ranges is read from the disk anyway
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenFile:
-    """A data file whose size and header have been checked.
-
-    Attributes:
-        name: For messages.
-        file: To read from.
-        data_start: Where the data section starts.
-        hashes: Digest of each block.
-        once: Whether the page cache lacks it, and no other rank of this host wants much of the same data.
-    """
-
-    name: str
-    file: ReadableFile
-    data_start: int
-    hashes: Hashes
-    once: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,10 +68,6 @@ class _Segment:
     stop: int
     consumers: Sequence[Consumer]
 
-    @property
-    def place(self) -> int:
-        return self.entry.file.data_start + self.entry.start + self.start
-
 
 def read_entries(
     wanted: Iterable[tuple[StoredEntry, Sequence[Consumer]]],
@@ -103,7 +75,7 @@ def read_entries(
     threads: int,
     check: Callable[[], None],
     progress: Callable[[int], None],
-    gap: int = GAP_BYTES,
+    joined: bool = True,
 ) -> None:
     """Read what the consumers want.
 
@@ -113,13 +85,13 @@ def read_entries(
         threads: How many threads read.
         check: Called now and then; may raise to stop.
         progress: Told how many bytes were read, as they are.
-        gap: Ranges that are not further apart are read as one.
+        joined: Whether what lies between ranges that are close to each other may be read too.
 
     Raises:
         CheckpointCorruptedError: a block is not what was written; names the tensor and the file.
         OSError: reading failed.
     """
-    run_all(entry_tasks(wanted, block_bytes, Buffers(threads), progress, gap), threads, check)
+    run_all(entry_tasks(wanted, block_bytes, Buffers(threads), progress, joined), threads, check)
 
 
 def entry_tasks(
@@ -127,15 +99,17 @@ def entry_tasks(
     block_bytes: int,
     buffers: Buffers,
     progress: Callable[[int], None],
-    gap: int = GAP_BYTES,
-) -> list[Callable[[], None]]:
+    joined: bool = True,
+) -> Iterator[Callable[[], None]]:
     """What :func:`read_entries` runs: tasks that use one of the buffers each."""
     by_file: dict[int, list[_Segment]] = {}
     for entry, consumers in wanted:
-        segments = _segments(entry, consumers, block_bytes)
-        by_file.setdefault(id(entry.file), []).extend(segments)
-    reading = _Reading(block_bytes, buffers, progress, gap)
-    return [task for segments in by_file.values() for task in reading.tasks(segments)]
+        by_file.setdefault(id(entry.file), []).extend(_segments(entry, consumers, block_bytes))
+    for parts in by_file.values():
+        if parts:
+            parts.sort(key=lambda part: part.entry.start + part.start)
+            receiver = _Parts(parts, block_bytes)
+            yield from segment_tasks(receiver.segments(), receiver, block_bytes, buffers, progress, joined)
 
 
 def _segments(entry: StoredEntry, consumers: Sequence[Consumer], block_bytes: int) -> list[_Segment]:
@@ -162,90 +136,35 @@ def _bounds(entry: StoredEntry, box: Box) -> tuple[int, int]:
     return first * entry.dtype.itemsize, (last + 1) * entry.dtype.itemsize
 
 
-class _Reading:
-    """The tasks that read segments of files."""
+class _Parts:
+    """The segments of one file with their consumers: a :class:`.runs.Receiver`."""
 
-    def __init__(self, block_bytes: int, buffers: Buffers, progress: Callable[[int], None], gap: int) -> None:
-        self._block_bytes, self._buffers, self._progress, self._gap = block_bytes, buffers, progress, gap
+    def __init__(self, parts: Sequence[_Segment], block_bytes: int) -> None:
+        self._parts, self._block_bytes = parts, block_bytes
 
-    def tasks(self, segments: list[_Segment]) -> Iterator[Callable[[], None]]:
-        """Segments of one file, neighbours together up to the size of a chunk."""
-        segments.sort(key=lambda segment: segment.place)
-        run: list[_Segment] = []
-        for segment in segments:
-            if run:
-                end = run[-1].place + run[-1].stop - run[-1].start
-                far = segment.place - end > self._gap
-                if far or segment.place + segment.stop - segment.start - run[0].place > CHUNK_BYTES:
-                    yield functools.partial(self._read_run, run)
-                    run = []
-            run.append(segment)
-        if run:
-            yield functools.partial(self._read_run, run)
+    def segments(self) -> Segments:
+        """The segments in columns."""
+        rows = [
+            (p.entry.start + p.start, p.entry.start + p.stop, p.entry.first_block + p.start // self._block_bytes)
+            for p in self._parts
+        ]
+        starts, stops, blocks = np.array(rows, np.int64).T
+        return Segments(self._parts[0].entry.file, starts, stops, blocks, lambda i: self._parts[i].entry.key)
 
-    def _read_run(self, run: Sequence[_Segment]) -> None:
-        first, last = run[0], run[-1]
-        size = last.place + last.stop - last.start - first.place
-        direct = _direct_target(first, self._block_bytes) if len(run) == 1 else None
-        with self._buffers.borrow(size) as buffer:
-            if direct is not None:
-                self._read_direct(first, direct, buffer)
-            else:
-                self._read_buffered(run, buffer)
-        self._progress(size)
+    def straight(self, segment: int) -> Straight | None:
+        """See :class:`.runs.Receiver`."""
+        return _straight(self._parts[segment], self._block_bytes)
 
-    def _read_buffered(self, run: Sequence[_Segment], data: Bytes1D) -> None:
-        base = run[0].place
-        _read_into(run[0].entry, [data], base)
-        for segment in run:
-            part = data[segment.place - base : segment.place - base + segment.stop - segment.start]
-            self._verify(segment.entry, segment.start, part)
-            _scatter(segment, part)
-
-    def _read_direct(self, segment: _Segment, direct: _Direct, buffer: Bytes1D) -> None:
-        """Read the blocks that the target wants whole straight into it, those at its edges by the buffer."""
-        target, size = direct.target, segment.stop - segment.start
-        before = direct.skip - direct.lead  # bytes of the target that stand in the first, partly wanted block
-        head, tail = buffer[: direct.skip], buffer[direct.skip : size - direct.inner]
-        body = target[before : before + direct.inner]
-        _read_into(segment.entry, [head, body, tail], segment.place)
-        for start, part in ((0, head), (direct.skip, body), (direct.skip + direct.inner, tail)):
-            self._verify(segment.entry, segment.start + start, part)
-        target[:before] = head[direct.lead :]
-        target[before + direct.inner :] = tail[: len(target) - before - direct.inner]
-
-    def _verify(self, entry: StoredEntry, start: int, data: Bytes1D) -> None:
-        block = entry.first_block + start // self._block_bytes
-        for at in range(0, len(data), self._block_bytes):
-            if xxhash.xxh3_64_intdigest(data[at : at + self._block_bytes].data) != entry.file.hashes[block]:
-                place = entry.file.data_start + entry.start + start + at
-                raise CheckpointCorruptedError(
-                    f"{entry.key}: the checksum of {min(self._block_bytes, len(data) - at)} bytes at {place} of "
-                    f"{entry.file.name} does not match; the file was damaged after it was written"
-                )
-            block += 1
+    def take(self, first: int, last: int, data: Bytes1D) -> None:
+        """See :class:`.runs.Receiver`."""
+        base = self._parts[first].entry.start + self._parts[first].start
+        for part in self._parts[first:last]:
+            start = part.entry.start - base
+            _scatter(part, data[start + part.start : start + part.stop])
 
 
-def _read_into(entry: StoredEntry, buffers: Sequence[Bytes1D], place: int) -> None:
-    try:
-        entry.file.file.read_into(buffers, place, entry.file.once)
-    except EOFError as error:
-        raise CheckpointCorruptedError(f"{entry.key}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Direct:
-    """How a segment is read without a buffer: ``target`` starts at its byte ``lead``; the blocks that are wanted whole
-    are its bytes ``skip : skip + inner``."""
-
-    target: Bytes1D
-    lead: int
-    skip: int
-    inner: int
-
-
-def _direct_target(segment: _Segment, block_bytes: int) -> _Direct | None:
-    """How to read a segment without a buffer; None if what is wanted of it is not one stretch of memory, or small."""
+def _straight(segment: _Segment, block_bytes: int) -> Straight | None:
+    """Where to read a segment without a buffer; None if what is wanted of it is not one stretch of memory, or small."""
     spans = _spans(segment)
     if not spans:
         return None
@@ -261,7 +180,7 @@ def _direct_target(segment: _Segment, block_bytes: int) -> _Direct | None:
     inner = end - skip if high == entry.nbytes else (end - skip) // block_bytes * block_bytes
     if inner <= 0:
         return None
-    return _Direct(bytes_at(address, high - low), lead, skip, inner)
+    return Straight(bytes_at(address, high - low), lead, skip, inner)
 
 
 def _spans(segment: _Segment) -> list[tuple[int, int, int]]:
@@ -286,7 +205,7 @@ def _scatter(segment: _Segment, data: Bytes1D) -> None:
     entry = segment.entry
     size = entry.dtype.itemsize
     if segment.stop - segment.start == entry.nbytes:
-        parts = [(Box((0,) * len(entry.shape), entry.shape), data)]
+        parts = [(whole(entry.shape), data)]
     else:
         parts = []
         at = 0

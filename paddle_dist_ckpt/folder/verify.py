@@ -13,7 +13,8 @@ from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError
 from ..files.datafile import read_header
 from ..files.metadata import Metadata
-from ..files.reader import Consumer, OpenFile, StoredEntry, read_entries
+from ..files.reader import Consumer, StoredEntry, read_entries
+from ..files.runs import OpenFile
 from ..planning.cover import covers_exactly
 from ..reports import VerifyReport
 from ..storage.base import Storage

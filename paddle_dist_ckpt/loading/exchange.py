@@ -14,7 +14,8 @@ from ..core.box import Box
 from ..core.dtypes import DTYPES
 from ..core.memory import Bytes1D, fresh_pages
 from ..core.protocols import Transport
-from ..files.reader import Consumer, OpenFile, StoredEntry, read_entries
+from ..files.reader import Consumer, StoredEntry, read_entries
+from ..files.runs import OpenFile
 from .messages import ExchangeRound, Incoming, UnitRead
 
 __all__ = ["Exchange"]
@@ -94,8 +95,8 @@ class Exchange:
                 consumers.append(self._packed(entry, box, outgoing, at, address))
         try:
             if self.failure is None:
-                # A gap may be what another rank reads.
-                read_entries(entries.values(), self.block_bytes, self.threads, self.check, self.progress, gap=0)
+                # What lies between may be what another rank reads.
+                read_entries(entries.values(), self.block_bytes, self.threads, self.check, self.progress, joined=False)
         except Exception as error:
             self.failure = error
         return outgoing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,10 +15,11 @@ from ..core.columns import IntArray, unpack_column
 from ..core.grouping import group_rows
 from ..core.shards import ShardTable
 from ..core.tensors import TensorAdapter
-from ..files.batch import Batch, ItemKind, KindTable
+from ..files.batch import Batch, ItemKind
 from ..files.codec import table_from_record
 from ..files.metadata import FileInfo
-from ..files.reader import Consumer, OpenFile, StoredEntry
+from ..files.reader import Consumer, StoredEntry
+from ..files.runs import OpenFile, Segments
 from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
@@ -192,25 +194,19 @@ class Fit:
         file, start = self._table.shard_file[self._shard[items]], self._starts[self._shard[items]]
         items = items[np.lexsort((start, file))]
         kinds, kind = self._kinds(items)
-        shard, row = self._shard[items], self._target[items]
-        file, addresses = self._table.shard_file[shard], self.targets.addresses_of(row)
+        shard, addresses = self._shard[items], self.targets.addresses_of(self._target[items])
+        file, starts, blocks = self._table.shard_file[shard], self._starts[shard], self._blocks[shard]
+        stops = starts + np.array([one.entry_bytes for one in kinds], np.int64)[kind]
         cuts = (np.flatnonzero(file[1:] != file[:-1]) + 1).tolist()
         batches = []
         for a, b in itertools.pairwise([0, *cuts, len(items)] if len(items) else []):
-            batches.append(
-                Batch(
-                    file=opened[self._answer.files[file[a]].name],
-                    starts=self._starts[shard[a:b]],
-                    blocks=self._blocks[shard[a:b]],
-                    kind=kind[a:b],
-                    addresses=addresses[a:b],
-                    kinds=kinds,
-                    names=lambda i, a=a: self._key(int(shard[a + i])),  # type: ignore[misc]
-                )
-            )
+            name = functools.partial(self._key_of, shard[a:b])
+            source = opened[self._answer.files[file[a]].name]
+            entries = Segments(source, starts[a:b], stops[a:b], blocks[a:b], name)
+            batches.append(Batch(entries, kind[a:b], addresses[a:b], kinds))
         return batches
 
-    def _kinds(self, items: IntArray) -> tuple[KindTable, IntArray]:
+    def _kinds(self, items: IntArray) -> tuple[list[ItemKind], IntArray]:
         """The different kinds of items, and which kind each is."""
         row = self._target[items]
         columns = np.column_stack([self.targets.cell[row], self.targets.staged[row], self._like[items]])
@@ -222,7 +218,7 @@ class Fit:
             entry_shape = tuple(self._entry_shape[self._like[i]][: len(box.shape)].tolist())
             strides = self.targets.strides(target)
             kinds.append(ItemKind(geometry.dtype, entry_shape, entry_box, piece.box.shape, box, strides))
-        return KindTable(kinds), kind
+        return kinds, kind
 
     def _boxes(self, item: int) -> tuple[int, Box, Box]:
         """An item's target, and its box as counted from the target's corner and from the shard's."""
@@ -255,6 +251,9 @@ class Fit:
             dtype=self._table.dtypes[tensor],
             key=self._key(shard),
         )
+
+    def _key_of(self, shards: IntArray, i: int) -> str:
+        return self._key(int(shards[i]))
 
     def _key(self, shard: int) -> str:
         path = self._table.paths[int(self._table.shard_tensor[shard])]

@@ -21,10 +21,10 @@ from ..core.progress import Progress
 from ..core.protocols import CollectiveWatch
 from ..core.threads import io_threads, run_all
 from ..errors import CheckpointCorruptedError
-from ..files.batch import batch_tasks
 from ..files.datafile import read_header
 from ..files.metadata import FileInfo
-from ..files.reader import OpenFile, entry_tasks
+from ..files.reader import entry_tasks
+from ..files.runs import OpenFile, segment_tasks
 from ..options import LoadOptions
 from ..planning.exchange_plan import ALL
 from ..storage.base import Storage
@@ -180,7 +180,8 @@ class Reading:
 
     def _read_tasks(self, needs: IntArray, buffers: Buffers, progress: Progress) -> Iterator[Task]:
         small, others = self.fit.split(needs)
-        yield from batch_tasks(self.fit.batches(small, self.opened), buffers, progress)
+        for batch in self.fit.batches(small, self.opened):
+            yield from segment_tasks(batch.entries, batch, self.block_bytes, buffers, progress)
         yield from entry_tasks(self.fit.entries(others, self.opened), self.block_bytes, buffers, progress)
 
     def _exchange(self, rounds: Sequence[ExchangeRound], progress: Progress) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
-from paddle_dist_ckpt.files import batch
+from paddle_dist_ckpt.files import runs
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.testing import ShardedArray
 from test.folder.test_damage import entries
@@ -229,8 +229,8 @@ def test_what_is_far_from_what_is_wanted_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gap", [0, 100])
 def test_runs_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, gap: int) -> None:
     """Runs end wherever chunks do, also amidst the items of one entry."""
-    monkeypatch.setattr(batch, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(batch, "GAP_BYTES", gap)
+    monkeypatch.setattr(runs, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(runs, "GAP_BYTES", gap)
     arrays = some_arrays(random.Random(chunk + gap), 40)
     save_on(saved_states(random.Random(3), arrays, 2), tmp_path)
     targets = {key: Target(a, cuts(a.shape, "grid") * 2, "window") for key, a in arrays.items() if key[-1] != "3"}
