@@ -206,7 +206,7 @@ class _Attempt:
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if options.exchange != "always" or len(session.ranks) == 1:
-            unreachable = self.files.open({name: fit.files[name] for name in needed})
+            unreachable = self.files.open({name: fit.stored.files[name] for name in needed})
         fitted = _Fitted(wanted, answer, fit, fit.problems + own.skipped + fit.skipped)
         staged = bool(fit.targets.staged.any())
         return fitted, PlanRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)

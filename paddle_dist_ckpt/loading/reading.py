@@ -217,8 +217,8 @@ class Reading:
             raise exchange.failure
 
 
-def _needs_of(one: ExchangeRound, place: int) -> list[int]:
+def _needs_of(one: ExchangeRound, place: int) -> IntArray:
     """The needs that a round brings something for, at this rank's place."""
     read = [p.row for unit in one.reads for p in unit.parcels if p.destination in (ALL, place)]
     received = [row for message in (*one.broadcasts, *one.receives) for row in message.rows]
-    return [need for need in (*read, *received) if need >= 0]
+    return np.array([need for need in (*read, *received) if need >= 0], np.int64)

@@ -12,24 +12,26 @@ import numpy.typing as npt
 from ..core.box import Box, whole
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, DeviceArray
-from ..core.dtypes import DType, arithmetic_dtype, can_cast, cast_array
+from ..core.dtypes import DType, arithmetic_dtype, cast_array
 from ..core.local_tensors import LocalShards
 from ..core.memory import address_of, array_at
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorAdapter
-from ..errors import CheckpointCorruptedError, CheckpointError
+from ..errors import CheckpointError
 from ..files.reader import Consumer, view_at
 from ..tree.paths import plain_key
+from .mismatch import find_mismatches
 from .shared_memory import find_shared_memory
 from .wanted import WantedState
 
-__all__ = ["Targets", "check_value_rows"]
+__all__ = ["Targets"]
 
 Array = npt.NDArray[Any]
 
 
 class Targets:
-    """All pieces of memory that this rank wants filled from a checkpoint, in columns: a row each.
+    """All memory of this rank that a load fills, in columns with a row for each target: a local shard of a tensor, or a
+    buffer for a stored value.
 
     Args:
         wanted: What the state_dict asks for.
@@ -41,9 +43,9 @@ class Targets:
         adapter: Makes the memory of devices accessible.
 
     Attributes:
-        cells: The different pieces: geometry of the tensor, and which part of it.
-        tensor: The tensor of each row in the table, ``[rows]``.
-        cell: Its piece, ``[rows]``.
+        cells: The different targets: the geometry of the tensor, and which local shard of it.
+        tensor: The place of each target's tensor in the table, ``[rows]``.
+        cell: Which of the cells it is, ``[rows]``.
         staged: Whether it goes to a buffer that is looked at before anything else is touched, ``[rows]``.
         on_device: Whether it is in a device's memory, ``[rows]``.
         zeros: Memory of addends that are to become zero (see :meth:`_without_addends`).
@@ -70,7 +72,9 @@ class Targets:
         places: dict[str | None, int] = {None: -1}
         places.update(table.index)
         place = np.array([places.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
-        place[self._unfit(place, cast)] = -1
+        for tensor, reason in find_mismatches(tensors, table, place, cast).items():
+            self.problems.append(f"{plain_key(tensors.paths[tensor])}: {reason}")
+            place[tensor] = -1
         rows = np.flatnonzero(place[pieces.tensor] >= 0)
         not_empty = np.array([0 not in piece.box.shape for _, piece in self.cells], bool)
         rows = rows[not_empty[pieces.cell[rows]]]
@@ -87,38 +91,6 @@ class Targets:
 
     def __len__(self) -> int:
         return len(self.tensor)
-
-    def _unfit(self, place: IntArray, cast: bool) -> IntArray:
-        """The wanted tensors that do not fit what is stored under their path. Tensors that are alike, and stored alike,
-        are looked at once."""
-        found = np.flatnonzero(place >= 0)
-        geometry = np.array(self._wanted.tensors.geometry, np.int64)[found]
-        layout, dtypes = self._table.layout_of[place[found]], self._table.dtype_of[place[found]]
-        count, kinds = max(1, len(self._table.layouts)), len(self._table.dtype_list)
-        _, first, alike = np.unique(
-            (geometry * count + layout) * max(1, kinds) + dtypes, return_index=True, return_inverse=True
-        )
-        geometries = self._wanted.tensors.geometries
-        reasons = [self._reason(geometries[geometry[i]], int(place[found[i]]), cast) for i in first.tolist()]
-        alike = alike.reshape(-1)
-        unfit = np.flatnonzero(np.array([reason is not None for reason in reasons], bool)[alike])
-        for i in unfit.tolist():
-            self.problems.append(f"{plain_key(self._wanted.tensors.paths[found[i]])}: {reasons[alike[i]]}")
-        return found[unfit]
-
-    def _reason(self, geometry: Geometry, tensor: int, cast: bool) -> str | None:
-        """Why a tensor cannot be filled from what is stored, if it cannot."""
-        stored, layout = self._table.dtypes[tensor], self._table.layouts[self._table.layout_of[tensor]]
-        if not geometry.writable:
-            return "the target array is read-only"
-        if layout.shape != geometry.shape:
-            return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
-        if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):
-            more = ", a cast that is not done" if cast else ""
-            return f"the target has dtype {geometry.dtype.name}, the checkpoint {stored.name}{more}"
-        if geometry.reduction is not None and geometry.reduction.operation == "prod":
-            return "loading into a partial tensor of products is not supported"
-        return None
 
     def _without_addends(self) -> None:
         """The addend at position 0 of a sum gets the value and the others zeros; where equal addends reduce to
@@ -137,17 +109,20 @@ class Targets:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
         that it belongs to."""
         values = np.flatnonzero(self._table.kinds != Kind.TENSOR).tolist()
-        for t in (t for t in values if t not in filled and self._table.paths[t] not in left_out):
+        added = [t for t in values if t not in filled and self._table.paths[t] not in left_out]
+        first_row, first_cell = len(self), len(self.cells)
+        for row, t in enumerate(added, first_row):
             shape, dtype = self._table.layouts[self._table.layout_of[t]].shape, self._table.dtypes[t]
             geometry = Geometry(Kind(int(self._table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
             self.cells.append((geometry, geometry.shards[0]))
-            self._buffers[len(self)] = np.empty(shape, dtype.raw)
-            self.tensor = np.append(self.tensor, t)
-            self.cell = np.append(self.cell, len(self.cells) - 1)
-            self.staged = np.append(self.staged, True)
-            self.on_device = np.append(self.on_device, False)
-            self._owner = np.append(self._owner, -1)
-            self._address = np.append(self._address, 0)
+            self._buffers[row] = np.empty(shape, dtype.raw)
+        count = len(added)
+        self.tensor = np.append(self.tensor, np.array(added, np.int64))
+        self.cell = np.append(self.cell, np.arange(first_cell, first_cell + count))
+        self.staged = np.append(self.staged, np.ones(count, bool))
+        self.on_device = np.append(self.on_device, np.zeros(count, bool))
+        self._owner = np.append(self._owner, np.full(count, -1))
+        self._address = np.append(self._address, np.zeros(count, np.int64))
 
     def path(self, row: int) -> str:
         """The path of a row's tensor, as it is wanted; of a stored value, as it is stored."""
@@ -204,19 +179,6 @@ class Targets:
         buffer = self._buffers[row] = np.empty(piece.box.shape, geometry.dtype.raw)
         self.staged[row] = True
         return buffer
-
-    def device_groups(self, rows: IntArray, most: int) -> list[IntArray]:
-        """Those of some rows that go to a device, in groups of at most ``most`` bytes each (or one row)."""
-        rows = rows[self.on_device[rows] & ~self.staged[rows]]
-        groups: list[list[int]] = []
-        room = 0
-        for row, nbytes in zip(rows.tolist(), self.sizes(rows).tolist(), strict=True):
-            if not groups or nbytes > room:
-                groups.append([])
-                room = most
-            groups[-1].append(row)
-            room -= nbytes
-        return [np.array(group, np.int64) for group in groups]
 
     def sizes(self, rows: IntArray) -> IntArray:
         """Bytes of some rows."""
@@ -315,10 +277,3 @@ class Targets:
 def _becomes_zero(geometry: Geometry) -> bool:
     reduction = geometry.reduction
     return reduction is not None and reduction.operation == "sum" and reduction.position > 0
-
-
-def check_value_rows(table: ShardTable) -> None:
-    """Refuse values that a hostile file claims to be of another shape than bytes in a row."""
-    for t in np.flatnonzero(table.kinds == Kind.VALUE).tolist():
-        if table.dtypes[t].name != "uint8" or len(table.layouts[table.layout_of[t]].shape) != 1:
-            raise CheckpointCorruptedError(f"{plain_key(table.paths[t])}: a stored value that is not a row of bytes")

@@ -1,0 +1,74 @@
+"""What a checkpoint has of what a rank wants: the columns of the coordinator's answer, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..core.columns import IntArray, unpack_column
+from ..core.shards import Kind, ShardTable
+from ..errors import CheckpointCorruptedError
+from ..files.codec import table_from_record
+from ..files.metadata import FileInfo
+from ..files.reader import StoredEntry
+from ..files.runs import OpenFile
+from ..tree.paths import plain_key
+from .messages import LoadAnswer
+
+__all__ = ["StoredShards"]
+
+_MANY = 2**62
+
+
+class StoredShards:
+    """The shards of the tensors, and of values stored as entries, that this rank may read.
+
+    Attributes:
+        table: The tensors and their shards.
+        starts: Where each shard starts in the data section of its file, ``[shards]``.
+        blocks: The number of its first block in that file, ``[shards]``.
+        files: What `.metadata` says of each data file, with its number of blocks, by name.
+
+    Raises:
+        CheckpointCorruptedError: the answer contradicts itself.
+    """
+
+    def __init__(self, answer: LoadAnswer) -> None:
+        self._keys, self._files = answer.keys, answer.files
+        self.table: ShardTable = table_from_record(answer.tensors, len(answer.files))
+        _check_values(self.table)
+        shards = len(self.table.shard_file)
+        self.starts: IntArray = unpack_column(answer.starts, shards, _MANY, "starts")
+        self.blocks: IntArray = unpack_column(answer.blocks, shards, _MANY, "blocks")
+        counts = unpack_column(answer.block_counts, len(answer.files), _MANY, "block_counts").tolist()
+        self.files: dict[str, tuple[FileInfo, int]] = {
+            info.name: (info, count) for info, count in zip(answer.files, counts, strict=True)
+        }
+
+    def key(self, shard: int) -> str:
+        """The flat key of a shard's tensor."""
+        path = self.table.paths[int(self.table.shard_tensor[shard])]
+        return self._keys.get(path) or plain_key(path)
+
+    def file_name(self, file: int) -> str:
+        """The name of a file of the table."""
+        return self._files[file].name
+
+    def entry(self, shard: int, shape: tuple[int, ...], opened: Mapping[str, OpenFile]) -> StoredEntry:
+        """A shard of this shape as an entry of one of the opened files."""
+        return StoredEntry(
+            file=opened[self.file_name(self.table.shard_file[shard])],
+            start=int(self.starts[shard]),
+            first_block=int(self.blocks[shard]),
+            shape=shape,
+            dtype=self.table.dtypes[self.table.shard_tensor[shard]],
+            key=self.key(shard),
+        )
+
+
+def _check_values(table: ShardTable) -> None:
+    """Refuse values that a hostile file claims to be of another shape than bytes in a row."""
+    for t in np.flatnonzero(table.kinds == Kind.VALUE).tolist():
+        if table.dtypes[t].name != "uint8" or len(table.layouts[table.layout_of[t]].shape) != 1:
+            raise CheckpointCorruptedError(f"{plain_key(table.paths[t])}: a stored value that is not a row of bytes")
