@@ -14,9 +14,11 @@ from typing import IO
 import pytest
 
 from test.ranks.forks import AT_IMPORT, SOURCES, ForkedProcess, fork
+from test.strategies import draws
 
 ROOT = Path(__file__).parents[1]
 RANKS = 4
+SEED = "37"  # the first kill is of all ranks, the second of one: the coordinator
 
 
 def example() -> ModuleType:
@@ -32,14 +34,15 @@ def example() -> ModuleType:
 def test_a_killed_job_ends_like_one_in_peace(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first job, in peace, is started as the example starts it. The others' ranks have imported Paddle already."""
+    """The first rank is started as the example starts it. The others have imported Paddle already."""
+    kills = draws(1, 4)
     numbers = itertools.count()
 
     def start(
         command: list[str], *, env: dict[str, str], stdout: IO[bytes], stderr: IO[bytes]
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         number = next(numbers)
-        if number < RANKS:
+        if number == 0:
             return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
         assert command[0] == sys.executable
         source = (number // RANKS + number) % SOURCES  # a rank's is another one when the job is started again
@@ -49,12 +52,15 @@ def test_a_killed_job_ends_like_one_in_peace(
         if name.startswith(("PADDLE_", "FLAGS_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(sys, "argv", ["killed.py", "--kills", "2", "--seed", "7"])
+    monkeypatch.setattr(sys, "argv", ["killed.py", "--kills", str(kills), "--seed", SEED])
     killed = example()
+    monkeypatch.setattr(killed, "STEPS", draws(20, 40))
+    monkeypatch.setattr(killed, "MOST_SECONDS", draws(1, 3))
     monkeypatch.setattr(killed, "subprocess", SimpleNamespace(Popen=start))
     code = killed.main()
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert printed.count("kill ") == 4
+    assert printed.count("kill ") == 2 * kills
+    assert len({line.count(",") for line in printed.splitlines() if "kill " in line}) == 2, "all at once, and one alone"
     assert "equal bit for bit" in printed
-    assert next(numbers) == RANKS * 6 + 2  # all have been started here
+    assert next(numbers) == RANKS * (2 + 2 * kills) + 2  # all have been started here

@@ -145,7 +145,7 @@ def same_table(a: ShardTable, b: ShardTable) -> bool:
 FIELDS = [f.name for f in dataclasses.fields(Metadata) if f.name != "table"]
 
 
-@examples(150)
+@examples(75)
 @given(
     tables(), st.dictionaries(st.text(max_size=3).map(lambda t: f"/v/{t}".replace("~", "")), st.floats(), max_size=3)
 )
@@ -497,7 +497,7 @@ def mutated(draw: st.DrawFn) -> Body:
         return body
 
 
-@examples(600)
+@examples(200)
 @given(mutated())
 def test_any_change_of_the_body_is_refused_or_harmless(body: Body) -> None:
     try:

@@ -99,7 +99,7 @@ def problems(draw: st.DrawFn, exact: bool) -> tuple[Stored, Wanted]:
 
 
 @pytest.mark.parametrize("few", [0, 4])
-@examples(150)
+@examples(50)
 @given(problems(exact=True))
 def test_from_any_layout_to_any_other(few: int, problem: tuple[Stored, Wanted]) -> None:
     """With both ways to find the overlaps."""
@@ -108,7 +108,7 @@ def test_from_any_layout_to_any_other(few: int, problem: tuple[Stored, Wanted]) 
         check(*problem)
 
 
-@examples(200)
+@examples(60)
 @given(problems(exact=False))
 def test_gaps_and_doubles_in_what_is_stored_are_reported(problem: tuple[Stored, Wanted]) -> None:
     check(*problem)

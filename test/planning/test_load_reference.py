@@ -87,13 +87,13 @@ def thresholds(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@examples(300)
+@examples(100)
 @given(problems())
 def test_items_are_all_overlaps_in_order(problem: Problem) -> None:
     check(*problem)
 
 
-@examples(100)
+@examples(50)
 @given(problems())
 def test_items_found_by_search_are_all_overlaps_in_order(problem: Problem) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -138,7 +138,7 @@ def saved_states(rng: random.Random, arrays: dict[str, np.ndarray], ranks: int) 
     return states
 
 
-@examples(120)
+@examples(30)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.sampled_from(("auto", "never", "always")))
 def test_from_any_layout_to_any_other(seed: int, savers: int, loaders: int, exchange: Any) -> None:
     rng = random.Random(seed)
