@@ -37,24 +37,30 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the tests of all files that share warm ranks to one of pytest-xdist's workers, every other test to any."""
+    """Keep tests on one of pytest-xdist's workers that share warm ranks, or a fixture of their file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _warm_ranks_of(config.rootpath / nodeid.partition("::")[0]) or nodeid
+            file = nodeid.partition("::")[0]
+            text = _text_of(config.rootpath / file)
+            warm = (name for line, name in _WARM_RANKS.items() if line in text)
+            return next(warm, file if 'scope="module"' in text else nodeid)
 
     return Scheduling(config, log)
 
 
 @cache
-def _warm_ranks_of(file: Path) -> str | None:
-    text = file.read_text(encoding="utf-8")
-    return next((name for line, name in _WARM_RANKS.items() if line in text), None)
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``."""
+    """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``.
+
+    Those marked ``slow`` come first, so that no worker is busy with one when the others have nothing left to do.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not config.getoption("long"):
         _skip(items, "long", "runs with --long only")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():

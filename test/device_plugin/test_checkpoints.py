@@ -24,17 +24,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("layout", ["rows", "copies", "grid"])
+@pytest.mark.parametrize(
+    ("layout", "in_background"), [("rows", False), ("copies", False), ("grid", False), ("grid", True)]
+)
 def test_any_layout_to_any_other(devices: DevicePool, tmp_path: Path, layout: str, in_background: bool) -> None:
     devices.run(cases.save, str(tmp_path), layout, in_background)
     for target in cases.LAYOUTS:
-        for options in (
-            {},
-            {"staging_bytes": 1000},
-            {"exchange": "always"},
-            {"exchange": "always", "staging_bytes": 1000},
-        ):
+        for options in OPTIONS:
             devices.run(cases.load, str(tmp_path), target, options)
     merged = load_merged_state_dict(tmp_path)
     assert np.array_equal(merged["matrix"].numpy(), cases.whole("matrix"))

@@ -135,15 +135,30 @@ def test_pageable_copies_can_wait_as_those_of_cuda_do() -> None:
     assert seen["pinned"][0] < 0.2
 
 
+COMPILER = """#!/bin/sh
+touch "${0%/*}/begun.$$"
+until [ "$(ls "${0%/*}" | grep -c begun)" = 2 ]; do sleep 0.01; done
+while [ "$1" != -o ]; do shift; done
+echo built > "$2"
+"""
+
+
 def test_several_processes_build_at_once(tmp_path: Path) -> None:
+    """Their compiler, a stand-in, ends when both have begun."""
+    compilers, cache = tmp_path / "compilers", tmp_path / "cache"
+    compilers.mkdir()
+    cache.mkdir()
+    compiler = compilers / "g++"
+    compiler.write_text(COMPILER, encoding="utf-8")
+    compiler.chmod(0o755)
     code = "from test.device_plugin.build import library; print(library())"
-    command, env = [sys.executable, "-c", code], {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    command, env = [sys.executable, "-c", code], {"PATH": f"{compilers}:/usr/bin:/bin", "TMPDIR": str(cache)}
     where = Path(__file__).parents[2]
     started = [subprocess.Popen(command, cwd=where, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate(timeout=100)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0]
     (path,) = paths
-    assert sorted(tmp_path.rglob("*")) == [*reversed(Path(path).parents[:2]), Path(path)]
+    assert sorted(cache.rglob("*")) == [*reversed(Path(path).parents[:2]), Path(path)]
 
 
 def test_without_a_compiler_there_is_a_reason_to_skip(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import paddle.distributed as dist
 from paddle_dist_ckpt import LoadOptions, PerRank, load_state_dict, rng_state, save_state_dict, set_rng_state
 from paddle_dist_ckpt.paddle_adapter.placement import layout_of
 from test.paddle.versions import RNG_STATE
+from test.ranks.groups import group_of
 
 MESHES: dict[str, Any] = {"plain": None, "mp1": [0], "mp2": [0, 1], "dp2_mp2": [[0, 1], [2, 3]]}
 
@@ -50,6 +51,7 @@ class Counter:
 
 def train(
     layout: str,
+    ranks: int,
     seed: int,
     load: tuple[str, str] | None,
     steps: int,
@@ -60,6 +62,7 @@ def train(
 
     Args:
         layout: A key of MESHES.
+        ranks: Of how many ranks that is.
         seed: For the first parameters; odd seeds make layers in another order, after others.
         load: From which folder, ``"objects"`` or ``"state_dicts"``.
         steps: How many; data follow from the counter that is loaded.
@@ -80,7 +83,7 @@ def train(
     before = {name: _whole(value) for name, value in net.state_dict().items()}
     if load is not None:
         state = _state(net, optimizer, schedule, counter, load[1])
-        load_state_dict(state, load[0], options=LoadOptions(per_rank="by_rank"))
+        load_state_dict(state, load[0], group_of(ranks), options=LoadOptions(per_rank="by_rank"))
         if load[1] == "state_dicts":
             schedule.set_state_dict(state["lr"])
             counter.load_state_dict(state["counter"])
@@ -88,7 +91,7 @@ def train(
             set_rng_state(state["rng"].value)
     losses = [_step(net, optimizer, schedule, mesh, counter) for _ in range(steps)]
     if save is not None:
-        save_state_dict(_state(net, optimizer, schedule, counter, save[1]), save[0])
+        save_state_dict(_state(net, optimizer, schedule, counter, save[1]), save[0], group_of(ranks))
     return {
         "before": before,
         "losses": losses,

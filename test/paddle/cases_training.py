@@ -9,6 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_dist_ckpt import load_state_dict, save_state_dict
+from test.ranks.groups import group_of
 
 MESHES: dict[str, Any] = {"mp1": [0], "mp2": [0, 1], "dp2_mp2": [[0, 1], [2, 3]]}
 
@@ -27,7 +28,9 @@ class _Net(paddle.nn.Layer):
         return self.down(paddle.nn.functional.relu(self.up(x)))
 
 
-def train(layout: str, seed: int, before: int, load_from: str | None, after: int, save_to: str | None) -> list[float]:
+def train(
+    layout: str, ranks: int, seed: int, before: int, load_from: str | None, after: int, save_to: str | None
+) -> list[float]:
     """Train ``before`` steps, load, train ``after`` more, save; returns the losses of the last ones."""
     mesh_ids = MESHES[layout]
     mesh = dist.ProcessMesh(mesh_ids, dim_names=["dp", "mp"][-np.array(mesh_ids).ndim :])
@@ -39,11 +42,11 @@ def train(layout: str, seed: int, before: int, load_from: str | None, after: int
     _run(net, optimizer, schedule, mesh, range(before))
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     if load_from is not None:
-        load_state_dict(state, load_from)
+        load_state_dict(state, load_from, group_of(ranks))
         optimizer.set_state_dict(state["optimizer"])
     losses = _run(net, optimizer, schedule, mesh, range(10, 10 + after))
     if save_to is not None:
-        save_state_dict({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, save_to)
+        save_state_dict({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, save_to, group_of(ranks))
     return losses
 
 

@@ -21,6 +21,7 @@ from test.paddle.tensors import to_array
 from test.ranks.fresh import FreshRanks
 from test.ranks.pool import RankPool
 from test.ranks.world import REPOSITORY
+from test.strategies import draws
 
 RANKS = 4
 
@@ -222,7 +223,7 @@ def test_ranks_that_end_commit_first(tmp_path: Path) -> None:
 
 
 def test_processes_that_die_at_random_moments(tmp_path: Path) -> None:
-    alone_ok("end_at_random", str(tmp_path), 20)
+    alone_ok("end_at_random", str(tmp_path), draws(6, 100))
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

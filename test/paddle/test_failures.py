@@ -14,6 +14,7 @@ from test.paddle import cases_failures as cases
 from test.paddle.outcomes import Outcome
 from test.ranks.fresh import FreshRanks
 from test.ranks.pool import RankPool
+from test.strategies import draws
 
 RANKS = 4
 
@@ -202,7 +203,7 @@ def test_killed_rank(pool: RankPool, tmp_path: Path, doing: str, victim: int, ex
     assert_saves_and_loads(pool, tmp_path, 3, [0, 1])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(draws(4, 40)))
 def test_save_killed_at_any_moment(pool: RankPool, tmp_path: Path, seed: int) -> None:
     unique_id = 0 if seed % 2 else None
     with FreshRanks(2, cases.save_for_ever, str(tmp_path), 2, unique_id) as ranks:

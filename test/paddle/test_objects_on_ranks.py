@@ -13,22 +13,27 @@ import pytest
 from paddle_dist_ckpt import read_metadata
 from test.paddle import cases_objects as cases
 from test.paddle.versions import RNG_STATE, SHARD_OPTIMIZER
-from test.ranks.fresh import fresh_ranks
+from test.ranks.pool import RankPool
 
+Run = Callable[..., dict[str, Any]]
 Trained = Callable[[str, str, bool], tuple[str, dict[str, Any]]]
 RANKS = {"plain": 1, "mp1": 1, "mp2": 2, "dp2_mp2": 4}
 
 
-def run(layout: str, *args: Any) -> dict[str, Any]:
-    if args[-1] is True and not SHARD_OPTIMIZER:
-        pytest.skip("Paddle 2.6: what shard_optimizer returns is no Optimizer and has no state_dict of its own")
-    ends = fresh_ranks(RANKS[layout], cases.train, layout, *args)
-    assert [end.exit_code for end in ends] == [0] * RANKS[layout], "\n".join(end.log for end in ends if end.exit_code)
-    return dict(ends[0].result)
+@pytest.fixture(scope="module")
+def run(pool: RankPool) -> Run:
+    """Runs a job of a layout; returns what rank 0 finds."""
+
+    def run_job(layout: str, *args: Any) -> dict[str, Any]:
+        if args[-1] is True and not SHARD_OPTIMIZER:
+            pytest.skip("Paddle 2.6: what shard_optimizer returns is no Optimizer and has no state_dict of its own")
+        return dict(pool.run(cases.train, layout, RANKS[layout], *args, ranks=RANKS[layout])[0])
+
+    return run_job
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Jobs that trained and saved, run once: the folder, and how the very same job goes on."""
 
     @functools.cache
@@ -52,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     ],
 )
 def test_training_goes_on(
-    trained: Trained, source: str, how: str, destination: str, as_what: str, sharded_optimizer: bool
+    run: Run, trained: Trained, source: str, how: str, destination: str, as_what: str, sharded_optimizer: bool
 ) -> None:
     folder, here = trained(source, how, sharded_optimizer)
     there = run(destination, 3, (folder, as_what), 3, None, sharded_optimizer)
@@ -69,7 +74,7 @@ def test_training_goes_on(
         assert there["random"] == here["random"]
 
 
-def test_keys_do_not_depend_on_the_run(tmp_path: Path) -> None:
+def test_keys_do_not_depend_on_the_run(run: Run, tmp_path: Path) -> None:
     for number, layout in enumerate(("plain", "mp2"), 1):
         run(layout, number, None, 1, (str(tmp_path / layout), "objects"))
     plain, sharded = (read_metadata(tmp_path / layout) for layout in ("plain", "mp2"))
@@ -79,7 +84,7 @@ def test_keys_do_not_depend_on_the_run(tmp_path: Path) -> None:
     assert plain.variable_names["model.up.weight"] != sharded.variable_names["model.up.weight"]
 
 
-def test_accumulators_are_distributed_as_a_step_distributes_them(tmp_path: Path) -> None:
+def test_accumulators_are_distributed_as_a_step_distributes_them(run: Run, tmp_path: Path) -> None:
     folder = str(tmp_path)
     stepped = run("mp2", 2, None, 2, (folder, "objects"), True)
     loaded = run("mp2", 4, (folder, "objects"), 0, None, True)

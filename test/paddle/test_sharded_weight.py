@@ -169,7 +169,7 @@ def layouts(shape: tuple[int, ...]) -> st.SearchStrategy[Layout]:
 
 
 @given(data=st.data())
-@examples(120)
+@examples(40)
 def test_every_layout_to_every_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=7))
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int8", "complex128"]))
@@ -187,7 +187,7 @@ def test_every_layout_to_every_other(tmp_path_factory: pytest.TempPathFactory, d
 
 
 @given(data=st.data())
-@examples(100)
+@examples(30)
 def test_a_range_becomes_few_boxes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=7).filter(len))
     cut = data.draw(st.integers(1, math.prod(shape)))
