@@ -13,6 +13,7 @@ from test.device_plugin import build
 from test.device_plugin import cases_one as cases
 from test.device_plugin.ranks import DevicePool
 from test.ranks.remote import RankLostError
+from test.waiting import until
 
 _REASON = build.reason_to_skip()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
@@ -101,11 +102,13 @@ def test_a_stream_keeps_the_order(one: DevicePool) -> None:
 
 
 def test_slow_copies_take_their_time(one: DevicePool) -> None:
-    (seconds,) = one.run(cases.seconds_of_copies, 1 << 20, 10 << 20)
-    assert seconds["to host"] >= 0.1
-    assert seconds["within"] < 0.1
-    assert seconds["to queue three"] < 0.1
-    assert seconds["for three"] >= 0.3  # one after the other: they share the way to the host
+    def others_are_quick() -> bool:
+        (seconds,) = one.run(cases.seconds_of_copies, 1 << 20, 10 << 20)
+        assert seconds["to host"] >= 0.1
+        assert seconds["for three"] >= 0.3  # one after the other: they share the way to the host
+        return max(seconds["within"], seconds["to queue three"]) < 0.1
+
+    until(others_are_quick)
 
 
 def test_the_source_of_a_copy_to_the_device_may_change_at_once(one: DevicePool) -> None:
@@ -123,16 +126,23 @@ def test_memory_is_bounded(one: DevicePool) -> None:
 
 
 def test_pageable_copies_are_counted_apart(one: DevicePool) -> None:
-    (seen,) = one.run(cases.pageable_and_pinned)
-    assert {name: pageable for name, (_, pageable) in seen.items()} == {"pageable": True, "pinned": False}
-    assert max(seconds for seconds, _ in seen.values()) < 0.2
+    def quick() -> bool:
+        (seen,) = one.run(cases.pageable_and_pinned)
+        assert {name: pageable for name, (_, pageable) in seen.items()} == {"pageable": True, "pinned": False}
+        return max(seconds for seconds, _ in seen.values()) < 0.2
+
+    until(quick)
 
 
 def test_pageable_copies_can_wait_as_those_of_cuda_do() -> None:
     with DevicePool(1, pageable_waits=True) as process:
-        (seen,) = process.run(cases.pageable_and_pinned)
-    assert seen["pageable"][0] >= 0.25
-    assert seen["pinned"][0] < 0.2
+
+        def pinned_is_quick() -> bool:
+            (seen,) = process.run(cases.pageable_and_pinned)
+            assert seen["pageable"][0] >= 0.25
+            return bool(seen["pinned"][0] < 0.2)
+
+        until(pinned_is_quick)
 
 
 COMPILER = """#!/bin/sh

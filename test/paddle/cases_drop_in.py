@@ -17,7 +17,7 @@ from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor
 from test.ranks.groups import group_of
 
-_OPTIONS = {"save_options": SaveOptions(timeout=20), "load_options": LoadOptions(timeout=20)}
+_OPTIONS = {"save_options": SaveOptions(timeout=60), "load_options": LoadOptions(timeout=60)}
 
 
 class _Net(paddle.nn.Layer):

@@ -95,7 +95,7 @@ def skip_one_save(path: str, ranks: int, absent: int) -> tuple[Outcome | None, l
     after = []
     for number in (3, 4):
         dist.barrier()
-        after.append(save_number(path, ranks, number, timeout=20))
+        after.append(save_number(path, ranks, number))
     dist.barrier()
     return skipped, after
 

@@ -433,7 +433,7 @@ def test_an_aoa_config_is_refused_on_every_rank(pool: RankPool, tmp_path: Path, 
     for rank, (first, second) in enumerate(results):
         assert first.error == ("NotImplementedError" if rank in having else "RankFailureError")
         assert "aoa_config is not supported" in first.message
-        assert first.seconds < 10
+        assert first.seconds < 30
         assert second.result == 3.0
 
 

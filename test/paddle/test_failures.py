@@ -15,8 +15,11 @@ from test.paddle.outcomes import Outcome
 from test.ranks.fresh import FreshRanks
 from test.ranks.pool import RankPool
 from test.strategies import draws
+from test.waiting import until
 
 RANKS = 4
+SOON = 30.0
+"""Seconds, also on a busy machine: half of the timeout, which a call waits for that does not hear of what has happened."""
 
 
 @pytest.fixture
@@ -146,7 +149,7 @@ def test_rank_that_never_calls(pool: RankPool, folder: Path, absent: int) -> Non
     others = [rank for rank in range(RANKS) if rank != absent]
     outcomes = pool.run(cases.save_number, str(folder), RANKS, 2, None, 2.0, ranks=others)
     assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("CheckpointTimeoutError", (absent,))] * 3
-    assert all(1.5 < outcome.seconds < 4 for outcome in outcomes)
+    assert all(1.5 < outcome.seconds < SOON for outcome in outcomes)
     assert_holds(folder, 1, [0])
     outcomes = pool.run(cases.load_number, str(folder), RANKS, "auto", 2.0, ranks=others)
     assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("CheckpointTimeoutError", (absent,))] * 3
@@ -162,14 +165,14 @@ def test_rank_that_never_calls(pool: RankPool, folder: Path, absent: int) -> Non
 def test_rank_that_skipped_a_save_is_in_step_again_after_one_more(tmp_path: Path, absent: int) -> None:
     """Its next call may be the one that was missed, so that one must not be mixed with the others' next one."""
     with FreshRanks(3, cases.skip_one_save, str(tmp_path), 3, absent) as ranks:
-        ends = ranks.wait(90)
+        ends = ranks.wait()
     assert [end.exit_code for end in ends] == [0] * 3, ends
     skipped = [end.result[0] for rank, end in enumerate(ends) if rank != absent]
     assert [(outcome.error, outcome.ranks) for outcome in skipped] == [("CheckpointTimeoutError", (absent,))] * 2
     behind, in_step = ([end.result[1][i] for end in ends] for i in range(2))
     assert all(outcome.error in ("CheckpointTimeoutError", "RankFailureError") for outcome in behind)
     assert all(outcome.ranks == (absent,) for outcome in behind)
-    assert max(outcome.seconds for outcome in behind) < 5
+    assert max(outcome.seconds for outcome in behind) < SOON
     assert [outcome.message for outcome in in_step] == [""] * 3
     assert_holds(tmp_path, 4, [0, 1])
 
@@ -177,28 +180,21 @@ def test_rank_that_skipped_a_save_is_in_step_again_after_one_more(tmp_path: Path
 # -- ranks that die ----------------------------------------------------------------------------------------------------
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never came"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("doing", "victim", "exchange"), [("save", 1, ""), ("save", 0, ""), ("load", 2, "auto"), ("load", 1, "always")]
 )
 def test_killed_rank(pool: RankPool, tmp_path: Path, doing: str, victim: int, exchange: str) -> None:
     with FreshRanks(3, cases.die_in, doing, str(tmp_path), 3, victim, exchange) as ranks:
-        wait_for(tmp_path / "stopped")
+        until((tmp_path / "stopped").exists)
         time.sleep(0.2)
         killed = time.monotonic()
         ranks.kill(victim)
-        ends = ranks.wait(30)
+        ends = ranks.wait()
         seconds = time.monotonic() - killed
     assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], ends
     outcomes: list[Outcome] = [end.result for rank, end in enumerate(ends) if rank != victim]
     assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (victim,))] * 2
-    assert seconds < 10
+    assert seconds < SOON
     assert_holds(tmp_path, 1, [0])
     assert_saves_and_loads(pool, tmp_path, 3, [0, 1])
 
@@ -207,11 +203,11 @@ def test_killed_rank(pool: RankPool, tmp_path: Path, doing: str, victim: int, ex
 def test_save_killed_at_any_moment(pool: RankPool, tmp_path: Path, seed: int) -> None:
     unique_id = 0 if seed % 2 else None
     with FreshRanks(2, cases.save_for_ever, str(tmp_path), 2, unique_id) as ranks:
-        wait_for(tmp_path / "done")
+        until((tmp_path / "done").exists)
         time.sleep(random.Random(seed).uniform(0, 0.3))
         ranks.kill(seed % 2)
         ranks.kill(1 - seed % 2)
-        assert [end.exit_code for end in ranks.wait(30)] == [-9, -9]
+        assert [end.exit_code for end in ranks.wait()] == [-9, -9]
     done = int((tmp_path / "done").read_text())
     number = load_merged_state_dict(tmp_path)["number"]
     assert number in (done, done + 1)

@@ -88,15 +88,17 @@ def test_a_step_that_was_just_restored_is_not_saved_again(tmp_path: Path) -> Non
 def test_to_ask_twice_about_a_step_does_not_matter(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, save_interval_seconds=0.05) as steps:
         asked = []
+        start = time.monotonic()
         for step in range(40):
             time.sleep(0.005)
             asked.append(
                 (steps.should_save(step), steps.should_save(step), steps.save(step, numbers(step)) is not None)
             )
+        seconds = time.monotonic() - start
         assert not steps.should_save(39)
         assert steps.save(39, numbers(39)) is None
     assert all(first == second == saved for first, second, saved in asked)
-    assert 2 <= sum(saved for _, _, saved in asked) <= 5
+    assert 2 <= sum(saved for _, _, saved in asked) <= seconds / 0.05 + 1
 
 
 def test_to_ask_costs_next_to_nothing(tmp_path: Path) -> None:
@@ -104,10 +106,10 @@ def test_to_ask_costs_next_to_nothing(tmp_path: Path) -> None:
         steps.should_save(1)
         times = []
         for first in range(2, 20_002, 1000):
-            start = time.perf_counter()
+            start = time.thread_time()
             for step in range(first, first + 1000):
                 steps.should_save(step)
-            times.append((time.perf_counter() - start) / 1000)
+            times.append((time.thread_time() - start) / 1000)
     assert sorted(times)[len(times) // 2] < 50e-6
 
 

@@ -110,7 +110,7 @@ def test_killed_rank_is_named_and_the_next_call_has_new_ranks(pair: RankPool) ->
     started = time.monotonic()
     with pytest.raises(RankLostError) as caught:
         pair.run(cases.kill_rank, 1)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert caught.value.ranks == (1,)
     assert "rank 1 died" in str(caught.value)
     assert "SIGKILL" in str(caught.value)
