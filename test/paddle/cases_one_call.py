@@ -8,8 +8,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import PerRank, save_state_dict
-from paddle_dist_ckpt.one_call import load, save
+from paddle_dist_ckpt import PerRank, load, save, save_state_dict
 from test.paddle.layouts import Spread
 from test.paddle.optimizers import named_state
 from test.paddle.outcomes import Outcome, outcome_of

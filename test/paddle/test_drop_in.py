@@ -22,6 +22,7 @@ from paddle_dist_ckpt import (
     AsyncSave,
     CheckpointNotFoundError,
     LoadOptions,
+    LocalStorage,
     SaveOptions,
     SaveReport,
     StateDictMismatchError,
@@ -32,7 +33,6 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.drop_in import install, uninstall
 from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
-from paddle_dist_ckpt.storage import LocalStorage
 from test.paddle import cases_drop_in as cases
 from test.paddle.versions import FROM_LOCAL, lacks
 from test.ranks.fresh import fresh_ranks

@@ -19,7 +19,7 @@ from test.waiting import until
 
 RANKS = 4
 SOON = 30.0
-"""Seconds, also on a busy machine: half of the timeout, which a call waits for that does not hear of what has happened."""
+"""Seconds, on a busy machine, too: half of the timeout, for which a call waits that does not hear what has happened."""
 
 
 @pytest.fixture

@@ -13,13 +13,11 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_dist_ckpt import load_merged_state_dict, read_metadata
+from paddle_dist_ckpt import SaveOptions, UnsupportedValueError, load_merged_state_dict, read_metadata
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.tensors import Identity
-from paddle_dist_ckpt.errors import UnsupportedValueError
-from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.wiring import save_with

@@ -160,7 +160,7 @@ def test_latest_is_only_ever_committed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
-    from paddle_dist_ckpt.storage import LocalStorage
+    from paddle_dist_ckpt import LocalStorage
 
     real = LocalStorage.create
 

@@ -20,13 +20,14 @@ from paddle_dist_ckpt import (
     StateDictMismatchError,
     UnsupportedValueError,
     list_checkpoints,
+    load,
     load_merged_state_dict,
     load_state_dict,
     one_call,
     read_metadata,
+    save,
     save_state_dict,
 )
-from paddle_dist_ckpt.one_call import load, save
 from test.paddle.cases_one_call import arrays, assert_equal, job, numpy_of, train
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import read_metadata
-from paddle_dist_ckpt.one_call import load, save
+from paddle_dist_ckpt import load, read_metadata, save
 from test.paddle import cases_one_call as cases
 from test.paddle.cases_one_call import arrays, assert_equal, job, numpy_of, train
 from test.paddle.layouts import Spread, part_of

@@ -11,9 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import UnsupportedValueError
+from paddle_dist_ckpt import UnsupportedValueError, rng_state, set_rng_state
 from paddle_dist_ckpt.paddle_adapter import random_state
-from paddle_dist_ckpt.paddle_adapter.random_state import rng_state, set_rng_state
 from paddle_dist_ckpt.tree.values import decode_value, encode_value
 from test.paddle.versions import RNG_STATE, lacks
 

@@ -29,7 +29,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.core.box import Box, cut_flat_range, whole
 from paddle_dist_ckpt.paddle_adapter.groups import Ranks
 from paddle_dist_ckpt.paddle_adapter.objects import make_accumulators
-from paddle_dist_ckpt.testing.simulation import SimulatedRank, run_ranks
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import load_with, save_with
 from test.paddle.layouts import Array, Spread, part_of
 from test.paddle.tensors import NUMPY_DTYPES, local_array, mesh_of, paddle_tensor, placements_of, to_array
