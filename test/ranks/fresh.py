@@ -101,6 +101,10 @@ class FreshRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            running = [each.rank for each in self._world.ranks if each.process.poll() is None]
+            self._world.dump_stacks(running)
+            print(self._world.logs(range(len(self._world.ranks))))  # which pytest shows if the test fails
         self.close()
 
 

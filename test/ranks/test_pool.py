@@ -170,6 +170,15 @@ def test_fresh_rank_that_hangs_is_killed(tmp_path: Path) -> None:
     assert "in hang_here" in second.log
 
 
+def test_what_fresh_ranks_were_doing_is_told_if_a_test_fails_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ZeroDivisionError), FreshRanks(2, cases.hang_here, 1, str(tmp_path)):
+        wait_for_both(tmp_path)
+        raise ZeroDivisionError
+    assert "in hang_here" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("env", [{}, {"COLOUR": "red"}], ids=["forked", "started"])
 def test_a_rank_asked_for_its_stacks_before_it_has_begun_runs_on(env: dict[str, str]) -> None:
     with FreshRanks(1, cases.process_id, env=env) as ranks:
