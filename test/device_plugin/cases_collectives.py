@@ -169,6 +169,6 @@ def disagree() -> None:
 
 
 def shared_memory_names() -> list[str]:
-    """Return the names that communicators have left in the system's shared memory."""
+    """Return the names that communicators which this rank began have left in the system's shared memory."""
     dist.barrier()
-    return [name for name in os.listdir("/dev/shm") if name.startswith("test-device-")]
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"test-device-{os.getpid()}-")]
