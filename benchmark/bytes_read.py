@@ -1,37 +1,31 @@
 """Counts the bytes that are read for parts of a tensor which are not how it was saved.
 
-    python -m benchmark.bytes_read [--out DIR]
+    python -m benchmark.bytes_read [--smoke]
 
 Eight ranks, simulated as threads, save a [4096, 8192] float32 tensor in rows, and load parts of it. Prints a table and
-writes it and the counts to bytes_read.md and bytes_read.json. Takes a few seconds.
+writes it and the counts to benchmark/results/. Takes a few seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from benchmark.run import HERE
+from benchmark.command import Benchmark, main
+from benchmark.session import Session
+from benchmark.tables import goal, goals_section, heading, megabytes, table
 from paddle_dist_ckpt import LoadOptions, LoadReport, SaveOptions
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.testing import ShardedArray, shard_array
-from paddle_dist_ckpt.testing.simulation import SimulatedRank, run_ranks
-
-__all__ = ["as_markdown", "measure"]
+from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks, shard_array
 
 T = TypeVar("T")
 
 _RANKS = 8
-_SHAPE = (4096, 8192)
-_ROWS, _COLUMNS = (extent // _RANKS for extent in _SHAPE)
+_SHAPE, _SMOKE_SHAPE = (4096, 8192), (512, 1024)
 _SHIFT = 37  # rows: then no part starts or ends where a block does
 _BLOCK_BYTES = SaveOptions().block_bytes
 
@@ -54,13 +48,15 @@ class _Case:
     runs: int | None
 
 
-def _rows(rank: int, shift: int) -> Box:
-    start = rank * _ROWS + shift
-    return Box((start, 0), (min(_ROWS, _SHAPE[0] - start), _SHAPE[1]))
+def _rows(shape: tuple[int, int], rank: int, shift: int) -> Box:
+    rows = shape[0] // _RANKS
+    start = rank * rows + shift
+    return Box((start, 0), (min(rows, shape[0] - start), shape[1]))
 
 
-def _columns(rank: int) -> Box:
-    return Box((0, rank * _COLUMNS), (_SHAPE[0], _COLUMNS))
+def _columns(shape: tuple[int, int], rank: int) -> Box:
+    columns = shape[1] // _RANKS
+    return Box((0, rank * columns), (shape[0], columns))
 
 
 def _only(box: Box) -> list[Box | None]:
@@ -68,31 +64,39 @@ def _only(box: Box) -> list[Box | None]:
     return [box if rank == _RANKS // 2 else None for rank in range(_RANKS)]
 
 
-_ALL = range(_RANKS)
-_CASES = (
-    _Case("1/8 of the rows on one rank, as saved", _only(_rows(4, 0)), "auto", 1),
-    _Case("1/8 of the rows on one rank, 37 rows on", _only(_rows(4, _SHIFT)), "auto", 2),
-    _Case("1/8 of the rows on each rank, 37 rows on", [_rows(i, _SHIFT) for i in _ALL], "auto", 2 * _RANKS - 1),
-    _Case('1/8 of the columns on each rank, exchange="always"', [_columns(i) for i in _ALL], "always", None),
-    _Case("1/8 of the columns on one rank", _only(_columns(4)), "auto", None),
-)
-"""The last rank's shifted rows end with the tensor, and so lie in one file; the others' lie in two."""
+def _cases(shape: tuple[int, int]) -> list[_Case]:
+    ranks, middle = range(_RANKS), _RANKS // 2
+    shifted, columns = [_rows(shape, i, _SHIFT) for i in ranks], [_columns(shape, i) for i in ranks]
+    return [
+        _Case("1/8 of the rows on one rank, as saved", _only(_rows(shape, middle, 0)), "auto", 1),
+        _Case("1/8 of the rows on one rank, 37 rows on", _only(shifted[middle]), "auto", 2),
+        # The last rank's shifted rows end with the tensor, and so lie in one file; the others' lie in two.
+        _Case("1/8 of the rows on each rank, 37 rows on", shifted, "auto", 2 * _RANKS - 1),
+        _Case('1/8 of the columns on each rank, exchange="always"', columns, "always", None),
+        _Case("1/8 of the columns on one rank", _only(columns[middle]), "auto", None),
+    ]
 
 
-def measure() -> list[dict[str, Any]]:
+def measure(session: Session) -> dict[str, Any]:
     """Save once and load all cases; every value is compared.
 
     Returns:
-        For each case its name, the bytes needed, read and received, all ranks together, the most that the goal allows,
-        and whether that is kept.
+        ``bytes_read``: for each case its name, the bytes needed, read and received, all ranks together, the most that
+        the goal allows, and whether that is kept; ``shape`` of the tensor; ``goals``.
 
     Raises:
         ValueError: something came back different.
     """
-    array = np.arange(_SHAPE[0] * _SHAPE[1], dtype=np.float32).reshape(_SHAPE)
+    shape = _SMOKE_SHAPE if session.smoke else _SHAPE
+    array = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     with tempfile.TemporaryDirectory(prefix="bytes-read-") as folder:
-        _on_ranks(lambda rank: rank.save({"w": shard_array(array, [_rows(rank.rank, 0)])}, folder))
-        return [_load(case, array, folder) for case in _CASES]
+        _on_ranks(lambda rank: rank.save({"w": shard_array(array, [_rows(shape, rank.rank, 0)])}, folder))
+        cases = [_load(case, array, folder) for case in _cases(shape)]
+    goals = [
+        goal(f"bytes read: {case['case']}", f"at most {megabytes(case['most'])}", megabytes(case["read"]), case["met"])
+        for case in cases
+    ]
+    return {"shape": shape, "bytes_read": cases, "goals": goals}
 
 
 def _load(case: _Case, array: np.ndarray[Any, Any], folder: str) -> dict[str, Any]:
@@ -133,27 +137,21 @@ def _on_ranks(work: Callable[[SimulatedRank], T]) -> list[T]:
     return results
 
 
-def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def as_markdown(found: Mapping[str, Any]) -> str:
     """The report."""
-    head = ["what is loaded", "needed", "read from files", "sent between ranks", "goal: at most", ""]
-    cells = [
-        [
-            row["case"],
-            *(f"{row[kind] / 1e6:.1f} MB" for kind in ("needed", "read", "received", "most")),
-            "met" if row["met"] else "**missed**",
-        ]
-        for row in rows
+    rows = [
+        [case["case"], *(megabytes(case[kind]) for kind in ("needed", "read", "received"))]
+        for case in found["bytes_read"]
     ]
-    table = ["| " + " | ".join(line) + " |" for line in [head, ["---"] + ["---:"] * (len(head) - 1), *cells]]
-    shape = " x ".join(f"{extent:,}" for extent in _SHAPE)
+    shape = " x ".join(f"{extent:,}" for extent in found["shape"])
     lines = [
-        "# Bytes read for slices",
+        *heading("Bytes read for slices", found),
+        f"A float32 tensor of {shape} ({megabytes(np.prod(found['shape']) * 4)}) saved in rows by {_RANKS} ranks, in "
+        f"blocks of {_BLOCK_BYTES / 2**20:g} MiB. All ranks together; headers and metadata are not counted.",
         "",
-        f"A float32 tensor of {shape} ({np.prod(_SHAPE) * 4 / 1e6:.1f} MB) saved in rows by {_RANKS} ranks, in blocks "
-        f"of {_BLOCK_BYTES / 2**20:g} MiB. All ranks together; headers and metadata are not counted.",
+        *table(["what is loaded", "needed", "read from files", "sent between ranks"], rows),
         "",
-        *table,
-        "",
+        *goals_section(found["goals"]),
         "The goal allows two blocks more than is needed for every run (a stretch of a file that is wanted), and for "
         "columns, of which every block has a part, the whole of the files once.",
         "",
@@ -161,19 +159,13 @@ def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Measure and write; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Count the bytes that are read for slices of a tensor.")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    rows = measure()
-    report = as_markdown(rows)
-    (args.out / "bytes_read.json").write_text(json.dumps({"bytes_read": rows}, indent=1) + "\n", encoding="utf-8")
-    (args.out / "bytes_read.md").write_text(report, encoding="utf-8")
-    print(report)
-    return 0
-
+BENCHMARK = Benchmark(
+    name="bytes_read",
+    description="Count the bytes that are read for slices of a tensor.",
+    measure=measure,
+    report=as_markdown,
+    files="bytes_read",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main(BENCHMARK))

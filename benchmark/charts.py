@@ -1,6 +1,6 @@
 """Draws what was measured: PNG files from benchmark.json and scale.json.
 
-    benchmark/.venv/bin/python -m benchmark.charts [--results DIR]
+    benchmark/.venv/bin/python -m benchmark.charts [--results DIR] [--smoke]
 
 Needs matplotlib, and so runs in the peers' environment. A file that is not there is left out.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from benchmark.ratios import paired_ratio
-from benchmark.schedule import JOBS, PEERS
+from benchmark.command import RESULTS
+from benchmark.peers import PROBES, peers_named
+from benchmark.ratios import by_work, paired_ratio
+from benchmark.schedule import JOBS
 
 __all__ = ["draw"]
 
-_HERE = Path(__file__).resolve().parent
 _OURS = "ours"
-_TITLES = {peer.name: peer.title for peer in PEERS}
+_TITLES = {peer.name: peer.title for peer in peers_named("ours", "paddle_builtin", "torch_dcp", *PROBES)}
 _COLOURS = dict(zip(_TITLES, ("#0b6e4f", "#3c6fb4", "#d1603d", "#c9c9c9", "#a3a3a3", "#7d7d7d"), strict=True))
 _STATES = {"A": "State A: 0.68 GB in 30 tensors", "B": "State B: 5 MB in 20,000 tensors"}
 _BAR = 0.8  # of the distance from one bar to the next
@@ -51,26 +53,22 @@ Bar = tuple[str, float, float, float, str]
 """Whose it is, its length, the ends of the interval (equal if there is none), and what is written behind it."""
 
 
-def draw(results: Path) -> list[Path]:
-    """Draw all charts for which there are results; returns the files that were written."""
+def draw(results: Path, out: Path) -> list[Path]:
+    """Draw all charts for which there are results into a folder; returns the files that were written."""
     written = []
     with mpl.rc_context(_STYLE):
         if (results / "benchmark.json").exists():
             found = json.loads((results / "benchmark.json").read_text(encoding="utf-8"))
-            seconds = _by_work(found["seconds"])
+            seconds = by_work(found["seconds"])
             for state in dict.fromkeys(state for state, _, _ in seconds):
-                written.append(_save(_ratios(seconds, state), results / f"ratios-{state}.png"))
-                written.append(_save(_times(seconds, state), results / f"times-{state}.png"))
+                written.append(_save(_ratios(seconds, state), out / f"ratios-{state}.png"))
+                written.append(_save(_times(seconds, state), out / f"times-{state}.png"))
             if found["memory"]:
-                written.append(_save(_memory(_by_work(found["memory"])), results / "memory.png"))
+                written.append(_save(_memory(by_work(found["memory"])), out / "memory.png"))
         if (results / "scale.json").exists():
             found = json.loads((results / "scale.json").read_text(encoding="utf-8"))
-            written.append(_save(_scale(found["curves"]), results / "scale.png"))
+            written.append(_save(_scale(found["curves"]), out / "scale.png"))
     return written
-
-
-def _by_work(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], Any]:
-    return {(row["state"], row["work"], row["peer"]): row["samples"] for row in rows}
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -241,9 +239,12 @@ def _short(value: float) -> str:
 def main() -> int:
     """Draw and list the files; returns the exit code."""
     parser = argparse.ArgumentParser(description="Draw the results of benchmark.run and benchmark.scale.")
-    parser.add_argument("--results", type=Path, default=_HERE / "results", help="folder with the JSON files")
-    for path in draw(parser.parse_args().results):
-        print(path)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the JSON files")
+    parser.add_argument("--smoke", action="store_true", help="draw into a temporary folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for path in draw(args.results, Path(folder) if args.smoke else args.results):
+            print(path)
     return 0
 
 

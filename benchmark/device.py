@@ -1,65 +1,68 @@
 """Measures how well copies from and to a device overlap with hashing, writing and reading.
 
-    python -m benchmark.device [--quick] [--out DIR]
+    python -m benchmark.device [--quick] [--smoke]
 
 The device is the one that the tests build with g++ (test/device_plugin): no GPU is needed. Prints a table, and writes
-it and all samples to device.md and device.json. Takes about 70 seconds, with --quick about 40.
+it and all samples to benchmark/results/. Takes about 70 seconds, with --quick about 40.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
+import functools
 import random
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmark import machine, pagecache
+from benchmark.command import Benchmark, main
 from benchmark.device_report import LIMITED, UNLIMITED, as_markdown, goals, ratios
-from benchmark.outcome import add_arguments, remove, write
-from benchmark.processes import BenchmarkError, Ranks, started
-from benchmark.run import HERE, say
+from benchmark.ranks import Ranks
+from benchmark.session import Session, say, slower, versions_of
 from test.device_plugin import build
+from test.device_plugin.ranks import rank_environment
 
-__all__ = ["measure"]
-
-_FULL, _QUICK = 7, 3
+_WORKS = {  # the peer's method, and whose state it is given
+    "write": ("save", "copied_to_host"),
+    "copy": ("copy_to_host", "same"),
+    "save": ("save", "same"),
+    "stall": ("start_save", "same"),
+    "read": ("load", "copied_to_host"),
+    "copy back": ("copy_to_device", "same"),
+    "load": ("load", "same"),
+    "exchange": ("exchange", "swapped"),
+}
 _SAVES, _LOADS = ("write", "copy", "save", "stall"), ("read", "copy back", "load")
-_WRITING = ("write", "save", "stall")
-_READING = ("read", "load")
+_WRITING, _READING = ("write", "save", "stall"), ("read", "load")
 _CALIBRATIONS = 3
+_DEVICE_BYTES = 2 << 30
 
-Answer = Mapping[str, float]
 
-
-class Run:
+class _Run:
     """One run of the benchmark.
 
     Args:
+        session: Its settings and folder.
         ranks: The processes.
-        scratch: Folder for checkpoints.
-        seed: Of the order within the rounds.
     """
 
-    def __init__(self, ranks: Ranks, scratch: Path, seed: int) -> None:
-        self._ranks, self._scratch, self._order = ranks, scratch, random.Random(seed)
-        self._checkpoint = scratch / "checkpoint"
+    def __init__(self, session: Session, ranks: Ranks) -> None:
+        self._session, self._ranks, self._order = session, ranks, random.Random(session.seed)
+        self._checkpoint = session.scratch / "checkpoint"
 
-    def measure(self, rounds: int) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Everything; see :func:`measure`."""
         say("the ranks make their states")
         self._ranks.do("build", state="A", layouts=["same", "swapped"])
-        nbytes = max(self._ranks.do("prepare", path=str(self._scratch / "connect")))
+        self._ranks.do("derive", layout="same", work="copied_to_host")
+        connect = str(self._session.scratch / "connect")
+        nbytes = slower(self._ranks.do("measure", work="prepare", path=connect, speed=0))["bytes"]
         memory = self._peaks()
         speeds = {"write": self._speed("write", "copy", nbytes), "read": self._speed("read", "copy back", nbytes)}
-        samples = self._rounds(rounds, speeds)
-        for state in ("same", "host"):
-            self._ranks.do("check", layout=state)  # neither loads nor copies have changed it
+        samples = self._rounds(speeds)
+        for layout in ("same", "copied_to_host"):
+            self._ranks.do("check", layout=layout)  # neither loads nor copies have changed it
         seconds, cpu = (
             {
                 work: {limit: {i: one[kind] for i, one in found.items()} for limit, found in limits.items()}
@@ -77,26 +80,27 @@ class Run:
             "memory": memory,
         }
 
-    def _peaks(self) -> dict[str, dict[str, int]]:
+    def _peaks(self) -> dict[str, dict[str, float]]:
         """What the first of each kind needs of memory; sees whether the right values come back, too."""
-        do, earlier = self._ranks.do, self._scratch / "first-in-background"
+        do, earlier = self._ranks.do, self._session.scratch / "first-in-background"
         found = {"save": self._peak("save", self._checkpoint)}
         do("save_first", path=str(earlier))
         found["load"] = self._peak("load", earlier)
         do("check", layout="same")
-        remove(earlier)
+        self._session.remove(earlier)
         do("zero", layout="swapped")
         found["exchange"] = self._peak("exchange", self._checkpoint)
         do("check", layout="swapped")
-        do("zero", layout="host")
+        do("zero", layout="copied_to_host")
         return found
 
-    def _peak(self, work: str, path: Path) -> dict[str, int]:
+    def _peak(self, work: str, path: Path) -> dict[str, float]:
+        """The most bytes of memory on the worse rank. The device's memory is the host's: it counts as both."""
         say(f"memory: {work}")
-        answers = self._ranks.do("peak", work=work, path=str(path))
-        return {kind: max(answer[kind] for answer in answers) for kind in answers[0]}
+        found = slower(self._call(work, path, 0, memory=True))
+        return {"host": found["peak"], "device": found["device_peak"]}
 
-    def _speed(self, work: str, copy: str, nbytes: int) -> float:
+    def _speed(self, work: str, copy: str, nbytes: float) -> float:
         """The speed, in bytes per second, at which a rank's copies take as long as something else."""
         say(f"how fast to {copy}")
         self._do(work, 0)  # the first one does not count
@@ -105,86 +109,63 @@ class Run:
         beside = min(taken - target, target / 2)  # what a copy takes beside its time on the link
         return nbytes / (target - beside)
 
-    def _rounds(self, rounds: int, speeds: Mapping[str, float]) -> dict[str, dict[str, dict[int, Answer]]]:
+    def _rounds(self, speeds: Mapping[str, float]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
         """The slower rank's samples by work and limit, for each round."""
-        samples: dict[str, dict[str, dict[int, Answer]]] = {}
+        samples: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
         turns = [(work, limit) for work in (*_SAVES, *_LOADS) for limit in (LIMITED, UNLIMITED)]
         once = [turn for turn in turns if turn not in (("write", UNLIMITED), ("read", UNLIMITED))]
-        for i in range(rounds):
+        for i in range(self._session.rounds):
             for work, limit in self._order.sample(once, len(once)):
-                say(f"round {i + 1} of {rounds}: {work}, {limit}")
+                say(f"round {i + 1} of {self._session.rounds}: {work}, {limit}")
                 speed = speeds["write" if work in _SAVES else "read"] if limit == LIMITED else 0.0
                 samples.setdefault(work, {}).setdefault(limit, {})[i] = self._do(work, speed)
         for work in ("write", "read"):
             samples[work][UNLIMITED] = samples[work][LIMITED]  # there are no copies in it
         return samples
 
-    def _do(self, work: str, speed: float) -> Answer:
+    def _do(self, work: str, speed: float) -> dict[str, float]:
         """Have the ranks do something; of each number the larger one."""
-        path = self._scratch / "save" if work in _WRITING else self._checkpoint
+        path = self._session.scratch / "save" if work in _WRITING else self._checkpoint
         if work in _READING:
-            pagecache.read_in(path)
-        answers = self._ranks.do("measure", work=work, path=str(path), speed=speed)
+            self._session.cache(path)
+        found = slower(self._call(work, path, speed))
         if work in _WRITING:
-            remove(path)
-        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+            self._session.remove(path)
+        return found
+
+    def _call(self, work: str, path: Path, speed: float, memory: bool = False) -> list[dict[str, float]]:
+        method, layout = _WORKS[work]
+        return self._ranks.do("measure", work=method, path=str(path), layout=layout, memory=memory, speed=speed)
 
 
-def measure(rounds: int, seed: int, scratch: Path) -> dict[str, Any]:
+def measure(session: Session) -> dict[str, Any]:
     """Run the ranks and collect what they measured.
-
-    Args:
-        rounds: How often each work is measured.
-        seed: Of the order within the rounds.
-        scratch: Folder for the checkpoints.
 
     Returns:
         ``bytes`` of a rank; ``speeds`` of copies to the host and to the device, in bytes per second, named after what
         they are as slow as; ``seconds`` and ``cpu`` by work and limit, for each round; ``copies`` by work; ``memory``;
         ``ratios``, ``goals`` and ``versions``.
-
-    Raises:
-        BenchmarkError: a rank failed.
     """
-    pythons = {"ours_device": Path(sys.executable)}
-    with started(pythons, scratch, "benchmark.device_worker") as (ranks,):
-        versions = ranks.do("versions")[0]
-        found = Run(ranks, scratch, seed).measure(rounds)
+    environment = functools.partial(rank_environment, memory=_DEVICE_BYTES)
+    session.require_space(BENCHMARK.scratch_gb * 10**9)
+    with session.started(own_core=True, environment=environment) as (ranks,):
+        versions = versions_of([ranks])
+        found = _Run(session, ranks).measure()
     compared = ratios(found["seconds"])
     return {**found, "ratios": compared, "goals": goals(compared), "versions": versions}
 
 
-def main() -> int:
-    """Measure and write; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Measure saves from and loads to a device.")
-    add_arguments(parser, _FULL, _QUICK, HERE / "results")
-    args = parser.parse_args()
-    reason = build.reason_to_skip()
-    if reason is not None:
-        print(f"Nothing was measured with a device: {reason}.", file=sys.stderr)
-        return 0
-    rounds = args.rounds or (_QUICK if args.quick else _FULL)
-    args.out.mkdir(parents=True, exist_ok=True)
-    about = machine.describe(args.out)
-    cores = sorted(os.sched_getaffinity(0))[: args.cores]
-    os.sched_setaffinity(0, cores)  # the ranks inherit it
-    try:
-        with tempfile.TemporaryDirectory(prefix="device-", dir=args.scratch or args.out) as folder:
-            found = measure(rounds, args.seed, Path(folder))
-    except BenchmarkError as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    say("")
-    found = {
-        "machine": about,
-        "load_after": round(os.getloadavg()[0], 2),
-        "command": " ".join(["python -m benchmark.device", *sys.argv[1:]]),
-        "settings": {"rounds": rounds, "seed": args.seed, "cores": len(cores)},
-        **found,
-    }
-    write(args.out, "device", found, as_markdown(found))
-    return 0
-
+BENCHMARK = Benchmark(
+    name="device",
+    description="Measure saves from and loads to a device.",
+    measure=measure,
+    report=as_markdown,
+    files="device",
+    rounds=(7, 3),
+    peers=("ours_device",),
+    scratch_gb=2,
+    unavailable=build.reason_to_skip,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(BENCHMARK))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmark.outcome import closing_sections
 from benchmark.ratios import median_interval, median_of, paired_ratio
-from benchmark.report import duration, table
+from benchmark.tables import duration, goal, goals_section, heading, interval, notes, percent, table, times
 
 __all__ = ["LIMITED", "UNLIMITED", "as_markdown", "goals", "ratios"]
 
@@ -45,10 +44,10 @@ of 95 %. *Hidden* is (copy + write - save) / min(copy, write), or the same for a
 goes on wholly beside the longer one, 0 % if it waits for it, and less if something else takes time too. The *stall* is
 from the second save on; each save is waited for before the next work begins.
 
-*Calls* and *bytes* are the library's copies on the worse rank as the runtime counted them, *core* the time of the
-rank's process on its core, with copies at the limited speed. Memory is the most at any moment beyond what there was
-before the call, on the worse rank, in the first call of its kind. That of the host is the growth of the resident set to
-its peak (VmHWM, reset before), of which this device's memory is a part.
+*Copies* are the library's on the worse rank as the runtime counted them, *core* the time of the rank's process on its
+core, with copies at the limited speed. Memory is the most at any moment beyond what there was before the call, on the
+worse rank, in the first call of its kind. That of the host is the growth of the resident set to its peak (VmHWM, reset
+before), of which this device's memory is a part.
 
 A save in the background whose values were overwritten as soon as the call had returned was loaded and compared value by
 value; so was every kind of load, and what is there when all is done.
@@ -73,31 +72,18 @@ def _ratio(work: str, base: str, limit: str, times: Mapping[int, float], bases: 
     return {"work": work, "base": base, "copies": limit, "ratio": paired_ratio(times, bases)}
 
 
-def goals(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def goals(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each goal in words, what was found, and whether that is enough; of what :func:`ratios` returned."""
-    save = next(row for row in found if (row["work"], row["copies"]) == ("save", LIMITED))
-    return [
-        {
-            "work": "A: save from a device, copies as slow as the disk",
-            "goal": f"at most {_MOST_OF_SLOWER:g}x the slower of copy and write",
-            "found": _shown(save["ratio"], _times),
-            "met": save["ratio"][0] <= _MOST_OF_SLOWER,
-        }
-    ]
+    save = next(row for row in compared if (row["work"], row["copies"]) == ("save", LIMITED))
+    wanted = f"at most {_MOST_OF_SLOWER:g}x the slower of copy and write"
+    found, met = interval(save["ratio"], times), save["ratio"][0] <= _MOST_OF_SLOWER
+    return [goal("A: save from a device, copies as slow as the disk", wanted, found, met)]
 
 
 def as_markdown(found: Mapping[str, Any]) -> str:
     """The report."""
-    about, settings = found["machine"], found["settings"]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
-        "# Devices",
-        "",
-        f"{about['cpu']}, {settings['cores']} of {about['cores']} cores, {about['memory_gib']} GiB of memory, "
-        f"{about['filesystem']}, {about['kernel']}, Python {about['python']}; {versions}. Load average before the run: "
-        f"{about['load_before']}, after it: {found['load_after']}. {settings['rounds']} rounds. "
-        f"Command: `{found['command']}`.",
-        "",
+        *heading("Devices", found),
         "State A (6 layers of hidden size 1536, float32, 0.68 GB) on the devices of two ranks, "
         f"{found['bytes'] / 1e9:.2f} GB each. The device is one to test with; see below.",
         "",
@@ -111,11 +97,12 @@ def as_markdown(found: Mapping[str, Any]) -> str:
         "",
         "## Copies and memory",
         "",
-        *table(["", "calls", "bytes : state", "core"], _copy_rows(found)),
+        *table(["", "copies", "their bytes : state", "core"], _copy_rows(found)),
         "",
         *table(["most at any moment", "host", "device"], _memory_rows(found)),
         "",
-        *closing_sections(found, _NOTES),
+        *goals_section(found["goals"]),
+        *notes(_NOTES),
     ]
     return "\n".join(lines)
 
@@ -123,19 +110,15 @@ def as_markdown(found: Mapping[str, Any]) -> str:
 def _time_table(found: Mapping[str, Any], works: Sequence[str], as_slow_as: str) -> list[str]:
     seconds, speed = found["seconds"], found["speeds"][works[0]]
     rows = [
-        [_TITLES[work], *(_shown(median_interval(list(seconds[work][limit].values())), duration) for limit in _LIMITS)]
-        for work in works
+        [_TITLES[work], *(interval(seconds[work][limit], duration) for limit in (LIMITED, UNLIMITED))] for work in works
     ]
     for work in works:
         cells = [row for row in found["ratios"] if row["work"] == work]
         if cells:
-            rows.append([f"{work} : {cells[0]['base']}", *(_shown(row["ratio"], _times) for row in cells)])
+            rows.append([f"{work} : {cells[0]['base']}", *(interval(row["ratio"], times) for row in cells)])
         if cells and "hidden" in cells[0]:
-            rows.append([f"{work}: hidden", _shown(cells[0]["hidden"], _percent), "–"])
+            rows.append([f"{work}: hidden", interval(cells[0]["hidden"], percent), "–"])
     return table(["", f"copies as slow as {as_slow_as}: {speed / 1e9:.2f} GB/s", "copies without a limit"], rows)
-
-
-_LIMITS = (LIMITED, UNLIMITED)
 
 
 def _copy_rows(found: Mapping[str, Any]) -> list[list[str]]:
@@ -143,7 +126,7 @@ def _copy_rows(found: Mapping[str, Any]) -> list[list[str]]:
     for work in ("write", "save", "stall", "read", "load"):
         copies = found["copies"][work]
         core = duration(median_of(found["cpu"][work][LIMITED]))
-        rows.append([work, f"{copies['calls']:,}", f"{copies['bytes'] / found['bytes']:.2f}", core])
+        rows.append([work, f"{copies['calls']:,} calls", f"{copies['bytes'] / found['bytes']:.2f}x", core])
     return rows
 
 
@@ -152,16 +135,3 @@ def _memory_rows(found: Mapping[str, Any]) -> list[list[str]]:
         [_TITLES[work], *(f"{peak[kind] / _MIB:.0f} MiB" for kind in ("host", "device"))]
         for work, peak in found["memory"].items()
     ]
-
-
-def _shown(interval: Sequence[float], shown: Callable[[float], str]) -> str:
-    middle, low, high = interval
-    return f"{shown(middle)} ({shown(low)} to {shown(high)})"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.3g}x"
-
-
-def _percent(part: float) -> str:
-    return f"{part * 100:.0f} %"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-__all__ = ["median_interval", "median_of", "paired_ratio"]
+__all__ = ["by_work", "median_interval", "median_of", "paired_ratio"]
 
 _RESAMPLES = 4000
 
@@ -27,3 +28,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     drawn = np.random.default_rng(0).choice(np.array(values), (_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
     return float(np.median(values)), float(low), float(high)
+
+
+def by_work(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], Any]:
+    """The samples of ``benchmark.run``, by state, work and peer's name."""
+    return {(row["state"], row["work"], row["peer"]): row["samples"] for row in rows}

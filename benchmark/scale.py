@@ -1,29 +1,27 @@
 """Measures planning for many ranks, tensors and shards, in one process and without any tensor's data.
 
-    python -m benchmark.scale [--quick] [--out DIR]
+    python -m benchmark.scale [--quick] [--smoke]
 
-Prints tables and writes them, with all samples, to scale.md and scale.json. Takes about 3 minutes, with --quick half.
+Prints tables, and writes them and all numbers to benchmark/results/. Takes about 3 minutes, with --quick half.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from benchmark import machine
-from benchmark.run import HERE
-from benchmark.worker import reset_peak_memory, used_memory
+from benchmark.command import Benchmark, main
+from benchmark.memory import reset_peak_memory, used_memory
+from benchmark.session import Session, say
+from benchmark.tables import duration, goal, goals_section, heading, megabytes, table
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.box import Box
@@ -38,6 +36,7 @@ from paddle_dist_ckpt.files.metadata import FileInfo, Metadata, SaveInfo
 from paddle_dist_ckpt.loading.answering import Answering
 from paddle_dist_ckpt.loading.fit import Fit
 from paddle_dist_ckpt.loading.messages import LoadAnswer, WantedPaths
+from paddle_dist_ckpt.loading.own_values import OwnValues
 from paddle_dist_ckpt.loading.wanted import WantedState
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.planning.cover import tensors_covered
@@ -53,12 +52,15 @@ from paddle_dist_ckpt.testing import NumpyAdapter
 
 _WIDTH = 64  # columns of every tensor
 _SHAPES = 4  # different shapes among the tensors
-_SIZES = ((256, 2000, "a rank of each tensor"), (4096, 244, "1M shards"), (16384, 244, "4M shards"))
+_MIB, _GIB = 2**20, 2**30
+_SIZES = [(256, 2000), (4096, 244), (16384, 244)]
 _CURVES = {
     "ranks": [(ranks, 244) for ranks in (64, 256, 1024, 4096, 16384)],
     "tensors": [(16, tensors) for tensors in (250, 1000, 4000, 16000, 64000)],
 }
-_GRID = 1024
+_SMOKE_SIZES = [(4, 10), (8, 20)]
+_SMOKE_CURVES = {"ranks": _SMOKE_SIZES, "tensors": [(4, 10), (4, 20)]}
+_GRID, _SMOKE_GRID = 1024, 16
 
 
 def structures(ranks: int, tensors: int, parts: int) -> dict[int, bytes]:
@@ -153,7 +155,8 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     decoding, metadata = timed(lambda: decode_metadata(data, "0.metadata", 0))
     giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(WantedPaths(table.paths, []))))
     wanted = _wanted(table, ranks // 2)
-    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False))
+    own, adapter = OwnValues(), NumpyAdapter()
+    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False, own, adapter))
     assert not fit.problems
     return {
         "metadata_bytes": len(data),
@@ -179,66 +182,119 @@ def _wanted(table: ShardTable, ranks: int) -> WantedState:
     return wanted
 
 
-def measure_grid() -> dict[str, float]:
-    """One tensor in a grid of 1,024 x 1,024 shards: the exact cover, and the overlap with a quarter of it."""
-    side = _GRID * 8
+def measure_grid(grid: int) -> dict[str, float]:
+    """One tensor in a square of shards, ``grid`` each way: the exact cover, and the overlap with a quarter of it."""
+    side = grid * 8
     layout = Layout.from_cuts((side, side), [list(range(8, side, 8))] * 2)
     count = len(layout.boxes)
     one = np.zeros(1, np.int64)
     table = ShardTable(["/w"], [DTYPES["float32"]], one, [layout], one, np.zeros(count, np.int64), [None])
-    box = WantedBoxes(one, Boxes.of([Box((100, 200), (side // 2, side // 2))], 2))
+    box = WantedBoxes(one, Boxes.of([Box((side // 80, side // 40), (side // 2, side // 2))], 2))
     shape = np.array([[side, side]])
     cover, exact = timed(lambda: tensors_covered(np.zeros(count, np.int64), layout.boxes, shape))
     overlap, items = timed(lambda: plan_load(table, box))
     assert exact.all()
     assert not len(items.uncovered)
-    return {"cover_seconds": cover, "overlap_seconds": overlap, "overlaps": len(items.wanted)}
+    return {"cover_seconds": cover, "overlap_seconds": overlap, "overlaps": len(items.wanted), "grid": grid}
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """Everything."""
-    sizes, curves = [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks, tensors, _ in _SIZES[:2] if quick else _SIZES:
-            _say(f"{ranks} ranks, {tensors} tensors")
-            row, plan = measure_plan(ranks, tensors, 1 if ranks > 4096 else 3)
-            row["cached"] = measure_cached(plan, Path(folder))
-            row["load"] = measure_load(plan)
-            sizes.append(row)
-            del plan
-    for name, points in _CURVES.items():
+def measure(session: Session) -> dict[str, Any]:
+    """Everything; ``sizes``, ``curves``, ``grid`` and ``goals``."""
+    sizes = _SMOKE_SIZES if session.smoke else _SIZES[:2] if session.quick else _SIZES
+    curves: dict[str, list[dict[str, Any]]] = {}
+    rows = []
+    for ranks, tensors in sizes:
+        say(f"{ranks} ranks, {tensors} tensors")
+        row, plan = measure_plan(ranks, tensors, 1 if ranks > 4096 else 3)
+        rows.append({**row, "cached": measure_cached(plan, session.scratch), "load": measure_load(plan)})
+        del plan
+    for name, points in (_SMOKE_CURVES if session.smoke else _CURVES).items():
         curves[name] = []
-        for ranks, tensors in points[:4] if quick else points:
-            _say(f"curve over {name}: {ranks} ranks, {tensors} tensors")
+        for ranks, tensors in points[:4] if session.quick else points:
+            say(f"curve over {name}: {ranks} ranks, {tensors} tensors")
             row, plan = measure_plan(ranks, tensors, 1 if ranks * tensors > 2_000_000 else 3)
             curves[name].append({**row, "load": measure_load(plan)})
             del plan
-    return {"sizes": sizes, "curves": curves, "grid": measure_grid()}
+    grid = measure_grid(_SMOKE_GRID if session.smoke else _GRID)
+    return {"sizes": rows, "curves": curves, "grid": grid, "goals": list(_goals(rows, grid))}
 
 
-def as_markdown(found: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A number that must not be exceeded.
+
+    Attributes:
+        work: What is measured.
+        text: The goal in words; ``{}`` is replaced by the limit.
+        most: The limit.
+        shown: Makes a number readable.
+        value: Finds the number in a row of ``sizes``.
+    """
+
+    work: str
+    text: str
+    most: float
+    shown: Callable[[float], str]
+    value: Callable[[Mapping[str, Any]], float]
+
+    def goal(self, row: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The goal; ``row`` is None where it was not measured."""
+        text = self.text.format(self.shown(self.most))
+        if row is None:
+            return goal(self.work, text, "not measured", None)
+        return goal(self.work, text, self.shown(self.value(row)), self.value(row) <= self.most)
+
+
+def _large_job(ranks: int, shards: str, seconds: float, memory: float) -> Iterator[_Limit]:
+    """The three goals for a very large job."""
+    work = f"{ranks:,} simulated ranks, {shards} shards"
+    yield _Limit(work, "plan in at most {}", seconds, duration, lambda row: row["seconds"])
+    yield _Limit(work, "cached in at most {}", 0.05, duration, lambda row: row["cached"]["seconds"])
+    yield _Limit(work, "memory at most {}", memory * _GIB, _mebibytes, lambda row: row["peak_bytes"])
+
+
+def _mebibytes(nbytes: float) -> str:
+    return f"{nbytes / _MIB:,.0f} MiB"
+
+
+_MANY = "256 simulated ranks x 2,000 tensors"
+_CUT = "one tensor in 1,024 x 1,024 shards"
+_SIZE_LIMITS = {
+    256: [
+        _Limit(_MANY, "plan in at most {}", 0.4, duration, lambda row: row["seconds"]),
+        _Limit(_MANY, "`.metadata` at most {}", 5e6, megabytes, lambda row: row["load"]["metadata_bytes"]),
+        _Limit(
+            _MANY,
+            "a rank is given and plans its load in at most {}",
+            0.4,
+            duration,
+            lambda row: row["load"]["give_seconds"] + row["load"]["plan_seconds"],
+        ),
+    ],
+    4096: list(_large_job(4096, "1M", 1.5, 1)),
+    16384: list(_large_job(16384, "4M", 8, 3)),
+}
+_GRID_LIMITS = [
+    _Limit(_CUT, "overlap with one box in at most {}", 0.3, duration, lambda grid: grid["overlap_seconds"]),
+    _Limit(_CUT, "exact cover in at most {}", 0.3, duration, lambda grid: grid["cover_seconds"]),
+]
+
+
+def _goals(sizes: Sequence[Mapping[str, Any]], grid: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    for ranks, limits in _SIZE_LIMITS.items():
+        row = next((row for row in sizes if row["ranks"] == ranks), None)
+        yield from (limit.goal(row) for limit in limits)
+    yield from (limit.goal(grid) for limit in _GRID_LIMITS)
+
+
+def as_markdown(found: Mapping[str, Any]) -> str:
     """The report."""
-    head = [
-        "ranks",
-        "tensors",
-        "shards",
-        "plan",
-        "cached",
-        "memory",
-        "in",
-        "out",
-        "`.metadata`",
-        "given",
-        "rank's plan",
-    ]
-    rows = [_size_row(row) for row in found["sizes"]]
     grid = found["grid"]
     lines = [
-        "# Planning at scale",
+        *heading("Planning at scale", found),
+        "One thread. Best of three (4M shards: of one).",
         "",
-        f"{about['cpu']}, one thread, Python {about['python']}. Best of three (4M shards: of one).",
-        "",
-        *_table(head, rows),
+        *_size_table(found["sizes"]),
         "",
         "*plan*: the coordinator's time for a first save, from the ranks' encoded messages to their encoded orders; "
         "*cached*: for the next one of the same structure; *in*, *out*: bytes of the messages of all ranks together; "
@@ -246,58 +302,41 @@ def as_markdown(found: Mapping[str, Any], about: Mapping[str, Any]) -> str:
         "*given*: the coordinator's time to look up and encode what a rank of another job wants; *rank's plan*: that "
         "rank's time to decode it and to plan.",
         "",
-        f"One tensor in 1,024 x 1,024 shards: exact cover {grid['cover_seconds'] * 1000:.0f} ms, overlap with a "
-        f"quarter of it ({grid['overlaps']:,} shards) {grid['overlap_seconds'] * 1000:.0f} ms.",
+        f"One tensor in {grid['grid']:,} x {grid['grid']:,} shards: exact cover {duration(grid['cover_seconds'])}, "
+        f"overlap with a quarter of it ({grid['overlaps']:,} shards) {duration(grid['overlap_seconds'])}.",
         "",
     ]
     for name, points in found["curves"].items():
-        rows = [_size_row({**row, "cached": None}) for row in points]
-        lines += [f"## Over the number of {name}", "", *_table(head, rows), ""]
-    return "\n".join(lines)
+        lines += [f"## Over the number of {name}", "", *_size_table(points), ""]
+    return "\n".join([*lines, *goals_section(found["goals"])])
 
 
-def _size_row(row: Mapping[str, Any]) -> list[str]:
-    load, cached = row["load"], row["cached"]
-    return [
-        f"{row['ranks']:,}",
-        f"{row['tensors']:,}",
-        f"{row['shards']:,}",
-        f"{row['seconds']:.3g} s",
-        f"{cached['seconds'] * 1000:.3g} ms" if cached else "",
-        f"{row['peak_bytes'] / 2**20:.0f} MiB",
-        f"{row['bytes_in'] / 1e6:.3g} MB",
-        f"{row['bytes_out'] / 1e6:.3g} MB",
-        f"{load['metadata_bytes'] / 1e6:.3g} MB",
-        f"{load['give_seconds'] * 1000:.3g} ms",
-        f"{load['plan_seconds'] * 1000:.3g} ms",
+def _size_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    counts, sent = ("ranks", "tensors", "shards"), ("in", "out")
+    head = [*counts, "plan", "cached", "memory", *sent, "`.metadata`", "given", "rank's plan"]
+    cells = [
+        [
+            *(f"{row[name]:,}" for name in counts),
+            duration(row["seconds"]),
+            duration(row["cached"]["seconds"]) if "cached" in row else "–",
+            _mebibytes(row["peak_bytes"]),
+            *(f"{row[f'bytes_{name}'] / 1e6:.3g} MB" for name in sent),
+            f"{row['load']['metadata_bytes'] / 1e6:.3g} MB",
+            duration(row["load"]["give_seconds"]),
+            duration(row["load"]["plan_seconds"]),
+        ]
+        for row in rows
     ]
+    return table(head, cells)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(line) + " |" for line in [head, ["---:"] * len(head), *rows]]
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    """Measure and write; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Measure planning at scale.")
-    parser.add_argument("--quick", action="store_true", help="without the largest sizes")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    about = machine.describe(args.out)
-    found = measure(args.quick)
-    _say("")
-    report = as_markdown(found, about)
-    (args.out / "scale.json").write_text(json.dumps({"machine": about, **found}, indent=1) + "\n", encoding="utf-8")
-    (args.out / "scale.md").write_text(report, encoding="utf-8")
-    print(report)
-    return 0
-
+BENCHMARK = Benchmark(
+    name="scale",
+    description="Measure planning at scale.",
+    measure=measure,
+    report=as_markdown,
+    files="scale",
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(BENCHMARK))

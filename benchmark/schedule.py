@@ -6,33 +6,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["JOBS", "PEERS", "PROBES", "Job", "Peer", "Plan"]
+from benchmark.peers import PROBES, Peer
 
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A library under measurement.
-
-    Attributes:
-        name: Its module in :mod:`benchmark.peers`.
-        title: What the table calls it.
-        environment: ``"paddle"`` or ``"torch"``: the virtual environment that has it.
-    """
-
-    name: str
-    title: str
-    environment: str
-
-
-PEERS = (
-    Peer("ours", "paddle_dist_ckpt", "paddle"),
-    Peer("paddle_builtin", "Paddle's own", "paddle"),
-    Peer("torch_dcp", "torch DCP", "torch"),
-    Peer("probe", "probe, cached", "paddle"),
-    Peer("probe_range", "probe, sync_file_range", "paddle"),
-    Peer("probe_direct", "probe, O_DIRECT", "paddle"),
-)
-PROBES = ("probe", "probe_range", "probe_direct")
+__all__ = ["JOBS", "Job", "Plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +53,6 @@ _SLOW = {
     ("torch_dcp", "B", "same"): (2, 1),
     ("torch_dcp", "B", None): (2, 1),
 }
-_FULL, _QUICK = 15, 5
 _IDLE_ROUNDS = 7
 
 
@@ -96,12 +71,6 @@ class Plan:
     rounds: int
     quick: bool
     seed: int
-
-    @staticmethod
-    def of(peers: Sequence[Peer], quick: bool, seed: int, rounds: int | None) -> Plan:
-        """A plan with the usual number of rounds, unless ``rounds`` says another."""
-        usual = _QUICK if quick else _FULL
-        return Plan(peers, usual if rounds is None else rounds, quick, seed)
 
     def rounds_of(self, peer: Peer, job: Job) -> int:
         """How often a peer's job is measured."""

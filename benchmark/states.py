@@ -1,8 +1,9 @@
 """The states that are saved and loaded: which tensors, how they are sharded, and which values they hold.
 
 State A looks like a part of a language model: 6 layers, 0.68 GB; state C has 36 such layers, 4.1 GB. State B is 20,000
-tiny tensors, so that what counts is the work per tensor. Values follow from a tensor's number and an element's place in
-the global tensor, so that every rank can make its part, and check a load, without seeing the rest.
+tiny tensors, so that what counts is the work per tensor. For a smoke test the states are of the same make, but small.
+Values follow from a tensor's number and an element's place in the global tensor, so that every rank can make its part,
+and check a load, without seeing the rest.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ __all__ = ["LAYOUTS", "Array", "TensorSpec", "layout"]
 
 Array = npt.NDArray[Any]
 
-_HIDDEN = 1536
-_SMALL_TENSORS = 20_000
 _MULTIPLIER = np.uint32(2654435761)  # Knuth's multiplicative hash: neighbours get unrelated values
 _EXACT = np.uint32((1 << 24) - 1)  # integers up to here are exact in float32
 
@@ -62,20 +61,26 @@ class TensorSpec:
         return local
 
 
-def layout(state: str, name: str) -> list[TensorSpec]:
-    """The tensors of a state as they are sharded in one of its :data:`LAYOUTS`.
+def layout(state: str, name: str, smoke: bool = False) -> list[TensorSpec]:
+    """The tensors of a state as they are sharded in one of its layouts.
 
     ``same`` is how the state is saved; ``swapped`` has Shard(0) and Shard(1) exchanged; ``layer`` is the first layer
-    alone, as it is saved.
+    alone, as it is saved; in ``replicated`` every rank has all.
+
+    Args:
+        state: ``"A"``, ``"B"`` or ``"C"``.
+        name: The layout.
+        smoke: Whether a tiny state of the same make will do.
     """
-    specs = list(_STATES[state]())
+    specs = list((_SMOKE_STATES if smoke else _STATES)[state]())
     if name == "swapped":
         return [spec.swapped() for spec in specs]
+    if name == "replicated":
+        return [dataclasses.replace(spec, shard_dim=None) for spec in specs]
     return [spec for spec in specs if spec.name.startswith("layers.0.")] if name == "layer" else specs
 
 
-def _large(layers: int) -> Iterator[TensorSpec]:
-    h = _HIDDEN
+def _layers(layers: int, h: int) -> Iterator[TensorSpec]:
     tensors: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
         ("qkv", (h, 3 * h), 1),
         ("out", (h, h), 0),
@@ -88,8 +93,9 @@ def _large(layers: int) -> Iterator[TensorSpec]:
             yield TensorSpec(f"layers.{i}.{name}", i * len(tensors) + j, shape, shard_dim)
 
 
-def _small() -> Iterator[TensorSpec]:
-    return (TensorSpec(f"tensors.{i:05}", i, (8, 8), 0) for i in range(_SMALL_TENSORS))
+def _small(tensors: int) -> Iterator[TensorSpec]:
+    return (TensorSpec(f"tensors.{i:05}", i, (8, 8), 0) for i in range(tensors))
 
 
-_STATES = {"A": lambda: _large(6), "B": _small, "C": lambda: _large(36)}
+_STATES = {"A": lambda: _layers(6, 1536), "B": lambda: _small(20_000), "C": lambda: _layers(36, 1536)}
+_SMOKE_STATES = {"A": lambda: _layers(2, 32), "B": lambda: _small(20), "C": lambda: _layers(3, 32)}

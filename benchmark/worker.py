@@ -6,26 +6,28 @@ Commands and answers are lines of JSON on a socket. Between commands the process
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
+import importlib
 import json
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmark.peers import peer_named
+from benchmark.memory import give_back_memory, reset_peak_memory, used_memory
+from benchmark.peers import PEERS
+from benchmark.peers.base import Checkpointer
 from benchmark.states import TensorSpec, layout
+from benchmark.training import Training
 
-WORLD_SIZE = 2
-_STATUS = Path("/proc/self/status")
+__all__ = ["Worker"]
+
 _KNOWN_BYTES = 50_000_000
-_RESET_PEAK = "5"  # for /proc/self/clear_refs
 
 
 class Worker:
@@ -34,15 +36,21 @@ class Worker:
     Args:
         peer: Name of the peer.
         rank: This process's rank.
-        barrier: Connected to the other rank.
+        world_size: How many ranks there are.
+        others: Connected to the other ranks.
+        smoke: Whether all states are tiny.
     """
 
-    def __init__(self, peer: str, rank: int, barrier: socket.socket) -> None:
-        self._rank, self._barrier = rank, barrier
-        self._peer = peer_named(peer)
-        self._peer.setup(rank, WORLD_SIZE)
+    def __init__(self, peer: str, rank: int, world_size: int, others: Sequence[socket.socket], smoke: bool) -> None:
+        self._rank, self._world_size, self._others, self._smoke = rank, world_size, others, smoke
+        module, _, name = PEERS[peer].implementation.partition(":")
+        self._peer: Checkpointer = getattr(importlib.import_module(f"benchmark.peers.{module}"), name)()
+        self._peer.setup(rank, world_size)
         self._states: dict[str, Any] = {}
         self._specs: dict[str, list[TensorSpec]] = {}
+        self._training: Training
+        if smoke:
+            gc.freeze()  # or each of the many collections would look at all of Paddle
 
     def versions(self) -> dict[str, str]:
         """Versions of what is measured."""
@@ -52,22 +60,19 @@ class Worker:
         """Make a state in several layouts, or anew."""
         for name in layouts:
             self._states.pop(name, None)
-            self._specs[name] = layout(state, name)
-            self._states[name] = self._peer.build(self._specs[name], self._rank, WORLD_SIZE)
+            self._specs[name] = layout(state, name, self._smoke)
+            self._states[name] = self._peer.build(self._specs[name], self._rank, self._world_size)
+
+    def derive(self, layout: str, work: str) -> None:
+        """Make a state of another, by the peer's method ``work``; it is called ``work``, too."""
+        self._specs[work] = self._specs[layout]
+        self._states[work] = getattr(self._peer, work)(self._states[layout])
 
     def drop(self) -> None:
         """Forget all states."""
         self._states.clear()
         gc.collect()
-        _give_back_memory()
-
-    def save(self, path: str, memory: bool) -> dict[str, Any]:
-        """Save what ``build`` made."""
-        return self._measure(lambda: self._peer.save(self._states["same"], Path(path)), memory)
-
-    def load(self, path: str, layout: str, memory: bool) -> dict[str, Any]:
-        """Load into one of the layouts."""
-        return self._measure(lambda: self._peer.load(self._states[layout], Path(path)), memory)
+        give_back_memory()
 
     def zero(self, layout: str) -> None:
         """Forget a layout's values, so that a load has to bring them back."""
@@ -81,76 +86,108 @@ class Worker:
         """
         arrays = self._peer.local_arrays(self._states[layout])
         for spec in self._specs[layout]:
-            if not np.array_equal(arrays[spec.name], spec.local_part(self._rank, WORLD_SIZE)):
+            if not np.array_equal(arrays[spec.name], spec.local_part(self._rank, self._world_size)):
                 raise ValueError(f"{spec.name} came back different")
 
+    def measure(
+        self, work: str, path: str, layout: str = "same", memory: bool = False, **options: Any
+    ) -> dict[str, float]:
+        """Do something once, when all ranks are there.
+
+        Args:
+            work: The peer's method.
+            path: The folder that it is given.
+            layout: Whose state it is given.
+            memory: Whether to measure memory rather than time.
+            options: For the peer's :meth:`Checkpointer.begin`.
+
+        Returns:
+            ``seconds`` and ``cpu``, those of this process on its cores; or ``peak``, the most bytes at any moment
+            beyond what there was before, and ``kept``, those that stayed; and what the peer says.
+        """
+        state = self._states[layout]
+        gc.collect()
+        self._peer.begin(memory, **options)
+        before: Mapping[str, int] = reset_peak_memory() if memory else {}
+        self._meet()
+        start, cpu = time.perf_counter(), time.process_time()
+        outcome = getattr(self._peer, work)(state, Path(path))
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        found = {"seconds": seconds, "cpu": cpu}
+        if memory:
+            peak = used_memory()["VmHWM"]  # counts mapped files too, but nobody maps any in a save or load
+            give_back_memory()
+            found = {"peak": peak - before["VmRSS"], "kept": used_memory()["RssAnon"] - before["RssAnon"]}
+        found.update(self._peer.end())
+        if isinstance(outcome, Mapping):
+            found.update(outcome)
+        elif outcome is not None:
+            outcome.result()
+        return found
+
     def check_memory_probe(self) -> None:
-        """Allocate a known amount in what is measured, and see whether it is found.
+        """Allocate a known amount, and see whether it is found.
 
         Raises:
             ValueError: it is not.
         """
-        found = self._measure(lambda: np.ones(_KNOWN_BYTES, np.uint8).sum(), True)
-        if not _KNOWN_BYTES * 0.95 < found["peak"] < _KNOWN_BYTES * 1.3:  # the kernel counts in batches of pages
-            raise ValueError(f"{_KNOWN_BYTES} bytes were allocated, and {found} was measured")
+        before = reset_peak_memory()["VmRSS"]
+        np.ones(_KNOWN_BYTES, np.uint8).sum()
+        found = used_memory()["VmHWM"] - before
+        if not _KNOWN_BYTES * 0.95 < found < _KNOWN_BYTES * 1.3:  # the kernel counts in batches of pages
+            raise ValueError(f"{_KNOWN_BYTES} bytes were allocated, and {found} were measured")
 
-    def _measure(self, work: Callable[[], Any], memory: bool) -> dict[str, Any]:
-        gc.collect()
-        before: Mapping[str, int] = {}
-        if memory:
-            before = reset_peak_memory()
+    def save_first(self, path: str) -> float:
+        """Save in the background, and have the state's values gone as soon as the call returns; the call's seconds."""
         self._meet()
         start = time.perf_counter()
-        plan = work()
+        pending = self._peer.start_save(self._states["same"], Path(path))
         seconds = time.perf_counter() - start
-        if not memory:
-            return {"seconds": seconds, "plan": plan}
-        peak = used_memory()["VmHWM"]  # counts mapped files too, but nobody maps any in a save or load
-        _give_back_memory()
-        return {"peak": peak - before["VmRSS"], "kept": used_memory()["RssAnon"] - before["RssAnon"]}
+        self.zero("same")
+        pending.result()
+        return seconds
+
+    def prepare_training(self, steps: int) -> None:
+        """Make what is trained and the memory that is copied to, and use both."""
+        self._training = Training(self._peer, self._states["same"])
+        self._training.warm_up(steps)
+
+    def train_and_save(self, **options: Any) -> dict[str, float]:
+        """See :meth:`.training.Training.turn`."""
+        gc.collect()
+        return self._training.turn(self._meet, **options)
 
     def _meet(self) -> None:
-        """Wait for the other rank, by the same means for every peer."""
-        self._barrier.sendall(b"x")
-        if not self._barrier.recv(1):
-            raise ConnectionError("the other rank has died")
+        """Wait for the other ranks, by the same means for every peer."""
+        for other in self._others:
+            other.sendall(b"x")
+        for other in self._others:
+            if not other.recv(1):
+                raise ConnectionError("another rank has died")
 
 
-def reset_peak_memory() -> dict[str, int]:
-    """Begin to watch for the highest use of memory; returns the use now."""
-    _give_back_memory()
-    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-    return used_memory()
-
-
-def used_memory() -> dict[str, int]:
-    """This process's memory in bytes, as the kernel names it."""
-    lines = [line.split() for line in _STATUS.read_text().splitlines()]
-    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
-
-
-def _give_back_memory() -> None:
-    """Let the allocator return what is free: memory that it kept would hide what the next call needs."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def serve(kind: type[Worker]) -> None:
-    """Do commands until told to quit, or until the runner is gone."""
+def main() -> None:
+    """Do commands until the driver is gone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--peer", required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket for commands")
-    parser.add_argument("--barrier", type=int, required=True, help="file descriptor of the socket to the other rank")
+    parser.add_argument("--others", type=int, nargs="+", help="file descriptors of the sockets to the other ranks")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--own-core", action="store_true")
     args = parser.parse_args()
+    if args.own_core:  # as launchers give them: otherwise the kernel moves ranks to and fro, which blurs all times
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[args.rank :: args.world_size] or cores)
+    others = [socket.socket(fileno=number) for number in args.others]
     lines = socket.socket(fileno=args.control).makefile("rw", encoding="utf-8")
     worker: Worker | None = None
     for line in lines:
         command = json.loads(line)
         try:
             if command["do"] == "start":
-                worker, answer = kind(args.peer, args.rank, socket.socket(fileno=args.barrier)), None
+                worker, answer = Worker(args.peer, args.rank, args.world_size, others, args.smoke), None
             else:
                 answer = getattr(worker, command.pop("do"))(**command)
             reply = {"answer": answer}
@@ -162,4 +199,4 @@ def serve(kind: type[Worker]) -> None:
 
 
 if __name__ == "__main__":
-    serve(Worker)
+    main()

@@ -1,72 +1,54 @@
-"""The libraries that are compared, one module each, with the functions of :class:`Peer`."""
+"""The libraries that are compared, in one table; each is a :class:`benchmark.peers.base.Checkpointer`."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
 
-from benchmark.states import Array, TensorSpec
-
-__all__ = ["TRAINING_BATCH", "TRAINING_WIDTH", "AsyncPeer", "Peer", "Pending", "peer_named"]
-
-TRAINING_WIDTH, TRAINING_BATCH = 768, 128
-"""Of the three layers that are trained while a save goes on: 7 MB of weights, about 15 ms a step."""
+__all__ = ["PEERS", "PROBES", "Peer", "peers_named"]
 
 
-class Peer(Protocol):
-    """What a peer's module offers. Its functions are called on both ranks alike."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A library under measurement, as it is used.
 
-    def setup(self, rank: int, world_size: int) -> None:
-        """Join the ranks; called once, before everything else."""
+    Attributes:
+        name: What results call it.
+        title: What tables call it.
+        environment: ``"paddle"`` or ``"torch"``: the virtual environment that has it.
+        implementation: Module in this package and class, with a colon between.
+    """
 
-    def versions(self) -> dict[str, str]:
-        """The versions of what is measured."""
-
-    def build(self, specs: Sequence[TensorSpec], rank: int, world_size: int) -> Any:
-        """Make this rank's part of a state."""
-
-    def local_arrays(self, state: Any) -> dict[str, Array]:
-        """What this rank holds, by name; views if possible."""
-
-    def zero(self, state: Any) -> None:
-        """Set all of it to zero."""
-
-    def save(self, state: Any, path: Path) -> float | None:
-        """Save into a folder that does not exist yet.
-
-        Returns:
-            The seconds after which it was known what to write, if the library tells.
-        """
-
-    def load(self, state: Any, path: Path) -> float | None:
-        """Fill the state from a folder; returns as :meth:`save` does."""
+    name: str
+    title: str
+    environment: str
+    implementation: str
 
 
-class Pending(Protocol):
-    """A save that goes on in the background."""
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("ours", "paddle_dist_ckpt", "paddle", "on_paddle:Ours"),
+        Peer("paddle_builtin", "Paddle's own", "paddle", "on_paddle:PaddleBuiltin"),
+        Peer("torch_dcp", "torch DCP", "torch", "on_torch:TorchDcp"),
+        Peer("probe", "probe, cached", "paddle", "probes:Probe"),
+        Peer("probe_range", "probe, sync_file_range", "paddle", "probes:RangeProbe"),
+        Peer("probe_direct", "probe, O_DIRECT", "paddle", "probes:DirectProbe"),
+        Peer("ours_async", "paddle_dist_ckpt", "paddle", "on_paddle:OursInBackground"),
+        Peer("torch_dcp_async", "torch DCP, by a thread", "torch", "on_torch:AsyncTorchDcp"),
+        Peer(
+            "torch_dcp_async_cached",
+            "torch DCP, by a thread, staging memory kept",
+            "torch",
+            "on_torch:CachedAsyncTorchDcp",
+        ),
+        Peer("torch_dcp_async_process", "torch DCP, by a process", "torch", "on_torch:ProcessAsyncTorchDcp"),
+        Peer("ours_device", "paddle_dist_ckpt", "paddle", "on_device:OursOnDevice"),
+        Peer("ours_exchange", "paddle_dist_ckpt", "paddle", "on_paddle:OursOnHosts"),
+    )
+}
+PROBES = ("probe", "probe_range", "probe_direct")
 
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
 
-    def result(self) -> Any:
-        """Wait until it has ended; raises what went wrong."""
-
-
-class AsyncPeer(Peer, Protocol):
-    """What a peer's module offers if it saves in the background too."""
-
-    def start_save(self, state: Any, path: Path) -> Pending:
-        """Begin to save into a folder that does not exist yet; the state may change once this returns."""
-
-    def copier(self, state: Any) -> Callable[[], None]:
-        """Makes what copies all of this rank's part into memory that it already has: what a snapshot needs at least."""
-
-    def trainer(self) -> Callable[[bool], bool]:
-        """Makes what does one step of a training and tells whether its argument was true on all ranks."""
-
-
-def peer_named(name: str) -> Peer:
-    """A peer's module."""
-    return cast(Peer, importlib.import_module(f"benchmark.peers.{name}"))
+def peers_named(*names: str) -> tuple[Peer, ...]:
+    """These peers, in this order."""
+    return tuple(PEERS[name] for name in names)

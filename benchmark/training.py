@@ -1,24 +1,20 @@
-"""One rank of one peer that saves while it trains. See :mod:`.worker`."""
+"""A training in whose course a rank saves."""
 
 from __future__ import annotations
 
-import gc
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any
 
-from benchmark.peers import AsyncPeer, Pending
-from benchmark.worker import WORLD_SIZE, Worker, serve
+from benchmark.peers.base import Checkpointer
 
-_WARM_UP_STEPS = 30
-_STEPS_BETWEEN = 10  # so that a save, like a copy, finds the caches as a step leaves them
-_STEPS_AFTER = 20  # by which what a save leaves behind would show
+__all__ = ["Training"]
+
 _START_SECONDS = 0.3
 _SPIN = """
 import os, sys
@@ -28,46 +24,35 @@ while os.getppid() == int(sys.argv[1]):
 """
 
 
-class AsyncWorker(Worker):
-    """Does the commands, each a method with the command's name; ``build`` and :meth:`prepare` come first.
+class Training:
+    """What a rank trains, and the memory that it copies to.
 
     Args:
-        peer: Name of the peer.
-        rank: This process's rank.
-        barrier: Connected to the other rank.
+        peer: What trains, copies and saves.
+        state: What is saved.
     """
 
-    def __init__(self, peer: str, rank: int, barrier: socket.socket) -> None:
-        # Cores of its own, as launchers give them: otherwise the kernel moves both to and fro, which blurs all times.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::WORLD_SIZE])
-        super().__init__(peer, rank, barrier)
-        self._async_peer = cast(AsyncPeer, self._peer)
-        self._step: Callable[[bool], bool]
-        self._copy: Callable[[], None]
+    def __init__(self, peer: Checkpointer, state: Any) -> None:
+        self._peer, self._state = peer, state
+        self._step = peer.trainer()
+        self._copy = peer.copier(state)
 
-    def prepare(self) -> None:
-        """Make what is trained and the memory that is copied to, and use both."""
-        self._step = self._async_peer.trainer()
-        self._copy = self._async_peer.copier(self._states["same"])
-        self._train(_WARM_UP_STEPS)
+    def warm_up(self, steps: int) -> None:
+        """Train and copy."""
+        self._train(steps)
         self._copy()
 
-    def save_first(self, path: str) -> float:
-        """Save for the first time, and have the state's values gone as soon as the call returns; its seconds."""
-        self._meet()
-        start = time.perf_counter()
-        pending = self._start_save(path)
-        seconds = time.perf_counter() - start
-        self.zero("same")
-        pending.result()
-        return seconds
-
-    def train_and_save(self, path: str, steps: int) -> dict[str, float]:
+    def turn(
+        self, meet: Callable[[], None], path: str, steps: int, steps_between: int, steps_after: int
+    ) -> dict[str, float]:
         """Train, copy the state, train and save, train.
 
         Args:
+            meet: Waits for the other ranks.
             path: The folder.
             steps: How many are done before and after.
+            steps_between: How many are done after the copy.
+            steps_after: How many still count as the save's when it has ended.
 
         Returns:
             In seconds: ``baseline``, of those steps, all of them; ``copy``; ``stall``, until the call returned;
@@ -75,22 +60,21 @@ class AsyncWorker(Worker):
             return until all ranks' saves had ended; ``total``, of the call and all steps until well after that. And the
             counts ``baseline_steps``, ``during_steps``, ``total_steps``.
         """
-        gc.collect()
         with _awake():
-            self._meet()
+            meet()
             before = self._train(steps)
             copy = _timed(self._copy)
-            self._train(_STEPS_BETWEEN)
-            found = self._save(path)
+            self._train(steps_between)
+            found = self._save(path, steps_after)
             after = self._train(steps)
         return {"baseline": before + after, "baseline_steps": 2 * steps, "copy": copy, **found}
 
     def _train(self, steps: int) -> float:
         return _timed(lambda: [self._step(True) for _ in range(steps)])
 
-    def _save(self, path: str) -> dict[str, float]:
+    def _save(self, path: str, steps_after: int) -> dict[str, float]:
         start = time.perf_counter()
-        pending = self._start_save(path)
+        pending = self._peer.start_save(self._state, Path(path))
         returned = time.perf_counter()
         ended, steps, ended_everywhere = 0.0, 0, False
         while not ended_everywhere:
@@ -100,18 +84,15 @@ class AsyncWorker(Worker):
             steps += 1
         until = time.perf_counter()
         pending.result()
-        self._train(_STEPS_AFTER)
+        self._train(steps_after)
         return {
             "stall": returned - start,
             "background": ended - returned,
             "during": until - returned,
             "during_steps": steps,
             "total": time.perf_counter() - start,
-            "total_steps": steps + _STEPS_AFTER,
+            "total_steps": steps + steps_after,
         }
-
-    def _start_save(self, path: str) -> Pending:
-        return self._async_peer.start_save(self._states["same"], Path(path))
 
 
 @contextmanager
@@ -134,7 +115,3 @@ def _timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    serve(AsyncWorker)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.worker import WORLD_SIZE
+from benchmark.peers import Peer
 
-__all__ = ["ROOT", "BenchmarkError", "Ranks", "environments", "started"]
+__all__ = ["BenchmarkError", "RankOptions", "Ranks", "started"]
 
-ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parent.parent
 _ANSWER_SECONDS = 900.0
 _EXIT_SECONDS = 10.0
 _LOG_LINES = 20
-_WORKER = "benchmark.worker"
 
 
 class BenchmarkError(Exception):
@@ -29,42 +30,51 @@ class BenchmarkError(Exception):
 
 
 class Ranks:
-    """The processes of one peer.
+    """The processes of one peer, started; :meth:`start` makes them ready.
 
     Args:
-        peer: Its name.
+        peer: The peer.
         python: The interpreter of the environment that the peer is installed in.
         logs: Folder for what the processes print.
-        module: What the processes run: one that calls :func:`benchmark.worker.serve`.
+        options: How they run.
     """
 
-    def __init__(self, peer: str, python: Path, logs: Path, module: str = _WORKER) -> None:
-        self.peer = peer
-        self._logs = [logs / f"{peer}-{rank}.log" for rank in range(WORLD_SIZE)]
+    def __init__(self, peer: Peer, python: Path, logs: Path, options: RankOptions) -> None:
+        self.peer, self._options = peer, options
+        size = options.world_size
+        self._logs = [logs / f"{peer.name}-{rank}.log" for rank in range(size)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
-        barriers = socket.socketpair()
-        for rank, (barrier, environment, log) in enumerate(
-            zip(barriers, environments(WORLD_SIZE), self._logs, strict=True)
-        ):
+        others: list[list[socket.socket]] = [[] for _ in range(size)]
+        for one, other in itertools.combinations(range(size), 2):
+            for rank, end in zip((one, other), socket.socketpair(), strict=True):
+                others[rank].append(end)
+        for rank, environment in enumerate(_environments(size)):
             mine, theirs = socket.socketpair()
-            arguments = {"peer": peer, "rank": rank, "control": theirs.fileno(), "barrier": barrier.fileno()}
-            options = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [str(python), "-m", module, *options],
-                    cwd=ROOT,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(), barrier.fileno()),
-                )
-            theirs.close()
-            barrier.close()
-            self._processes.append(process)
+            ends = [theirs, *others[rank]]
+            self._processes.append(self._launch(rank, python, environment, [end.fileno() for end in ends]))
+            for end in ends:
+                end.close()
             self._sockets.append(mine)
         self._lines = [s.makefile("rw", encoding="utf-8") for s in self._sockets]
+
+    def _launch(
+        self, rank: int, python: Path, environment: Mapping[str, str], numbers: list[int]
+    ) -> subprocess.Popen[bytes]:
+        control, *others = map(str, numbers)
+        words = ["--peer", self.peer.name, "--rank", str(rank), "--world-size", str(self._options.world_size)]
+        words += ["--control", control, "--others", *others]
+        words += ["--smoke"] * self._options.smoke + ["--own-core"] * self._options.own_core
+        with self._logs[rank].open("wb") as output:
+            return subprocess.Popen(
+                [str(python), "-m", "benchmark.worker", *words],
+                cwd=_ROOT,
+                env={**environment, **self._options.environment(rank, self._options.world_size)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=numbers,
+            )
 
     def do(self, command: str, **arguments: Any) -> list[Any]:
         """Have all ranks do something at once.
@@ -75,13 +85,20 @@ class Ranks:
         Raises:
             BenchmarkError: it failed on a rank, or a rank died.
         """
+        self._ask(command, arguments)
+        return self._answers(command)
+
+    def _ask(self, command: str, arguments: Mapping[str, Any]) -> None:
         for lines in self._lines:
             lines.write(json.dumps({"do": command, **arguments}) + "\n")
             lines.flush()
+
+    def _answers(self, command: str) -> list[Any]:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while len(answers) < WORLD_SIZE:  # whoever answers first is heard first: it may say why the other never will
-            waiting = [rank for rank in range(WORLD_SIZE) if rank not in answers]
+        size = self._options.world_size
+        while len(answers) < size:  # whoever answers first is heard first: it may say why another never will
+            waiting = [rank for rank in range(size) if rank not in answers]
             ready, _, _ = select.select(
                 [self._sockets[r] for r in waiting], [], [], max(0, deadline - time.monotonic())
             )
@@ -89,7 +106,7 @@ class Ranks:
                 raise self._failure(waiting[0], f"no answer to {command} for {_ANSWER_SECONDS:.0f} s")
             rank = self._sockets.index(ready[0])
             answers[rank] = self._answer(rank, command)
-        return [answers[rank] for rank in range(WORLD_SIZE)]
+        return [answers[rank] for rank in range(size)]
 
     def _answer(self, rank: int, command: str) -> Any:
         line = self._lines[rank].readline()
@@ -102,7 +119,7 @@ class Ranks:
 
     def _failure(self, rank: int, what: str) -> BenchmarkError:
         tail = self._logs[rank].read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        return BenchmarkError("\n".join([f"{self.peer}, rank {rank}: {what}", *tail]))
+        return BenchmarkError("\n".join([f"{self.peer.name}, rank {rank}: {what}", *tail]))
 
     def stop(self) -> None:
         """End the processes: they exit when their socket is closed."""
@@ -118,26 +135,50 @@ class Ranks:
 
 
 @contextmanager
-def started(pythons: dict[str, Path], logs: Path, module: str = _WORKER) -> Iterator[list[Ranks]]:
-    """The ranks of all peers, started; they end with the block.
+def started(pythons: Sequence[tuple[Peer, Path]], logs: Path, options: RankOptions) -> Iterator[list[Ranks]]:
+    """The ranks of all peers, ready; they end with the block.
 
     Args:
-        pythons: For each peer, the interpreter of its environment.
+        pythons: The peers, each with the interpreter of its environment.
         logs: Folder for what the processes print.
-        module: See :class:`Ranks`.
+        options: How they run.
     """
-    peers: list[Ranks] = []
+    all_ranks: list[Ranks] = []
     try:
-        for peer, python in pythons.items():
-            peers.append(Ranks(peer, python, logs, module))
-            peers[-1].do("start")
-        yield peers
+        for peer, python in pythons:
+            all_ranks.append(Ranks(peer, python, logs, options))
+        for ranks in all_ranks:
+            ranks._ask("start", {})
+        for ranks in all_ranks:
+            ranks._answers("start")
+        yield all_ranks
     finally:
-        for ranks in peers:
+        for ranks in all_ranks:
             ranks.stop()
 
 
-def environments(world_size: int) -> list[dict[str, str]]:
+def _no_environment(rank: int, world_size: int) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """How the ranks of a peer run.
+
+    Attributes:
+        world_size: How many there are.
+        smoke: Whether they take tiny states.
+        own_core: Whether each is bound to cores of its own.
+        environment: Makes environment variables of a rank and the number of ranks.
+    """
+
+    world_size: int = 2
+    smoke: bool = False
+    own_core: bool = False
+    environment: Callable[[int, int], Mapping[str, str]] = _no_environment
+
+
+def _environments(world_size: int) -> list[dict[str, str]]:
     """What Paddle's and torch's launchers would set, and each rank's part of the cores."""
     master, *ports = _free_ports(world_size + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports]

@@ -1,0 +1,147 @@
+"""The command line of every benchmark: settings in, a table and files with all samples out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmark import machine
+from benchmark.peers import PEERS, Peer
+from benchmark.ranks import BenchmarkError
+from benchmark.session import Session, say
+
+__all__ = ["RESULTS", "Benchmark", "main"]
+
+_HERE = Path(__file__).resolve().parent
+RESULTS = _HERE / "results"
+"""Where results go, unless told otherwise."""
+Found = dict[str, Any]
+
+
+def _always() -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A benchmark.
+
+    Attributes:
+        name: Its module in this package.
+        description: What it does, in a sentence.
+        measure: Measures all, ``goals`` among it.
+        report: Makes the report of that and of what :func:`main` adds.
+        files: How the files are called that it writes.
+        rounds: How often it measures, in full and in quick runs; None if that cannot be chosen.
+        peers: Who can take part.
+        states: Which states can be measured; none if that cannot be chosen.
+        scratch_gb: How large the checkpoints get; 0 if that is nothing to speak of.
+        unavailable: Says why nothing can be measured here, or None.
+    """
+
+    name: str
+    description: str
+    measure: Callable[[Session], Found]
+    report: Callable[[Mapping[str, Any]], str]
+    files: str
+    rounds: tuple[int, int] | None = None
+    peers: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    scratch_gb: int = 0
+    unavailable: Callable[[], str | None] = _always
+
+
+def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
+    """Measure, write and print; returns the exit code."""
+    args = _parser(benchmark).parse_args(arguments)
+    reason = benchmark.unavailable()
+    if reason is not None:
+        print(f"Nothing was measured: {reason}.", file=sys.stderr)
+        return 0
+    with ExitStack() as stack:
+        if args.out is None:
+            args.out = Path(stack.enter_context(tempfile.TemporaryDirectory())) if args.smoke else RESULTS
+        args.out.mkdir(parents=True, exist_ok=True)
+        home = getattr(args, "scratch", None) or args.out
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{benchmark.name}-", dir=home)))
+        about = machine.describe(scratch)
+        session = _session(benchmark, args, scratch)
+        settings: Found = {"quick": args.quick, "smoke": args.smoke}
+        if benchmark.rounds is not None:
+            cores = sorted(os.sched_getaffinity(0))[: args.cores]
+            os.sched_setaffinity(0, cores)  # the ranks inherit it
+            settings |= {"cores": len(cores), "rounds": session.rounds, "seed": session.seed}
+        if benchmark.states:
+            settings["states"] = session.states
+        try:
+            found = benchmark.measure(session)
+        except BenchmarkError as error:
+            print(f"\n{error}", file=sys.stderr)
+            return 1
+        say("")
+        command = " ".join(
+            [f"python -m benchmark.{benchmark.name}", *(sys.argv[1:] if arguments is None else arguments)]
+        )
+        load = round(os.getloadavg()[0], 2)
+        found = {"machine": about, "load_after": load, "command": command, "settings": settings, **found}
+        if args.smoke:
+            found["goals"] = [{**goal, "met": None} for goal in found["goals"]]
+        report = benchmark.report(found)
+        (args.out / f"{benchmark.files}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (args.out / f"{benchmark.files}.md").write_text(report, encoding="utf-8")
+    print(report)
+    return 0
+
+
+def _session(benchmark: Benchmark, args: argparse.Namespace, scratch: Path) -> Session:
+    if benchmark.rounds is None:
+        return Session(scratch, quick=args.quick, smoke=args.smoke)
+    full, quick = benchmark.rounds
+    rounds = args.rounds or (1 if args.smoke else quick if args.quick else full)
+    chosen = getattr(args, "peers", benchmark.peers)
+    pythons = [(peer, _python(peer, args)) for name, peer in PEERS.items() if name in chosen]
+    if args.smoke:
+        pythons = [(peer, python) for peer, python in pythons if python.exists() and _can_run(peer, scratch)]
+    return Session(scratch, pythons, rounds, args.seed, args.quick, args.smoke, getattr(args, "states", ()))
+
+
+def _python(peer: Peer, args: argparse.Namespace) -> Path:
+    return args.torch_python if peer.environment == "torch" else Path(sys.executable)
+
+
+def _can_run(peer: Peer, scratch: Path) -> bool:
+    """Whether a smoke test with a peer can end well: not every kernel has O_DIRECT on every file system."""
+    return peer.name != "probe_direct" or machine.filesystem(scratch) != "tmpfs"
+
+
+def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmark.{benchmark.name}",
+        description=benchmark.description,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer rounds, and without the slowest works")
+    add("--smoke", action="store_true", help="see that all works, with tiny states and one round")
+    add("--out", type=Path, help="folder for the results; default: benchmark/results, with --smoke none")
+    if benchmark.rounds is not None:
+        full, quick = benchmark.rounds
+        add("--rounds", type=int, help=f"how often what is not slow is measured; default: {full}, with --quick {quick}")
+        add("--seed", type=int, default=0, help="of the order within the rounds; default: 0")
+        add("--cores", type=int, default=2, help="how many cores all processes may use together; default: 2")
+        size = f"existing folder for checkpoints, {benchmark.scratch_gb} GB; default: that of --out"
+        add("--scratch", type=Path, help=size)
+    if benchmark.states:
+        add("--states", nargs="+", choices=benchmark.states, default=list(benchmark.states))
+    if len(benchmark.peers) > 1:
+        add("--peers", nargs="+", choices=benchmark.peers, default=list(benchmark.peers))
+        default = _HERE / ".venv" / "bin" / "python"
+        add("--torch-python", type=Path, default=default, help="Python of an environment with torch and numpy")
+    return parser

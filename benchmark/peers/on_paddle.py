@@ -1,0 +1,183 @@
+"""States of Paddle's tensors, and what saves them: this library, and what Paddle itself has."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+import paddle_dist_ckpt
+from benchmark.peers.base import (
+    TRAINING_BATCH,
+    TRAINING_FLAGS,
+    TRAINING_WIDTH,
+    Checkpointer,
+    Numbers,
+    Pending,
+    huge_pages,
+    training,
+)
+from benchmark.states import Array, TensorSpec
+
+__all__ = ["Ours", "OursInBackground", "OursOnHosts", "PaddleBuiltin"]
+
+State = dict[str, Any]
+_BROADCAST_BYTES = 64 << 20
+
+
+class _PaddleStates(Checkpointer):
+    """DistTensors on the CPU; the ranks are joined over gloo."""
+
+    device = "cpu"
+
+    def setup(self, rank: int, world_size: int) -> None:
+        """See :class:`Checkpointer`."""
+        paddle.set_device(self.device)
+        dist.init_parallel_env()
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+
+    def versions(self) -> dict[str, str]:
+        """Of Paddle."""
+        return {"paddle": paddle.__version__}
+
+    def build(self, specs: Sequence[TensorSpec], rank: int, world_size: int) -> State:
+        """DistTensors on a mesh of all ranks."""
+        mesh = dist.ProcessMesh(list(range(world_size)), dim_names=["x"])
+        state = {}
+        for spec in specs:
+            placement = dist.Replicate() if spec.shard_dim is None else dist.Shard(spec.shard_dim)
+            local = self.local_tensor(spec.local_part(rank, world_size))
+            state[spec.name] = dtensor_from_local(local, mesh, [placement])
+        return state
+
+    def local_tensor(self, array: Array) -> paddle.Tensor:
+        """A rank's part as a tensor where it belongs."""
+        return paddle.to_tensor(array)
+
+    def local_arrays(self, state: State) -> dict[str, Array]:
+        """Copies of this rank's parts."""
+        return {name: np.asarray(tensor._local_value().numpy()) for name, tensor in state.items()}
+
+    def zero(self, state: State) -> None:
+        """See :class:`Checkpointer`."""
+        for tensor in state.values():
+            tensor._local_value().zero_()
+
+
+class Ours(_PaddleStates):
+    """This library, with its default options: a checksum for every block, and fsync."""
+
+    def versions(self) -> dict[str, str]:
+        """Of the library and of Paddle."""
+        return {"paddle_dist_ckpt": paddle_dist_ckpt.__version__, **super().versions()}
+
+    def save(self, state: State, path: Path) -> Numbers:
+        """See :class:`Checkpointer`."""
+        return {"plan": paddle_dist_ckpt.save_state_dict(state, path).seconds["plan"]}
+
+    def load(self, state: State, path: Path) -> Numbers:
+        """See :class:`Checkpointer`."""
+        return {"plan": paddle_dist_ckpt.load_state_dict(state, path).seconds["plan"]}
+
+    def start_save(self, state: State, path: Path) -> Pending:
+        """See :class:`Checkpointer`."""
+        return paddle_dist_ckpt.save_state_dict(state, path, async_save=True)
+
+
+class OursInBackground(Ours):
+    """This library beside a training."""
+
+    def setup(self, rank: int, world_size: int) -> None:
+        """See :class:`Checkpointer`."""
+        # Paddle's MKL takes its slow path on AMD, up to eight times as slow as torch's, unless told not to.
+        os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
+        super().setup(rank, world_size)
+
+    def copier(self, state: State) -> Callable[[], None]:
+        """By address, into huge pages."""
+        tensors = [tensor._local_value() for tensor in state.values()]
+        parts = [(tensor.data_ptr(), tensor.numel().item() * tensor.element_size()) for tensor in tensors]
+        buffer = huge_pages(sum(nbytes for _, nbytes in parts))
+
+        def copy() -> None:
+            target = buffer.ctypes.data
+            for source, nbytes in parts:
+                ctypes.memmove(target, source, nbytes)
+                target += nbytes
+
+        return copy
+
+    def trainer(self) -> Callable[[bool], bool]:
+        """See :class:`Checkpointer`."""
+        batch, flags = paddle.randn([TRAINING_BATCH, TRAINING_WIDTH]), paddle.zeros([TRAINING_FLAGS])
+        return training(nn, dist, lambda parameters: paddle.optimizer.SGD(1e-3, parameters=parameters), batch, flags)
+
+
+class _HostFolder(paddle_dist_ckpt.LocalStorage):
+    """A folder that no other rank sees, as on a host of its own."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        super().__init__(path / f"host{rank}")
+        self._host = f"host{rank}"
+
+    def identity(self) -> Any:
+        """Of a host with the rank's number."""
+        return super().identity()._replace(host=self._host)
+
+
+class OursOnHosts(Ours):
+    """This library, with a folder of its own for each rank, so that ranks have to read for each other."""
+
+    def save(self, state: State, path: Path) -> Numbers:
+        """See :class:`Checkpointer`."""
+        return {"plan": paddle_dist_ckpt.save_state_dict(state, _HostFolder(path, dist.get_rank())).seconds["plan"]}
+
+    def load(self, state: State, path: Path) -> Numbers:
+        """See :class:`Checkpointer`; returns how many bytes came from files and from other ranks, too."""
+        report = paddle_dist_ckpt.load_state_dict(state, _HostFolder(path, dist.get_rank()))
+        received = {"bytes_read": report.bytes_read, "bytes_received": report.bytes_received}
+        return {"plan": report.seconds["plan"], **received}
+
+    def broadcast(self, state: State, path: Path) -> Numbers:
+        """Move as many bytes with broadcasts alone: every rank sends its part, in pieces; returns how many in all."""
+        total = sum(int(np.prod(tensor.shape)) * tensor.element_size() for tensor in state.values())
+        part = -(-total // dist.get_world_size())
+        for source in range(dist.get_world_size()):
+            for start in range(0, part, _BROADCAST_BYTES):
+                dist.broadcast(_broadcast_part(min(_BROADCAST_BYTES, part - start)), src=source)
+        return {"total_bytes": total}
+
+
+@functools.cache
+def _broadcast_part(nbytes: int) -> paddle.Tensor:
+    return paddle.full([nbytes], dist.get_rank(), dtype="uint8")
+
+
+class PaddleBuiltin(_PaddleStates):
+    """What Paddle itself has: no checksums, no fsync.
+
+    On several CPU ranks its load calls ``Tensor.cuda`` and fails. That call is made to do nothing here, in Paddle's
+    favour: otherwise there would be nothing to measure.
+    """
+
+    def setup(self, rank: int, world_size: int) -> None:
+        """See :class:`Checkpointer`."""
+        super().setup(rank, world_size)
+        paddle.Tensor.cuda = lambda self, *args, **kwargs: self
+
+    def save(self, state: State, path: Path) -> None:
+        """See :class:`Checkpointer`."""
+        dist.save_state_dict(state, str(path))
+
+    def load(self, state: State, path: Path) -> None:
+        """See :class:`Checkpointer`."""
+        dist.load_state_dict(state, str(path))

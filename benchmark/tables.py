@@ -1,0 +1,89 @@
+"""What reports are made of: tables, numbers with their units, goals, and what was measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmark.ratios import median_interval
+
+__all__ = [
+    "duration",
+    "goal",
+    "goals_section",
+    "heading",
+    "interval",
+    "megabytes",
+    "notes",
+    "percent",
+    "table",
+    "times",
+]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, all but its first column aligned to the right."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader wants them."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def megabytes(nbytes: float) -> str:
+    """Bytes, in MB."""
+    return f"{nbytes / 1e6:.1f} MB"
+
+
+def times(ratio: float) -> str:
+    """How many times as long, or as much."""
+    return f"{ratio:.3g}x"
+
+
+def percent(part: float) -> str:
+    """A part of 1."""
+    return f"{part * 100:.3g} %"
+
+
+def interval(found: Mapping[int, float] | Sequence[float], shown: Callable[[float], str]) -> str:
+    """A median with its 95 % interval: of samples by round, or already computed, as three numbers."""
+    middle, low, high = median_interval(list(found.values())) if isinstance(found, Mapping) else found
+    return f"{shown(middle)} ({shown(low)} to {shown(high)})"
+
+
+def goal(work: str, wanted: str, found: str, met: bool | None) -> dict[str, Any]:
+    """A goal in words, what was found, and whether that is enough; None where it was not measured."""
+    return {"work": work, "goal": wanted, "found": found, "met": met}
+
+
+def goals_section(goals: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A heading, and the table of goals."""
+    verdicts = {True: "met", False: "**missed**", None: ""}
+    rows = [[row["work"], row["goal"], row["found"], verdicts[row["met"]]] for row in goals]
+    return ["## Goals", "", *table(["work", "goal", "found", ""], rows), ""]
+
+
+def heading(title: str, found: Mapping[str, Any]) -> list[str]:
+    """The title, and on which machine and how it was measured."""
+    about, settings = found["machine"], found["settings"]
+    cores = f"{settings['cores']} of {about['cores']} cores" if "cores" in settings else f"{about['cores']} cores"
+    versions = "".join(f", {name} {version}" for name, version in found.get("versions", {}).items())
+    rounds = f" Rounds: {settings['rounds']}." if "rounds" in settings else ""
+    lines = [
+        f"# {title}",
+        "",
+        f"{about['cpu']}, {cores}, {about['memory_gib']} GiB of memory, {about['filesystem']}, {about['kernel']}, "
+        f"Python {about['python']}{versions}. Load average before the run: {about['load_before']}, after it: "
+        f"{found['load_after']}.{rounds} Command: `{found['command']}`.",
+        "",
+    ]
+    if settings["smoke"]:
+        lines += ["**This was to see that all works, with tiny states: the numbers mean nothing.**", ""]
+    return lines
+
+
+def notes(text: str) -> list[str]:
+    """How it was measured."""
+    return ["## How it was measured", "", text, ""]

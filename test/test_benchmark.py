@@ -1,0 +1,99 @@
+"""The benchmarks: each command runs, on tiny states, and prints its table. What it measures is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from test.device_plugin import build
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLES = {  # the first lines of each, in the order in which they take longest
+    "run": "|  | paddle_dist_ckpt | Paddle's own | probe, cached |",
+    "device": "|  | copies as slow as the disk: ",
+    "async_save": "|  | paddle_dist_ckpt |",
+    "exchange": "|  | load | broadcasts alone |",
+    "scale": "| ranks | tensors | shards |",
+    "bytes_read": "| what is loaded | needed | read from files |",
+}
+_AT_ONCE = 2
+_SECONDS = 240  # on a busy machine
+_WITH_TORCH = ("run", "async_save")
+_CHARTS_PYTHON = ROOT / "benchmark" / ".venv" / "bin" / "python"
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run(command: str, *options: str, python: str = sys.executable) -> Done:
+    """Run a benchmark's command to its end."""
+    words = [python, "-m", f"benchmark.{command}", "--smoke", *options]
+    environment = {**os.environ, "GLOG_minloglevel": "2"}
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for all results."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def done(results: Path) -> Iterator[dict[str, Future[Done]]]:
+    """The commands, some at once: most of their time is that of starting ranks."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        without_torch = ("--torch-python", str(results / "none"))  # whether it is there or not
+        yield {
+            name: pool.submit(run, name, "--out", str(results), *(without_torch if name in _WITH_TORCH else ()))
+            for name in TABLES
+        }
+
+
+@pytest.mark.parametrize("command", TABLES)
+def test_a_benchmark_runs_and_prints_its_table(command: str, done: dict[str, Future[Done]], results: Path) -> None:
+    if command == "device" and build.reason_to_skip():
+        pytest.skip(str(build.reason_to_skip()))
+    ended = done[command].result()
+    assert ended.returncode == 0, ended.stderr
+    assert TABLES[command] in ended.stdout
+    files = "benchmark" if command == "run" else command
+    assert (results / f"{files}.md").read_text("utf-8") == ended.stdout.removesuffix("\n")
+    found = json.loads((results / f"{files}.json").read_text("utf-8"))
+    assert found["goals"]
+    assert all(goal["met"] is None for goal in found["goals"])
+
+
+def test_the_summary_has_all_goals(done: dict[str, Future[Done]], results: Path) -> None:
+    for command in done.values():
+        command.result()
+    ended = run("summary", "--results", str(results))
+    assert ended.returncode == 0, ended.stderr
+    assert "| work | goal | found |" in ended.stdout
+    goals = [goal for path in results.glob("*.json") for goal in json.loads(path.read_text("utf-8"))["goals"]]
+    assert all(f"| {goal['work']} | {goal['goal']} |" in ended.stdout for goal in goals)
+    assert not (results / "goals.md").exists()
+
+
+def test_charts_are_drawn(done: dict[str, Future[Done]], results: Path) -> None:
+    if not _CHARTS_PYTHON.exists():
+        pytest.skip("matplotlib is in the environment that make bench makes")
+    for command in done.values():
+        command.result()
+    ended = run("charts", "--results", str(results), python=str(_CHARTS_PYTHON))
+    assert ended.returncode == 0, ended.stderr
+    drawn = {Path(line).name for line in ended.stdout.split()}
+    assert drawn == {"ratios-A.png", "ratios-B.png", "times-A.png", "times-B.png", "memory.png", "scale.png"}
+    assert not list(results.glob("*.png"))
+
+
+def test_a_smoke_test_leaves_nothing_behind() -> None:
+    kept = ROOT / "benchmark" / "results"
+    before = sorted((path, path.stat().st_mtime_ns) for path in kept.rglob("*"))
+    assert run("bytes_read").returncode == 0
+    assert sorted((path, path.stat().st_mtime_ns) for path in kept.rglob("*")) == before
