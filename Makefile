@@ -44,7 +44,7 @@ lint: $(INSTALLED_DEV) ## check style and types
 bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 9 minutes)
 	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.scale $(BENCH_OPTIONS)
-	$(PYTHON) -m benchmark.bytes_read
+	$(PYTHON) -m benchmark.bytes_read $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.exchange $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.async_save --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.device $(BENCH_OPTIONS)

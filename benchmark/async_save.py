@@ -11,12 +11,22 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmark.command import Benchmark, main
+from benchmark.command import main
 from benchmark.peers import Peer, peers_named
 from benchmark.ranks import Ranks
-from benchmark.ratios import median_of, paired_ratio
+from benchmark.report import (
+    duration,
+    goal,
+    goals_section,
+    heading,
+    interval,
+    median_of,
+    notes,
+    paired_ratio,
+    percent,
+    table,
+)
 from benchmark.session import Session, say, versions_of
-from benchmark.tables import duration, goal, goals_section, heading, interval, notes, percent, table
 
 _WARM_UP_STEPS = 30
 _STEPS = {
@@ -74,7 +84,6 @@ def measure(session: Session) -> dict[str, Any]:
     """
     order = random.Random(session.seed)
     measured: dict[str, dict[str, dict[int, float]]] = {peer.name: {} for peer in session.peers}
-    session.require_space(BENCHMARK.scratch_gb * 10**9)
     with session.started(own_core=True) as all_ranks:
         versions = versions_of(all_ranks)
         first = {ranks.peer.name: _prepare(ranks, session) for ranks in all_ranks}
@@ -188,16 +197,5 @@ def _rows(found: Mapping[str, Any], peers: Sequence[Peer]) -> list[list[str]]:
     return [first, *([title, *(interval(one[name], shown) for one in measured)] for title, name, shown in _SHOWN)]
 
 
-BENCHMARK = Benchmark(
-    name="async_save",
-    description="Measure saves that go on while two ranks train.",
-    measure=measure,
-    report=as_markdown,
-    files="async_save",
-    rounds=(20, 5),
-    peers=(_OURS, _DEFAULT, "torch_dcp_async_cached", "torch_dcp_async_process"),
-    scratch_gb=2,
-)
-
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main("async_save", measure, as_markdown))

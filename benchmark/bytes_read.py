@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from benchmark.command import Benchmark, main
+from benchmark.command import main
+from benchmark.report import goal, goals_section, heading, megabytes, table
 from benchmark.session import Session
-from benchmark.tables import goal, goals_section, heading, megabytes, table
 from paddle_dist_ckpt import LoadOptions, LoadReport, SaveOptions
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks, shard_array
@@ -159,13 +159,5 @@ def as_markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-BENCHMARK = Benchmark(
-    name="bytes_read",
-    description="Count the bytes that are read for slices of a tensor.",
-    measure=measure,
-    report=as_markdown,
-    files="bytes_read",
-)
-
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main("bytes_read", measure, as_markdown))

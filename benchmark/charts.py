@@ -20,15 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from benchmark.command import RESULTS
-from benchmark.peers import PROBES, peers_named
-from benchmark.ratios import by_work, paired_ratio
+from benchmark.command import BENCHMARKS, RESULTS
+from benchmark.peers import peers_named
+from benchmark.report import by_work, paired_ratio
 from benchmark.schedule import JOBS
 
 __all__ = ["draw"]
 
 _OURS = "ours"
-_TITLES = {peer.name: peer.title for peer in peers_named("ours", "paddle_builtin", "torch_dcp", *PROBES)}
+_TITLES = {peer.name: peer.title for peer in peers_named(*BENCHMARKS["run"].peers)}
 _COLOURS = dict(zip(_TITLES, ("#0b6e4f", "#3c6fb4", "#d1603d", "#c9c9c9", "#a3a3a3", "#7d7d7d"), strict=True))
 _STATES = {"A": "State A: 0.68 GB in 30 tensors", "B": "State B: 5 MB in 20,000 tensors"}
 _BAR = 0.8  # of the distance from one bar to the next

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import machine
-from benchmark.peers import PEERS, Peer
+from benchmark.peers import PEERS, PROBES, Peer
 from benchmark.ranks import BenchmarkError
-from benchmark.session import Session, say
+from benchmark.session import NothingToMeasureError, Session, say
+from benchmark.states import LAYOUTS
 
-__all__ = ["RESULTS", "Benchmark", "main"]
+__all__ = ["BENCHMARKS", "RESULTS", "Benchmark", "main"]
 
 _HERE = Path(__file__).resolve().parent
 RESULTS = _HERE / "results"
@@ -26,52 +27,78 @@ RESULTS = _HERE / "results"
 Found = dict[str, Any]
 
 
-def _always() -> str | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """A benchmark.
 
     Attributes:
-        name: Its module in this package.
         description: What it does, in a sentence.
-        measure: Measures all, ``goals`` among it.
-        report: Makes the report of that and of what :func:`main` adds.
-        files: How the files are called that it writes.
+        files: How the files are called that it writes, if not as its module.
         rounds: How often it measures, in full and in quick runs; None if that cannot be chosen.
         peers: Who can take part.
         states: Which states can be measured; none if that cannot be chosen.
         scratch_gb: How large the checkpoints get; 0 if that is nothing to speak of.
-        unavailable: Says why nothing can be measured here, or None.
     """
 
-    name: str
     description: str
-    measure: Callable[[Session], Found]
-    report: Callable[[Mapping[str, Any]], str]
-    files: str
+    files: str | None = None
     rounds: tuple[int, int] | None = None
     peers: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     scratch_gb: int = 0
-    unavailable: Callable[[], str | None] = _always
 
 
-def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Measure, write and print; returns the exit code."""
-    args = _parser(benchmark).parse_args(arguments)
-    reason = benchmark.unavailable()
-    if reason is not None:
-        print(f"Nothing was measured: {reason}.", file=sys.stderr)
-        return 0
+_IN_BACKGROUND = ("ours_async", "torch_dcp_async", "torch_dcp_async_cached", "torch_dcp_async_process")
+BENCHMARKS = {
+    "run": Benchmark(
+        "Measure this library against others, two ranks each.",
+        files="benchmark",
+        rounds=(15, 5),
+        peers=("ours", "paddle_builtin", "torch_dcp", *PROBES),
+        states=tuple(LAYOUTS),
+        scratch_gb=6,
+    ),
+    "scale": Benchmark("Measure planning at scale."),
+    "bytes_read": Benchmark("Count the bytes that are read for slices of a tensor."),
+    "exchange": Benchmark(
+        "Measure a load in which ranks read for each other.", rounds=(15, 7), peers=("ours_exchange",), scratch_gb=1
+    ),
+    "async_save": Benchmark(
+        "Measure saves that go on while two ranks train.", rounds=(20, 5), peers=_IN_BACKGROUND, scratch_gb=2
+    ),
+    "device": Benchmark(
+        "Measure saves from and loads to a device.", rounds=(7, 3), peers=("ours_device",), scratch_gb=2
+    ),
+}
+"""All of them, by their modules."""
+
+
+def main(
+    name: str,
+    measure: Callable[[Session], Found],
+    report_of: Callable[[Mapping[str, Any]], str],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Measure, write and print.
+
+    Args:
+        name: Which of :data:`BENCHMARKS`.
+        measure: Measures all, ``goals`` among it.
+        report_of: Makes the report of that and of what is added here.
+        arguments: Those of the command line, if not this process's own.
+
+    Returns:
+        The exit code.
+    """
+    benchmark = BENCHMARKS[name]
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = _parser(name, benchmark).parse_args(arguments)
     with ExitStack() as stack:
         if args.out is None:
             args.out = Path(stack.enter_context(tempfile.TemporaryDirectory())) if args.smoke else RESULTS
         args.out.mkdir(parents=True, exist_ok=True)
         home = getattr(args, "scratch", None) or args.out
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{benchmark.name}-", dir=home)))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}-", dir=home)))
         about = machine.describe(scratch)
         session = _session(benchmark, args, scratch)
         settings: Found = {"quick": args.quick, "smoke": args.smoke}
@@ -82,21 +109,23 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
         if benchmark.states:
             settings["states"] = session.states
         try:
-            found = benchmark.measure(session)
+            session.require_space(benchmark.scratch_gb)
+            found = measure(session)
+        except NothingToMeasureError as reason:
+            print(f"Nothing was measured: {reason}.", file=sys.stderr)
+            return 0
         except BenchmarkError as error:
             print(f"\n{error}", file=sys.stderr)
             return 1
         say("")
-        command = " ".join(
-            [f"python -m benchmark.{benchmark.name}", *(sys.argv[1:] if arguments is None else arguments)]
-        )
+        command = " ".join([f"python -m benchmark.{name}", *arguments])
         load = round(os.getloadavg()[0], 2)
         found = {"machine": about, "load_after": load, "command": command, "settings": settings, **found}
         if args.smoke:
             found["goals"] = [{**goal, "met": None} for goal in found["goals"]]
-        report = benchmark.report(found)
-        (args.out / f"{benchmark.files}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{benchmark.files}.md").write_text(report, encoding="utf-8")
+        report, files = report_of(found), benchmark.files or name
+        (args.out / f"{files}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (args.out / f"{files}.md").write_text(report, encoding="utf-8")
     print(report)
     return 0
 
@@ -122,9 +151,9 @@ def _can_run(peer: Peer, scratch: Path) -> bool:
     return peer.name != "probe_direct" or machine.filesystem(scratch) != "tmpfs"
 
 
-def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
+def _parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmark.{benchmark.name}",
+        prog=f"python -m benchmark.{name}",
         description=benchmark.description,
     )
     add = parser.add_argument

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.command import Benchmark, main
+from benchmark.command import main
 from benchmark.device_report import LIMITED, UNLIMITED, as_markdown, goals, ratios
 from benchmark.ranks import Ranks
-from benchmark.session import Session, say, slower, versions_of
+from benchmark.session import NothingToMeasureError, Session, say, slower, versions_of
 from test.device_plugin import build
 from test.device_plugin.ranks import rank_environment
 
@@ -145,9 +145,14 @@ def measure(session: Session) -> dict[str, Any]:
         ``bytes`` of a rank; ``speeds`` of copies to the host and to the device, in bytes per second, named after what
         they are as slow as; ``seconds`` and ``cpu`` by work and limit, for each round; ``copies`` by work; ``memory``;
         ``ratios``, ``goals`` and ``versions``.
+
+    Raises:
+        NothingToMeasureError: there can be no test device here.
     """
+    reason = build.reason_to_skip()
+    if reason is not None:
+        raise NothingToMeasureError(reason)
     environment = functools.partial(rank_environment, memory=_DEVICE_BYTES)
-    session.require_space(BENCHMARK.scratch_gb * 10**9)
     with session.started(own_core=True, environment=environment) as (ranks,):
         versions = versions_of([ranks])
         found = _Run(session, ranks).measure()
@@ -155,17 +160,5 @@ def measure(session: Session) -> dict[str, Any]:
     return {**found, "ratios": compared, "goals": goals(compared), "versions": versions}
 
 
-BENCHMARK = Benchmark(
-    name="device",
-    description="Measure saves from and loads to a device.",
-    measure=measure,
-    report=as_markdown,
-    files="device",
-    rounds=(7, 3),
-    peers=("ours_device",),
-    scratch_gb=2,
-    unavailable=build.reason_to_skip,
-)
-
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main("device", measure, as_markdown))

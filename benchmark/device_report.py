@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmark.ratios import median_interval, median_of, paired_ratio
-from benchmark.tables import duration, goal, goals_section, heading, interval, notes, percent, table, times
+from benchmark.report import (
+    duration,
+    goal,
+    goals_section,
+    heading,
+    interval,
+    median_interval,
+    median_of,
+    notes,
+    paired_ratio,
+    percent,
+    table,
+    times,
+)
 
 __all__ = ["LIMITED", "UNLIMITED", "as_markdown", "goals", "ratios"]
 

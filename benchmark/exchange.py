@@ -13,10 +13,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from benchmark.command import Benchmark, main
-from benchmark.ratios import paired_ratio
+from benchmark.command import main
+from benchmark.report import duration, goal, goals_section, heading, interval, paired_ratio, table, times
 from benchmark.session import Session, say, slower, versions_of
-from benchmark.tables import duration, goal, goals_section, heading, interval, table, times
 
 _RANKS, _SMOKE_RANKS = 4, 2
 _GOAL = 0.7
@@ -35,7 +34,6 @@ def measure(session: Session) -> dict[str, Any]:
     order = random.Random(session.seed)
     seconds: dict[str, dict[int, float]] = {"load": {}, "broadcast": {}}
     latest: dict[str, list[dict[str, float]]] = {}
-    session.require_space(BENCHMARK.scratch_gb * 10**9)
     with session.started(ranks_count) as (ranks,):
         versions = versions_of([ranks])
         ranks.do("build", state="A", layouts=[_LAYOUT])
@@ -83,16 +81,5 @@ def as_markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-BENCHMARK = Benchmark(
-    name="exchange",
-    description="Measure a load in which ranks read for each other.",
-    measure=measure,
-    report=as_markdown,
-    files="exchange",
-    rounds=(15, 7),
-    peers=("ours_exchange",),
-    scratch_gb=1,
-)
-
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main("exchange", measure, as_markdown))

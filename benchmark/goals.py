@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.peers import PROBES
-from benchmark.ratios import median_of, paired_ratio
-from benchmark.tables import duration, goal, interval, times
+from benchmark.report import duration, goal, interval, median_of, paired_ratio, times
 
 __all__ = ["goals"]
 

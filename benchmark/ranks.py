@@ -11,13 +11,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmark.peers import Peer
 
-__all__ = ["BenchmarkError", "RankOptions", "Ranks", "started"]
+__all__ = ["BenchmarkError", "Ranks", "started"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ANSWER_SECONDS = 900.0
@@ -30,51 +29,47 @@ class BenchmarkError(Exception):
 
 
 class Ranks:
-    """The processes of one peer, started; :meth:`start` makes them ready.
+    """The processes of one peer, started; they get ready with the command ``start``.
 
     Args:
         peer: The peer.
         python: The interpreter of the environment that the peer is installed in.
         logs: Folder for what the processes print.
-        options: How they run.
+        environments: Each rank's environment variables.
+        options: What else :class:`benchmark.worker.Options` has.
     """
 
-    def __init__(self, peer: Peer, python: Path, logs: Path, options: RankOptions) -> None:
-        self.peer, self._options = peer, options
-        size = options.world_size
-        self._logs = [logs / f"{peer.name}-{rank}.log" for rank in range(size)]
+    def __init__(
+        self, peer: Peer, python: Path, logs: Path, environments: Sequence[Mapping[str, str]], **options: Any
+    ) -> None:
+        self.peer, self._size = peer, len(environments)
+        self._logs = [logs / f"{peer.name}-{rank}.log" for rank in range(self._size)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
-        others: list[list[socket.socket]] = [[] for _ in range(size)]
-        for one, other in itertools.combinations(range(size), 2):
+        others: list[list[socket.socket]] = [[] for _ in environments]
+        for one, other in itertools.combinations(range(self._size), 2):
             for rank, end in zip((one, other), socket.socketpair(), strict=True):
                 others[rank].append(end)
-        for rank, environment in enumerate(_environments(size)):
+        for rank, environment in enumerate(environments):
             mine, theirs = socket.socketpair()
             ends = [theirs, *others[rank]]
-            self._processes.append(self._launch(rank, python, environment, [end.fileno() for end in ends]))
+            sockets = [end.fileno() for end in ends]
+            words = {"peer": peer.name, "rank": rank, "world_size": self._size, "sockets": sockets, **options}
+            with self._logs[rank].open("wb") as output:
+                process = subprocess.Popen(
+                    [str(python), "-m", "benchmark.worker", json.dumps(words)],
+                    cwd=_ROOT,
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=sockets,
+                )
             for end in ends:
                 end.close()
+            self._processes.append(process)
             self._sockets.append(mine)
         self._lines = [s.makefile("rw", encoding="utf-8") for s in self._sockets]
-
-    def _launch(
-        self, rank: int, python: Path, environment: Mapping[str, str], numbers: list[int]
-    ) -> subprocess.Popen[bytes]:
-        control, *others = map(str, numbers)
-        words = ["--peer", self.peer.name, "--rank", str(rank), "--world-size", str(self._options.world_size)]
-        words += ["--control", control, "--others", *others]
-        words += ["--smoke"] * self._options.smoke + ["--own-core"] * self._options.own_core
-        with self._logs[rank].open("wb") as output:
-            return subprocess.Popen(
-                [str(python), "-m", "benchmark.worker", *words],
-                cwd=_ROOT,
-                env={**environment, **self._options.environment(rank, self._options.world_size)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=numbers,
-            )
 
     def do(self, command: str, **arguments: Any) -> list[Any]:
         """Have all ranks do something at once.
@@ -85,20 +80,21 @@ class Ranks:
         Raises:
             BenchmarkError: it failed on a rank, or a rank died.
         """
-        self._ask(command, arguments)
-        return self._answers(command)
+        self.ask(command, arguments)
+        return self.answers(command)
 
-    def _ask(self, command: str, arguments: Mapping[str, Any]) -> None:
+    def ask(self, command: str, arguments: Mapping[str, Any]) -> None:
+        """Let all ranks begin with something; :meth:`answers` has to follow."""
         for lines in self._lines:
             lines.write(json.dumps({"do": command, **arguments}) + "\n")
             lines.flush()
 
-    def _answers(self, command: str) -> list[Any]:
+    def answers(self, command: str) -> list[Any]:
+        """Wait for what :meth:`ask` has begun; see :meth:`do`."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + _ANSWER_SECONDS
-        size = self._options.world_size
-        while len(answers) < size:  # whoever answers first is heard first: it may say why another never will
-            waiting = [rank for rank in range(size) if rank not in answers]
+        while len(answers) < self._size:  # whoever answers first is heard first: it may say why another never will
+            waiting = [rank for rank in range(self._size) if rank not in answers]
             ready, _, _ = select.select(
                 [self._sockets[r] for r in waiting], [], [], max(0, deadline - time.monotonic())
             )
@@ -106,7 +102,7 @@ class Ranks:
                 raise self._failure(waiting[0], f"no answer to {command} for {_ANSWER_SECONDS:.0f} s")
             rank = self._sockets.index(ready[0])
             answers[rank] = self._answer(rank, command)
-        return [answers[rank] for rank in range(size)]
+        return [answers[rank] for rank in range(self._size)]
 
     def _answer(self, rank: int, command: str) -> Any:
         line = self._lines[rank].readline()
@@ -135,47 +131,37 @@ class Ranks:
 
 
 @contextmanager
-def started(pythons: Sequence[tuple[Peer, Path]], logs: Path, options: RankOptions) -> Iterator[list[Ranks]]:
+def started(
+    pythons: Sequence[tuple[Peer, Path]],
+    logs: Path,
+    world_size: int,
+    environment: Callable[[int, int], Mapping[str, str]] | None,
+    **options: Any,
+) -> Iterator[list[Ranks]]:
     """The ranks of all peers, ready; they end with the block.
 
     Args:
         pythons: The peers, each with the interpreter of its environment.
         logs: Folder for what the processes print.
-        options: How they run.
+        world_size: How many ranks each has.
+        environment: Makes environment variables of a rank and the number of ranks.
+        options: See :class:`Ranks`.
     """
     all_ranks: list[Ranks] = []
     try:
         for peer, python in pythons:
-            all_ranks.append(Ranks(peer, python, logs, options))
+            variables = _environments(world_size)
+            if environment is not None:
+                variables = [{**own, **environment(rank, world_size)} for rank, own in enumerate(variables)]
+            all_ranks.append(Ranks(peer, python, logs, variables, **options))
         for ranks in all_ranks:
-            ranks._ask("start", {})
+            ranks.ask("start", {})
         for ranks in all_ranks:
-            ranks._answers("start")
+            ranks.answers("start")
         yield all_ranks
     finally:
         for ranks in all_ranks:
             ranks.stop()
-
-
-def _no_environment(rank: int, world_size: int) -> Mapping[str, str]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True)
-class RankOptions:
-    """How the ranks of a peer run.
-
-    Attributes:
-        world_size: How many there are.
-        smoke: Whether they take tiny states.
-        own_core: Whether each is bound to cores of its own.
-        environment: Makes environment variables of a rank and the number of ranks.
-    """
-
-    world_size: int = 2
-    smoke: bool = False
-    own_core: bool = False
-    environment: Callable[[int, int], Mapping[str, str]] = _no_environment
 
 
 def _environments(world_size: int) -> list[dict[str, str]]:

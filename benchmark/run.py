@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.command import Benchmark, main
+from benchmark.command import main
 from benchmark.goals import goals
 from benchmark.peers import PROBES, Peer
 from benchmark.ranks import Ranks
-from benchmark.ratios import median_of
+from benchmark.report import median_of
 from benchmark.run_report import as_markdown
 from benchmark.schedule import JOBS, Job, Plan
 from benchmark.session import Session, say, slower, versions_of
 from benchmark.states import LAYOUTS
 
 _MEMORY_ROUNDS = 3
-_SCRATCH_GB, _LARGE_GB = 6, 12  # with room for what is deleted but not yet gone
+_LARGE_GB = 12  # with room for what is deleted but not yet gone
 _SMOKE_IDLE_SECONDS = 0.01
 
 Key = tuple[str, str, str]
@@ -147,7 +147,8 @@ def measure(session: Session) -> dict[str, Any]:
     """
     with_ours = any(peer.name == "ours" for peer in session.peers)
     large = with_ours and "A" in session.states and not session.quick
-    session.require_space((_LARGE_GB if large else _SCRATCH_GB) * 10**9)
+    if large:
+        session.require_space(_LARGE_GB)
     with session.started() as all_ranks:
         versions = versions_of(all_ranks)
         run = _Run(session, all_ranks)
@@ -175,17 +176,5 @@ def _rows(found: Mapping[Key, Any]) -> list[dict[str, Any]]:
     ]
 
 
-BENCHMARK = Benchmark(
-    name="run",
-    description="Measure this library against others, two ranks each.",
-    measure=measure,
-    report=as_markdown,
-    files="benchmark",
-    rounds=(15, 5),
-    peers=("ours", "paddle_builtin", "torch_dcp", *PROBES),
-    states=tuple(LAYOUTS),
-    scratch_gb=_LARGE_GB,
-)
-
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main("run", measure, as_markdown))

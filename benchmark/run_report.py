@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 
 from benchmark.peers import Peer, peers_named
-from benchmark.ratios import by_work, median_of, paired_ratio
+from benchmark.report import (
+    by_work,
+    duration,
+    goals_section,
+    heading,
+    interval,
+    median_of,
+    notes,
+    paired_ratio,
+    table,
+    times,
+)
 from benchmark.schedule import JOBS
-from benchmark.tables import duration, goals_section, heading, interval, notes, table, times
 
 __all__ = ["as_markdown"]
 

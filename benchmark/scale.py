@@ -11,17 +11,17 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from benchmark.command import Benchmark, main
-from benchmark.memory import reset_peak_memory, used_memory
+from benchmark.command import main
+from benchmark.machine import reset_peak_memory, used_memory
+from benchmark.report import duration, goal, goals_section, heading, megabytes, table
 from benchmark.session import Session, say
-from benchmark.tables import duration, goal, goals_section, heading, megabytes, table
+from paddle_dist_ckpt import LocalStorage, SaveOptions
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.box import Box
@@ -38,7 +38,6 @@ from paddle_dist_ckpt.loading.fit import Fit
 from paddle_dist_ckpt.loading.messages import LoadAnswer, WantedPaths
 from paddle_dist_ckpt.loading.own_values import OwnValues
 from paddle_dist_ckpt.loading.wanted import WantedState
-from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
 from paddle_dist_ckpt.saving.context import SaveContext
@@ -46,13 +45,11 @@ from paddle_dist_ckpt.saving.messages import Description, SaveRequest, Structure
 from paddle_dist_ckpt.saving.planned_save import PlannedSave, make_plan
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
-from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import Folder
 from paddle_dist_ckpt.testing import NumpyAdapter
 
 _WIDTH = 64  # columns of every tensor
 _SHAPES = 4  # different shapes among the tensors
-_MIB, _GIB = 2**20, 2**30
 _SIZES = [(256, 2000), (4096, 244), (16384, 244)]
 _CURVES = {
     "ranks": [(ranks, 244) for ranks in (64, 256, 1024, 4096, 16384)],
@@ -219,72 +216,52 @@ def measure(session: Session) -> dict[str, Any]:
     return {"sizes": rows, "curves": curves, "grid": grid, "goals": list(_goals(rows, grid))}
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """A number that must not be exceeded.
-
-    Attributes:
-        work: What is measured.
-        text: The goal in words; ``{}`` is replaced by the limit.
-        most: The limit.
-        shown: Makes a number readable.
-        value: Finds the number in a row of ``sizes``.
-    """
-
-    work: str
-    text: str
-    most: float
-    shown: Callable[[float], str]
-    value: Callable[[Mapping[str, Any]], float]
-
-    def goal(self, row: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The goal; ``row`` is None where it was not measured."""
-        text = self.text.format(self.shown(self.most))
-        if row is None:
-            return goal(self.work, text, "not measured", None)
-        return goal(self.work, text, self.shown(self.value(row)), self.value(row) <= self.most)
+def _mebibytes(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
 
 
-def _large_job(ranks: int, shards: str, seconds: float, memory: float) -> Iterator[_Limit]:
+Row = Mapping[str, Any]
+_Limit = tuple[str, str, float, Callable[[float], str], Callable[[Row], float]]
+"""What is measured; the goal in words, the limit for ``{}``; how numbers are shown; where the number is in a row."""
+
+
+def _large_job(ranks: int, shards: str, seconds: float, gibibytes: int) -> list[_Limit]:
     """The three goals for a very large job."""
     work = f"{ranks:,} simulated ranks, {shards} shards"
-    yield _Limit(work, "plan in at most {}", seconds, duration, lambda row: row["seconds"])
-    yield _Limit(work, "cached in at most {}", 0.05, duration, lambda row: row["cached"]["seconds"])
-    yield _Limit(work, "memory at most {}", memory * _GIB, _mebibytes, lambda row: row["peak_bytes"])
+    return [
+        (work, "plan in at most {}", seconds, duration, lambda row: row["seconds"]),
+        (work, "cached in at most {}", 0.05, duration, lambda row: row["cached"]["seconds"]),
+        (work, "memory at most {}", gibibytes * 2**30, _mebibytes, lambda row: row["peak_bytes"]),
+    ]
 
 
-def _mebibytes(nbytes: float) -> str:
-    return f"{nbytes / _MIB:,.0f} MiB"
+def _given_and_planned(row: Row) -> float:
+    return row["load"]["give_seconds"] + row["load"]["plan_seconds"]
 
 
-_MANY = "256 simulated ranks x 2,000 tensors"
-_CUT = "one tensor in 1,024 x 1,024 shards"
-_SIZE_LIMITS = {
+_MANY, _CUT = "256 simulated ranks x 2,000 tensors", "one tensor in 1,024 x 1,024 shards"
+_SIZE_LIMITS: dict[int, list[_Limit]] = {
     256: [
-        _Limit(_MANY, "plan in at most {}", 0.4, duration, lambda row: row["seconds"]),
-        _Limit(_MANY, "`.metadata` at most {}", 5e6, megabytes, lambda row: row["load"]["metadata_bytes"]),
-        _Limit(
-            _MANY,
-            "a rank is given and plans its load in at most {}",
-            0.4,
-            duration,
-            lambda row: row["load"]["give_seconds"] + row["load"]["plan_seconds"],
-        ),
+        (_MANY, "plan in at most {}", 0.4, duration, lambda row: row["seconds"]),
+        (_MANY, "`.metadata` at most {}", 5e6, megabytes, lambda row: row["load"]["metadata_bytes"]),
+        (_MANY, "a rank is given and plans its load in at most {}", 0.4, duration, _given_and_planned),
     ],
-    4096: list(_large_job(4096, "1M", 1.5, 1)),
-    16384: list(_large_job(16384, "4M", 8, 3)),
+    4096: _large_job(4096, "1M", 1.5, 1),
+    16384: _large_job(16384, "4M", 8, 3),
 }
-_GRID_LIMITS = [
-    _Limit(_CUT, "overlap with one box in at most {}", 0.3, duration, lambda grid: grid["overlap_seconds"]),
-    _Limit(_CUT, "exact cover in at most {}", 0.3, duration, lambda grid: grid["cover_seconds"]),
+_GRID_LIMITS: list[_Limit] = [
+    (_CUT, "overlap with one box in at most {}", 0.3, duration, lambda grid: grid["overlap_seconds"]),
+    (_CUT, "exact cover in at most {}", 0.3, duration, lambda grid: grid["cover_seconds"]),
 ]
 
 
-def _goals(sizes: Sequence[Mapping[str, Any]], grid: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    for ranks, limits in _SIZE_LIMITS.items():
-        row = next((row for row in sizes if row["ranks"] == ranks), None)
-        yield from (limit.goal(row) for limit in limits)
-    yield from (limit.goal(grid) for limit in _GRID_LIMITS)
+def _goals(sizes: Sequence[Row], grid: Row) -> Iterator[dict[str, Any]]:
+    rows: dict[int, Row] = {row["ranks"]: row for row in sizes}
+    measured = [(limit, rows.get(ranks)) for ranks, limits in _SIZE_LIMITS.items() for limit in limits]
+    for (work, text, most, shown, value), row in [*measured, *((limit, grid) for limit in _GRID_LIMITS)]:
+        found = None if row is None else value(row)
+        words = "not measured" if found is None else shown(found)
+        yield goal(work, text.format(shown(most)), words, None if found is None else found <= most)
 
 
 def as_markdown(found: Mapping[str, Any]) -> str:
@@ -330,13 +307,5 @@ def _size_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return table(head, cells)
 
 
-BENCHMARK = Benchmark(
-    name="scale",
-    description="Measure planning at scale.",
-    measure=measure,
-    report=as_markdown,
-    files="scale",
-)
-
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main("scale", measure, as_markdown))

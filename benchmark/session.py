@@ -10,11 +10,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark import pagecache
+from benchmark import machine
 from benchmark.peers import Peer
-from benchmark.ranks import BenchmarkError, RankOptions, Ranks, started
+from benchmark.ranks import BenchmarkError, Ranks, started
 
-__all__ = ["Session", "say", "slower", "versions_of"]
+__all__ = ["NothingToMeasureError", "Session", "say", "slower", "versions_of"]
+
+
+class NothingToMeasureError(Exception):
+    """What is measured cannot be had here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,12 @@ class Session:
         own_core: bool = False,
         environment: Callable[[int, int], Mapping[str, str]] | None = None,
     ) -> AbstractContextManager[list[Ranks]]:
-        """The ranks of all peers, ready; they end with the block. The arguments are those of :class:`RankOptions`.
+        """The ranks of all peers, ready; they end with the block.
+
+        Args:
+            world_size: How many ranks each peer has.
+            own_core: Whether each rank is bound to cores of its own.
+            environment: Makes environment variables of a rank and the number of ranks.
 
         Raises:
             BenchmarkError: an environment is missing, or a rank failed.
@@ -59,18 +68,18 @@ class Session:
             if not python.exists():
                 raise BenchmarkError(f"{peer.title}: there is no {python}; make bench makes it")
         say("starting the ranks")
-        options = RankOptions(world_size, self.smoke, own_core, environment or (lambda rank, size: {}))
-        return started(self.pythons, self.scratch, options)
+        options = {"smoke": self.smoke, "own_core": own_core}
+        return started(self.pythons, self.scratch, world_size, environment, **options)
 
-    def require_space(self, nbytes: int) -> None:
-        """See whether there is room for checkpoints.
+    def require_space(self, gigabytes: int) -> None:
+        """See whether there is room for checkpoints of so many GB.
 
         Raises:
             BenchmarkError: there is not.
         """
-        free = shutil.disk_usage(self.scratch).free
-        if free < nbytes and not self.smoke:
-            raise BenchmarkError(f"{self.scratch} has {free / 1e9:.1f} GB free, and {nbytes / 1e9:.0f} GB are needed")
+        free = shutil.disk_usage(self.scratch).free / 1e9
+        if free < gigabytes and not self.smoke:
+            raise BenchmarkError(f"{self.scratch} has {free:.1f} GB free, and {gigabytes} GB are needed")
 
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint, at nobody's cost."""
@@ -81,9 +90,9 @@ class Session:
     def cache(self, checkpoint: Path, cold: bool = False) -> None:
         """Have the files of a checkpoint in the page cache, or not there."""
         if cold:
-            pagecache.drop(checkpoint, checked=not self.smoke)
+            machine.drop(checkpoint, checked=not self.smoke)
         else:
-            pagecache.read_in(checkpoint)
+            machine.read_in(checkpoint)
 
 
 def say(text: str) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark.command import RESULTS
-from benchmark.tables import goals_section
+from benchmark.command import BENCHMARKS, RESULTS
+from benchmark.report import goals_section
 
-_FILES = ("benchmark", "scale", "bytes_read", "exchange", "async_save", "device")
+_FILES = [benchmark.files or name for name, benchmark in BENCHMARKS.items()]
 
 
 def summary(results: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -43,6 +43,7 @@ def main() -> int:
     args = parser.parse_args()
     report = as_markdown(*summary(args.results))
     if not args.smoke:
+        args.results.mkdir(parents=True, exist_ok=True)
         (args.results / "goals.md").write_text(report, encoding="utf-8")
     print(report)
     return 0

@@ -5,51 +5,71 @@ Commands and answers are lines of JSON on a socket. Between commands the process
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmark.memory import give_back_memory, reset_peak_memory, used_memory
+from benchmark.machine import give_back_memory, reset_peak_memory, used_memory
 from benchmark.peers import PEERS
 from benchmark.peers.base import Checkpointer
 from benchmark.states import TensorSpec, layout
 from benchmark.training import Training
 
-__all__ = ["Worker"]
+__all__ = ["Options", "Worker"]
 
 _KNOWN_BYTES = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a rank is told when it starts.
+
+    Attributes:
+        peer: Name of the peer.
+        rank: The process's rank.
+        world_size: How many ranks there are.
+        sockets: File descriptors: of the socket for commands, and of those to the other ranks.
+        smoke: Whether all states are tiny.
+        own_core: Whether the process is bound to its part of the cores.
+    """
+
+    peer: str
+    rank: int
+    world_size: int
+    sockets: list[int]
+    smoke: bool
+    own_core: bool
 
 
 class Worker:
     """Does the commands, each a method with the command's name.
 
     Args:
-        peer: Name of the peer.
-        rank: This process's rank.
-        world_size: How many ranks there are.
+        options: See there.
         others: Connected to the other ranks.
-        smoke: Whether all states are tiny.
     """
 
-    def __init__(self, peer: str, rank: int, world_size: int, others: Sequence[socket.socket], smoke: bool) -> None:
-        self._rank, self._world_size, self._others, self._smoke = rank, world_size, others, smoke
-        module, _, name = PEERS[peer].implementation.partition(":")
+    def __init__(self, options: Options, others: Sequence[socket.socket]) -> None:
+        self._rank, self._world_size, self._smoke = options.rank, options.world_size, options.smoke
+        self._others = others
+        module, _, name = PEERS[options.peer].implementation.partition(":")
         self._peer: Checkpointer = getattr(importlib.import_module(f"benchmark.peers.{module}"), name)()
-        self._peer.setup(rank, world_size)
+        self._peer.setup(self._rank, self._world_size)
         self._states: dict[str, Any] = {}
         self._specs: dict[str, list[TensorSpec]] = {}
         self._training: Training
-        if smoke:
+        if options.smoke:
             gc.freeze()  # or each of the many collections would look at all of Paddle
 
     def versions(self) -> dict[str, str]:
@@ -168,26 +188,18 @@ class Worker:
 
 def main() -> None:
     """Do commands until the driver is gone."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--peer", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket for commands")
-    parser.add_argument("--others", type=int, nargs="+", help="file descriptors of the sockets to the other ranks")
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--own-core", action="store_true")
-    args = parser.parse_args()
-    if args.own_core:  # as launchers give them: otherwise the kernel moves ranks to and fro, which blurs all times
+    options = Options(**json.loads(sys.argv[1]))
+    if options.own_core:  # as launchers give them: otherwise the kernel moves ranks to and fro, which blurs all times
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[args.rank :: args.world_size] or cores)
-    others = [socket.socket(fileno=number) for number in args.others]
-    lines = socket.socket(fileno=args.control).makefile("rw", encoding="utf-8")
+        os.sched_setaffinity(0, cores[options.rank :: options.world_size] or cores)
+    control, *others = (socket.socket(fileno=number) for number in options.sockets)
+    lines = control.makefile("rw", encoding="utf-8")
     worker: Worker | None = None
     for line in lines:
         command = json.loads(line)
         try:
             if command["do"] == "start":
-                worker, answer = Worker(args.peer, args.rank, args.world_size, others, args.smoke), None
+                worker, answer = Worker(options, others), None
             else:
                 answer = getattr(worker, command.pop("do"))(**command)
             reply = {"answer": answer}

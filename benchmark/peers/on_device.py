@@ -34,7 +34,6 @@ class OursOnDevice(Ours):
         self._held = 0
 
     def setup(self, rank: int, world_size: int) -> None:
-        """See :class:`benchmark.peers.base.Checkpointer`."""
         self.device = f"{NAME}:{rank}"
         super().setup(rank, world_size)
 

@@ -40,7 +40,6 @@ class _PaddleStates(Checkpointer):
     device = "cpu"
 
     def setup(self, rank: int, world_size: int) -> None:
-        """See :class:`Checkpointer`."""
         paddle.set_device(self.device)
         dist.init_parallel_env()
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
@@ -68,7 +67,6 @@ class _PaddleStates(Checkpointer):
         return {name: np.asarray(tensor._local_value().numpy()) for name, tensor in state.items()}
 
     def zero(self, state: State) -> None:
-        """See :class:`Checkpointer`."""
         for tensor in state.values():
             tensor._local_value().zero_()
 
@@ -81,15 +79,12 @@ class Ours(_PaddleStates):
         return {"paddle_dist_ckpt": paddle_dist_ckpt.__version__, **super().versions()}
 
     def save(self, state: State, path: Path) -> Numbers:
-        """See :class:`Checkpointer`."""
         return {"plan": paddle_dist_ckpt.save_state_dict(state, path).seconds["plan"]}
 
     def load(self, state: State, path: Path) -> Numbers:
-        """See :class:`Checkpointer`."""
         return {"plan": paddle_dist_ckpt.load_state_dict(state, path).seconds["plan"]}
 
     def start_save(self, state: State, path: Path) -> Pending:
-        """See :class:`Checkpointer`."""
         return paddle_dist_ckpt.save_state_dict(state, path, async_save=True)
 
 
@@ -97,7 +92,6 @@ class OursInBackground(Ours):
     """This library beside a training."""
 
     def setup(self, rank: int, world_size: int) -> None:
-        """See :class:`Checkpointer`."""
         # Paddle's MKL takes its slow path on AMD, up to eight times as slow as torch's, unless told not to.
         os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
         super().setup(rank, world_size)
@@ -117,7 +111,6 @@ class OursInBackground(Ours):
         return copy
 
     def trainer(self) -> Callable[[bool], bool]:
-        """See :class:`Checkpointer`."""
         batch, flags = paddle.randn([TRAINING_BATCH, TRAINING_WIDTH]), paddle.zeros([TRAINING_FLAGS])
         return training(nn, dist, lambda parameters: paddle.optimizer.SGD(1e-3, parameters=parameters), batch, flags)
 
@@ -138,7 +131,6 @@ class OursOnHosts(Ours):
     """This library, with a folder of its own for each rank, so that ranks have to read for each other."""
 
     def save(self, state: State, path: Path) -> Numbers:
-        """See :class:`Checkpointer`."""
         return {"plan": paddle_dist_ckpt.save_state_dict(state, _HostFolder(path, dist.get_rank())).seconds["plan"]}
 
     def load(self, state: State, path: Path) -> Numbers:
@@ -170,14 +162,11 @@ class PaddleBuiltin(_PaddleStates):
     """
 
     def setup(self, rank: int, world_size: int) -> None:
-        """See :class:`Checkpointer`."""
         super().setup(rank, world_size)
         paddle.Tensor.cuda = lambda self, *args, **kwargs: self
 
     def save(self, state: State, path: Path) -> None:
-        """See :class:`Checkpointer`."""
         dist.save_state_dict(state, str(path))
 
     def load(self, state: State, path: Path) -> None:
-        """See :class:`Checkpointer`."""
         dist.load_state_dict(state, str(path))

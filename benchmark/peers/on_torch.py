@@ -28,7 +28,6 @@ class TorchDcp(Checkpointer):
     """Its ``save`` and ``load``."""
 
     def setup(self, rank: int, world_size: int) -> None:
-        """See :class:`Checkpointer`."""
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
 
     def versions(self) -> dict[str, str]:
@@ -36,7 +35,6 @@ class TorchDcp(Checkpointer):
         return {"torch": torch.__version__}
 
     def build(self, specs: Sequence[TensorSpec], rank: int, world_size: int) -> State:
-        """See :class:`Checkpointer`."""
         mesh = init_device_mesh("cpu", (world_size,))
         state = {}
         for spec in specs:
@@ -46,20 +44,16 @@ class TorchDcp(Checkpointer):
         return state
 
     def local_arrays(self, state: State) -> dict[str, Array]:
-        """See :class:`Checkpointer`."""
         return {name: tensor.to_local().numpy() for name, tensor in state.items()}
 
     def zero(self, state: State) -> None:
-        """See :class:`Checkpointer`."""
         for tensor in state.values():
             tensor.to_local().zero_()
 
     def save(self, state: State, path: Path) -> None:
-        """See :class:`Checkpointer`."""
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
 
     def load(self, state: State, path: Path) -> None:
-        """See :class:`Checkpointer`."""
         dcp.load(state, storage_reader=dcp.FileSystemReader(path))
 
 
@@ -67,7 +61,6 @@ class AsyncTorchDcp(TorchDcp):
     """Its ``async_save`` as it comes: staged in fresh memory, saved by a thread."""
 
     def setup(self, rank: int, world_size: int) -> None:
-        """See :class:`Checkpointer`."""
         super().setup(rank, world_size)
         # For saves alone: the thread's messages must not mix with the training's.
         self._group = dist.new_group(backend="gloo")
@@ -78,11 +71,9 @@ class AsyncTorchDcp(TorchDcp):
         return {}
 
     def start_save(self, state: State, path: Path) -> Pending:
-        """See :class:`Checkpointer`."""
         return dcp.async_save(state, checkpoint_id=path, process_group=self._group, **self.options)
 
     def copier(self, state: State) -> Callable[[], None]:
-        """See :class:`Checkpointer`."""
         pairs = [(tensor.to_local().clone(), tensor.to_local()) for tensor in state.values()]
 
         def copy() -> None:
@@ -92,7 +83,6 @@ class AsyncTorchDcp(TorchDcp):
         return copy
 
     def trainer(self) -> Callable[[bool], bool]:
-        """See :class:`Checkpointer`."""
         batch, flags = torch.randn(TRAINING_BATCH, TRAINING_WIDTH), torch.zeros(TRAINING_FLAGS)
         return training(nn, dist, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), batch, flags)
 

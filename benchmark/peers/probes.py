@@ -50,13 +50,11 @@ class Probe(Checkpointer):
         return {"xxhash": xxhash.VERSION}
 
     def build(self, specs: Sequence[TensorSpec], rank: int, world_size: int) -> _State:
-        """See :class:`Checkpointer`."""
         parts = [spec.local_part(rank, world_size) for spec in specs]
         data = np.concatenate([part.reshape(-1) for part in parts]).view(np.uint8)
         return _State(rank, specs, [part.shape for part in parts], data)
 
     def local_arrays(self, state: _State) -> dict[str, Array]:
-        """See :class:`Checkpointer`."""
         sizes = [int(np.prod(shape)) for shape in state.shapes]
         parts = np.split(state.data.view(np.float32), np.cumsum(sizes)[:-1])
         return {
@@ -64,7 +62,6 @@ class Probe(Checkpointer):
         }
 
     def zero(self, state: _State) -> None:
-        """See :class:`Checkpointer`."""
         state.data[...] = 0
 
     def save(self, state: _State, path: Path) -> None:
@@ -124,7 +121,6 @@ class RangeProbe(Probe):
     """The plain probe, with the kernel told after each chunk to begin writing it to the disk (``sync_file_range``)."""
 
     def chunk_written(self, file: int, start: int, nbytes: int) -> None:
-        """See :class:`Probe`."""
         _libc.sync_file_range(file, ctypes.c_int64(start), ctypes.c_int64(nbytes), _START_WRITING)
 
 
@@ -132,7 +128,6 @@ class DirectProbe(Probe):
     """The plain probe, past the page cache: two threads, each with a buffer of huge pages that starts at a page."""
 
     def write_chunks(self, file: int, name: Path, data: Array) -> list[int]:
-        """See :class:`Probe`."""
         starts = range(0, len(data), _CHUNK_BYTES)
         hashes = [0] * len(starts)
         direct = os.open(name, os.O_WRONLY | os.O_DIRECT)
