@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.folder.ids import committed_ids
-from paddle_dist_ckpt.folder.verify import verify_checkpoint
+from paddle_dist_ckpt import AsyncSave, list_checkpoints, verify
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.reports import SaveReport
-from paddle_dist_ckpt.saving.async_save import AsyncSave
-from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.jobs import SMALL, all_ok, load_whole, split_rows
 from test.waiting import PATIENCE
@@ -93,7 +90,7 @@ def versions(number: int, ranks: int) -> list[dict[str, Any]]:
 
 def version_in(folder: Path, unique_id: int | None = None) -> int:
     """The number that a whole checkpoint says everywhere."""
-    assert verify_checkpoint(LocalStorage(folder), unique_id, False).ok
+    assert verify(folder, unique_id).ok
     merged = load_whole(folder, unique_id)
     found = {merged["n"], *merged["text"], *np.unique(merged["cut"]).tolist(), *np.unique(merged["plain"]).tolist()}
     assert len(found) == 1, found
@@ -102,7 +99,7 @@ def version_in(folder: Path, unique_id: int | None = None) -> int:
 
 def versions_in(folder: Path) -> list[int]:
     """What all checkpoints say, in the order of their ids."""
-    return [version_in(folder, unique_id) for unique_id in committed_ids(LocalStorage(folder))]
+    return [version_in(folder, unique_id) for unique_id in list_checkpoints(folder)]
 
 
 def failing(folder: Path, operation: str, at: str, error: OSError, armed: Callable[[], bool]) -> FaultyStorage:

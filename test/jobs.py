@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_dist_ckpt import list_checkpoints, read_metadata
 from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.box import Box, whole
@@ -23,8 +24,7 @@ from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.reports import LoadReport, SaveReport
 from paddle_dist_ckpt.storage import LocalStorage, as_storage
 from paddle_dist_ckpt.storage.base import FolderIdentity
-from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, ShardedArray, shard_array
-from paddle_dist_ckpt.testing.simulation import SimulatedRank, run_ranks
+from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, ShardedArray, SimulatedRank, run_ranks, shard_array
 
 SMALL = SaveOptions(block_bytes=4096, timeout=60)
 """Small blocks, so that small tensors have many."""
@@ -123,11 +123,16 @@ def _alone() -> SimulatedRank:
 
 
 def load_whole(
-    path: Any, unique_id: int | None = None, prefix: str | None = None, keys: Any = None, flat: bool = False
+    path: Any,
+    unique_id: int | None = None,
+    prefix: str | None = None,
+    keys: Any = None,
+    flat: bool = False,
+    options: LoadOptions | None = None,
 ) -> dict[Any, Any]:
     """Everything in a checkpoint, or what is selected, tensors as whole numpy arrays."""
     selection = Selection(prefix, keys)
-    return load_merged(as_storage(path), NumpyAdapter(), unique_id, selection, flat, LoadOptions())
+    return load_merged(as_storage(path), NumpyAdapter(), unique_id, selection, flat, options or LoadOptions())
 
 
 # -- arrays
@@ -228,6 +233,11 @@ def alike(a: Any, b: Any) -> bool:
 def files_in(folder: Path) -> dict[str, bytes]:
     """Name and content of everything in a folder."""
     return {entry.name: entry.read_bytes() for entry in sorted(folder.iterdir()) if entry.is_file()}
+
+
+def saves_in(folder: Path) -> dict[str, int]:
+    """The save id of every committed checkpoint, with its unique_id."""
+    return {read_metadata(folder, unique_id).save_id: unique_id for unique_id in list_checkpoints(folder)}
 
 
 def data_files(folder: Path) -> list[Path]:

@@ -22,9 +22,8 @@ import xxhash
 import paddle_dist_ckpt
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.loading.merged import Selection, load_merged
-from paddle_dist_ckpt.storage import LocalStorage
-from paddle_dist_ckpt.testing import NumpyAdapter, SimulatedRank, run_ranks, shard_array
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks, shard_array
+from test.jobs import load_whole
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = ("en", "cn")
@@ -271,8 +270,7 @@ def test_a_checkpoint_written_by_the_book_is_read(tmp_path: Path) -> None:
     (tmp_path / "5.metadata").write_bytes(sealed(blank.encode()))
 
     assert paddle_dist_ckpt.verify(tmp_path).problems == ()
-    options = paddle_dist_ckpt.LoadOptions()
-    found = load_merged(LocalStorage(tmp_path), NumpyAdapter(), None, Selection(), False, options)
+    found = load_whole(tmp_path)
     assert np.array_equal(found["first"], first)
     assert np.array_equal(found["second"], second)
     assert found["step"] == 7

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from paddle_dist_ckpt import rebuild_metadata, verify
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -25,11 +26,8 @@ from paddle_dist_ckpt.errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
-from paddle_dist_ckpt.folder.rebuild import rebuild
-from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.saving.file_plan import FilePlan
-from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
     SMALL,
@@ -87,7 +85,7 @@ def test_a_shape_that_the_files_are_too_small_for_is_refused_before_it_is_alloca
         with pytest.raises((CheckpointCorruptedError, StateDictMismatchError)) as caught:
             load()
         assert isinstance(caught.value, StateDictMismatchError) or f"has {size} bytes" in str(caught.value)
-    assert not verify_checkpoint(LocalStorage(tmp_path), None, False).ok
+    assert not verify(tmp_path).ok
 
 
 def test_sizes_whose_sum_exceeds_64_bits_are_refused(tmp_path: Path) -> None:
@@ -143,7 +141,7 @@ def test_a_data_file_that_claims_millions_of_parts_costs_a_rebuild_nothing(
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointNotFoundError, match="files are missing"):
-            rebuild(LocalStorage(tmp_path), None, False)
+            rebuild_metadata(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
@@ -152,7 +150,7 @@ def test_a_data_file_that_claims_millions_of_parts_costs_a_rebuild_nothing(
 def test_what_could_not_be_read_again_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_claiming(tmp_path, monkeypatch, world_size=0)
     with pytest.raises((CheckpointCorruptedError, CheckpointNotFoundError)):
-        rebuild(LocalStorage(tmp_path), None, False)
+        rebuild_metadata(tmp_path)
     assert [name for name in files_in(tmp_path) if not name.endswith(".safetensors")] == []
 
 

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
-from paddle_dist_ckpt.folder.ids import committed_ids
-from paddle_dist_ckpt.folder.rebuild import rebuild
-from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -28,9 +26,9 @@ def state(version: int) -> dict[str, Any]:
 
 def check_holds(folder: Path, versions: dict[int, int]) -> None:
     """Assert that a folder has these versions under these ids, whole, and nothing else."""
-    assert committed_ids(LocalStorage(folder)) == sorted(versions)
+    assert list_checkpoints(folder) == sorted(versions)
     for unique_id, version in versions.items():
-        assert verify_checkpoint(LocalStorage(folder), unique_id, False).problems == ()
+        assert verify(folder, unique_id).problems == ()
         found = load_whole(folder, unique_id)
         assert found["n"] == version
         assert (found["w"] == version).all()
@@ -90,12 +88,12 @@ def test_the_files_of_a_save_that_is_about_to_commit_are_not_rebuilt(tmp_path: P
     def hook(operation: str, name: str) -> None:
         if operation == "publish" and name == "0.metadata":
             with pytest.raises(CheckpointNotFoundError, match="being written") as caught:
-                rebuild(LocalStorage(tmp_path), None, False)
+                rebuild_metadata(tmp_path)
             refused.append(caught.value)
 
     save_on([state(1), {"more": np.arange(9)}], FaultyStorage(tmp_path, hook))
     assert refused
-    assert committed_ids(LocalStorage(tmp_path)) == [0]
+    assert list_checkpoints(tmp_path) == [0]
 
 
 def test_a_rebuild_beside_a_save_that_fails_leaves_no_metadata_without_files(tmp_path: Path) -> None:
@@ -104,7 +102,7 @@ def test_a_rebuild_beside_a_save_that_fails_leaves_no_metadata_without_files(tmp
     def hook(operation: str, name: str) -> None:
         if operation == "sync_file" and name.startswith("1_"):
             with pytest.raises(CheckpointNotFoundError) as caught:
-                rebuild(LocalStorage(tmp_path), None, False)
+                rebuild_metadata(tmp_path)
             refused.append(caught.value)
             raise OSError(errno.EIO, "injected")
 
@@ -120,7 +118,7 @@ def test_the_files_of_a_replaced_checkpoint_that_wait_for_removal_are_not_rebuil
     dead_save(tmp_path, 5, last="delete")
     assert load_whole(tmp_path, 5)["n"] == 99
     with pytest.raises(CheckpointNotFoundError, match="to be removed"):
-        rebuild(LocalStorage(tmp_path), None, False)
+        rebuild_metadata(tmp_path)
 
 
 def test_a_save_that_died_before_its_commit_has_replaced_nothing(tmp_path: Path) -> None:
@@ -129,14 +127,14 @@ def test_a_save_that_died_before_its_commit_has_replaced_nothing(tmp_path: Path)
     dead_save(tmp_path, 5, last="sync")
     original = (tmp_path / "5.metadata").read_bytes()
     (tmp_path / "5.metadata").unlink()
-    rebuild(LocalStorage(tmp_path), None, False)
+    rebuild_metadata(tmp_path)
     assert (tmp_path / "5.metadata").read_bytes() == original
 
     (tmp_path / "5.metadata").unlink()
     age_claims(tmp_path)
     save_alone(state(2), tmp_path, 6)
     assert not list(tmp_path.glob("*.claim"))
-    rebuild(LocalStorage(tmp_path), None, False)
+    rebuild_metadata(tmp_path)
     check_holds(tmp_path, {5: 1, 6: 2})
 
 

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import list_checkpoints, verify
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
-from paddle_dist_ckpt.folder.ids import committed_ids
-from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.options import LoadOptions
-from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
     another_host,
@@ -101,7 +99,7 @@ def test_automatic_saves_at_once_get_different_ids(tmp_path: Path) -> None:
             states = blank_states(2)
             load_on(states, tmp_path, report.unique_id)
             assert versions_of(states) == {3 * round_number + i}
-    assert committed_ids(LocalStorage(tmp_path)) == list(range(36))
+    assert list_checkpoints(tmp_path) == list(range(36))
     assert len(data_files(tmp_path)) == 12 * (1 + 2 + 3)
     assert not list(tmp_path.glob("*.claim*"))
 
@@ -116,7 +114,7 @@ def test_explicit_saves_of_one_id_at_once_leave_one_whole_checkpoint(tmp_path: P
         load_on(states, tmp_path)
         assert versions_of(states) < {version, version + 1, version + 2}
         assert len(versions_of(states)) == 1
-        assert verify_checkpoint(LocalStorage(tmp_path), 7, False).ok
+        assert verify(tmp_path, 7).ok
 
 
 @pytest.mark.parametrize("exchange", ["auto", "always", "hosts"])

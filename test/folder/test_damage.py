@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, RankFailureError
-from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.options import LoadOptions
-from paddle_dist_ckpt.storage import LocalStorage
 from test.jobs import (
     alike,
     another_host,
@@ -82,7 +81,7 @@ def test_a_flipped_byte_of_any_entry_is_blamed_on_its_tensor(tmp_path: Path) -> 
                     load_alone(wanted(), tmp_path)
                 with pytest.raises(CheckpointCorruptedError, match=key):
                     load_whole(tmp_path)
-                report = verify_checkpoint(LocalStorage(tmp_path), None, False)
+                report = verify(tmp_path)
                 assert not report.ok
                 assert [key in problem and path.name in problem for problem in report.problems] == [True]
                 others = {name: target for name, target in wanted().items() if name != key}
@@ -92,7 +91,7 @@ def test_a_flipped_byte_of_any_entry_is_blamed_on_its_tensor(tmp_path: Path) -> 
     state = wanted()
     load_alone(state, tmp_path)
     assert alike(state, STATE)
-    assert verify_checkpoint(LocalStorage(tmp_path), None, False).ok
+    assert verify(tmp_path).ok
 
 
 def test_a_flipped_byte_of_any_part_of_a_header_is_blamed_on_its_file(tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_a_flipped_byte_of_any_part_of_a_header_is_blamed_on_its_file(tmp_path: 
             with flipped(path, place, mask):
                 with pytest.raises(CheckpointCorruptedError, match=path.name):
                     load_alone(wanted(), tmp_path)
-                report = verify_checkpoint(LocalStorage(tmp_path), None, False)
+                report = verify(tmp_path)
                 assert path.name in "".join(report.problems)
 
 
@@ -118,7 +117,7 @@ def test_a_file_of_another_length_is_refused(tmp_path: Path, change: bytes | Non
     path.write_bytes(data[:-1] if change is None else data + change if change else b"")
     with pytest.raises(CheckpointCorruptedError, match=path.name):
         load_alone(wanted(), tmp_path)
-    assert path.name in "".join(verify_checkpoint(LocalStorage(tmp_path), None, False).problems)
+    assert path.name in "".join(verify(tmp_path).problems)
 
 
 def test_a_file_of_another_save_under_the_same_name_is_refused(tmp_path: Path) -> None:

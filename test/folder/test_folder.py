@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import list_checkpoints, rebuild_metadata
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, RankFailureError
 from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
-from paddle_dist_ckpt.folder.ids import committed_ids
-from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
@@ -44,7 +43,7 @@ def version_in(folder: Any, unique_id: int | None = None) -> int:
 
 
 def ids(folder: Path) -> list[int]:
-    return committed_ids(LocalStorage(folder))
+    return list_checkpoints(folder)
 
 
 def dead_save(folder: Path, unique_id: int | None = None, operation: str = "sync", ranks: int = 1) -> list[str]:
@@ -198,7 +197,7 @@ def test_files_without_a_claim_are_never_deleted(tmp_path: Path) -> None:
         save_alone(state(3), tmp_path)
     assert lost.items() <= files_in(tmp_path).items()
     (lost_save,) = {name.split(".")[1] for name in lost}
-    metadata = rebuild(LocalStorage(tmp_path), lost_save, False)
+    metadata = rebuild_metadata(tmp_path, lost_save)
     assert version_in(tmp_path, metadata.unique_id) == 1
 
 

@@ -8,17 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
+from paddle_dist_ckpt import list_checkpoints, read_metadata, rebuild_metadata
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.tensors import TensorView
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from paddle_dist_ckpt.files import datafile
-from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
-from paddle_dist_ckpt.folder.ids import committed_ids
-from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.options import SaveOptions
-from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.jobs import (
     SMALL,
@@ -34,11 +31,12 @@ from test.jobs import (
     save_on,
     split_rows,
 )
+from test.strategies import examples
 from test.whole.test_round_trip import Item, jobs
 
 
 def rebuilt(folder: Any, save: str | None = None) -> Any:
-    return rebuild(LocalStorage(folder), save, False)
+    return rebuild_metadata(folder, save)
 
 
 def save_ids(folder: Path) -> set[str]:
@@ -46,7 +44,7 @@ def save_ids(folder: Path) -> set[str]:
 
 
 @given(jobs())
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@examples(20)
 def test_the_rebuilt_file_is_the_lost_one(job: tuple[int, int, list[Item]]) -> None:
     savers, _, things = job
     with tempfile.TemporaryDirectory() as name:
@@ -73,7 +71,7 @@ def test_everything_that_it_held_is_recovered(tmp_path: Path, monkeypatch: pytes
     states[2] |= {"mine": {"lr": 0.1}, "text": "long" * 2000}
     save_on(states, tmp_path, options=SaveOptions(user_metadata=user, block_bytes=8192))
     lost = (tmp_path / "0.metadata").read_bytes()
-    before = read_checkpoint(LocalStorage(tmp_path), 0)
+    before = read_metadata(tmp_path, 0)
     (tmp_path / "0.metadata").unlink()
     metadata = rebuilt(tmp_path)
     assert (tmp_path / "0.metadata").read_bytes() == lost
@@ -179,10 +177,10 @@ def test_two_complete_saves_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         rebuilt(tmp_path)
     assert all(name in str(error.value) for name in names)
-    assert committed_ids(LocalStorage(tmp_path)) == []
+    assert list_checkpoints(tmp_path) == []
     found = {int(load_whole(tmp_path, rebuilt(tmp_path, name).unique_id)["w"][0]) for name in sorted(names)}
     assert found == {1, 2}
-    assert committed_ids(LocalStorage(tmp_path)) == [0, 1], "the second one takes the next id"
+    assert list_checkpoints(tmp_path) == [0, 1], "the second one takes the next id"
     with pytest.raises(CheckpointNotFoundError):
         rebuilt(tmp_path)
     with pytest.raises(CheckpointNotFoundError):

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError
-from paddle_dist_ckpt.loading.merged import Selection, load_merged
-from paddle_dist_ckpt.storage import as_storage
-from paddle_dist_ckpt.testing import NumpyAdapter, run_ranks
-from test.jobs import all_ok
+from paddle_dist_ckpt.testing import run_ranks
+from test.jobs import all_ok, load_whole
 
 LARGE = "x" * 10_000  # an entry of a data file
 
@@ -150,14 +148,9 @@ def test_bad_maps(bad: Any) -> None:
 def test_merged_loads_have_the_keys_that_are_stored(tmp_path: Path) -> None:
     saved(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "v": 1})
     for key_map in ({"a": None}, {"a": "b"}, {"v": None}, lambda key: "b"):
-        merged = load_whole_with(tmp_path, LoadOptions(key_map=key_map))
+        merged = load_whole(tmp_path, options=LoadOptions(key_map=key_map))
         assert merged["a"].tolist() == [0, 0]
         assert (merged["b"].tolist(), merged["v"]) == ([1, 1], 1)
-
-
-def load_whole_with(path: Path, options: LoadOptions) -> dict[Any, Any]:
-    selection = Selection()
-    return load_merged(as_storage(path), NumpyAdapter(), None, selection, False, options)
 
 
 def test_what_is_wanted_twice_is_not_shared(tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import read_metadata, rebuild_metadata
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, UnsupportedValueError
-from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
-from paddle_dist_ckpt.folder.rebuild import rebuild
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
-from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks
 from test.jobs import alike, all_ok, errors_of, files_in, load_whole, make_array, same_bits, save_on, try_save
 from test.waiting import PATIENCE
@@ -108,7 +106,7 @@ def test_a_tensor_without_elements_has_one_box_which_is_the_whole_of_it(tmp_path
         return {"e": empty, "w": make_array((3,))}
 
     save_on([state(0), state(1)], tmp_path)
-    metadata = read_checkpoint(LocalStorage(tmp_path), None)
+    metadata = read_metadata(tmp_path)
     (box,) = metadata.state_dict_metadata["e"]
     assert tuple(box.global_offset) == (0, 0)
     assert tuple(box.local_shape) == (0, 8)
@@ -116,7 +114,7 @@ def test_a_tensor_without_elements_has_one_box_which_is_the_whole_of_it(tmp_path
 
     original = (tmp_path / "0.metadata").read_bytes()
     (tmp_path / "0.metadata").unlink()
-    rebuild(LocalStorage(tmp_path), None, False)
+    rebuild_metadata(tmp_path)
     assert (tmp_path / "0.metadata").read_bytes() == original
 
 

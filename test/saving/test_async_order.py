@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import list_checkpoints
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError, StateDictMismatchError, UnsupportedValueError
-from paddle_dist_ckpt.folder.ids import committed_ids
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.saving import save as save_module
-from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank
 from test.background import LONG, RANKS, Gate, error_of, finish, in_background, job, options, versions, versions_in
 
@@ -218,7 +217,7 @@ def test_a_save_meanwhile_does_not_hide_that_ranks_are_out_of_step(tmp_path: Pat
         rank.save({"x": np.full(3000, 5)}, tmp_path, None, options())
 
     job(2, work)
-    assert committed_ids(LocalStorage(tmp_path)) == [0, 1]
+    assert list_checkpoints(tmp_path) == [0, 1]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -244,4 +243,4 @@ def test_a_rank_that_goes_away_fails_the_others_saves(tmp_path: Path, victim: in
         return seconds
 
     assert max(job(RANKS, work)) < LONG, "nobody waited for a timeout"
-    assert committed_ids(LocalStorage(tmp_path)) == []
+    assert list_checkpoints(tmp_path) == []

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.files.contents import WINDOW_BYTES
-from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
 from test.background import (
@@ -92,7 +92,7 @@ def destroy(state: dict[str, Any]) -> None:
 
 
 def check_rich(folder: Path, ranks: int) -> None:
-    assert verify_checkpoint(LocalStorage(folder), None, False).ok
+    assert verify(folder).ok
     merged = load_whole(folder)
     for name, array in rich_arrays().items():
         assert same_bits(merged[name], array), name

@@ -16,8 +16,7 @@ from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.saving import planned_save, save_coordinator
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
-from paddle_dist_ckpt.testing import FaultyStorage, ShardedArray, shard_array
-from paddle_dist_ckpt.testing.simulation import SimulatedRank, run_ranks
+from paddle_dist_ckpt.testing import FaultyStorage, ShardedArray, SimulatedRank, run_ranks, shard_array
 from test.jobs import SMALL, alike, all_ok, load_whole, make_array, same_bits
 
 RANKS = 3

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage, direct, local
-from paddle_dist_ckpt.storage.base import ReadableFile
+from paddle_dist_ckpt.storage import LocalStorage, ReadableFile, direct, local
 from paddle_dist_ckpt.storage.direct import ALIGNMENT, DirectReader, is_cached, open_direct
 
 SIZE = (9 << 20) + 1234  # several pieces, and no multiple of a page

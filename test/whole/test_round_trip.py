@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.folder.verify import verify_checkpoint
 from paddle_dist_ckpt.options import LoadOptions
-from paddle_dist_ckpt.storage import LocalStorage
 from test.jobs import (
     LAYOUTS,
     SMALL,
@@ -31,6 +30,7 @@ from test.jobs import (
     save_on,
     sharded,
 )
+from test.strategies import examples
 
 KEYS = st.text("ab.~/[%\\é0", max_size=4)
 
@@ -190,12 +190,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, list[Item]]:
 
 
 @given(jobs(), st.sampled_from(("auto", "always", "never")), st.booleans())
-@settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=150,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@examples(40)
 def test_any_state_dict_on_any_layout_comes_back(
     job: tuple[int, int, list[Item]], exchange: Any, on_hosts: bool
 ) -> None:
@@ -211,11 +206,11 @@ def test_any_state_dict_on_any_layout_comes_back(
                 if rank in item.target:
                     item.check(state[item.key])
         assert all(not report.skipped for report in reports)
-        assert verify_checkpoint(LocalStorage(folder), None, False).ok
+        assert verify(folder).ok
 
 
 @given(jobs())
-@settings(derandomize=True, deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
+@examples(20)
 def test_any_checkpoint_can_be_loaded_whole(job: tuple[int, int, list[Item]]) -> None:
     savers, _, things = job
     with tempfile.TemporaryDirectory() as folder:
