@@ -26,7 +26,7 @@ from test.paddle.layouts import Array, Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, from_local, local_array, mesh_of, paddle_tensor
 
-HOLD_SECONDS = 0.2
+HOLD_SECONDS = 0.6
 ITEMS = 50_000
 SPEED = 2_000_000.0  # bytes per second
 
