@@ -28,8 +28,11 @@ __all__ = [
     "LayoutCollection",
     "LayoutRecord",
     "ShardTable",
+    "file_key",
     "grid_starts",
 ]
+
+_LARGEST_ITEM = 64  # bytes, and more than any item has
 
 
 class Kind(IntEnum):
@@ -125,6 +128,16 @@ class LayoutCollection:
         return number
 
 
+def file_key(file: IntArray, itemsize: IntArray) -> IntArray:
+    """What to sort shards by to have them file by file, and in each the larger items first, as files hold them.
+
+    Args:
+        file: The number of each one's file, or of the rank that writes it, ``[n]``.
+        itemsize: Bytes of its elements, ``[n]``.
+    """
+    return file * _LARGEST_ITEM + (_LARGEST_ITEM - 1 - itemsize)
+
+
 def grid_starts(boxes: Boxes, region: Box) -> list[IntArray] | None:
     """For each dimension where the boxes start, if they are a grid over a whole region, in row-major order; or None.
 
@@ -160,16 +173,18 @@ def _row_major(columns: Sequence[IntArray]) -> IntArray:
 
 
 def _stack(columns: Sequence[Column], count: int, bounds: Sequence[int]) -> IntArray:
+    """Columns of ``count`` integers, each below its bound, side by side, ``[count, columns]``."""
     parts = [unpack_column(c, count, bound, "a layout") for c, bound in zip(columns, bounds, strict=True)]
     return np.stack(parts, axis=1) if parts else np.zeros((count, 0), np.int64)
 
 
 def _not_ascending(offsets: IntArray) -> bool:
-    if len(offsets) < 2:
-        return False
-    difference = np.diff(offsets, axis=0)
-    first = (difference != 0).argmax(axis=1) if offsets.shape[1] else np.zeros(len(difference), np.int64)
-    return not bool((np.take_along_axis(difference, first[:, None], axis=1) > 0).all()) if offsets.shape[1] else True
+    """Whether some row does not come after the one before it, by the first column in which they differ."""
+    if len(offsets) < 2 or not offsets.shape[1]:
+        return len(offsets) >= 2  # rows without columns are equal
+    step = np.diff(offsets, axis=0)  # [n - 1, ndim]
+    first = (step != 0).argmax(axis=1)
+    return bool((np.take_along_axis(step, first[:, None], axis=1) <= 0).any())
 
 
 def _checked_grid(shape: tuple[int, ...], cuts: list[list[int]], most: int) -> Layout:
@@ -272,8 +287,7 @@ class ShardTable:
     @cached_property
     def file_order(self) -> IntArray:
         """The shards by file and, within a file, in the order in which they stand in it, ``[shards]``."""
-        largest = 64  # of any item, and more
-        key = self.shard_file * largest + (largest - 1 - self.itemsizes[self.shard_tensor])
+        key = file_key(self.shard_file, self.itemsizes[self.shard_tensor])
         return np.argsort(key, kind="stable").astype(np.int64)
 
     @cached_property

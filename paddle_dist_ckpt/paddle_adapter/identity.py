@@ -78,7 +78,7 @@ class TensorIdentity:
         Args:
             values: The tensors.
             known: What is known of each.
-            addresses: Those of all their pieces.
+            addresses: Those of all their local shards.
         """
         where = list(addresses) if len(addresses) == len(values) else _addresses(values)
         references = list(map(weakref.ref, values))

@@ -65,7 +65,7 @@ class WeightPart(NamedTuple):
         )
 
     def geometry(self, dtype: DType, key: str) -> tuple[Geometry, tuple[int, ...]]:
-        """What it is to the engine, and where in the memory each of its pieces starts, in bytes.
+        """What it is to the engine, and where in the memory each of its local shards starts, in bytes.
 
         Raises:
             UnsupportedValueError: what it says does not fit together.
@@ -78,15 +78,15 @@ class WeightPart(NamedTuple):
             return Geometry(Kind.TENSOR, dtype, self.shape, False, ()), ()
         if self.flat is None:
             strides = self.strides if self.found == self.local_shape else None
-            piece = LocalShard(Box(offset, self.local_shape), strides)
-            return Geometry(Kind.TENSOR, dtype, self.shape, False, (piece,)), (0,)
-        pieces, starts, start = [], [], 0
+            shard = LocalShard(Box(offset, self.local_shape), strides)
+            return Geometry(Kind.TENSOR, dtype, self.shape, False, (shard,)), (0,)
+        shards, starts, start = [], [], 0
         for box in cut_flat_range(self.local_shape, *self.flat):
             moved = tuple(map(sum, zip(offset, box.offset, strict=True)))
-            pieces.append(LocalShard(Box(moved, box.shape)))
+            shards.append(LocalShard(Box(moved, box.shape)))
             starts.append(start)
             start += box.size * dtype.itemsize
-        return Geometry(Kind.TENSOR, dtype, self.shape, False, tuple(pieces)), tuple(starts)
+        return Geometry(Kind.TENSOR, dtype, self.shape, False, tuple(shards)), tuple(starts)
 
     def _check(self, offset: tuple[int, ...], key: str) -> None:
         def refuse(text: str) -> UnsupportedValueError:

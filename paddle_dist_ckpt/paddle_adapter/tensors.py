@@ -147,7 +147,7 @@ class PaddleAdapter:
         """The geometry, on the device if it is there, with large pieces cut. Each piece starts at one of ``starts``."""
         if not on_device or not geometry.shards:
             return geometry
-        pieces: list[LocalShard] = []
+        shards: list[LocalShard] = []
         cut_starts: list[int] = []
         itemsize = geometry.dtype.itemsize
         most = max(1, (self._piece_bytes or 1 << 62) // itemsize)
@@ -156,9 +156,9 @@ class PaddleAdapter:
             for low in range(0, max(1, box.size), most):
                 for part in cut_flat_range(box.shape, low, min(low + most, box.size)) or [whole(box.shape)]:
                     moved = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
-                    pieces.append(LocalShard(Box(moved, part.shape), strides))
+                    shards.append(LocalShard(Box(moved, part.shape), strides))
                     cut_starts.append(start + sum(map(operator.mul, part.offset, steps)))
-        placed = dataclasses.replace(geometry, shards=tuple(pieces), on_device=True)
+        placed = dataclasses.replace(geometry, shards=tuple(shards), on_device=True)
         self._starts[id(placed)] = tuple(cut_starts)
         return placed
 
@@ -219,8 +219,8 @@ class PaddleAdapter:
             )
         if 0 in shape:
             box = whole(shape)
-        pieces = (LocalShard(box, _strides(local, dtype)),) if box.size or 0 in shape else ()
-        return Geometry(Kind.TENSOR, dtype, shape, False, pieces, reduction)
+        shards = (LocalShard(box, _strides(local, dtype)),) if box.size or 0 in shape else ()
+        return Geometry(Kind.TENSOR, dtype, shape, False, shards, reduction)
 
     def _address(self, value: Any, geometry: Geometry, path: str) -> int:
         """Where a tensor's local value is.

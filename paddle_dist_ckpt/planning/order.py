@@ -10,11 +10,11 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
+from ..core.shards import file_key
 
 __all__ = ["box_order", "file_order", "shard_order"]
 
 _LONGEST_LINE = 2**62
-_LARGEST_ITEM = 64  # bytes, and more than any item has
 
 
 def box_order(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> IntArray:
@@ -40,8 +40,7 @@ def file_order(shapes: IntArray, itemsize: IntArray, tensor: IntArray, boxes: Bo
         rank: Who writes each box, ``[n]``.
     """
     order = box_order(shapes, tensor, boxes)
-    group = rank[order] * _LARGEST_ITEM + (_LARGEST_ITEM - 1 - itemsize[tensor[order]])
-    return order[np.argsort(group, kind="stable")]
+    return order[np.argsort(file_key(rank[order], itemsize[tensor[order]]), kind="stable")]
 
 
 def shard_order(shapes: IntArray, tensor: IntArray, boxes: Boxes, rank: IntArray) -> IntArray:
