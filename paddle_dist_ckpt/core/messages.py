@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -11,6 +12,8 @@ from ..errors import CheckpointError
 __all__ = ["decode", "encode"]
 
 T = TypeVar("T")
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+_making = threading.Lock()
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -24,7 +27,11 @@ def decode(data: bytes, kind: type[T]) -> T:
     Raises:
         CheckpointError: it is something else, which means that ranks run different versions of this library.
     """
+    # IMPORTANT: msgspec looks at a type when it first decodes it, and may crash if two threads have it do so at once.
+    with _making:
+        decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        message: T = decoder.decode(data)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"a rank sent no {kind.__name__}; do all ranks run one version? ({error})") from error
+    return message

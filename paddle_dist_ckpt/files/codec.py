@@ -85,6 +85,11 @@ class _Body(SaveInfo, frozen=True, kw_only=True):
     values: list[tuple[str, Any]]
 
 
+# Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
+_HEAD_DECODER = msgspec.json.Decoder(Head)
+_BODY_DECODER = msgspec.json.Decoder(_Body)
+
+
 def table_to_record(table: ShardTable) -> TableRecord:
     """A table in the form in which it is stored."""
     used = [dtype.name for dtype in table.dtype_list]
@@ -223,7 +228,7 @@ def decode_head(data: bytes, name: str) -> Head | None:
     if not data.startswith(HEAD_START):
         return None
     try:
-        head = msgspec.json.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0], type=Head)
+        head = _HEAD_DECODER.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0])
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its first line is damaged: {error}") from error
     unknown = sorted(set(head.required_features) - FEATURES)
@@ -254,7 +259,7 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     if data[at:start] != xxhash.xxh3_64_hexdigest(blank).encode() + b'"}\n':
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     try:
-        record = msgspec.json.decode(body, type=_Body)
+        record = _BODY_DECODER.decode(body)
         if record.save_id != head.save:
             raise CheckpointCorruptedError("its two lines name different saves")
         return _metadata_of(record, unique_id)

@@ -155,6 +155,11 @@ class _Header(msgspec.Struct, frozen=True):
     metadata: _HeaderMetadata = msgspec.field(name="__metadata__")
 
 
+# Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
+_HEADER_DECODER = msgspec.json.Decoder(_Header)
+_INFO_DECODER = msgspec.json.Decoder(DataFileInfo)
+
+
 def escaped_key(key: str) -> str:
     """The first part of an entry's name: the flat key, such that different shards have different names.
 
@@ -329,7 +334,7 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
     header = _header_bytes(file, name)
     record = _parse(header, name)
     try:
-        info = msgspec.json.decode(record.info, type=DataFileInfo)
+        info = _INFO_DECODER.decode(record.info)
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its header cannot be understood: {error}") from error
     if info.format != FORMAT or info.version[0] != VERSION[0] or len(record.hashes) % 8:
@@ -355,7 +360,7 @@ def _header_bytes(file: ReadableFile, name: str) -> bytearray:
 
 def _parse(header: bytearray, name: str) -> _HeaderMetadata:
     try:
-        record = msgspec.json.decode(memoryview(header)[8:], type=_Header).metadata
+        record = _HEADER_DECODER.decode(memoryview(header)[8:]).metadata
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its header is damaged, or of another format: {error}") from error
     if header_digest(header) != record.xxh3_64:

@@ -36,6 +36,9 @@ class _ClaimRecord(msgspec.Struct, frozen=True):
     removes: list[str]
 
 
+_CLAIM_DECODER = msgspec.json.Decoder(_ClaimRecord)  # made here, as threads must not make it at once
+
+
 class Lease:
     """A save's lease, from before its first file until after its commit or clean-up.
 
@@ -178,7 +181,7 @@ def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: C
     A save that is not committed has replaced nothing, whatever it set out for.
     """
     try:
-        record = msgspec.json.decode(storage.read(name), type=_ClaimRecord)
+        record = _CLAIM_DECODER.decode(storage.read(name))
     except DECODE_ERRORS as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return [parsed.save_id]
