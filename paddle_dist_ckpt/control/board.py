@@ -18,7 +18,7 @@ from .coordinator_table import CoordinatorTable
 from .member import MemberSession
 from .wire import ErrorRecord, Message
 
-__all__ = ["LONGEST_WAIT", "Board", "Carrier"]
+__all__ = ["LONGEST_WAIT", "Board"]
 
 T = TypeVar("T")
 LONGEST_WAIT = 3600.0

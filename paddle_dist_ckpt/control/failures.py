@@ -19,7 +19,6 @@ __all__ = [
     "describe",
     "failure_of_ranks",
     "local_error",
-    "name_ranks",
     "raisable",
     "record",
     "timeout_error",

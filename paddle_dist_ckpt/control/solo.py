@@ -10,7 +10,7 @@ from ..core.protocols import CollectiveWatch
 from .board_hub import check_topic
 from .session import check_payload, check_replies
 
-__all__ = ["SoloAppointments", "SoloHub", "SoloSession"]
+__all__ = ["SoloHub"]
 
 T = TypeVar("T")
 

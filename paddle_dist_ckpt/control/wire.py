@@ -18,6 +18,8 @@ import msgspec
 __all__ = [
     "BEFORE",
     "MAX_PAYLOAD",
+    "MAX_PROBLEMS",
+    "MAX_TEXT",
     "MAX_TOPIC",
     "Answer",
     "Appointed",

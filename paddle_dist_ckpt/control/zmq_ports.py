@@ -37,7 +37,7 @@ from .board import Board
 from .bootstrap import Rendezvous, local_address
 from .wire import Message
 
-__all__ = ["DealerPort", "Port", "RouterPort"]
+__all__ = ["DealerPort", "RouterPort"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _COPY_BELOW = 1 << 16

@@ -15,7 +15,6 @@ __all__ = [
     "Copies",
     "DeviceAccess",
     "DeviceArray",
-    "DeviceBytes",
     "Mark",
     "NoCopies",
     "Request",

@@ -30,7 +30,6 @@ __all__ = [
     "HEAD_START",
     "MAX_HEAD_BYTES",
     "VERSION",
-    "Head",
     "TableRecord",
     "check_block_bytes",
     "decode_head",

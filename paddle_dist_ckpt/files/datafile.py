@@ -35,12 +35,15 @@ from .codec import VERSION, TableRecord, check_block_bytes
 from .metadata import FileInfo, SaveInfo
 
 __all__ = [
+    "FORMAT",
     "DataFileInfo",
     "Entries",
     "EntryKind",
     "FileLayout",
     "FileTable",
+    "Hashes",
     "escaped_key",
+    "header_digest",
     "read_header",
     "read_info",
     "slice_suffix",

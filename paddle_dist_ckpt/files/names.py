@@ -8,7 +8,6 @@ from typing import NamedTuple
 __all__ = [
     "MOST_IDS",
     "ClaimName",
-    "DataFileName",
     "claim_name",
     "data_file_name",
     "is_ours",

@@ -22,7 +22,7 @@ from .contents import WINDOW_BYTES, Contents, SnapshotContents, TensorContents, 
 from .datafile import DataFileInfo, FileLayout, FileTable, header_digest
 from .metadata import FileInfo
 
-__all__ = ["DataFileWriter", "FileSave", "bytes_ahead"]
+__all__ = ["FileSave", "bytes_ahead"]
 
 Check = Callable[[], None]
 Progress = Callable[[int], None]

@@ -32,6 +32,8 @@ from .context import LoadContext
 from .fit import Fit
 from .load_coordinator import LoadCoordinator
 from .messages import (
+    DecideAnswer,
+    DecideRequest,
     DoneRequest,
     ExchangeAnswer,
     ExchangeRequest,
@@ -40,8 +42,6 @@ from .messages import (
     LoadRequest,
     OpenAnswer,
     OpenRequest,
-    PlanAnswer,
-    PlanRequest,
     ReadAnswer,
     StagedRequest,
     WantedPaths,
@@ -148,7 +148,7 @@ class _Attempt:
         with self.tally.timed("plan"):
             wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
             plan = functools.partial(self._plan, wanted, answer)
-            fitted, decision = self._ask("decide", plan, PlanAnswer, LoadCoordinator.decide)
+            fitted, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
         if decision.restart:
             raise _Replaced
         self.files.look_into_cache(decision.shared)
@@ -193,7 +193,7 @@ class _Attempt:
         choices["offload"] = str(self.context.offload)
         return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths))
 
-    def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[_Fitted, PlanRequest]:
+    def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[_Fitted, DecideRequest]:
         session, options = self.context.session, self.options
         own = OwnValues.choose(
             [path for path in answer.tensors.paths if path not in wanted.values],
@@ -209,9 +209,9 @@ class _Attempt:
             unreachable = self.files.open({name: fit.stored.files[name] for name in needed})
         fitted = _Fitted(wanted, answer, fit, fit.problems + own.skipped + fit.skipped)
         staged = bool(fit.targets.staged.any())
-        return fitted, PlanRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)
+        return fitted, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)
 
-    def _agree_on_exchange(self, fit: Fit, decision: PlanAnswer) -> ExchangeAnswer:
+    def _agree_on_exchange(self, fit: Fit, decision: DecideAnswer) -> ExchangeAnswer:
         """Rounds ``exchange`` and ``open``."""
         counted = zip(decision.files, decision.block_counts, strict=True)
         expected = {info.name: (info, count) for info, count in counted}

@@ -19,14 +19,14 @@ from ..tree.names import is_of_run
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
 from .messages import (
+    DecideAnswer,
+    DecideRequest,
     ExchangeAnswer,
     ExchangeRequest,
     GoOnAnswer,
     LoadRequest,
     OpenAnswer,
     OpenRequest,
-    PlanAnswer,
-    PlanRequest,
     ReadAnswer,
     StagedRequest,
     WantedPaths,
@@ -79,12 +79,12 @@ class LoadCoordinator:
 
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
-        needs = {rank: decode(data, PlanRequest) for rank, data in messages.items()}
+        needs = {rank: decode(data, DecideRequest) for rank, data in messages.items()}
         if self._options.strict:
             _raise_problems({rank: n.problems for rank, n in needs.items()}, self._location())
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
-            return dict.fromkeys(messages, encode(PlanAnswer(restart=True)))
+            return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
         self._reasons = missing
         if missing and self._options.exchange == "never":
             raise CheckpointCorruptedError(
@@ -93,17 +93,17 @@ class LoadCoordinator:
         staged, objects = any(n.staged for n in needs.values()), any(n.objects for n in needs.values())
         if not self._exchange_wanted(needs, bool(missing)):
             shared = self._shared_files(needs)
-            return dict.fromkeys(messages, encode(PlanAnswer(staged=staged, shared=shared, objects=objects)))
+            return dict.fromkeys(messages, encode(DecideAnswer(staged=staged, shared=shared, objects=objects)))
         wanted = {name for n in needs.values() for name in n.files}
         _, counts = self._metadata.table.blocks(self._metadata.block_bytes, len(self._metadata.files))
         chosen = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
         files, block_counts = [self._metadata.files[i] for i in chosen], counts[chosen].tolist()
         probing = {group[0] for group in self._folder_groups()}
-        decision = PlanAnswer(False, True, staged, files, block_counts, objects=objects)
+        decision = DecideAnswer(False, True, staged, files, block_counts, objects=objects)
         probe = msgspec.structs.replace(decision, probe=True)
         return {rank: encode(probe if rank in probing else decision) for rank in messages}
 
-    def _shared_files(self, needs: Mapping[int, PlanRequest]) -> list[str]:
+    def _shared_files(self, needs: Mapping[int, DecideRequest]) -> list[str]:
         """The files of which the ranks of some host read more than there is, and so partly the same."""
         sizes = {info.name: info.size for info in self._metadata.files}
         wanted: Counter[tuple[str, str]] = Counter()
@@ -121,7 +121,7 @@ class LoadCoordinator:
                 groups.setdefault(request.folder.key, []).append(rank)
         return list(groups.values())
 
-    def _exchange_wanted(self, needs: Mapping[int, PlanRequest], missing: bool) -> bool:
+    def _exchange_wanted(self, needs: Mapping[int, DecideRequest], missing: bool) -> bool:
         if missing or self._options.exchange == "always":
             return len(self._session.ranks) > 1 or missing
         if self._options.exchange == "never":

@@ -14,6 +14,8 @@ from ..storage.base import Folder
 Box2 = tuple[tuple[int, ...], tuple[int, ...]]
 
 __all__ = [
+    "DecideAnswer",
+    "DecideRequest",
     "DoneRequest",
     "ExchangeAnswer",
     "ExchangeRequest",
@@ -24,8 +26,6 @@ __all__ = [
     "LoadRequest",
     "OpenAnswer",
     "OpenRequest",
-    "PlanAnswer",
-    "PlanRequest",
     "ReadAnswer",
     "ShardNeed",
     "StagedRequest",
@@ -87,7 +87,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     saved_by: int = 1
 
 
-class PlanRequest(msgspec.Struct, frozen=True, array_like=True):
+class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
     """Round ``decide``: what a rank found when it planned: problems, the files that it needs and how many bytes of each
     it would read, why it cannot read some of them, whether some targets are staged, and whether there are objects to be
     given their states in the end."""
@@ -99,7 +99,7 @@ class PlanRequest(msgspec.Struct, frozen=True, array_like=True):
     objects: bool = False
 
 
-class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
+class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Round ``decide``: how the load goes on: ``restart``, or with an exchange of these files or without it, with a
     pass for staged targets first or not.
 

@@ -16,7 +16,7 @@ from ..core.tensors import Geometry, LocalShard
 if TYPE_CHECKING:
     from .targets import Targets
 
-__all__ = ["SharedMemory", "find_shared_memory"]
+__all__ = ["find_shared_memory"]
 
 Array = npt.NDArray[Any]
 

@@ -17,7 +17,7 @@ from ..core.tensors import Geometry
 from .describe import LocalState
 from .messages import Transfer
 
-__all__ = ["OPERATIONS", "reduce_partials"]
+__all__ = ["reduce_partials"]
 
 _CHUNK_BYTES = 16 << 20
 _DEVICE_BYTES = 64 << 20

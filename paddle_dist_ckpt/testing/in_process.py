@@ -18,7 +18,7 @@ from ..control.board_hub import BoardHub
 from ..control.wire import Message
 from .in_process_transport import InProcessTransport, Pipes
 
-__all__ = ["InProcessHub", "InProcessWorld"]
+__all__ = ["InProcessWorld"]
 
 
 class InProcessWorld:

@@ -25,7 +25,7 @@ from ..folder.verify import verify_checkpoint
 from ..storage.base import Storage
 from .simulation import SimulatedRank, run_ranks
 
-__all__ = ["StorageTests"]
+__all__ = ["StorageTests", "in_threads", "put"]
 
 _PAGE = 4096
 
