@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..control.rounds import Messages, ask, only_on
 from ..core.messages import encode
 from ..errors import CheckpointError
-from ..folder.context import Messages, ask, only_on
 from ..options import LoadOptions
 from ..reports import LoadReport
 from ..tree.paths import plain_key

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from ..control.rounds import Messages, only_on
 from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, UnsupportedValueError
 from ..folder.commit import remove_saves, seal
-from ..folder.context import Messages, only_on
 from ..options import SaveOptions
 from ..reports import SaveReport, Stopwatch
 from ..tree.values import encode_value

@@ -1,0 +1,64 @@
+"""Rounds of a session in typed messages: what a rank asks, and what the coordinator answers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from ..core.messages import decode, encode
+from ..core.protocols import ControlSession
+
+__all__ = ["Messages", "ask", "only_on"]
+
+C = TypeVar("C")
+T = TypeVar("T")
+A = TypeVar("A", bound=msgspec.Struct)
+Messages = Mapping[int, bytes]
+"""By rank."""
+
+
+def only_on(coordinator: C | None, answer: Callable[[C, Messages], Messages]) -> Callable[[Messages], Messages]:
+    """How a round is answered.
+
+    Args:
+        coordinator: The object whose method answers; there is one on the coordinator alone.
+        answer: The method.
+    """
+    return _never if coordinator is None else functools.partial(answer, coordinator)
+
+
+def _never(messages: Messages) -> Messages:
+    raise AssertionError("only the coordinator answers")
+
+
+def ask(
+    session: ControlSession,
+    name: str,
+    local: Callable[[], tuple[T, msgspec.Struct]],
+    kind: type[A],
+    answer: Callable[[Messages], Messages],
+) -> tuple[T, A]:
+    """A round of a session, in typed messages.
+
+    Args:
+        session: The session.
+        name: The round's name.
+        local: Does this rank's part; returns what came of it for this rank, and what the coordinator is asked.
+        kind: The type of the coordinator's answer.
+        answer: Answers all ranks, on the coordinator.
+
+    Returns:
+        What came of this rank's part, and the coordinator's answer.
+    """
+    results: list[T] = []
+
+    def request() -> bytes:
+        result, message = local()
+        results.append(result)
+        return encode(message)
+
+    reply = session.gather_scatter(name, request, answer)
+    return results[0], decode(reply, kind)
