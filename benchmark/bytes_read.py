@@ -19,8 +19,7 @@ from benchmark.command import main
 from benchmark.report import goal, goals_section, heading, megabytes, table
 from benchmark.session import Session
 from paddle_dist_ckpt import LoadOptions, LoadReport, SaveOptions
-from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.testing import ShardedArray, SimulatedRank, run_ranks, shard_array
+from paddle_dist_ckpt.testing import Box, ShardedArray, SimulatedRank, run_ranks, shard_array
 
 T = TypeVar("T")
 

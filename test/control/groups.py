@@ -6,7 +6,7 @@ import threading
 
 from paddle_dist_ckpt.control import ZmqHub
 from paddle_dist_ckpt.core.protocols import ControlHub
-from paddle_dist_ckpt.testing.hub_cases import RANKS
+from paddle_dist_ckpt.testing.hub_conformance.cases import RANKS
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
 
 

@@ -18,7 +18,7 @@ import zmq
 from paddle_dist_ckpt.control import ZmqHub, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
-from paddle_dist_ckpt.testing.hub_cases import AT_ONCE, LONG, SHORT, in_background, own_number
+from paddle_dist_ckpt.testing.hub_conformance.cases import AT_ONCE, LONG, SHORT, in_background, own_number
 
 
 class Store:

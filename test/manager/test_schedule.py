@@ -14,7 +14,7 @@ import pytest
 
 from paddle_dist_ckpt.control import SoloHub, ZmqHub
 from paddle_dist_ckpt.manager.schedule import Schedule
-from paddle_dist_ckpt.testing.hub_cases import LONG
+from paddle_dist_ckpt.testing.hub_conformance.cases import LONG
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
 from test.control.groups import Store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from ..core.protocols import ControlHub
+from ...core.protocols import Appointments, ControlHub
 
 __all__ = [
     "AT_ONCE",
@@ -19,6 +20,7 @@ __all__ = [
     "HubGroup",
     "assert_works",
     "echo",
+    "first_appointment",
     "in_background",
     "one_round",
     "own_number",
@@ -138,3 +140,12 @@ def in_background(
 
     threading.Thread(target=body, daemon=True).start()
     return result
+
+
+def first_appointment(appointments: Appointments, wish_at: int | None = None) -> int:
+    """Go on, step by step, until there is an appointment."""
+    for step in itertools.count():
+        if appointments.reach(step, wish=step == wish_at):
+            return step
+        time.sleep(0.0005)
+    raise AssertionError("there is no end of steps")
