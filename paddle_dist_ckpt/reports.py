@@ -80,7 +80,7 @@ class VerifyReport:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stopwatch:
     """How long the phases of a save or load take, for its report.
 

@@ -145,7 +145,7 @@ class _Attempt:
 
     def run(self) -> LoadReport:
         """All rounds."""
-        with self.tally.timed("plan"):
+        with self.tally.phase("plan"):
             wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
             plan = functools.partial(self._plan, wanted, answer)
             fitted, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
@@ -160,7 +160,7 @@ class _Attempt:
             problems, _ = self._ask("staged", staged, GoOnAnswer, LoadCoordinator.staged)
             skipped += problems
         try:
-            with self.tally.timed("read"):
+            with self.tally.phase("read"):
                 read = functools.partial(self._read, fitted, reading, order)
                 values, last = self._ask("read", read, ReadAnswer, LoadCoordinator.done)
                 self._restore(values, fitted.untouched, decision.objects)
@@ -224,7 +224,7 @@ class _Attempt:
         def open_mine() -> tuple[None, OpenRequest]:
             return None, OpenRequest(self.files.open({name: expected[name] for name in order.files}))
 
-        with self.tally.timed("open"):
+        with self.tally.phase("open"):
             _, order = self._ask("exchange", reach, ExchangeAnswer, LoadCoordinator.exchange)
             if order.restart or self._ask("open", open_mine, OpenAnswer, LoadCoordinator.opened)[1].restart:
                 raise _Replaced

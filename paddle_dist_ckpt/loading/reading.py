@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +26,7 @@ from ..files.reader import entry_tasks
 from ..files.runs import OpenFile, segment_tasks
 from ..options import LoadOptions
 from ..planning.exchange_plan import ALL
+from ..reports import Stopwatch
 from ..storage.base import Storage
 from .context import LoadContext
 from .exchange import Exchange
@@ -40,20 +40,12 @@ Task = Callable[[], None]
 
 
 @dataclass(slots=True)
-class Tally:
+class Tally(Stopwatch):
     """What a load's report counts, over all its attempts."""
 
     bytes_read: int = 0
     bytes_received: int = 0
     files_opened: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Count the time that a phase takes; not if it fails."""
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 class DataFiles:
