@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..core.columns import Column
+from ..core.messages import prepare
 from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
 from ..storage.base import Folder
@@ -224,3 +225,6 @@ class ReadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Round ``read``, when all targets are filled on all ranks: the flat keys that no rank asked for."""
 
     unused: list[str]
+
+
+prepare(list(vars().values()))

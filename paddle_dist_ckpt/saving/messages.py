@@ -6,6 +6,7 @@ import msgspec
 
 from ..core.box import Box
 from ..core.columns import Column
+from ..core.messages import prepare
 from ..files.metadata import FileInfo, SaveInfo
 from ..storage.base import Folder
 
@@ -163,3 +164,6 @@ class WriteAnswer(msgspec.Struct, frozen=True, array_like=True):
     abort: bool
     files: list[FileInfo]
     result: CommitAnswer | None
+
+
+prepare(list(vars().values()))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import msgspec
 import pytest
 
-from paddle_dist_ckpt.core.messages import decode, encode
+from paddle_dist_ckpt.core.messages import decode, encode, prepare
 from paddle_dist_ckpt.errors import CheckpointError
+from paddle_dist_ckpt.loading import messages as loading_messages
+from paddle_dist_ckpt.saving import messages as saving_messages
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
     number: int
     words: list[str]
+
+
+prepare([Question])
 
 
 def test_a_message_comes_back() -> None:
@@ -28,29 +29,16 @@ def test_what_is_no_such_message_is_refused(data: bytes) -> None:
         decode(data, Question)
 
 
-RACE = """
-import sys, threading
-from msgspec import defstruct
-from paddle_dist_ckpt.core.messages import decode, encode
-
-sys.setswitchinterval(1e-6)
-for _ in range(400):
-    inner = defstruct("inner", [("x", list[int]), ("y", dict[str, int])], array_like=True)
-    middle = defstruct("middle", [("c", list[inner]), ("d", dict[str, inner])], array_like=True)
-    outer = defstruct("outer", [("b", list[middle]), ("q", dict[str, list[middle]])], array_like=True)
-    data = encode(outer([middle([inner([1], {"a": 1})], {"k": inner([2], {})})], {}))
-    together = threading.Barrier(8)
-    threads = [threading.Thread(target=lambda: (together.wait(), decode(data, outer))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-print("all decoded")
-"""
+def test_every_message_of_a_save_and_a_load_is_prepared() -> None:
+    for module in (saving_messages, loading_messages):
+        for name in module.__all__:
+            with pytest.raises(CheckpointError, match=name):
+                decode(b"\xc1", getattr(module, name))
 
 
-def test_threads_that_decode_a_type_for_the_first_time_together() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RACE], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stdout) == (0, "all decoded\n"), done.stderr
+def test_what_is_not_prepared_is_not_decoded() -> None:
+    class Unknown(msgspec.Struct):
+        """Of which no two threads may make a decoder at once."""
+
+    with pytest.raises(KeyError):
+        decode(b"", Unknown)
