@@ -112,9 +112,17 @@ def prepared(tmp_path: Path, name: str, ranks: int) -> Path:
     return shutil.copytree(template, tmp_path / name)
 
 
-def cut_short(counts: dict[int, int]) -> list[tuple[int, int]]:
-    """The operations to try, as rank and number. Ranks 1 and 2 do alike; without ``--long`` one of them will do."""
-    return [(rank, step) for rank, count in counts.items() if rank != 1 or strategies.long_run for step in range(count)]
+def cut_short(counts: dict[int, int], mode: str, shift: int = 0) -> list[tuple[int, int]]:
+    """The operations to try, as rank and number; all of them with ``--long``.
+
+    Without it, ranks 1 and 2 do alike, so that one of them will do; and of several ranks every other operation is cut
+    short in one mode, and those between in another.
+    """
+    if strategies.long_run:
+        return [(rank, step) for rank, count in counts.items() for step in range(count)]
+    stride = 1 if len(counts) == 1 else 2
+    first = (shift + ("fail", "kill the rank", "kill all").index(mode)) % stride
+    return [(rank, step) for rank, count in counts.items() if rank != 1 for step in range(first, count, stride)]
 
 
 def counted(tmp_path: Path, ranks: int, unique_id: int | None) -> dict[int, int]:
@@ -145,7 +153,7 @@ def add_torn_temporary(watch: Watch, folder: Path) -> None:
 def test_a_save_cut_short_anywhere(tmp_path: Path, ranks: int, unique_id: int | None, mode: str) -> None:
     old, new = {0: 1, 1: 2}, {0: 1, 1: 2, 2: 3} if unique_id is None else {0: 1, 1: 3}
     problems = []
-    for rank, step in cut_short(counted(tmp_path, ranks, unique_id)):
+    for rank, step in cut_short(counted(tmp_path, ranks, unique_id), mode, shift=unique_id or 0):
         folder = prepared(tmp_path, f"{rank}-{step}", ranks)
         error = (lambda: OSError((errno.ENOSPC, errno.EIO)[step % 2], "injected")) if mode == "fail" else Killed  # noqa: B023
         kills = {"fail": "none", "kill the rank": "rank", "kill all": "all"}[mode]
@@ -201,7 +209,7 @@ def check_later_saves(folder: Path, ranks: int, seen: dict[int, int]) -> None:
 def test_a_save_cut_short_while_it_cleans_up_after_dead_ones(tmp_path: Path, ranks: int, mode: str) -> None:
     """What it had taken upon itself to remove must not be forgotten."""
     problems = []
-    for rank, step in cut_short(counted_after_dead(tmp_path, ranks)):
+    for rank, step in cut_short(counted_after_dead(tmp_path, ranks), mode):
         folder = shutil.copytree(tmp_path / "dead", tmp_path / f"{rank}-{step}")
         error = (lambda: OSError(errno.ENOSPC, "injected")) if mode == "fail" else Killed
         kills = {"fail": "none", "kill the rank": "rank", "kill all": "all"}[mode]
