@@ -13,9 +13,11 @@ from ..core.threads import at_exit, lower_priority
 from ..errors import CheckpointError
 from ..reports import SaveReport
 
-__all__ = ["AsyncSave"]
+__all__ = ["EARLIER", "AsyncSave"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+
+EARLIER = "an earlier save in the background"
 
 
 class AsyncSave:
@@ -114,7 +116,7 @@ class AsyncSave:
         if error is not None and not self._observed:
             self._observed = True
             raise CheckpointError(
-                f"an earlier save in the background, to {self._path}, failed, and its result() was not asked for: "
+                f"{EARLIER}, to {self._path}, failed, and its result() was not asked for: "
                 f"{type(error).__name__}: {error}"
             ) from error
 

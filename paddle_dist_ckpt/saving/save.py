@@ -130,7 +130,11 @@ class _Saving:
             return encode(self._request(described[0], unique_id))
 
         with self._watch.phase("plan"):
-            answer = self._round("plan", request, SaveCoordinator.plan)
+            try:
+                answer = self._round("plan", request, SaveCoordinator.plan)
+            except CheckpointError as error:
+                context.memory.heard(error)
+                raise
             (state,) = described
             if not answer:
                 answer = self._round("describe", state.structure, SaveCoordinator.described)

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.buffers import Buffers
 from ..core.memory import Bytes1D, fresh_pages
 from ..errors import CheckpointError
-from .async_save import AsyncSave
+from .async_save import EARLIER, AsyncSave
 from .describe import KnownState
 from .file_plan import KnownPlan
 from .planned_save import PlannedSave
@@ -43,6 +43,11 @@ class SaveMemory:
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
     _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count
+
+    def heard(self, error: CheckpointError) -> None:
+        """Another rank may have raised first that the save before has failed: then all ranks have been told."""
+        if EARLIER in str(error):
+            self.last = None
 
     @contextmanager
     def take_turn(self, may_wait: bool, check: Callable[[], None]) -> Iterator[None]:

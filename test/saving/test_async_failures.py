@@ -14,8 +14,20 @@ import pytest
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.files.contents import TensorContents
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
-from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank
-from test.background import LONG, RANKS, THREAD, error_of, failing, finish, job, options, versions, versions_in
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
+from test.background import (
+    LONG,
+    RANKS,
+    THREAD,
+    error_of,
+    failing,
+    finish,
+    in_background,
+    job,
+    options,
+    versions,
+    versions_in,
+)
 from test.jobs import errors_of, files_in
 from test.waiting import until
 
@@ -286,3 +298,23 @@ def test_a_logging_handler_that_raises_hides_no_failure(tmp_path: Path) -> None:
         job(1, work)
     finally:
         logger.removeHandler(handler)
+
+
+def test_a_failure_is_told_once_even_where_its_thread_has_not_ended(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def work(rank: SimulatedRank) -> int:
+        def hook(operation: str, name: str) -> None:
+            if in_background() and operation == "write" and rank.rank == 2:
+                raise OSError(errno.EIO, "injected")
+            if in_background() and operation == "delete" and rank.rank == 0:
+                assert ended.wait(LONG)
+
+        rank.save_in_background(versions(1, RANKS)[rank.rank], FaultyStorage(tmp_path, hook), 0, options())
+        with pytest.raises(CheckpointError, match="an earlier save in the background"):
+            rank.save(versions(2, RANKS)[rank.rank], tmp_path, 1, options())
+        if rank.rank == 0:
+            ended.set()
+        return rank.save(versions(3, RANKS)[rank.rank], tmp_path, 2, options()).unique_id
+
+    assert run_ranks(RANKS, work) == [2] * RANKS
