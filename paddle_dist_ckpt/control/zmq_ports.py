@@ -12,7 +12,7 @@ Who notices what, and why it is not left to another:
   keepalive, between sessions. ZMTP's heartbeats would do the same with a timeout of their own, in which a process that
   was frozen for a while is given up even if its session has a longer one.
 - Silence within a session is noticed by the beats of the hub's thread (see :mod:`.member`), which carry more than life:
-  that the rank still is in this session, and that its collectives move. zmq answers heartbeats on its own thread, even
+  that the rank still takes part in it, and that its collectives move. zmq answers heartbeats on its own thread, even
   if no thread of Python's ever runs again.
 - What was sent before a socket is closed is sent on by zmq (LINGER).
 - A rank is known by what its messages say, not by a ROUTING_ID of its choice: with ROUTER_HANDOVER, a stranger who
