@@ -45,7 +45,7 @@ from paddle_dist_ckpt.saving.messages import Description, SaveRequest, Structure
 from paddle_dist_ckpt.saving.planned_save import PlannedSave, make_plan
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
-from paddle_dist_ckpt.storage.base import Folder
+from paddle_dist_ckpt.storage.base import Folder, FolderIdentity
 from paddle_dist_ckpt.testing import NumpyAdapter
 
 _WIDTH = 64  # columns of every tensor
@@ -110,7 +110,7 @@ def measure_plan(ranks: int, tensors: int, times: int) -> tuple[dict[str, Any], 
 def measure_cached(plan: PlannedSave, folder: Path) -> dict[str, float]:
     """The coordinator's part in a save of the same structure: requests decoded, recognised, orders encoded."""
     memory = SaveMemory(planned=plan)
-    seen = Folder("host", 1, 1, None)
+    seen = Folder(FolderIdentity("host", 1, 1), None)
     requests = {
         rank: encode(SaveRequest(None, seen, 1 << 20, fingerprint, None, plan.plan_id, b"", [], None))
         for rank, fingerprint in plan.fingerprints.items()

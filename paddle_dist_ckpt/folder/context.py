@@ -34,5 +34,4 @@ class Context:
 
     def folder(self) -> Folder:
         """Which folder this rank sees."""
-        host, device, inode = self.storage.identity()
-        return Folder(host, device, inode, self.storage.free_bytes())
+        return Folder(self.storage.identity(), self.storage.free_bytes())

@@ -67,7 +67,9 @@ class LoadCoordinator:
         metadata = self._metadata = read_checkpoint(self._storage, ours.unique_id)
         values = metadata.table.kinds[metadata.table.shard_tensor] != Kind.TENSOR
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
-        hosts = {rank: request.folder.host for rank, request in self._requests.items() if request.folder is not None}
+        hosts = {
+            rank: request.folder.identity.host for rank, request in self._requests.items() if request.folder is not None
+        }
         sharing = Counter(hosts.values())
         answering = Answering(metadata, {rank: sharing[host] for rank, host in hosts.items()})
         answered: dict[bytes, bytes] = {}
@@ -110,7 +112,7 @@ class LoadCoordinator:
         for rank, need in needs.items():
             folder = self._requests[rank].folder
             for name, nbytes in need.files.items():
-                wanted[folder.host if folder is not None else "", name] += nbytes
+                wanted[folder.identity.host if folder is not None else "", name] += nbytes
         return sorted({name for (_, name), nbytes in wanted.items() if nbytes > sizes[name] * _SHARED})
 
     def _folder_groups(self) -> list[list[int]]:
@@ -118,7 +120,7 @@ class LoadCoordinator:
         groups: dict[tuple[str, int, int], list[int]] = {}
         for rank, request in sorted(self._requests.items()):
             if request.folder is not None:
-                groups.setdefault(request.folder.key, []).append(rank)
+                groups.setdefault(request.folder.identity, []).append(rank)
         return list(groups.values())
 
     def _exchange_wanted(self, needs: Mapping[int, DecideRequest], missing: bool) -> bool:
@@ -130,7 +132,7 @@ class LoadCoordinator:
         for rank, need in needs.items():
             folder = self._requests[rank].folder
             for name in need.files:
-                hosts.setdefault(name, set()).add(folder.host if folder is not None else "")
+                hosts.setdefault(name, set()).add(folder.identity.host if folder is not None else "")
         return any(len(several) > 1 for several in hosts.values())
 
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:

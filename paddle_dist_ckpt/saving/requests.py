@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UnsupportedValueError
+from ..storage.base import FolderIdentity
 from ..tree.paths import plain_key
 from .global_state import GlobalState, in_charge
 from .messages import SaveRequest, ValueRecord
 from .planned_save import PlannedSave
 
 __all__ = [
-    "FolderKey",
     "MergedContents",
     "check_arguments",
     "check_room",
@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-FolderKey = tuple[str, int, int]
 """Tells folders apart: host, device, inode."""
 
 
@@ -121,7 +120,7 @@ def replica_warnings(contents: MergedContents, check: str, doubtful: bool) -> li
     return warnings
 
 
-def folder_warnings(folders: Mapping[int, FolderKey], coordinator: int) -> list[str]:
+def folder_warnings(folders: Mapping[int, FolderIdentity], coordinator: int) -> list[str]:
     """Two folders on one host are a mistake more often than not: a path with the time in it, say."""
     ours = folders[coordinator]
     others = sorted(rank for rank, folder in folders.items() if folder != ours and folder[0] == ours[0])
@@ -135,9 +134,9 @@ def folder_warnings(folders: Mapping[int, FolderKey], coordinator: int) -> list[
     return [warning]
 
 
-def leaders_of(state: GlobalState, folders: Mapping[int, FolderKey]) -> frozenset[int]:
+def leaders_of(state: GlobalState, folders: Mapping[int, FolderIdentity]) -> frozenset[int]:
     """One rank for each folder: the coordinator for its own, the lowest rank for each other."""
-    leaders: dict[FolderKey, int] = {}
+    leaders: dict[FolderIdentity, int] = {}
     for rank in (state.ranks[state.coordinator], *state.ranks):
         leaders.setdefault(folders[rank], rank)
     return frozenset(leaders.values())
@@ -148,10 +147,10 @@ def check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> Non
     need = Counter[tuple[str, int]]()
     for rank, nbytes in zip(planned.state.ranks, planned.rank_bytes.tolist(), strict=True):
         folder = requests[rank].folder
-        need[folder.host, folder.device] += nbytes
+        need[folder.identity.host, folder.identity.device] += nbytes
     for rank in planned.state.ranks:
         folder = requests[rank].folder
-        wanted = need[folder.host, folder.device]
+        wanted = need[folder.identity.host, folder.identity.device]
         if folder.free_bytes is not None and wanted > folder.free_bytes:
             raise OSError(
                 errno.ENOSPC,

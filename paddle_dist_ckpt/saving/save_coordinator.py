@@ -19,12 +19,12 @@ from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..folder import commit
 from ..folder.lease import Lease
 from ..options import SaveOptions
+from ..storage.base import FolderIdentity
 from ..version import __version__
 from .context import SaveContext
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
 from .requests import (
-    FolderKey,
     MergedContents,
     check_arguments,
     check_room,
@@ -59,7 +59,7 @@ class _Ordered:
     lease: Lease
     save: SaveInfo
     ours: SaveRequest
-    folders: dict[int, FolderKey]
+    folders: dict[int, FolderIdentity]
     leaders: frozenset[int]
     warnings: list[str]
 
@@ -119,7 +119,7 @@ class SaveCoordinator:
         ours = requests[self._context.session.coordinator]
         lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
         self._ending.push(functools.partial(self._end, lease))
-        folders = {rank: request.folder.key for rank, request in requests.items()}
+        folders = {rank: request.folder.identity for rank, request in requests.items()}
         self._ordered = _Ordered(
             planned=planned,
             contents=contents,
@@ -150,7 +150,7 @@ class SaveCoordinator:
             return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
         self._written = {rank: decode(data, WriteRequest) for rank, data in messages.items()}
         _check_written(ordered.planned, self._written)
-        files: dict[FolderKey, list[FileInfo]] = {}
+        files: dict[FolderIdentity, list[FileInfo]] = {}
         for rank, written in self._written.items():
             files.setdefault(ordered.folders[rank], []).extend(written.files)
         if ordered.one_folder:
@@ -224,14 +224,14 @@ def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: st
 
 def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
     """What each rank is to do, encoded."""
-    planned, hosts = ordered.planned, Counter(request.folder.host for request in requests.values())
+    planned, hosts = ordered.planned, Counter(request.folder.identity.host for request in requests.values())
     return {
         rank: encode(
             PlanAnswer(
                 plan_id=planned.plan_id,
                 plan=None if request.plan_id == planned.plan_id else planned.rank_plans[rank],
                 save=ordered.save,
-                ranks_on_host=hosts[request.folder.host],
+                ranks_on_host=hosts[request.folder.identity.host],
                 clean=ordered.lease.doomed if rank in ordered.leaders else [],
             )
         )

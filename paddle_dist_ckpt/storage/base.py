@@ -150,12 +150,5 @@ class Storage(Protocol):
 class Folder(msgspec.Struct, frozen=True, array_like=True):
     """Which folder a rank sees, and how much room there is (None: unknown)."""
 
-    host: str
-    device: int
-    inode: int
+    identity: FolderIdentity
     free_bytes: int | None
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Equal for ranks that see one folder."""
-        return (self.host, self.device, self.inode)

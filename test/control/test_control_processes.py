@@ -16,31 +16,12 @@ import pytest
 
 from paddle_dist_ckpt.control import ZmqHub
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
+from test.control.file_store import FileStore
 
 RANKS = 4
 LONG = 600.0
 SHORT = 1.0
 AT_ONCE = 10.0
-
-
-class FileStore:
-    """A BootstrapStore in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def set(self, key: str, value: bytes) -> None:
-        temporary = self._folder / f"{key}.tmp"
-        temporary.write_bytes(value)
-        temporary.rename(self._folder / key)
-
-    def get(self, key: str, timeout: float) -> bytes:
-        until = time.monotonic() + timeout
-        while not (self._folder / key).exists():
-            if time.monotonic() > until:
-                raise TimeoutError(key)
-            time.sleep(0.01)
-        return (self._folder / key).read_bytes()
 
 
 def serve(rank: int, folder: Path, pipe: Connection) -> None:

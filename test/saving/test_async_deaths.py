@@ -19,27 +19,12 @@ from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.files.names import parse_data_file
 from paddle_dist_ckpt.testing import SimulatedRank
 from test.background import options, version_in, versions
+from test.control.file_store import FileStore
 from test.jobs import age, save_on
 from test.strategies import draws
 from test.waiting import PATIENCE, until
 
 RANKS = 2
-
-
-class FileStore:
-    """A BootstrapStore in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def set(self, key: str, value: bytes) -> None:
-        temporary = self._folder / f"{key}.tmp"
-        temporary.write_bytes(value)
-        temporary.rename(self._folder / key)
-
-    def get(self, key: str, timeout: float) -> bytes:
-        until((self._folder / key).exists, timeout, key)
-        return (self._folder / key).read_bytes()
 
 
 def save_for_ever(rank: int, folder: Path, notes: Path) -> None:

@@ -51,35 +51,23 @@ class LossTests:
 
         assert run(group, work) == {rank: own_number(rank) for rank in range(RANKS)}
 
-    def test_a_lost_connection_is_noticed_at_once(self, group: HubGroup) -> None:
+    @pytest.mark.parametrize("lost", [2, 0])
+    def test_a_lost_connection_is_noticed_at_once(self, group: HubGroup, lost: int) -> None:
         def local(rank: int) -> bytes:
-            if rank == 2:
+            if rank == lost:
                 time.sleep(0.1)
-                group.cut(2)
+                group.cut(lost)
             return b""
 
         begun = time.monotonic()
         outcomes = run(group, one_round(local))
         assert time.monotonic() - begun < AT_ONCE
-        for rank in (0, 1, 3):
-            assert type(outcomes[rank]) is RankFailureError
-            assert {failed: str(error) for failed, error in outcomes[rank].failures.items()} == {2: "connection lost"}
-            assert str(outcomes[rank]) == "save failed in round 'write' on rank 2: connection lost"
-        assert isinstance(outcomes[2], CheckpointError)
-
-    def test_a_lost_coordinator_is_noticed_at_once(self, group: HubGroup) -> None:
-        def local(rank: int) -> bytes:
-            if rank == 0:
-                time.sleep(0.1)
-                group.cut(0)
-            return b""
-
-        begun = time.monotonic()
-        outcomes = run(group, one_round(local))
-        assert time.monotonic() - begun < AT_ONCE
-        for rank in (1, 2, 3):
-            assert type(outcomes[rank]) is RankFailureError
-            assert str(outcomes[rank].failures[0]) == "connection lost"
+        alone = outcomes.pop(lost)  # the coordinator may have ended its part before it notices
+        assert lost == 0 or isinstance(alone, CheckpointError)
+        for error in outcomes.values():
+            assert type(error) is RankFailureError
+            assert {failed: str(cause) for failed, cause in error.failures.items()} == {lost: "connection lost"}
+            assert str(error).endswith(f"on rank {lost}: connection lost")
 
     @pytest.mark.parametrize("first", [True, False])
     def test_a_rank_lost_between_sessions_fails_the_next_at_once(self, group: HubGroup, first: bool) -> None:
