@@ -50,46 +50,26 @@ class ItemKind:
         """Size of the entry."""
         return Box((), self.entry_shape).size * self.dtype.itemsize
 
-    @property
-    def nbytes(self) -> int:
-        """Size of an item."""
-        return self.entry_box.size * self.dtype.itemsize
-
-    @property
-    def from_byte(self) -> int | None:
-        """Where in its entry an item starts if it is contiguous there."""
-        elements = flat_range(self.entry_box, self.entry_shape)
-        return elements[0] * self.dtype.itemsize if elements is not None else None
-
-    @property
-    def to_byte(self) -> int | None:
-        """Where in its target an item starts if it is contiguous there."""
-        elements = flat_range(self.target_box, self.target_shape) if self.strides is None else None
-        return elements[0] * self.dtype.itemsize if elements is not None else None
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Items of one file, in the order of their entries: a :class:`.runs.Receiver`.
+class Batch(Segments):
+    """Items of one file, in the order of their entries.
+
+    The segments are the items' entries, of one block each; one of which several items are wanted is there repeatedly.
 
     Attributes:
-        entries: The entry of each item, of one block; one of which several items are wanted is there repeatedly.
         kind: Which of ``kinds`` each item is, ``[items]``.
         addresses: Where each item's target starts in memory, ``[items]``. The memory must stay alive.
         kinds: The kinds.
     """
 
-    entries: Segments
     kind: IntArray
     addresses: IntArray
     kinds: Sequence[ItemKind]
 
-    def straight(self, segment: int) -> None:
-        """See :class:`.runs.Receiver`."""
-
     def take(self, first: int, last: int, data: Bytes1D) -> None:
-        """See :class:`.runs.Receiver`."""
-        starts, kind = self.entries.starts[first:last] - self.entries.starts[first], self.kind[first:last]
+        """See :class:`Segments`."""
+        starts, kind = self.starts[first:last] - self.starts[first], self.kind[first:last]
         for number in np.unique(kind).tolist():
             items = np.flatnonzero(kind == number)
             _hand_out(self.kinds[number], starts[items], self.addresses[first:last][items], data)
@@ -97,18 +77,19 @@ class Batch:
 
 def _hand_out(kind: ItemKind, starts: IntArray, targets: IntArray, buffer: Bytes1D) -> None:
     """Copy all items of one kind from the buffer, in which their entries have these starts, to their targets."""
-    from_byte, to_byte, nbytes = kind.from_byte, kind.to_byte, kind.nbytes
-    if from_byte is not None and to_byte is not None:
-        base = address_of(buffer) + from_byte
-        copy_each(targets + to_byte, starts + base, nbytes)
+    itemsize = kind.dtype.itemsize
+    nbytes = kind.entry_box.size * itemsize
+    source = flat_range(kind.entry_box, kind.entry_shape)
+    target = flat_range(kind.target_box, kind.target_shape) if kind.strides is None else None
+    if source is not None and target is not None:
+        copy_each(targets + target[0] * itemsize, starts + (address_of(buffer) + source[0] * itemsize), nbytes)
         return
     parts = _cut_out(kind, starts, buffer)
-    if to_byte is not None:
-        base = address_of(parts)
-        copy_each(targets + to_byte, base + np.arange(len(targets)) * nbytes, nbytes)
+    if target is not None:
+        copy_each(targets + target[0] * itemsize, address_of(parts) + np.arange(len(targets)) * nbytes, nbytes)
         return
-    for i, target in enumerate(targets.tolist()):
-        array = array_at(target, kind.target_shape, kind.strides, kind.dtype.raw, None)
+    for i, address in enumerate(targets.tolist()):
+        array = array_at(address, kind.target_shape, kind.strides, kind.dtype.raw, None)
         view_at(array, kind.target_box.slices)[...] = parts[i]
 
 

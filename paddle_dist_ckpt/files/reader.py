@@ -7,6 +7,7 @@ of bounded size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.box import Box, cut_flat_range, flat_range, intersect, whole
+from ..core.box import Box, cut_flat_range, flat_range, intersect
 from ..core.buffers import Buffers
 from ..core.dtypes import DType
 from ..core.memory import Bytes1D, address_of, bytes_at
 from ..core.threads import run_all
 from ..planning.blocks import touched_blocks
-from .runs import CHUNK_BYTES, OpenFile, Segments, Straight, segment_tasks
+from .runs import CHUNK_BYTES, OpenFile, Segments
 
 __all__ = ["Consumer", "StoredEntry", "entry_tasks", "read_entries", "view_at"]
 
@@ -107,9 +108,7 @@ def entry_tasks(
         by_file.setdefault(id(entry.file), []).extend(_segments(entry, consumers, block_bytes))
     for parts in by_file.values():
         if parts:
-            parts.sort(key=lambda part: part.entry.start + part.start)
-            receiver = _Parts(parts, block_bytes)
-            yield from segment_tasks(receiver.segments(), receiver, block_bytes, buffers, progress, joined)
+            yield from _Parts.of(parts, block_bytes).tasks(buffers, progress, joined)
 
 
 def _segments(entry: StoredEntry, consumers: Sequence[Consumer], block_bytes: int) -> list[_Segment]:
@@ -136,86 +135,52 @@ def _bounds(entry: StoredEntry, box: Box) -> tuple[int, int]:
     return first * entry.dtype.itemsize, (last + 1) * entry.dtype.itemsize
 
 
-class _Parts:
-    """The segments of one file with their consumers: a :class:`.runs.Receiver`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts(Segments):
+    """The segments of one file, with their consumers."""
 
-    def __init__(self, parts: Sequence[_Segment], block_bytes: int) -> None:
-        self._parts, self._block_bytes = parts, block_bytes
+    parts: Sequence[_Segment]
 
-    def segments(self) -> Segments:
-        """The segments in columns."""
+    @classmethod
+    def of(cls, parts: Sequence[_Segment], block_bytes: int) -> _Parts:
+        """These segments, in whatever order."""
+        parts = sorted(parts, key=lambda part: part.entry.start + part.start)
         rows = [
-            (p.entry.start + p.start, p.entry.start + p.stop, p.entry.first_block + p.start // self._block_bytes)
-            for p in self._parts
+            (p.entry.start + p.start, p.entry.start + p.stop, p.entry.first_block + p.start // block_bytes)
+            for p in parts
         ]
         starts, stops, blocks = np.array(rows, np.int64).T
-        return Segments(self._parts[0].entry.file, starts, stops, blocks, lambda i: self._parts[i].entry.key)
+        return cls(parts[0].entry.file, block_bytes, starts, stops, blocks, lambda i: parts[i].entry.key, parts)
 
-    def straight(self, segment: int) -> Straight | None:
-        """See :class:`.runs.Receiver`."""
-        return _straight(self._parts[segment], self._block_bytes)
+    def straight(self, segment: int) -> tuple[Bytes1D, int] | None:
+        """See :class:`Segments`."""
+        part = self.parts[segment]
+        size, spans = part.entry.dtype.itemsize, []  # the first byte, the one behind the last, and where they go
+        for consumer in part.consumers:
+            elements = flat_range(consumer.box, part.entry.shape)
+            if consumer.convert is not None or elements is None or not consumer.target.flags.c_contiguous:
+                return None
+            start, stop = elements[0] * size, elements[1] * size
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                spans.append((low, high, address_of(consumer.target) + low - start))
+        spans.sort()
+        if not spans or any(b[0] != a[1] or b[2] - a[2] != b[0] - a[0] for a, b in itertools.pairwise(spans)):
+            return None
+        first, _, address = spans[0]
+        return bytes_at(address, spans[-1][1] - first), first - part.start
 
     def take(self, first: int, last: int, data: Bytes1D) -> None:
-        """See :class:`.runs.Receiver`."""
-        base = self._parts[first].entry.start + self._parts[first].start
-        for part in self._parts[first:last]:
-            start = part.entry.start - base
-            _scatter(part, data[start + part.start : start + part.stop])
-
-
-def _straight(segment: _Segment, block_bytes: int) -> Straight | None:
-    """Where to read a segment without a buffer; None if what is wanted of it is not one stretch of memory, or small."""
-    spans = _spans(segment)
-    if not spans:
-        return None
-    low, high, address = spans[0]
-    for start, stop, place in spans[1:]:
-        if start != high or place != address + high - low:
-            return None
-        high = stop
-    entry = segment.entry
-    lead = low - segment.start
-    skip = -(-lead // block_bytes) * block_bytes
-    end = high - segment.start
-    inner = end - skip if high == entry.nbytes else (end - skip) // block_bytes * block_bytes
-    if inner <= 0:
-        return None
-    return Straight(bytes_at(address, high - low), lead, skip, inner)
-
-
-def _spans(segment: _Segment) -> list[tuple[int, int, int]]:
-    """The bytes of an entry that the consumers want of a segment, with the addresses where they go; ascending.
-
-    Empty if some consumer's part is in pieces, in the entry or in its target, or is converted.
-    """
-    entry, spans = segment.entry, []
-    for consumer in segment.consumers:
-        elements = flat_range(consumer.box, entry.shape)
-        if consumer.convert is not None or elements is None or not consumer.target.flags.c_contiguous:
-            return []
-        start, stop = elements[0] * entry.dtype.itemsize, elements[1] * entry.dtype.itemsize
-        low, high = max(start, segment.start), min(stop, segment.stop)
-        if low < high:
-            spans.append((low, high, address_of(consumer.target) + low - start))
-    return sorted(spans)
-
-
-def _scatter(segment: _Segment, data: Bytes1D) -> None:
-    """Copy what the consumers want from the segment's bytes."""
-    entry = segment.entry
-    size = entry.dtype.itemsize
-    if segment.stop - segment.start == entry.nbytes:
-        parts = [(whole(entry.shape), data)]
-    else:
-        parts = []
-        at = 0
-        for box in cut_flat_range(entry.shape, segment.start // size, segment.stop // size):
-            parts.append((box, data[at : at + box.size * size]))
-            at += box.size * size
-    for box, piece in parts:
-        items = piece.view(entry.dtype.raw).reshape(box.shape)
-        for consumer in segment.consumers:
-            _hand_over(consumer, box, items)
+        """See :class:`Segments`."""
+        for i in range(first, last):
+            part, at = self.parts[i], int(self.starts[i] - self.starts[first])
+            size = part.entry.dtype.itemsize
+            for box in cut_flat_range(part.entry.shape, part.start // size, part.stop // size):
+                stop = at + box.size * size
+                items = data[at:stop].view(part.entry.dtype.raw).reshape(box.shape)
+                for consumer in part.consumers:
+                    _hand_over(consumer, box, items)
+                at = stop
 
 
 def view_at(array: Array, place: tuple[slice, ...]) -> Array:

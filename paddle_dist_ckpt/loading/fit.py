@@ -16,7 +16,7 @@ from ..core.grouping import group_rows
 from ..core.tensors import TensorAdapter
 from ..files.batch import Batch, ItemKind
 from ..files.reader import Consumer, StoredEntry
-from ..files.runs import OpenFile, Segments
+from ..files.runs import OpenFile
 from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
@@ -189,8 +189,8 @@ class Fit:
         for a, b in itertools.pairwise([0, *cuts, len(needs)] if len(needs) else []):
             key = functools.partial(self._key, shard[a:b])
             source = opened[self.stored.file_name(file[a])]
-            entries = Segments(source, starts[a:b], stops[a:b], blocks[a:b], key)
-            batches.append(Batch(entries, kind[a:b], addresses[a:b], kinds))
+            columns = starts[a:b], stops[a:b], blocks[a:b]
+            batches.append(Batch(source, self._block_bytes, *columns, key, kind[a:b], addresses[a:b], kinds))
         return batches
 
     def _kinds(self, needs: IntArray) -> tuple[list[ItemKind], IntArray]:

@@ -23,7 +23,7 @@ from ..errors import CheckpointCorruptedError
 from ..files.datafile import read_header
 from ..files.metadata import FileInfo
 from ..files.reader import entry_tasks
-from ..files.runs import OpenFile, segment_tasks
+from ..files.runs import OpenFile
 from ..options import LoadOptions
 from ..planning.exchange_plan import ALL
 from ..reports import Stopwatch
@@ -173,7 +173,7 @@ class Reading:
     def _read_tasks(self, needs: IntArray, buffers: Buffers, progress: Progress) -> Iterator[Task]:
         small, others = self.fit.split(needs)
         for batch in self.fit.batches(small, self.opened):
-            yield from segment_tasks(batch.entries, batch, self.block_bytes, buffers, progress)
+            yield from batch.tasks(buffers, progress)
         yield from entry_tasks(self.fit.entries(others, self.opened), self.block_bytes, buffers, progress)
 
     def _exchange(self, rounds: Sequence[ExchangeRound], progress: Progress) -> None:
