@@ -32,12 +32,11 @@ from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from ..tree.values import DECODE_ERRORS
 from .codec import VERSION, TableRecord, check_block_bytes
-from .metadata import FileInfo, SaveInfo
+from .metadata import FileInfo
 
 __all__ = [
     "FORMAT",
     "DataFileInfo",
-    "Entries",
     "EntryKind",
     "FileLayout",
     "FileTable",
@@ -56,6 +55,7 @@ PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
 _NO_DIGEST = "0" * 16
 _DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
+_HASHES_AT = _DIGEST_AT + len(_NO_DIGEST) + len('","hashes":"')
 Hashes = npt.NDArray[np.uint64]
 
 
@@ -73,35 +73,66 @@ class EntryKind:
 
 
 @dataclass(frozen=True, eq=False)
-class Entries:
-    """The entries of a data file, in order.
+class FileTable:
+    """The entries of a data file, in order, and what follows from them alone: it can be used for several saves.
+
+    Entries go by item size, largest first, so that every entry is aligned to its items.
 
     Attributes:
         names: Their names in the file.
         kinds: The different kinds of them.
         kind: Which kind each is, ``[n]``.
+        block_bytes: Bytes of a block.
     """
 
     names: list[str]
     kinds: list[EntryKind]
     kind: IntArray
+    block_bytes: int
 
     @cached_property
     def sizes(self) -> IntArray:
         """Size of each entry in bytes, ``[n]``."""
         return np.array([kind.nbytes for kind in self.kinds], np.int64)[self.kind]
 
-    def part(self, start: int, stop: int) -> Entries:
-        """The entries from number ``start`` to before ``stop``."""
-        return Entries(self.names[start:stop], self.kinds, self.kind[start:stop])
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each entry starts in the data section, and behind the last its end."""
+        return [0, *np.cumsum(self.sizes).tolist()]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data section."""
+        return self.offsets[-1]
+
+    @cached_property
+    def first_block(self) -> list[int]:
+        """The number of each entry's first block among all of the file, and behind the last the total."""
+        return [0, *np.cumsum(-(-self.sizes // self.block_bytes)).tolist()]
+
+    @cached_property
+    def text(self) -> bytes:
+        """The entries in JSON, without the braces around them."""
+        records = {}
+        codes = [(kind.dtype.safetensors, _stored_shape(kind)) for kind in self.kinds]
+        offsets = self.offsets
+        for i, (name, kind) in enumerate(zip(self.names, self.kind.tolist(), strict=True)):
+            code, shape = codes[kind]
+            records[name] = _EntryRecord(code, shape, (offsets[i], offsets[i + 1]))
+        return msgspec.json.encode(records)[1:-1]
 
 
-class DataFileInfo(SaveInfo, frozen=True, kw_only=True):
-    """What a data file says of itself, and of the save that it belongs to.
+def _stored_shape(kind: EntryKind) -> tuple[int, ...]:
+    return kind.shape if kind.dtype.view_items == 1 else (*kind.shape, kind.dtype.view_items)
+
+
+class DataFileInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a data file says of itself, and of the save that it belongs to. The members are in the order of the file.
 
     Attributes:
         format: Tells that it is a data file of this library.
         version: Of the format.
+        save_id, unique_id, world_size, block_bytes, created, library, paddle_version: See :class:`.metadata.SaveInfo`.
         rank: Who wrote it.
         part: Its number among the files of that rank, of which there are ``parts``.
         tensors: The tensors and shards that are in it.
@@ -111,35 +142,20 @@ class DataFileInfo(SaveInfo, frozen=True, kw_only=True):
 
     format: str
     version: tuple[int, int]
+    save_id: str = msgspec.field(name="save")
+    unique_id: int
+    world_size: int
     rank: int
     part: int
     parts: int
+    block_bytes: int
+    created: str
+    library: str
+    paddle_version: str | None = msgspec.field(name="paddle")
     tensors: TableRecord
-    values: list[tuple[str, Any]] = msgspec.field(default_factory=list)
+    values: list[tuple[str, Any]] = []
     writers: list[int] | None = None
     user_metadata: Any = None
-
-    def to_json(self) -> bytes:
-        """This as JSON, with its members in the order that they have in every file; what is empty is left out."""
-        members = {
-            "format": self.format,
-            "version": self.version,
-            "save": self.save_id,
-            "unique_id": self.unique_id,
-            "world_size": self.world_size,
-            "rank": self.rank,
-            "part": self.part,
-            "parts": self.parts,
-            "block_bytes": self.block_bytes,
-            "created": self.created,
-            "library": self.library,
-            "paddle": self.paddle_version,
-            "tensors": self.tensors,
-            **({"values": self.values} if self.values else {}),
-            **({"writers": self.writers} if self.writers is not None else {}),
-            **({"user_metadata": self.user_metadata} if self.user_metadata is not None else {}),
-        }
-        return msgspec.json.encode(members)
 
 
 class _EntryRecord(msgspec.Struct, frozen=True, gc=False):
@@ -179,100 +195,38 @@ def slice_suffix(box: Box, global_shape: Sequence[int]) -> str:
     return "" if box.shape == tuple(global_shape) else str(box)
 
 
-@dataclass(frozen=True, eq=False)
-class FileTable:
-    """The part of a data file's layout that follows from its entries alone, and so can be used for several saves.
-
-    Entries go by item size, largest first, so that every entry is aligned to its items.
-    """
-
-    entries: Entries
-    block_bytes: int
-
-    @cached_property
-    def ends(self) -> IntArray:
-        """Where each entry ends in the data section, ``[n]``."""
-        return np.cumsum(self.entries.sizes)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the data section."""
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    @cached_property
-    def first_block(self) -> list[int]:
-        """The number of each entry's first block among all of the file, and behind the last the total."""
-        return [0, *np.cumsum(-(-self.entries.sizes // self.block_bytes)).tolist()]
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """Where each entry starts in the data section, and behind the last its end."""
-        return [0, *self.ends.tolist()]
-
-    @cached_property
-    def text(self) -> bytes:
-        """The entries in JSON, without the braces around them."""
-        records = {}
-        codes = [(kind.dtype.safetensors, _stored_shape(kind)) for kind in self.entries.kinds]
-        offsets = self.offsets
-        for i, (name, kind) in enumerate(zip(self.entries.names, self.entries.kind.tolist(), strict=True)):
-            code, shape = codes[kind]
-            records[name] = _EntryRecord(code, shape, (offsets[i], offsets[i + 1]))
-        return msgspec.json.encode(records)[1:-1]
-
-
-def _stored_shape(kind: EntryKind) -> tuple[int, ...]:
-    return kind.shape if kind.dtype.view_items == 1 else (*kind.shape, kind.dtype.view_items)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class FileLayout:
     """Where everything goes in one data file.
 
+    Args:
+        table: The entries.
+        info: What its header says beside them.
+
     Attributes:
-        table: What it holds.
+        table: The entries.
         data_start: Where the first entry starts, a multiple of a page.
+        size: The file's size.
     """
 
-    table: FileTable
-    data_start: int
-    _template: bytes
-    _hashes_at: int
-
-    @classmethod
-    def of(cls, table: FileTable, info: DataFileInfo) -> FileLayout:
-        """Lay out a file.
-
-        Args:
-            table: What it shall hold.
-            info: What its header says beside the entries.
-        """
+    def __init__(self, table: FileTable, info: DataFileInfo) -> None:
         hashes = base64.b64encode(bytes(8 * table.first_block[-1])).decode("ascii")
-        metadata = {"xxh3_64": _NO_DIGEST, "hashes": hashes, "info": info.to_json().decode()}
-        entries = table.text
+        metadata = {"xxh3_64": _NO_DIGEST, "hashes": hashes, "info": msgspec.json.encode(info).decode()}
         head = msgspec.json.encode({"__metadata__": metadata})
-        text = head[:-1] + (b"," + entries if entries else b"") + b"}"
-        data_start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
-        if data_start > MAX_HEADER_BYTES:
-            names = table.entries.names
+        text = head[:-1] + (b"," + table.text if table.text else b"") + b"}"
+        self.data_start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
+        if self.data_start > MAX_HEADER_BYTES:
             raise UnsupportedValueError(
-                f"{names[0] if names else 'the values'} and what else goes in one file need a header of "
-                f"{data_start} bytes, of which {MAX_HEADER_BYTES} are possible; larger block_bytes make it smaller"
+                f"{table.names[0] if table.names else 'the values'} and what else goes in one file need a header of "
+                f"{self.data_start} bytes, of which {MAX_HEADER_BYTES} are possible; larger block_bytes make it smaller"
             )
-        template = (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)
-        return cls(table, data_start, template, _DIGEST_AT + len(_NO_DIGEST) + len('","hashes":"'))
-
-    @property
-    def size(self) -> int:
-        """The file's size."""
-        return self.data_start + self.table.nbytes
+        self.table, self.size = table, self.data_start + table.nbytes
+        self._template = (self.data_start - 8).to_bytes(8, "little") + text.ljust(self.data_start - 8)
 
     def header(self, hashes: Hashes) -> bytearray:
         """The header with the blocks' digests in it; also the part of the file before the first entry."""
         text = base64.b64encode(hashes.astype("<u8").tobytes())
-        at = self._hashes_at
         header = bytearray(self._template)
-        header[at : at + len(text)] = text
+        header[_HASHES_AT : _HASHES_AT + len(text)] = text
         header[_DIGEST_AT : _DIGEST_AT + len(_NO_DIGEST)] = header_digest(header).encode()
         return header
 
@@ -285,21 +239,21 @@ def header_digest(header: bytes | bytearray) -> str:
     return digest.hexdigest()
 
 
-def split_in_parts(entries: Entries, block_bytes: int, limit: int = PART_HEADER_BYTES) -> list[Entries]:
+def split_in_parts(table: FileTable, limit: int = PART_HEADER_BYTES) -> list[FileTable]:
     """Cut the entries into runs, at least one, whose headers have about ``limit`` bytes at the most."""
-    blocks = -(-entries.sizes // block_bytes)
-    dimensions = np.array([len(kind.shape) for kind in entries.kinds], np.int64)[entries.kind]
-    lengths = np.array([len(name.encode()) for name in entries.names], np.int64)
-    costs = 256 + 3 * lengths + 60 * dimensions + 11 * blocks
+    dimensions = np.array([len(kind.shape) for kind in table.kinds], np.int64)[table.kind]
+    lengths = np.array([len(name.encode()) for name in table.names], np.int64)
+    costs = 256 + 3 * lengths + 60 * dimensions + 11 * np.diff(table.first_block)
     if int(costs.sum()) <= limit:
-        return [entries]
+        return [table]
     cuts, used = [0], 0
     for i, cost in enumerate(costs.tolist()):
         if i > cuts[-1] and used + cost > limit:
             cuts.append(i)
             used = 0
         used += cost
-    return [entries.part(start, stop) for start, stop in itertools.pairwise([*cuts, len(costs)])]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise([*cuts, len(costs)])]
+    return [FileTable(table.names[s], table.kinds, table.kind[s], table.block_bytes) for s in spans]
 
 
 def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Hashes, int]:
@@ -315,14 +269,13 @@ def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Ha
     """
     if file.size != expected.size:
         raise CheckpointCorruptedError(f"{expected.name} has {file.size} bytes; {expected.size} were written")
-    header = _header_bytes(file, expected.name)
-    record = _parse(header, expected.name)
+    record, data_start = _read_metadata(file, expected.name)
     if record.xxh3_64 != expected.digest:
         raise CheckpointCorruptedError(f"{expected.name}: its header is that of another save")
     hashes = record.hashes
     if len(hashes) != 8 * blocks:
         raise CheckpointCorruptedError(f"{expected.name} has {len(hashes) // 8} checksums where {blocks} are due")
-    return np.frombuffer(hashes, "<u8"), len(header)
+    return np.frombuffer(hashes, "<u8"), data_start
 
 
 def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, FileInfo, int]:
@@ -334,8 +287,7 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
     Raises:
         CheckpointCorruptedError: its header is not that of a data file of this format. (Its data are not looked at.)
     """
-    header = _header_bytes(file, name)
-    record = _parse(header, name)
+    record, data_start = _read_metadata(file, name)
     try:
         info = _INFO_DECODER.decode(record.info)
     except DECODE_ERRORS as error:
@@ -343,11 +295,11 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
     if info.format != FORMAT or info.version[0] != VERSION[0] or len(record.hashes) % 8:
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")
     check_block_bytes(info.block_bytes)
-    known = FileInfo(name, file.size, record.xxh3_64)
-    return info, np.frombuffer(record.hashes, "<u8"), known, len(header)
+    return info, np.frombuffer(record.hashes, "<u8"), FileInfo(name, file.size, record.xxh3_64), data_start
 
 
-def _header_bytes(file: ReadableFile, name: str) -> bytearray:
+def _read_metadata(file: ReadableFile, name: str) -> tuple[_HeaderMetadata, int]:
+    """What a data file's header has beside the entries, and how long the header is."""
     length = np.zeros(8, np.uint8)
     try:
         file.read_into([length], 0)
@@ -356,16 +308,11 @@ def _header_bytes(file: ReadableFile, name: str) -> bytearray:
             raise CheckpointCorruptedError(f"{name} is not a whole safetensors file: its header has {size} bytes")
         header = bytearray(8 + size)
         file.read_into([np.frombuffer(header, np.uint8)], 0)
+        record = _HEADER_DECODER.decode(memoryview(header)[8:]).metadata
     except EOFError as error:
         raise CheckpointCorruptedError(f"{name} is cut short: {error}") from error
-    return header
-
-
-def _parse(header: bytearray, name: str) -> _HeaderMetadata:
-    try:
-        record = _HEADER_DECODER.decode(memoryview(header)[8:]).metadata
     except DECODE_ERRORS as error:
         raise CheckpointCorruptedError(f"{name}: its header is damaged, or of another format: {error}") from error
     if header_digest(header) != record.xxh3_64:
         raise CheckpointCorruptedError(f"{name}: its header was damaged after it was written")
-    return record
+    return record, len(header)

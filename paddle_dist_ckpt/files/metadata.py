@@ -59,7 +59,7 @@ class FileInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What `.metadata` and every data file of a save say of it. The order is that of the members in `.metadata`.
+    """What `.metadata` says of its save. The order is that of the members there.
 
     Attributes:
         save_id: The save's random id.
@@ -82,8 +82,8 @@ class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: Any
 
     @classmethod
-    def of(cls, record: SaveInfo) -> SaveInfo:
-        """What a record that extends this one says of the save, without the rest of it."""
+    def of(cls, record: msgspec.Struct) -> SaveInfo:
+        """What a record that has all these members, among others, says of the save."""
         return SaveInfo(**{name: getattr(record, name) for name in SaveInfo.__struct_fields__})
 
 

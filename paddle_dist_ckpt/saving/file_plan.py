@@ -18,7 +18,6 @@ from ..files.contents import Source
 from ..files.datafile import (
     FORMAT,
     DataFileInfo,
-    Entries,
     EntryKind,
     FileTable,
     escaped_key,
@@ -142,18 +141,18 @@ class KnownPlan:
 def plan_files(state: LocalState, plan: RankPlan, block_bytes: int, is_coordinator: bool) -> list[FilePlan]:
     """The files that one rank writes; none if it has nothing to write."""
     items = _Items.of(state, plan)
-    parts = split_in_parts(items.entries(state, plan.keys), block_bytes)
+    tables = split_in_parts(items.entries(state, plan.keys, block_bytes))
     if not len(items.rows) and not is_coordinator and not plan.values:
         return []
     found, start = [], 0
-    for number, entries in enumerate(parts):
-        stop = start + len(entries.names)
+    for number, table in enumerate(tables):
+        stop = start + len(table.names)
         part = items.part(start, stop)
         found.append(
             FilePlan(
                 number=number,
-                count=len(parts),
-                table=FileTable(entries, block_bytes),
+                count=len(tables),
+                table=table,
                 tensors=msgspec.Raw(msgspec.json.encode(table_to_record(part.table(state)))),
                 rows=part.rows,
                 cuts=part.cuts,
@@ -206,7 +205,7 @@ class _Items:
         cuts = {i - start: box for i, box in self.cuts.items() if start <= i < stop}
         return _Items(self.rows[start:stop], cuts, self.numbers[start:stop], self.boxes)
 
-    def entries(self, state: LocalState, keys: Mapping[str, str]) -> Entries:
+    def entries(self, state: LocalState, keys: Mapping[str, str], block_bytes: int) -> FileTable:
         """The entries of the files."""
         tensors, owners = state.tensors, state.shards.tensor[self.rows].tolist()
         geometries = tensors.geometries
@@ -221,7 +220,7 @@ class _Items:
             escaped_key(keys[path] if path in keys else plain_key(path)) + suffixes[k]
             for path, k in zip(paths, kind.tolist(), strict=True)
         ]
-        return Entries(names, kinds, kind)
+        return FileTable(names, kinds, kind, block_bytes)
 
     def table(self, state: LocalState) -> ShardTable:
         """The tensors of these items, with just the shards that are among them."""

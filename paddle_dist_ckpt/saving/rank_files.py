@@ -145,7 +145,7 @@ class RankFiles:
         threads = 1 if self._in_background else self._foreground_threads
         with Progress("save", context.memory.plan.total_bytes, shown, context.is_coordinator) as progress:
             infos = [file.finish(threads, context.session.check, progress) for file in self._files]
-        return WriteRequest(infos, [len(file.table.entries.names) for file in self._files], self.nbytes)
+        return WriteRequest(infos, [len(file.table.names) for file in self._files], self.nbytes)
 
     def give_up(self) -> bytes:
         """In round ``abort``: remove the files; raise what has made this rank fail, if it is the one."""

@@ -26,7 +26,6 @@ from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.files.codec import table_to_record
 from paddle_dist_ckpt.files.datafile import (
     DataFileInfo,
-    Entries,
     EntryKind,
     FileLayout,
     FileTable,
@@ -76,14 +75,14 @@ class Entry:
         return EntryKind(self.dtype, self.shape).nbytes
 
 
-def entries_of(entries: Sequence[Entry]) -> Entries:
+def table_of(entries: Sequence[Entry], block_bytes: int = BLOCK) -> FileTable:
     kinds = list(dict.fromkeys(EntryKind(entry.dtype, entry.shape) for entry in entries))
     kind = [kinds.index(EntryKind(entry.dtype, entry.shape)) for entry in entries]
-    return Entries([entry.name for entry in entries], kinds, np.array(kind, np.int64))
+    return FileTable([entry.name for entry in entries], kinds, np.array(kind, np.int64), block_bytes)
 
 
 def layout_of(entries: Sequence[Entry], info: DataFileInfo) -> FileLayout:
-    return FileLayout.of(FileTable(entries_of(entries), info.block_bytes), info)
+    return FileLayout(table_of(entries, info.block_bytes), info)
 
 
 def starts_of(layout: FileLayout) -> list[int]:
@@ -189,7 +188,7 @@ def test_entries_stand_without_gaps_aligned_to_their_items(drawn: list[tuple[str
 
 @pytest.mark.parametrize(("nbytes", "blocks"), [(0, 0), (1, 1), (BLOCK, 1), (BLOCK + 1, 2)])
 def test_a_block_starts_anew_with_each_entry(nbytes: int, blocks: int) -> None:
-    table = FileTable(Entries(["a"], [EntryKind(DTYPES["uint8"], (nbytes,))], np.zeros(1, np.int64)), BLOCK)
+    table = FileTable(["a"], [EntryKind(DTYPES["uint8"], (nbytes,))], np.zeros(1, np.int64), BLOCK)
     assert table.first_block == [0, blocks]
 
 
@@ -267,20 +266,20 @@ def test_names_are_as_documented() -> None:
 @given(st.lists(st.tuples(st.text(max_size=30), st.integers(0, 50 * BLOCK)), max_size=30), st.integers(0, 5000))
 def test_parts_keep_order_and_their_headers_small(drawn: list[tuple[str, int]], limit: int) -> None:
     entries = [Entry(f"{name}{i}", DTYPES["uint8"], (n,), np.zeros(0)) for i, (name, n) in enumerate(drawn)]
-    parts = split_in_parts(entries_of(entries), BLOCK, limit)
+    parts = split_in_parts(table_of(entries), limit)
     assert [name for part in parts for name in part.names] == [entry.name for entry in entries]
     assert [size for part in parts for size in part.sizes] == [entry.nbytes for entry in entries]
     assert len(parts) == 1 or all(part.names for part in parts)
     fixed = len(msgspec.json.encode(msgspec.json.encode(INFO).decode()))
     for part in parts:
-        layout = FileLayout.of(FileTable(part, BLOCK), INFO)
+        layout = FileLayout(part, INFO)
         header = layout.header(np.zeros(layout.table.first_block[-1], np.uint64)).rstrip(b" ")
         assert len(part.names) <= 1 or len(header) <= limit + fixed + 100
 
 
 def test_a_rank_that_writes_several_parts(tmp_path: Path) -> None:
     entries = by_item_size([make_entry(f"tensor.{i}", "float32" if i % 2 else "int8", (100, i)) for i in range(40)])
-    parts = split_in_parts(entries_of(entries), BLOCK, limit=4000)
+    parts = split_in_parts(table_of(entries), limit=4000)
     assert len(parts) > 3
     found: dict[str, np.ndarray] = {}
     by_name = {entry.name: entry for entry in entries}

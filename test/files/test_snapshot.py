@@ -23,7 +23,7 @@ from paddle_dist_ckpt.files import contents, writer
 from paddle_dist_ckpt.files.block_hashes import BlockHashes
 from paddle_dist_ckpt.files.codec import TableRecord
 from paddle_dist_ckpt.files.contents import SnapshotContents, Source, TensorContents
-from paddle_dist_ckpt.files.datafile import FORMAT, DataFileInfo, Entries, EntryKind, FileTable, read_info
+from paddle_dist_ckpt.files.datafile import FORMAT, DataFileInfo, EntryKind, FileTable, read_info
 from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.files.writer import FileSave, bytes_ahead
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
@@ -96,8 +96,8 @@ def file_of(sizes: Sequence[tuple[str, int]], block_bytes: int, layouts: Sequenc
         arrays.append(laid_out(raw, layouts[i % len(layouts)]))
         kinds.append(EntryKind(dtype, shape))
     names = [f"e{i}" for i in range(len(sizes))]
-    entries = Entries(names, kinds, np.arange(len(kinds), dtype=np.int64))
-    return File(FileTable(entries, block_bytes), arrays, b"".join(array.tobytes() for array in arrays))
+    table = FileTable(names, kinds, np.arange(len(kinds), dtype=np.int64), block_bytes)
+    return File(table, arrays, b"".join(array.tobytes() for array in arrays))
 
 
 def bytes_of(*nbytes: int) -> list[tuple[str, int]]:

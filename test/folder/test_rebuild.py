@@ -113,7 +113,7 @@ def test_a_missing_file_is_named(tmp_path: Path, gone: int) -> None:
 def test_files_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = datafile.split_in_parts
     name = "paddle_dist_ckpt.saving.file_plan.split_in_parts"
-    monkeypatch.setattr(name, lambda entries, size: split(entries, size, 2000))
+    monkeypatch.setattr(name, lambda table: split(table, 2000))
     state = {f"w{i}": make_array((50,), seed=i) for i in range(40)} | {"n": 1}
     save_on([state, {"x": make_array((9,))}], tmp_path)
     count = len(data_files(tmp_path))

@@ -12,7 +12,7 @@ import pytest
 from paddle_dist_ckpt import LoadOptions, read_metadata, rebuild_metadata, verify
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
-from paddle_dist_ckpt.files.datafile import Entries, EntryKind, FileLayout, FileTable, read_info
+from paddle_dist_ckpt.files.datafile import EntryKind, FileLayout, FileTable, read_info
 from paddle_dist_ckpt.loading.merged import Selection, load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
@@ -69,8 +69,8 @@ def test_the_same_bytes_are_written_again(folder: Path) -> None:
         entries = json.loads(header[8:])
         del entries["__metadata__"]
         kinds = [EntryKind(dtypes[entry["dtype"]], tuple(entry["shape"])) for entry in entries.values()]
-        table = FileTable(Entries(list(entries), kinds, np.arange(len(kinds))), info.block_bytes)
-        assert FileLayout.of(table, info).header(hashes) == header
+        table = FileTable(list(entries), kinds, np.arange(len(kinds)), info.block_bytes)
+        assert FileLayout(table, info).header(hashes) == header
 
 
 def test_there_is_one_for_every_version() -> None:

@@ -176,9 +176,7 @@ def test_its_files_are_those_of_a_synchronous_save(
     small_windows(monkeypatch)
     if parts:
         split = datafile.split_in_parts
-        monkeypatch.setattr(
-            "paddle_dist_ckpt.saving.file_plan.split_in_parts", lambda entries, size: split(entries, size, 1500)
-        )
+        monkeypatch.setattr("paddle_dist_ckpt.saving.file_plan.split_in_parts", lambda table: split(table, 1500))
 
     def work(rank: SimulatedRank) -> None:
         state = rich_state(rank.rank, RANKS)

@@ -542,7 +542,7 @@ def test_user_metadata_is_that_of_each_save(tmp_path: Path) -> None:
 def test_files_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     split = datafile.split_in_parts
     name = "paddle_dist_ckpt.saving.file_plan.split_in_parts"
-    monkeypatch.setattr(name, lambda entries, size: split(entries, size, 1500))
+    monkeypatch.setattr(name, lambda table: split(table, 1500))
     job = new_job(3, 5)
     for n in range(12):
         job.arrays[f"m{n}"] = make_array((n + 2, 7), "float32", n)

@@ -233,7 +233,7 @@ def test_partial_tensors_are_reduced_anew(tmp_path: Path, plans: list[int]) -> N
 def test_several_files_of_a_rank(tmp_path: Path, plans: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     split = datafile.split_in_parts
     name = "paddle_dist_ckpt.saving.file_plan.split_in_parts"
-    monkeypatch.setattr(name, lambda entries, size: split(entries, size, 2000))
+    monkeypatch.setattr(name, lambda table: split(table, 2000))
     states = [{f"t{i}": make_array((7, i + 1), seed=i) for i in range(30)} for _ in range(RANKS)]
 
     def saves(rank: SimulatedRank, r: int) -> None:
