@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.buffers import Buffers
-from ..core.device_memory import Copies, DeviceArray, Mark, Request, Scattered
+from ..core.device_memory import Copies, DeviceArray, Mark, NoCopies, Request, Scattered
 from ..core.memory import Bytes1D, address_of, copy_bytes, copy_each, gather
 from .block_hashes import BlockHashes
 from .datafile import FileTable
@@ -41,19 +41,6 @@ class Window:
     start: int
     stop: int
     data: AbstractContextManager[Bytes1D]
-
-
-class Contents(Protocol):
-    """The data section of a file."""
-
-    def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
-        """A part of the data section in windows, each of which must be opened, once, by whatever thread.
-
-        Args:
-            span: Which bytes; it starts at a multiple of ``WINDOW_BYTES`` and ends at one or at the end.
-            hashes: Where the bytes are hashed.
-        """
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -80,18 +67,24 @@ class TensorContents:
     window_bytes = WINDOW_BYTES
 
     def __init__(self, table: FileTable, sources: Sequence[Source], buffers: Buffers, copies: Copies | None) -> None:
-        self._table, self._sources, self._buffers, self._copies = table, sources, buffers, copies
+        self._table, self._sources, self._buffers = table, sources, buffers
+        self._copies, self._ahead = (copies, AHEAD) if copies is not None else (NoCopies(), 0)
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
-        """See :class:`Contents`."""
-        ahead = AHEAD if self._copies is not None else 0
+        """A part of the data section in windows, each of which must be opened, once, by whatever thread.
+
+        Args:
+            span: Which bytes; it starts at a multiple of ``WINDOW_BYTES`` and ends at one or at the end.
+            hashes: Where the bytes are hashed.
+        """
         begun: deque[_Filling] = deque()
         try:
             for start in range(span.start, span.stop, self.window_bytes):
                 stop = min(start + self.window_bytes, span.stop)
                 begun.append(_Filling(start, stop, self._buffers.take(stop - start)))
-                self._begin(begun[-1])
-                if len(begun) > ahead:
+                begun[-1].scattered = self._queue(start, stop, begun[-1].buffer)
+                begun[-1].mark = self._copies.mark()
+                if len(begun) > self._ahead:
                     yield self._window(begun.popleft(), hashes)
             while begun:
                 yield self._window(begun.popleft(), hashes)
@@ -102,34 +95,22 @@ class TensorContents:
     def _window(self, filling: _Filling, hashes: BlockHashes) -> Window:
         return Window(filling.start, filling.stop, self._filled(filling, hashes))
 
-    def _begin(self, filling: _Filling) -> None:
-        """Queue the copies from devices for a window."""
-        if self._copies is not None:
-            filling.scattered = self._queue(filling.start, filling.stop, filling.buffer, self._copies)
-            filling.mark = self._copies.mark()
-
-    def _queue(self, start: int, stop: int, buffer: Bytes1D, copies: Copies) -> list[Scattered]:
+    def _queue(self, start: int, stop: int, buffer: Bytes1D) -> list[Scattered]:
         """Queue the copies from devices of bytes ``start:stop`` to a buffer; returns what lies scattered there."""
         requests, scattered = list[Request](), list[Scattered]()
-        for i, low, high in _entries_of(self._table, start, stop):
+        for i, low, high in _entries_of(self._table, start, stop) if self._ahead else ():
             source = self._sources[i]
             if isinstance(source, DeviceArray):
                 first, last = max(start, low), min(stop, high)
                 some, others = source.pieces(first - low, last - low, buffer[first - start : last - start])
                 requests += some
                 scattered += others
-        copies.read(requests)
+        self._copies.read(requests)
         return scattered
-
-    def _pick(self, scattered: Sequence[Scattered]) -> None:
-        for part, into in scattered:
-            assert self._copies is not None
-            part.read_scattered(into, self._copies)
 
     def _give_back(self, filling: _Filling) -> None:
         try:
-            if self._copies is not None:
-                (filling.mark or self._copies.mark()).wait()
+            (filling.mark or self._copies.mark()).wait()
         finally:
             self._buffers.give_back(filling.buffer)
 
@@ -138,7 +119,8 @@ class TensorContents:
         try:
             if filling.mark is not None:
                 filling.mark.wait()
-            self._pick(filling.scattered)
+            for piece, into in filling.scattered:
+                piece.read_scattered(into, self._copies)
             start, window = filling.start, filling.buffer[: filling.stop - filling.start]
             base, view = address_of(window) - start, window.data
             small: dict[int, list[int]] = {}  # by size
@@ -157,7 +139,8 @@ class TensorContents:
                     self._fill(i, first - low, last - low, base + first, part)
                     hashes.add(i, first - low, part)
             for nbytes, entries in small.items():
-                self._fill_small(entries, nbytes, base)
+                places = np.array([self._table.offsets[i] for i in entries], np.int64)
+                copy_each(places + base, np.array([self._sources[i] for i in entries], np.int64), nbytes)
                 hashes.add_small(entries, nbytes, view, start)
             yield window
         finally:
@@ -171,26 +154,20 @@ class TensorContents:
         elif not isinstance(source, DeviceArray):
             gather(source, low, high, np.frombuffer(part, np.uint8))
 
-    def _fill_small(self, entries: list[int], nbytes: int, base: int) -> None:
-        """Copy whole entries of one size from host memory to a window that starts at address ``base`` of the file."""
-        places = np.array([self._table.offsets[i] for i in entries], np.int64)
-        copy_each(places + base, np.array([self._sources[i] for i in entries], np.int64), nbytes)
-
     def copy_to(self, memory: Bytes1D, start: int) -> None:
         """Copy the data section from byte ``start`` on to the beginning of ``memory``, and hash nothing."""
         scattered: list[Scattered] = []
         try:
-            if self._copies is not None:
-                scattered = self._queue(start, self._table.nbytes, memory, self._copies)
+            scattered = self._queue(start, self._table.nbytes, memory)
             base, view = address_of(memory) - start, memory.data
             for i, low, high in _entries_of(self._table, start, self._table.nbytes):
                 first = max(start, low)
                 if first < high:
                     self._fill(i, first - low, high - low, base + first, view[first - start : high - start])
         finally:
-            if self._copies is not None:
-                self._copies.mark().wait()
-        self._pick(scattered)
+            self._copies.mark().wait()
+        for piece, into in scattered:
+            piece.read_scattered(into, self._copies)
 
 
 class SnapshotContents:
@@ -208,7 +185,7 @@ class SnapshotContents:
         self._table, self._memory, self._start = table, memory, start
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
-        """See :class:`Contents`."""
+        """See :meth:`TensorContents.windows`."""
         for start in range(span.start, span.stop, self.window_bytes):
             stop = min(start + self.window_bytes, span.stop)
             yield Window(start, stop, self._hashed(start, stop, hashes))
@@ -221,6 +198,10 @@ class SnapshotContents:
             if first < last:
                 hashes.add(i, first - low, window.data[first - start : last - start])
         yield window
+
+
+Contents = TensorContents | SnapshotContents
+"""The data section of a file."""
 
 
 def _entries_of(table: FileTable, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
