@@ -32,7 +32,7 @@ from paddle_dist_ckpt.core.messages import decode, encode
 from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, LocalShard, TensorView
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
-from paddle_dist_ckpt.files.metadata import FileInfo, Metadata, SaveInfo
+from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.loading.answering import Answering
 from paddle_dist_ckpt.loading.fit import Fit
 from paddle_dist_ckpt.loading.messages import LoadAnswer, WantedPaths
@@ -137,7 +137,7 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     ranks = len(plan.state.ranks)
     table = plan.table(tuple((int(n),) for n in plan.rank_items))
     files = [FileInfo(f"{rank}_0.{'0' * 16}.0.safetensors", 1 << 40, "0" * 16) for rank in range(ranks)]
-    save = SaveInfo(
+    metadata = Metadata(
         save_id="0" * 16,
         unique_id=0,
         world_size=ranks,
@@ -145,9 +145,11 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
         created="",
         library="",
         paddle_version=None,
-        user_metadata=None,
+        user_tree=None,
+        files=files,
+        table=table,
+        value_records=[],
     )
-    metadata = Metadata(save, files, table, [])
     encoding, data = timed(lambda: encode_metadata(metadata))
     decoding, metadata = timed(lambda: decode_metadata(data, "0.metadata", 0))
     giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(WantedPaths(table.paths, []))))

@@ -24,7 +24,7 @@ from ..core.shards import Kind, Layout, LayoutRecord, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..tree.paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
 from ..tree.values import DECODE_ERRORS
-from .metadata import FileInfo, Metadata, SaveInfo
+from .metadata import FileInfo, Metadata, SaveInfo, save_members
 
 __all__ = [
     "HEAD_START",
@@ -79,6 +79,7 @@ class Head(msgspec.Struct, frozen=True):
 class _Body(SaveInfo, frozen=True, kw_only=True):
     """The second line of `.metadata`."""
 
+    user_metadata: Any
     files: list[FileInfo]
     tensors: TableRecord
     values: list[tuple[str, Any]]
@@ -196,8 +197,15 @@ def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: i
 
 def encode_metadata(metadata: Metadata) -> bytes:
     """The content of the `.metadata` file."""
-    save, tensors = msgspec.structs.asdict(metadata.save), _table_json(metadata.table)
-    body = msgspec.json.encode(_Body(**save, files=metadata.files, tensors=tensors, values=metadata.value_records))
+    body = msgspec.json.encode(
+        _Body(
+            **save_members(metadata),
+            user_metadata=metadata.user_tree,
+            files=metadata.files,
+            tensors=_table_json(metadata.table),
+            values=metadata.value_records,
+        )
+    )
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
@@ -277,6 +285,8 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
     for info, data_bytes in zip(body.files, table.file_bytes(len(body.files)).tolist(), strict=True):
         if info.size < data_bytes + 8:
             raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
-    metadata = Metadata(SaveInfo.of(body), body.files, table, body.values)
+    metadata = Metadata(
+        **save_members(body), user_tree=body.user_metadata, files=body.files, table=table, value_records=body.values
+    )
     _ = metadata.user_metadata  # raises if it is damaged
     return metadata

@@ -12,7 +12,7 @@ from ..core.shards import Kind, Layout, ShardTable
 from ..tree.paths import Part, flat_keys, parse_path, plain_keys
 from ..tree.values import from_jsonable
 
-__all__ = ["FileInfo", "LocalTensorIndex", "LocalTensorMetadata", "Metadata", "SaveInfo", "StorageInfo"]
+__all__ = ["FileInfo", "LocalTensorIndex", "LocalTensorMetadata", "Metadata", "SaveInfo", "StorageInfo", "save_members"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class FileInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What `.metadata` says of its save. The order is that of the members there.
+    """What `.metadata` and every data file of a save say of it. The order is that of the members in `.metadata`.
 
     Attributes:
         save_id: The save's random id.
@@ -69,7 +69,6 @@ class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
         created: When, in UTC, as ISO 8601.
         library: Name and version of the writer.
         paddle_version: Version of Paddle that the writer runs under, or None.
-        user_metadata: What ``SaveOptions.user_metadata`` held, in tagged JSON form.
     """
 
     save_id: str = msgspec.field(name="save")
@@ -79,69 +78,33 @@ class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     library: str
     paddle_version: str | None = msgspec.field(name="paddle")
-    user_metadata: Any
-
-    @classmethod
-    def of(cls, record: msgspec.Struct) -> SaveInfo:
-        """What a record that has all these members, among others, says of the save."""
-        return SaveInfo(**{name: getattr(record, name) for name in SaveInfo.__struct_fields__})
 
 
-@dataclass(frozen=True, eq=False)
-class Metadata:
-    """What a checkpoint holds and where.
+def save_members(record: msgspec.Struct) -> dict[str, Any]:
+    """What a record that has the members of :class:`SaveInfo`, among others, says of its save, by their names."""
+    return {name: getattr(record, name) for name in SaveInfo.__struct_fields__}
+
+
+class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
+    """What a checkpoint holds and where, and which save wrote it.
 
     Attributes:
-        save: The save that wrote it.
+        save_id, unique_id, world_size, block_bytes, created, library, paddle_version: See :class:`SaveInfo`.
+        user_tree: What ``SaveOptions.user_metadata`` held, in tagged JSON form.
         files: The data files.
         table: Tensors and shards, in columns.
         value_records: The non-tensor values, path by path, still in their tagged JSON form.
     """
 
-    save: SaveInfo
+    user_tree: Any
     files: list[FileInfo]
     table: ShardTable
     value_records: list[tuple[str, Any]]
 
-    @property
-    def unique_id(self) -> int:
-        """The checkpoint's number in its folder."""
-        return self.save.unique_id
-
-    @property
-    def save_id(self) -> str:
-        """The random id of the save that wrote it."""
-        return self.save.save_id
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks saved it."""
-        return self.save.world_size
-
-    @property
-    def block_bytes(self) -> int:
-        """How many bytes share a checksum."""
-        return self.save.block_bytes
-
-    @property
-    def created(self) -> str:
-        """When, in UTC, as ISO 8601."""
-        return self.save.created
-
-    @property
-    def library(self) -> str:
-        """Name and version of the writer."""
-        return self.save.library
-
-    @property
-    def paddle_version(self) -> str | None:
-        """Version of Paddle that the writer ran under, or None."""
-        return self.save.paddle_version
-
     @cached_property
     def user_metadata(self) -> dict[str, Any]:
         """What ``SaveOptions.user_metadata`` held; empty if it held nothing."""
-        user = from_jsonable(self.save.user_metadata)
+        user = from_jsonable(self.user_tree)
         return user if isinstance(user, dict) else {}
 
     @cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -64,8 +63,7 @@ def publish(lease: Lease, metadata: Metadata) -> int:
     """
     storage, unique_id = lease.storage, lease.unique_id
     while True:
-        save = msgspec.structs.replace(metadata.save, unique_id=unique_id)
-        data = encode_metadata(dataclasses.replace(metadata, save=save))
+        data = encode_metadata(msgspec.structs.replace(metadata, unique_id=unique_id))
         # IMPORTANT: the claim is looked at when the content has its temporary name, and not before. Who takes this
         # save for dead removes first the claim and then that name, so one of the two stops the commit.
         replace = not lease.automatic

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from ..core.box import Box
@@ -16,7 +15,7 @@ from ..core.shards import LayoutCollection, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
-from ..files.metadata import FileInfo, Metadata, SaveInfo
+from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_id, metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
 from .ids import committed_ids, next_id, save_of
@@ -173,8 +172,13 @@ def _merge(files: Sequence[_DataFile], unique_id: int) -> Metadata:
     infos = [file.info for file in files]
     first = next(info for info in infos if info.writers is not None)
     values = sorted(value for info in infos for value in info.values)
-    save = msgspec.structs.replace(SaveInfo.of(first), unique_id=unique_id)
-    return Metadata(save, [file.known for file in files], _merge_tables([file.table for file in files]), values)
+    return Metadata(
+        **(save_members(first) | {"unique_id": unique_id}),
+        user_tree=first.user_metadata,
+        files=[file.known for file in files],
+        table=_merge_tables([file.table for file in files]),
+        value_records=values,
+    )
 
 
 def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:

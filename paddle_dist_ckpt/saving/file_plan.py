@@ -24,7 +24,7 @@ from ..files.datafile import (
     slice_suffix,
     split_in_parts,
 )
-from ..files.metadata import SaveInfo
+from ..files.metadata import SaveInfo, save_members
 from ..options import SaveOptions
 from ..tree.paths import plain_key
 from ..tree.values import to_jsonable
@@ -102,11 +102,8 @@ class FilePlan:
         wanted = set(self.values)
         pairs = sorted((value.path, value.json) for value in state.values if value.path in wanted)
         tensors: Any = self.tensors  # msgspec writes it as it is
-        same = msgspec.structs.asdict(save) | {
-            "paddle_version": version,
-            "user_metadata": to_jsonable(dict(user), "user_metadata") if user is not None else None,
-        }
         return DataFileInfo(
+            **(save_members(save) | {"paddle_version": version}),
             format=FORMAT,
             version=VERSION,
             rank=session.rank,
@@ -115,7 +112,7 @@ class FilePlan:
             tensors=tensors,
             values=[(path, msgspec.Raw(json)) for path, json in pairs],
             writers=self.writers,
-            **same,
+            user_metadata=to_jsonable(dict(user), "user_metadata") if user is not None else None,
         )
 
 

@@ -122,7 +122,7 @@ class RankPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to do, in the save ``save``, whose user metadata are left out.
+    """What one rank is to do, in the save ``save``.
 
     ``plan`` is an encoded :class:`RankPlan`, None if the rank has it. In round ``plan`` the coordinator answers nothing
     at all if it first wants to know all structures.

@@ -15,7 +15,7 @@ import msgspec
 
 from ..core.messages import decode, encode
 from ..errors import CheckpointError
-from ..files.metadata import FileInfo, Metadata, SaveInfo
+from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
 from ..folder import commit
 from ..folder.lease import Lease
 from ..options import SaveOptions
@@ -47,7 +47,7 @@ class _Ordered:
         planned: The plan that each rank has its part of.
         contents: The values that are kept.
         lease: This save's right to its files in the coordinator's folder.
-        save: What all files of this save say of it, without the user metadata.
+        save: What all files of this save say of it.
         ours: What the coordinator itself has asked for.
         folders: Which folder each rank sees.
         leaders: One rank for each folder.
@@ -209,7 +209,7 @@ class SaveCoordinator:
 
 
 def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: str | None) -> SaveInfo:
-    """What all files of the save say of it, without the user metadata."""
+    """What all files of the save say of it."""
     return SaveInfo(
         save_id=lease.save_id,
         unique_id=lease.unique_id,
@@ -218,7 +218,6 @@ def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: st
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         library=f"paddle_dist_ckpt {__version__}",
         paddle_version=framework_version,
-        user_metadata=None,
     )
 
 
@@ -261,7 +260,8 @@ def _build_metadata(ordered: _Ordered, written: Mapping[int, WriteRequest]) -> M
     json = msgspec.json.decode(user) if user is not None else None
     table = ordered.planned.table(tuple(tuple(written[rank].entries) for rank in ranks))
     return Metadata(
-        save=msgspec.structs.replace(ordered.save, user_metadata=json),
+        **save_members(ordered.save),
+        user_tree=json,
         files=[info for rank in ranks for info in written[rank].files],
         table=table,
         value_records=[(path, msgspec.Raw(json)) for path, json in sorted(ordered.contents.value_json.items())],

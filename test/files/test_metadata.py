@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from paddle_dist_ckpt.files.metadata import (
     LocalTensorIndex,
     LocalTensorMetadata,
     Metadata,
-    SaveInfo,
     StorageInfo,
 )
 from paddle_dist_ckpt.tree.paths import ListIndex
@@ -40,7 +38,12 @@ Body = dict[str, Any]
 
 
 def make(table: ShardTable, files: int = 4, values: dict[str, Any] | None = None, user: Any = None) -> Metadata:
-    save = SaveInfo(
+    infos = [
+        FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i + size, f"{i:016x}")
+        for i, size in enumerate(table.file_bytes(files).tolist())
+    ]
+    records = [(path, to_jsonable(value, path)) for path, value in sorted((values or {}).items())]
+    return Metadata(
         unique_id=3,
         save_id="0123456789abcdef",
         world_size=2,
@@ -48,14 +51,11 @@ def make(table: ShardTable, files: int = 4, values: dict[str, Any] | None = None
         created="2024-01-02T03:04:05+00:00",
         library="paddle_dist_ckpt 1.0",
         paddle_version="3.3.1",
-        user_metadata=to_jsonable(user or {}, "user_metadata"),
+        user_tree=to_jsonable(user or {}, "user_metadata"),
+        files=infos,
+        table=table,
+        value_records=records,
     )
-    infos = [
-        FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i + size, f"{i:016x}")
-        for i, size in enumerate(table.file_bytes(files).tolist())
-    ]
-    records = [(path, to_jsonable(value, path)) for path, value in sorted((values or {}).items())]
-    return Metadata(save, infos, table, records)
 
 
 def small() -> Metadata:
@@ -142,7 +142,7 @@ def same_table(a: ShardTable, b: ShardTable) -> bool:
     )
 
 
-FIELDS = [f.name for f in dataclasses.fields(Metadata) if f.name != "table"]
+FIELDS = [name for name in Metadata.__struct_fields__ if name != "table"]
 
 
 @examples(75)
