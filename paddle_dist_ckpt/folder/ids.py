@@ -15,10 +15,12 @@ __all__ = [
     "committed_ids",
     "committed_saves",
     "known_save_of",
+    "metadata_ids",
     "newest_id",
     "next_id",
     "nothing_text",
     "save_of",
+    "whole_save_of",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -52,7 +54,7 @@ def known_save_of(storage: Storage, unique_id: int) -> str | None:
         return None
 
 
-def _metadata_ids(storage: Storage) -> list[int]:
+def metadata_ids(storage: Storage) -> list[int]:
     """The ids of all `.metadata` files, ascending.
 
     Raises:
@@ -68,7 +70,7 @@ def _metadata_ids(storage: Storage) -> list[int]:
 def committed_ids(storage: Storage) -> list[int]:
     """The ids of this format's committed checkpoints, ascending."""
     found = []
-    for unique_id in _metadata_ids(storage):
+    for unique_id in metadata_ids(storage):
         try:
             if save_of(storage, unique_id) is not None:
                 found.append(unique_id)
@@ -84,7 +86,7 @@ def newest_id(storage: Storage) -> int:
         CheckpointNotFoundError: there is none.
         CheckpointCorruptedError: the newest `.metadata` is damaged. (An older one is not taken in its place silently.)
     """
-    for unique_id in reversed(_metadata_ids(storage)):
+    for unique_id in reversed(metadata_ids(storage)):
         if save_of(storage, unique_id) is not None:
             return unique_id
         _logger.warning("%s/%s is of another format; skipped", storage.location, metadata_name(unique_id))
@@ -97,7 +99,7 @@ def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
         storage.identity()
     except FileNotFoundError:
         return f"there is no folder {storage.location}"
-    for i in reversed(_metadata_ids(storage)):
+    for i in reversed(metadata_ids(storage)):
         if unique_id in (None, i) and look(storage, metadata_name(i))[0] is Format.PADDLE:
             return (
                 f"{storage.location}/{metadata_name(i)} was written by Paddle's own save_state_dict, as a pickle, "
@@ -118,15 +120,24 @@ def next_id(names: Iterable[str]) -> int:
     return following
 
 
+def whole_save_of(storage: Storage, unique_id: int) -> str | None:
+    """Like :func:`save_of`, but for a `.metadata` that is read whole.
+
+    Raises:
+        CheckpointError: it is of a newer version.
+        CheckpointCorruptedError: it is damaged, and can be no committed checkpoint's of whatever format.
+    """
+    name = metadata_name(unique_id)
+    if save_of(storage, unique_id) is None:
+        return None
+    return decode_metadata(storage.read(name), name, unique_id).save_id
+
+
 def committed_saves(storage: Storage) -> dict[str, int]:
     """The save id of every committed checkpoint of this format, with its unique_id. Reads every `.metadata` whole.
 
     Raises:
         CheckpointError: one cannot be read, so that it is not known which save's files it needs.
     """
-    saves = {}
-    for unique_id in _metadata_ids(storage):
-        if save_of(storage, unique_id) is not None:
-            name = metadata_name(unique_id)
-            saves[decode_metadata(storage.read(name), name, unique_id).save_id] = unique_id
-    return saves
+    found = ((whole_save_of(storage, unique_id), unique_id) for unique_id in metadata_ids(storage))
+    return {save: unique_id for save, unique_id in found if save is not None}

@@ -60,7 +60,9 @@ class Lease:
         self.doomed: list[str] = []
         self._write()
         self._take_over_dead()
-        self._keeper = _Keeper(storage, self.name)
+        self._stopped = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="paddle_dist_ckpt claim", daemon=True)
+        self._keeper.start()
 
     @property
     def name(self) -> str:
@@ -90,22 +92,21 @@ class Lease:
         committed = self._committed() if dead else None
         if committed is None:
             return
-        known = []
-        for name, parsed in dead:
+        for name, parsed in list(dead.items()):
             try:
                 self.doomed += _saves_of_claim(self.storage, name, parsed, committed)
-                known.append((name, parsed))
             except FileNotFoundError:
                 _logger.debug("the claim %s is another save's to take over", name)
+                del dead[name]
         self._write()
-        for name, parsed in known:
+        for name, parsed in dead.items():
             self.storage.delete(name)
             self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
         # A save that was frozen just before its last step may have been committed until now, but not later.
         committed = self._committed()
         self.doomed = [save for save in self.doomed if committed is not None and save not in committed]
 
-    def _committed(self) -> Container[str] | None:
+    def _committed(self) -> Container[str | None] | None:
         """The committed saves; None if they cannot all be told."""
         try:
             return committed_saves(self.storage)
@@ -128,54 +129,40 @@ class Lease:
             self.replaces = replaced
             self._write()
 
+    def _keep(self) -> None:
+        """Touch the claim now and then, on a thread of its own."""
+        while not self._stopped.wait(_FRESH_EVERY):
+            try:
+                self.storage.touch(self.name)
+            except OSError as error:
+                _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
+
     def stop(self) -> None:
         """Keep it fresh no more. A later save does what is left to do when it has expired."""
-        self._keeper.stop()
+        self._stopped.set()
 
     def end(self) -> None:
         """Remove the claim: nothing is left to do."""
-        self._keeper.join()
+        self._stopped.set()
+        self._keeper.join()  # no touch is under way any more
         self.storage.delete(self.name)
-
-
-class _Keeper:
-    """Touches a claim file now and then, on a thread of its own."""
-
-    def __init__(self, storage: Storage, name: str) -> None:
-        self._storage, self._name = storage, name
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt claim", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(_FRESH_EVERY):
-            try:
-                self._storage.touch(self._name)
-            except OSError as error:
-                _logger.warning("the claim %s could not be refreshed: %s", self._name, error)
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def join(self) -> None:
-        """Stop, and wait until no touch is under way: the file can be removed then."""
-        self._stopped.set()
-        self._thread.join()
 
 
 def claimed_saves(storage: Storage) -> dict[str, str]:
     """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
     claimed: dict[str, str] = {}
-    for name in storage.names():
-        parsed = parse_claim(name)
-        if parsed is not None:
-            committed = known_save_of(storage, parsed.unique_id)
-            saves = _saves_of_claim(storage, name, parsed, [] if committed is None else [committed])
-            claimed.update(dict.fromkeys(saves, name))
+    for name, parsed in _claims(storage).items():
+        saves = _saves_of_claim(storage, name, parsed, [known_save_of(storage, parsed.unique_id)])
+        claimed.update(dict.fromkeys(saves, name))
     return claimed
 
 
-def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: Container[str]) -> list[str]:
+def _claims(storage: Storage) -> dict[str, ClaimName]:
+    """The claim files in a folder, and those that are being written."""
+    return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
+
+
+def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: Container[str | None]) -> list[str]:
     """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
 
     A save that is not committed has replaced nothing, whatever it set out for.
@@ -189,12 +176,12 @@ def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: C
     return [parsed.save_id, *replaced, *record.removes]
 
 
-def _expired_claims(storage: Storage, ours: str) -> list[tuple[str, ClaimName]]:
+def _expired_claims(storage: Storage, ours: str) -> dict[str, ClaimName]:
     """The claims of dead saves, beside our own claim, which tells the time."""
     now = storage.modified(ours)
-    others = [(name, parsed) for name in storage.names() if (parsed := parse_claim(name)) and name != ours]
-    fresh = {parsed.save_id for name, parsed in others if not _is_expired(storage, name, now)}
-    return [(name, parsed) for name, parsed in others if parsed.save_id not in fresh]
+    others = {name: parsed for name, parsed in _claims(storage).items() if name != ours}
+    fresh = {parsed.save_id for name, parsed in others.items() if not _is_expired(storage, name, now)}
+    return {name: parsed for name, parsed in others.items() if parsed.save_id not in fresh}
 
 
 def _is_expired(storage: Storage, name: str, now: float) -> bool:
@@ -211,9 +198,5 @@ def is_abandoned(storage: LocalStorage, now: float) -> bool:
         storage: The folder, whose own time of change counts too; other storages have none.
         now: The time by the folder's own clock: when a file near it was changed just now.
     """
-    try:
-        claims = [name for name in storage.names() if parse_claim(name) is not None]
-        changed = [storage.modified(name) for name in [*claims, "."]]  # one that is about to be claimed has changed
-    except FileNotFoundError:
-        return False
-    return all(now - then > _EXPIRES_AFTER for then in changed)
+    # The folder itself counts as well: one that is about to be claimed has changed.
+    return all(_is_expired(storage, name, now) for name in [*_claims(storage), "."])

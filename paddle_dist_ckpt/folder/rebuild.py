@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +16,9 @@ from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFou
 from ..files.codec import decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
-from ..files.names import metadata_id, metadata_name, parse_data_file, temporary_name
+from ..files.names import metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
-from .ids import committed_ids, next_id, save_of
+from .ids import metadata_ids, next_id, whole_save_of
 from .lease import claimed_saves
 from .verify import problems_of
 
@@ -37,7 +37,6 @@ class _DataFile(NamedTuple):
 
 def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metadata:
     """See :func:`paddle_dist_ckpt.rebuild_metadata`."""
-    committed_ids(storage)  # raises if the storage is no folder
     found, refused = _complete_saves(storage, save)
     if not found:
         reasons = "\n".join(f"  save {name}: {reason}" for name, reason in refused.items())
@@ -65,7 +64,10 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
 
 def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:
     """The saves of which every file is there and no `.metadata` names them; and why others are not among them."""
-    committed = _committed(storage)
+    committed: set[str | None] = set()
+    for unique_id in metadata_ids(storage):
+        with suppress(CheckpointError):  # damaged, or of a newer version
+            committed.add(whole_save_of(storage, unique_id))
     names: dict[str, list[str]] = {}
     for name in storage.names():
         parsed = parse_data_file(name)
@@ -87,48 +89,20 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
     return complete, refused
 
 
-def _committed(storage: Storage) -> set[str]:
-    """The saves that a whole `.metadata` names."""
-    saves = set()
-    for unique_id in (i for name in storage.names() if (i := metadata_id(name)) is not None):
-        with suppress(CheckpointCorruptedError):
-            save = _whole_save(storage, unique_id)
-            saves |= set() if save is None else {save}
-    return saves
-
-
-def _whole_save(storage: Storage, unique_id: int) -> str | None:
-    """The save of a `.metadata` that can be read; None if it is not there, or of another format or a newer version.
-
-    Raises:
-        CheckpointCorruptedError: it is damaged, and can be no committed checkpoint's of whatever format.
-    """
-    name = metadata_name(unique_id)
-    try:
-        save = save_of(storage, unique_id)
-        return None if save is None else decode_metadata(storage.read(name), name, unique_id).save_id
-    except CheckpointCorruptedError:
-        raise
-    except CheckpointError:
-        return None
-
-
 def _is_damaged(storage: Storage, unique_id: int) -> bool:
+    """Whether a `.metadata` is there but of no format; one of a newer version of ours is not damaged."""
     try:
-        _whole_save(storage, unique_id)
-    except CheckpointCorruptedError:
-        return True
+        whole_save_of(storage, unique_id)
+    except CheckpointError as error:
+        return isinstance(error, CheckpointCorruptedError)
     return False
 
 
 def _read_files(storage: Storage, names: Sequence[str]) -> list[_DataFile]:
     found = []
     for name in names:
-        file = storage.open(name)
-        try:
+        with closing(storage.open(name)) as file:
             info, _, known, _ = read_info(file, name)
-        finally:
-            file.close()
         parsed = parse_data_file(name)
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
@@ -144,15 +118,13 @@ def _check_complete(infos: Sequence[DataFileInfo]) -> None:
     writers = next((info.writers for info in infos if info.writers is not None), None)
     if writers is None:
         raise CheckpointCorruptedError("the coordinator's first file is missing")
-    there: dict[int, set[int]] = {}
-    for info in infos:
-        there.setdefault(info.rank, set()).add(info.part)
+    there = {(info.rank, info.part) for info in infos}
     counts = {info.rank: min(info.parts, len(infos) + 1) for info in infos}
     missing = [
         f"rank {rank} part {part}"
         for rank in writers
         for part in range(counts.get(rank, 1))
-        if part not in there.get(rank, ())
+        if (rank, part) not in there
     ]
     if missing:
         raise CheckpointCorruptedError(f"files are missing: {', '.join(missing[:10])}")
@@ -183,30 +155,24 @@ def _merge(files: Sequence[_DataFile], unique_id: int) -> Metadata:
 
 def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
     """One table of all files' shards."""
-    known: dict[str, tuple[DType, int, tuple[int, ...]]] = {}
-    names: dict[str, str | None] = {}
-    shards: dict[str, list[tuple[Box, int]]] = {}
+    found: dict[str, tuple[tuple[DType, int, tuple[int, ...]], str | None, list[tuple[Box, int]]]] = {}
     for file, table in enumerate(tables):
         for t, path in enumerate(table.paths):
             layout = table.layouts[table.layout_of[t]]
-            tensor = (table.dtypes[t], int(table.kinds[t]), layout.shape)
-            names.setdefault(path, table.names[t])
-            if known.setdefault(path, tensor) != tensor:
+            tensor = table.dtypes[t], int(table.kinds[t]), layout.shape
+            known, _, shards = found.setdefault(path, (tensor, table.names[t], []))
+            if known != tensor:
                 raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
-            shards.setdefault(path, []).extend((box, file) for box in layout.boxes.to_list())
-    paths = sorted(known)
+            shards += [(box, file) for box in layout.boxes.to_list()]
+    ordered = [(path, *found[path][0], found[path][1], sorted(found[path][2])) for path in sorted(found)]
     collection = LayoutCollection()
-    layout_of, files = [], []
-    for path in paths:
-        mine = sorted(shards[path])
-        layout_of.append(collection.add(known[path][2], tuple(box for box, _ in mine)))
-        files += [file for _, file in mine]
+    layout_of = [collection.add(shape, tuple(box for box, _ in shards)) for _, _, _, shape, _, shards in ordered]
     return ShardTable(
-        paths,
-        [known[path][0] for path in paths],
-        np.array([known[path][1] for path in paths], np.int64),
-        collection.layouts,
-        np.array(layout_of, np.int64),
-        np.array(files, np.int64),
-        [names[path] for path in paths],
+        paths=[path for path, *_ in ordered],
+        dtypes=[dtype for _, dtype, *_ in ordered],
+        kinds=np.array([kind for _, _, kind, *_ in ordered], np.int64),
+        layouts=collection.layouts,
+        layout_of=np.array(layout_of, np.int64),
+        shard_file=np.array([file for *_, shards in ordered for _, file in shards], np.int64),
+        names=[name for *_, name, _ in ordered],
     )

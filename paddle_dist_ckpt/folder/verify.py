@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -51,10 +51,8 @@ def _uncovered(metadata: Metadata) -> list[str]:
     table = metadata.table
     dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
     boxes = table.shard_boxes(dimensions)
-    high = np.ones((len(table.paths), dimensions), np.int64)
-    for t, i in enumerate(table.layout_of.tolist()):
-        high[t, : len(table.layouts[i].shape)] = table.layouts[i].shape
-    exact = covers_exactly(table.shard_tensor[boxes.filled], boxes.take(boxes.filled), Boxes.wholes(high))
+    tensors = Boxes.of([whole(layout.shape) for layout in table.layouts], dimensions).take(table.layout_of)
+    exact = covers_exactly(table.shard_tensor[boxes.filled], boxes.take(boxes.filled), tensors)
     return [f"{metadata.key(table.paths[t])}: its shards do not cover it exactly once" for t in np.flatnonzero(~exact)]
 
 
@@ -78,27 +76,21 @@ def _check_file(storage: Storage, metadata: Metadata, file: int, progress: Progr
         if not _check_entries(entries, metadata.block_bytes, progress):
             return []
         # Something is wrong: look at each entry by itself, to name every one that is damaged.
-        silent = Progress("verify", 0, False, False)
-        return [problem for entry in entries for problem in _check_entries([entry], metadata.block_bytes, silent)]
+        return [found for entry in entries for found in _check_entries([entry], metadata.block_bytes, lambda _: None)]
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     finally:
         opened.close()
 
 
-def _check_entries(entries: Sequence[StoredEntry], block_bytes: int, progress: Progress) -> list[str]:
+def _check_entries(entries: Sequence[StoredEntry], block_bytes: int, progress: Callable[[int], None]) -> list[str]:
     """What is wrong with these entries; the first problem if there are several."""
-    wanted = [
+    wanted = (
         (entry, [Consumer(whole(entry.shape), np.empty(0, entry.dtype.raw), lambda items, place: None)])
         for entry in entries
-        if entry.nbytes
-    ]
+    )
     try:
-        read_entries(wanted, block_bytes, io_threads(1, waits=True), _go_on, progress)
+        read_entries(wanted, block_bytes, io_threads(1, waits=True), lambda: None, progress)
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     return []
-
-
-def _go_on() -> None:
-    """Does nothing: a verification is not interrupted."""
