@@ -50,9 +50,6 @@ class BlockHashes:
         """
         size, first, stop = self._size, self._first_block[entry], at + len(data)
         nbytes = self._offsets[entry + 1] - self._offsets[entry]
-        if len(data) == nbytes <= size:
-            self.values[first] = xxhash.xxh3_64_intdigest(data)
-            return
         for block in range(at // size, -(-stop // size)):
             start, end = block * size, min(block * size + size, nbytes)
             low, high = max(start, at), min(end, stop)

@@ -197,15 +197,9 @@ def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: i
 
 def encode_metadata(metadata: Metadata) -> bytes:
     """The content of the `.metadata` file."""
-    body = msgspec.json.encode(
-        _Body(
-            **save_members(metadata),
-            user_metadata=metadata.user_tree,
-            files=metadata.files,
-            tensors=_table_json(metadata.table),
-            values=metadata.value_records,
-        )
-    )
+    same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
+    tensors = _table_json(metadata.table)
+    body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records))
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"

@@ -34,13 +34,8 @@ Source = int | npt.NDArray[Any] | DeviceArray
 """Where an entry's bytes are: the address of contiguous host memory, or an array of raw items."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Window:
-    """Bytes ``start:stop`` of a file's data section. Inside ``data`` they are there, and hashed."""
-
-    start: int
-    stop: int
-    data: AbstractContextManager[Bytes1D]
+Window = AbstractContextManager[tuple[int, Bytes1D]]
+"""Bytes of a file's data section: which is the first, and the bytes. Inside the context they are there, and hashed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +55,7 @@ class TensorContents:
     Args:
         table: The file's entries.
         sources: Where the bytes of each are.
-        buffers: For the windows: one for each thread that opens any, and ``AHEAD`` more if sources are on a device.
+        buffers: For the windows: one for each thread that enters any, and ``AHEAD`` more if sources are on a device.
         copies: Brings bytes from devices; None if no source is on one.
     """
 
@@ -71,7 +66,7 @@ class TensorContents:
         self._copies, self._ahead = (copies, AHEAD) if copies is not None else (NoCopies(), 0)
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
-        """A part of the data section in windows, each of which must be opened, once, by whatever thread.
+        """A part of the data section in windows, each of which must be entered, once, by whatever thread.
 
         Args:
             span: Which bytes; it starts at a multiple of ``WINDOW_BYTES`` and ends at one or at the end.
@@ -85,15 +80,12 @@ class TensorContents:
                 begun[-1].scattered = self._queue(start, stop, begun[-1].buffer)
                 begun[-1].mark = self._copies.mark()
                 if len(begun) > self._ahead:
-                    yield self._window(begun.popleft(), hashes)
+                    yield self._filled(begun.popleft(), hashes)
             while begun:
-                yield self._window(begun.popleft(), hashes)
+                yield self._filled(begun.popleft(), hashes)
         finally:
-            for filling in begun:  # nobody will open them, but their memory must not be used while it is being filled
+            for filling in begun:  # nobody will enter them, but their memory must not be used while it is being filled
                 self._give_back(filling)
-
-    def _window(self, filling: _Filling, hashes: BlockHashes) -> Window:
-        return Window(filling.start, filling.stop, self._filled(filling, hashes))
 
     def _queue(self, start: int, stop: int, buffer: Bytes1D) -> list[Scattered]:
         """Queue the copies from devices of bytes ``start:stop`` to a buffer; returns what lies scattered there."""
@@ -115,7 +107,7 @@ class TensorContents:
             self._buffers.give_back(filling.buffer)
 
     @contextmanager
-    def _filled(self, filling: _Filling, hashes: BlockHashes) -> Iterator[Bytes1D]:
+    def _filled(self, filling: _Filling, hashes: BlockHashes) -> Iterator[tuple[int, Bytes1D]]:
         try:
             if filling.mark is not None:
                 filling.mark.wait()
@@ -125,12 +117,8 @@ class TensorContents:
             base, view = address_of(window) - start, window.data
             small: dict[int, list[int]] = {}  # by size
             for i, low, high in _entries_of(self._table, start, filling.stop):
-                if (
-                    start <= low
-                    and high <= filling.stop
-                    and 0 < high - low <= _SMALL
-                    and isinstance(self._sources[i], int)
-                ):
+                inside = start <= low and high <= filling.stop
+                if inside and 0 < high - low <= _SMALL and isinstance(self._sources[i], int):
                     small.setdefault(high - low, []).append(i)
                     continue
                 first, last = max(start, low), min(filling.stop, high)
@@ -142,7 +130,7 @@ class TensorContents:
                 places = np.array([self._table.offsets[i] for i in entries], np.int64)
                 copy_each(places + base, np.array([self._sources[i] for i in entries], np.int64), nbytes)
                 hashes.add_small(entries, nbytes, view, start)
-            yield window
+            yield start, window
         finally:
             self._give_back(filling)
 
@@ -188,16 +176,16 @@ class SnapshotContents:
         """See :meth:`TensorContents.windows`."""
         for start in range(span.start, span.stop, self.window_bytes):
             stop = min(start + self.window_bytes, span.stop)
-            yield Window(start, stop, self._hashed(start, stop, hashes))
+            yield self._hashed(start, stop, hashes)
 
     @contextmanager
-    def _hashed(self, start: int, stop: int, hashes: BlockHashes) -> Iterator[Bytes1D]:
+    def _hashed(self, start: int, stop: int, hashes: BlockHashes) -> Iterator[tuple[int, Bytes1D]]:
         window = self._memory[start - self._start : stop - self._start]
         for i, low, high in _entries_of(self._table, start, stop):
             first, last = max(start, low), min(stop, high)
             if first < last:
                 hashes.add(i, first - low, window.data[first - start : last - start])
-        yield window
+        yield start, window
 
 
 Contents = TensorContents | SnapshotContents

@@ -58,7 +58,7 @@ class FileSave:
     def write_ahead(self, nbytes: int, threads: int, check: Check) -> None:
         """Write the first ``nbytes`` of the data now; they are a multiple of ``WINDOW_BYTES``, or all."""
         span, contents = self._left
-        self._write(range(nbytes), contents, threads, check, _ignore)
+        self._write(range(nbytes), contents, threads, check, lambda _: None)
         self._left = (span[nbytes:], contents)
 
     def take_snapshot(self, memory: Bytes1D) -> None:
@@ -98,9 +98,9 @@ class FileSave:
         file, data_start = self._file, self._layout.data_start
 
         def write_window(window: Window) -> None:
-            with window.data as data:
-                file.write(data, data_start + window.start)
-            progress(window.stop - window.start)
+            with window as (start, data):
+                file.write(data, data_start + start)
+            progress(len(data))
 
         def tasks() -> Iterator[Callable[[], None]]:
             with closing(contents.windows(span, self._hashes)) as windows:
@@ -120,7 +120,3 @@ class FileSave:
 def bytes_ahead(nbytes: int, surplus: int) -> int:
     """How many of a file's bytes are to be written ahead so that at least ``surplus`` of them, or all, are."""
     return min(nbytes, -(-surplus // WINDOW_BYTES) * WINDOW_BYTES)
-
-
-def _ignore(_: int) -> None:
-    """No progress is shown."""

@@ -14,8 +14,7 @@ from ..core.boxes import Boxes
 from ..core.columns import IntArray
 from ..core.grouping import group_rows
 from ..core.tensors import TensorAdapter
-from ..files.batch import Batch, ItemKind
-from ..files.reader import Consumer, StoredEntry
+from ..files.reader import Batch, Consumer, ItemKind, StoredEntry
 from ..files.runs import OpenFile
 from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..tree.paths import plain_key

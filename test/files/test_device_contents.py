@@ -79,8 +79,8 @@ def written(tensors: TensorContents, file: File, threads: int, check: Any = noth
     found, hashes = bytearray(file.table.nbytes), BlockHashes(file.table)
 
     def write(window: contents.Window) -> None:
-        with window.data as data:
-            found[window.start : window.stop] = data[: window.stop - window.start].tobytes()
+        with window as (start, data):
+            found[start : start + len(data)] = data.tobytes()
 
     def tasks() -> Iterator[Callable[[], None]]:
         with closing(tensors.windows(range(file.table.nbytes), hashes)) as windows:
@@ -115,8 +115,8 @@ def test_copies_are_queued_ahead_and_no_further() -> None:
     )
     first = next(windows)
     assert len(device.queue) == 1 + AHEAD
-    with first.data as data:
-        assert data[:WINDOW].tobytes() == file.data[:WINDOW]
+    with first as (_, data):
+        assert data.tobytes() == file.data[:WINDOW]
     windows.close()
 
 
