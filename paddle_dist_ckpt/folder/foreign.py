@@ -33,10 +33,10 @@ def format_of(data: bytes) -> Format:
     return Format.PADDLE if data.startswith(_PICKLE) else Format.UNKNOWN
 
 
-def look(storage: Storage, name: str) -> tuple[Format, bytes]:
-    """The format of a file, and its first bytes (``MAX_HEAD_BYTES`` at the most)."""
+def look(storage: Storage, name: str, whole: bool = False) -> tuple[Format, bytes]:
+    """The format of a file, and its first bytes (``MAX_HEAD_BYTES`` at the most) or all."""
     try:
-        data = storage.read(name, MAX_HEAD_BYTES)
+        data = storage.read(name, None if whole else MAX_HEAD_BYTES)
     except FileNotFoundError:
         return Format.MISSING, b""
     except IsADirectoryError:

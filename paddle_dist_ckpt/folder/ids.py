@@ -20,23 +20,28 @@ __all__ = [
     "next_id",
     "nothing_text",
     "save_of",
-    "whole_save_of",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-def save_of(storage: Storage, unique_id: int) -> str | None:
+def save_of(storage: Storage, unique_id: int, whole: bool = False) -> str | None:
     """The save id of the checkpoint committed under an id; None if its `.metadata` is gone or of another format.
 
+    Args:
+        storage: The folder.
+        unique_id: The id.
+        whole: Whether to see that the file can be read, all of it.
+
     Raises:
-        CheckpointCorruptedError: the file is neither ours nor that of a format known to share the folder.
+        CheckpointError: the file is of a newer version.
+        CheckpointCorruptedError: it is damaged, or neither ours nor of a format known to share the folder.
     """
     name = metadata_name(unique_id)
-    found, data = look(storage, name)
+    found, data = look(storage, name, whole)
     head = decode_head(data, name)
     if head is not None:
-        return head.save
+        return decode_metadata(data, name, unique_id).save_id if whole else head.save
     if found is not Format.UNKNOWN:
         return None
     raise CheckpointCorruptedError(
@@ -120,24 +125,11 @@ def next_id(names: Iterable[str]) -> int:
     return following
 
 
-def whole_save_of(storage: Storage, unique_id: int) -> str | None:
-    """Like :func:`save_of`, but for a `.metadata` that is read whole.
-
-    Raises:
-        CheckpointError: it is of a newer version.
-        CheckpointCorruptedError: it is damaged, and can be no committed checkpoint's of whatever format.
-    """
-    name = metadata_name(unique_id)
-    if save_of(storage, unique_id) is None:
-        return None
-    return decode_metadata(storage.read(name), name, unique_id).save_id
-
-
 def committed_saves(storage: Storage) -> dict[str, int]:
     """The save id of every committed checkpoint of this format, with its unique_id. Reads every `.metadata` whole.
 
     Raises:
         CheckpointError: one cannot be read, so that it is not known which save's files it needs.
     """
-    found = ((whole_save_of(storage, unique_id), unique_id) for unique_id in metadata_ids(storage))
+    found = ((save_of(storage, unique_id, whole=True), unique_id) for unique_id in metadata_ids(storage))
     return {save: unique_id for save, unique_id in found if save is not None}

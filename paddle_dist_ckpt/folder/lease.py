@@ -89,30 +89,26 @@ class Lease:
         before they go. A save that was only frozen then finds its claim gone and does not commit.
         """
         dead = _expired_claims(self.storage, self.name)
-        committed = self._committed() if dead else None
-        if committed is None:
+        if not dead:
             return
-        for name, parsed in list(dead.items()):
-            try:
-                self.doomed += _saves_of_claim(self.storage, name, parsed, committed)
-            except FileNotFoundError:
-                _logger.debug("the claim %s is another save's to take over", name)
-                del dead[name]
-        self._write()
-        for name, parsed in dead.items():
-            self.storage.delete(name)
-            self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
-        # A save that was frozen just before its last step may have been committed until now, but not later.
-        committed = self._committed()
-        self.doomed = [save for save in self.doomed if committed is not None and save not in committed]
-
-    def _committed(self) -> Container[str | None] | None:
-        """The committed saves; None if they cannot all be told."""
         try:
-            return committed_saves(self.storage)
+            committed = committed_saves(self.storage)
+            for name, parsed in list(dead.items()):
+                try:
+                    self.doomed += _saves_of_claim(self.storage, name, parsed, committed)
+                except FileNotFoundError:
+                    _logger.debug("the claim %s is another save's to take over", name)
+                    del dead[name]
+            self._write()
+            for name, parsed in dead.items():
+                self.storage.delete(name)
+                self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
+            # A save that was frozen just before its last step may have been committed until now, but not later.
+            committed = committed_saves(self.storage)
+            self.doomed = [save for save in self.doomed if save not in committed]
         except CheckpointError as error:
+            self.doomed = []
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
-            return None
 
     def confirm(self) -> None:
         """Just before the commit: see that the claim is there, and which save the id has now.

@@ -18,7 +18,7 @@ from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
-from .ids import metadata_ids, next_id, whole_save_of
+from .ids import metadata_ids, next_id, save_of
 from .lease import claimed_saves
 from .verify import problems_of
 
@@ -67,7 +67,7 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
     committed: set[str | None] = set()
     for unique_id in metadata_ids(storage):
         with suppress(CheckpointError):  # damaged, or of a newer version
-            committed.add(whole_save_of(storage, unique_id))
+            committed.add(save_of(storage, unique_id, whole=True))
     names: dict[str, list[str]] = {}
     for name in storage.names():
         parsed = parse_data_file(name)
@@ -92,7 +92,7 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
 def _is_damaged(storage: Storage, unique_id: int) -> bool:
     """Whether a `.metadata` is there but of no format; one of a newer version of ours is not damaged."""
     try:
-        whole_save_of(storage, unique_id)
+        save_of(storage, unique_id, whole=True)
     except CheckpointError as error:
         return isinstance(error, CheckpointCorruptedError)
     return False
