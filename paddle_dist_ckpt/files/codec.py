@@ -29,11 +29,13 @@ from .metadata import FileInfo, Metadata, SaveInfo, save_members
 __all__ = [
     "HEAD_START",
     "MAX_HEAD_BYTES",
+    "NO_DIGEST",
     "VERSION",
     "TableRecord",
     "check_block_bytes",
     "decode_head",
     "decode_metadata",
+    "digest_around",
     "encode_metadata",
     "table_from_record",
     "table_to_record",
@@ -44,7 +46,7 @@ HEAD_START = b'{"format":"' + FORMAT.encode() + b'"'
 """How every `.metadata` file of this format begins."""
 VERSION = (1, 0)
 MAX_HEAD_BYTES = 4096
-_NO_DIGEST = "0" * 16
+NO_DIGEST = "0" * 16
 _MAX_PARTS = 256  # more than a state_dict that can be saved has levels
 _MAX_TOTAL_BYTES = 2**60
 PER_RANK = "per_rank"
@@ -201,10 +203,18 @@ def encode_metadata(metadata: Metadata) -> bytes:
     tensors = _table_json(metadata.table)
     body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records))
     features = [PER_RANK] if own_among(metadata.table.paths) else []
-    head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), _NO_DIGEST)
+    head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
-    at = blank.index(b"\n") - len(_NO_DIGEST) - 2
-    return blank[:at] + xxhash.xxh3_64_hexdigest(blank).encode() + blank[at + len(_NO_DIGEST) :]
+    at = blank.index(b"\n") - len(NO_DIGEST) - 2
+    return blank[:at] + digest_around(blank, at).encode() + blank[at + len(NO_DIGEST) :]
+
+
+def digest_around(data: bytes | bytearray, at: int) -> str:
+    """The xxh3_64 digest of data that have it themselves, from byte ``at`` on: taken with zeros in its own place."""
+    digest, view = xxhash.xxh3_64(), memoryview(data)
+    for part in (view[:at], NO_DIGEST.encode(), view[at + len(NO_DIGEST) :]):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _table_json(table: ShardTable) -> Any:
@@ -255,9 +265,8 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     body = data[start : start + head.body_bytes]
     if len(body) != head.body_bytes or data[start + len(body) :] != b"\n":
         raise CheckpointCorruptedError(f"{name} has {len(data)} bytes where {start + head.body_bytes + 1} are due")
-    at = start - len(_NO_DIGEST) - 3
-    blank = data[:at] + _NO_DIGEST.encode() + data[at + len(_NO_DIGEST) :]
-    if data[at:start] != xxhash.xxh3_64_hexdigest(blank).encode() + b'"}\n':
+    at = start - len(NO_DIGEST) - 3
+    if data[at:start] != digest_around(data, at).encode() + b'"}\n':
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     try:
         record = _BODY_DECODER.decode(body)

@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ..core.box import Box
 from ..core.columns import IntArray
@@ -31,7 +30,7 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from ..tree.values import DECODE_ERRORS
-from .codec import VERSION, TableRecord, check_block_bytes
+from .codec import NO_DIGEST, VERSION, TableRecord, check_block_bytes, digest_around
 from .metadata import FileInfo
 
 __all__ = [
@@ -53,9 +52,8 @@ FORMAT = "paddle_dist_ckpt.data"
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
-_NO_DIGEST = "0" * 16
 _DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
-_HASHES_AT = _DIGEST_AT + len(_NO_DIGEST) + len('","hashes":"')
+_HASHES_AT = _DIGEST_AT + len(NO_DIGEST) + len('","hashes":"')
 Hashes = npt.NDArray[np.uint64]
 
 
@@ -210,7 +208,7 @@ class FileLayout:
 
     def __init__(self, table: FileTable, info: DataFileInfo) -> None:
         hashes = base64.b64encode(bytes(8 * table.first_block[-1])).decode("ascii")
-        metadata = {"xxh3_64": _NO_DIGEST, "hashes": hashes, "info": msgspec.json.encode(info).decode()}
+        metadata = {"xxh3_64": NO_DIGEST, "hashes": hashes, "info": msgspec.json.encode(info).decode()}
         head = msgspec.json.encode({"__metadata__": metadata})
         text = head[:-1] + (b"," + table.text if table.text else b"") + b"}"
         self.data_start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
@@ -227,16 +225,13 @@ class FileLayout:
         text = base64.b64encode(hashes.astype("<u8").tobytes())
         header = bytearray(self._template)
         header[_HASHES_AT : _HASHES_AT + len(text)] = text
-        header[_DIGEST_AT : _DIGEST_AT + len(_NO_DIGEST)] = header_digest(header).encode()
+        header[_DIGEST_AT : _DIGEST_AT + len(NO_DIGEST)] = header_digest(header).encode()
         return header
 
 
 def header_digest(header: bytes | bytearray) -> str:
-    """The digest of a header, which the header itself and `.metadata` have; taken with zeros in its own place."""
-    digest, view = xxhash.xxh3_64(), memoryview(header)
-    for part in (view[:_DIGEST_AT], _NO_DIGEST.encode(), view[_DIGEST_AT + len(_NO_DIGEST) :]):
-        digest.update(part)
-    return digest.hexdigest()
+    """The digest of a header, which the header itself and `.metadata` have."""
+    return digest_around(header, _DIGEST_AT)
 
 
 def split_in_parts(table: FileTable, limit: int = PART_HEADER_BYTES) -> list[FileTable]:
