@@ -25,14 +25,14 @@ from typing import Any, Literal
 
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError
-from ..options import LoadOptions, SaveOptions, is_integer
+from ..options import LoadOptions, SaveOptions, checked, is_integer
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage
-from ..wiring import load_with, save_with
+from ..wiring import connected, load_with, save_with
 from .schedule import Schedule
 from .sigterm import on_sigterm
-from .steps import Retention, Steps, remove_step, step_folder
+from .steps import Retention, Steps, check_count, remove_step, step_folder
 
 __all__ = ["CheckpointManager"]
 
@@ -82,14 +82,10 @@ class CheckpointManager:
         coordinator_rank: int = 0,
         save_on_sigterm: bool = False,
     ) -> None:
-        from ..paddle_adapter import connect
-
-        self._options = options or SaveOptions()
-        if not isinstance(self._options, SaveOptions):
-            raise TypeError(f"options must be SaveOptions, not {type(options).__name__}")
+        self._options = checked("options", options, SaveOptions) or SaveOptions()
         if not isinstance(async_save, bool):
             raise TypeError(f"async_save must be a bool, not {async_save!r}")
-        self._ranks = connect(process_group, coordinator_rank, self._options.no_dist, self._options.timeout)
+        self._ranks = connected(process_group, coordinator_rank, self._options)
         self._async_save = async_save
         arguments = (keep_last, keep_every, best, save_interval_steps, save_interval_seconds, save_on_sigterm)
         with self._session("CheckpointManager") as session:
@@ -98,27 +94,22 @@ class CheckpointManager:
                 raise TypeError(f"root must be a str or a PathLike, not {type(root).__name__}")
             self._root = Path(folder.location)  # absolute, for the working directory may change
             self._retention = Retention(keep_last, keep_every, best)
-            _check_intervals(save_interval_steps, save_interval_seconds)
+            check_count("save_interval_steps", save_interval_steps)
+            _check_seconds(save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
-            self._agree(session, "the manager's arguments", repr(arguments))
+            _agree(session, repr(arguments))
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
-        self._schedule = None
-        if save_interval_seconds is not None or save_on_sigterm:
-            topic = f"steps of {self._root.name}"
-            timeout, seconds = self._options.timeout, save_interval_seconds
-            self._schedule = Schedule(self._ranks.hub, topic, timeout, interval_seconds=seconds)
+        topic = f"steps of {self._root.name}"
+        self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
         self._steps = Steps(self._root, _NOTE)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: int | None = None
-        self._decided: tuple[int, bool] | None = None
-        self._last_step: int | None = None
+        self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
         self._closed = False
-        self._end_of_sigterm: Callable[[], None] = lambda: None
-        if save_on_sigterm and self._schedule is not None:
-            self._end_of_sigterm = on_sigterm(self._schedule.request)
+        self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
 
     # -- when
 
@@ -130,19 +121,14 @@ class CheckpointManager:
         """
         step = _checked_step(step)
         if self._decided is None or self._decided[0] != step:
-            self._decided = (step, self._is_due(step))
+            announced = self._schedule.is_due(step)
+            self._decided = (step, announced or (self._interval is not None and step % self._interval == 0))
         return self._decided[1]
-
-    def _is_due(self, step: int) -> bool:
-        announced = self._schedule is not None and self._schedule.is_due(step)
-        if step == self._last_step:
-            return False
-        return announced or (self._interval is not None and step % self._interval == 0)
 
     @property
     def stopping(self) -> bool:
         """Whether a rank got SIGTERM, and the save that it asked for is due by now or done: time to leave the loop."""
-        return self._schedule is not None and self._schedule.stopping
+        return self._schedule.stopping
 
     # -- save
 
@@ -167,8 +153,7 @@ class CheckpointManager:
         if self._closed:
             raise CheckpointError("the manager is closed")
         step = _checked_step(step)
-        due = self.should_save(step)
-        if not (due or force):
+        if not self.should_save(step) and not force:
             return None
         if self.stopping:
             with suppress(CheckpointError, OSError):  # logged by now, and must not prevent the last save
@@ -178,10 +163,9 @@ class CheckpointManager:
         saved = save_with(
             self._ranks, state, step_folder(self._root, step), step, self._async_save, options, self._retain(step)
         )
-        self._last_step, self._decided = step, (step, False)  # to save a step twice would be of no use
+        self._decided = (step, False)  # to save a step twice would be of no use
         self._pending = saved if isinstance(saved, AsyncSave) else None
-        if self._schedule is not None:
-            self._schedule.saved()
+        self._schedule.saved()
         return saved
 
     def _retain(self, step: int) -> Callable[[ControlSession], None]:
@@ -248,9 +232,7 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such step.
             CheckpointError: see load_state_dict.
         """
-        options = options or LoadOptions()
-        if not isinstance(options, LoadOptions):
-            raise TypeError(f"options must be LoadOptions, not {type(options).__name__}")
+        options = checked("options", options, LoadOptions) or LoadOptions()
         step = None if step is None else _checked_step(step)
 
         def choose() -> int | None:  # what is being read is not removed meanwhile
@@ -264,10 +246,9 @@ class CheckpointManager:
             load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options)
         finally:
             self._reading = None
-        self._last_step = chosen
-        if self._schedule is not None and self._decided is not None:  # the steps begin anew
+        if self._decided is not None:  # the steps begin anew
             self._schedule.restart()
-        self._decided = None
+        self._decided = (chosen, False)
         return chosen
 
     # -- the end
@@ -291,9 +272,9 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        self._end_of_sigterm()
-        if self._schedule is not None:
-            self._schedule.close()
+        if self._end_of_sigterm is not None:
+            self._end_of_sigterm()
+        self._schedule.close()
         self.wait()
 
     def __enter__(self) -> CheckpointManager:
@@ -312,25 +293,25 @@ class CheckpointManager:
     def _session(self, what: str) -> Any:
         return self._ranks.hub.session(what, self._options.timeout)
 
-    @staticmethod
-    def _agree(session: ControlSession, what: str, ours: str) -> None:
-        """All ranks must have the same.
 
-        Raises:
-            ValueError: they have not.
-        """
+def _agree(session: ControlSession, ours: str) -> None:
+    """All ranks must have made the manager with the same arguments.
 
-        def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-            expected = messages[session.coordinator]
-            for rank, data in sorted(messages.items()):
-                if data != expected:
-                    raise ValueError(
-                        f"{what} must be the same on every rank: on rank {session.coordinator} {expected.decode()}, "
-                        f"on rank {rank} {data.decode()}"
-                    )
-            return dict.fromkeys(messages, b"")
+    Raises:
+        ValueError: they have not.
+    """
 
-        session.gather_scatter("agree", ours.encode, compare)
+    def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        expected = messages[session.coordinator]
+        for rank, data in sorted(messages.items()):
+            if data != expected:
+                raise ValueError(
+                    f"the manager's arguments must be the same on every rank: on rank {session.coordinator} "
+                    f"{expected.decode()}, on rank {rank} {data.decode()}"
+                )
+        return dict.fromkeys(messages, b"")
+
+    session.gather_scatter("agree", ours.encode, compare)
 
 
 def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, coordinator: int) -> dict[int, bytes]:
@@ -357,9 +338,7 @@ def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _check_intervals(steps: int | None, seconds: float | None) -> None:
-    if steps is not None and (not is_integer(steps) or steps < 1):
-        raise ValueError(f"save_interval_steps must be None or at least 1, not {steps!r}")
+def _check_seconds(seconds: float | None) -> None:
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:

@@ -19,7 +19,7 @@ from ..folder.lease import is_abandoned
 from ..options import is_integer
 from ..storage import LocalStorage
 
-__all__ = ["Retention", "Steps", "remove_step", "step_folder"]
+__all__ = ["Retention", "Steps", "check_count", "remove_step", "step_folder"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FOLDER = re.compile(r"step-(\d{8,18})")
@@ -132,6 +132,16 @@ def remove_step(root: Path, step: int) -> None:
         folder.rmdir()
 
 
+def check_count(name: str, number: int | None) -> None:
+    """Refuse what is no number of steps.
+
+    Raises:
+        ValueError: it is neither None nor a positive integer.
+    """
+    if number is not None and (not is_integer(number) or number < 1):
+        raise ValueError(f"{name} must be None or at least 1, not {number!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Which steps are kept: see :class:`paddle_dist_ckpt.CheckpointManager`."""
@@ -141,9 +151,8 @@ class Retention:
     best: tuple[str, str] | None
 
     def __post_init__(self) -> None:
-        for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            if number is not None and (not is_integer(number) or number < 1):
-                raise ValueError(f"{name} must be None or at least 1, not {number!r}")
+        check_count("keep_last", self.keep_last)
+        check_count("keep_every", self.keep_every)
         best: Any = self.best
         if best is not None and (
             not isinstance(best, tuple)
