@@ -15,7 +15,7 @@ from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_storage
-from .wiring import checked_id, connected, load_whole, load_with, save_with
+from .wiring import checked_id, connected, load_whole, load_with, paddles, save_with
 
 __all__ = [
     "list_checkpoints",
@@ -96,7 +96,7 @@ def save_state_dict(
     """
     options = checked("options", options, SaveOptions) or SaveOptions()
     ranks = connected(process_group, coordinator_rank, options)
-    return save_with(ranks, state_dict, path, unique_id, async_save, options)
+    return save_with(ranks, paddles(ranks, state_dict), path, unique_id, async_save, options)
 
 
 def load_state_dict(
@@ -138,7 +138,8 @@ def load_state_dict(
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
     ranks = connected(process_group, coordinator_rank, options)
-    return load_with(ranks, state_dict, path, unique_id, options, offload)
+    find = paddles(ranks, state_dict, options.staging_bytes)
+    return load_with(ranks, find, path, unique_id, options, offload)
 
 
 def load_merged_state_dict(

@@ -14,7 +14,7 @@ from .control.ranks import Ranks
 from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .wiring import connected, load_with, save_with
+from .wiring import connected, load_with, paddles, save_with
 
 __all__ = ["install", "uninstall"]
 
@@ -117,7 +117,8 @@ class _DropIn:
         with dynamic_mode():
             ranks = _connect(process_group, coordinator_rank, options)
             replace = self.replace_newest
-            return save_with(ranks, state_dict, path, unique_id, async_save, options, replace_newest=replace)
+            find = paddles(ranks, state_dict)
+            return save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
 
     def load_state_dict(
         self,
@@ -149,7 +150,8 @@ class _DropIn:
             if aoa_config is not None:
                 with ranks.hub.session("load_state_dict", options.timeout):  # so that ranks without one raise as well
                     raise _no_aoa()
-            return load_with(ranks, state_dict, path, unique_id, options, offload)
+            find = paddles(ranks, state_dict, options.staging_bytes)
+            return load_with(ranks, find, path, unique_id, options, offload)
 
     def load_merged_state_dict(
         self,

@@ -18,7 +18,7 @@ from .options import LoadOptions, SaveOptions, as_integer
 from .reports import SaveReport
 from .storage import Storage, as_storage
 from .tree.state_dict import Adapter
-from .wiring import connected, load_whole, load_with, save_found
+from .wiring import connected, load_whole, load_with, paddles, save_with
 
 __all__ = ["load", "save"]
 
@@ -71,7 +71,7 @@ def save(
         adapter = replicas.ReplicaAdapter(ranks.rank, (one for value in state.values() for one in _listed(value)))
         return {**state, **_checked_others(others)}, adapter
 
-    report = save_found(ranks, "save", find, path, _UNIQUE_ID, options)
+    report = save_with(ranks, find, path, _UNIQUE_ID, False, options, kind="save")
     assert isinstance(report, SaveReport)
     return report
 
@@ -142,7 +142,9 @@ def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, thr
 
 def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
     options = LoadOptions(no_dist=True)
-    load_with(connected(None, 0, options), objects, storage, _UNIQUE_ID, options, kind="load", threads=threads)
+    ranks = connected(None, 0, options)
+    find = paddles(ranks, objects, options.staging_bytes)
+    load_with(ranks, find, storage, _UNIQUE_ID, options, kind="load", threads=threads)
 
 
 def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:

@@ -21,7 +21,7 @@ from .saving.save_memory import SaveMemory
 from .storage import as_storage
 from .tree.state_dict import Adapter
 
-__all__ = ["Find", "checked_id", "connected", "load_found", "load_whole", "load_with", "save_found", "save_with"]
+__all__ = ["Find", "checked_id", "connected", "load_whole", "load_with", "paddles", "save_with"]
 
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
@@ -34,51 +34,34 @@ def connected(process_group: Any, coordinator_rank: int, options: SaveOptions | 
     return connect(process_group, coordinator_rank, options.no_dist, options.timeout)
 
 
+def paddles(ranks: Ranks, state_dict: dict[Any, Any], staging_bytes: int | None = None) -> Find:
+    """Finds a state_dict of Paddle's tensors. Given the staging memory of a load, those on a device are cut for it."""
+    from .paddle_adapter import PaddleAdapter
+
+    piece = None if staging_bytes is None else piece_bytes(staging_bytes)
+    return lambda: (state_dict, PaddleAdapter(ranks.rank, piece))
+
+
 def save_with(
     ranks: Ranks,
-    state_dict: dict[Any, Any],
+    find: Find,
     path: Any,
     unique_id: int | None,
     in_background: bool,
     options: SaveOptions,
     after: After | None = None,
     replace_newest: bool = False,
+    kind: str = "save_state_dict",
 ) -> SaveReport | AsyncSave:
-    """Save Paddle's tensors together with other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
+    """Save what is found together with other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
 
     Args:
-        ranks: Who takes part.
-        state_dict: This rank's.
-        path: The folder.
-        unique_id: The checkpoint's number, or None.
-        in_background: Whether to return when the snapshot is taken.
-        options: How to save.
         after: What every rank does after the commit, in the same session.
         replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
+        kind: What the session is called.
     """
-    from .paddle_adapter import PaddleAdapter
-
-    kind = "save_state_dict(async_save=True)" if in_background else "save_state_dict"
-
-    def find() -> tuple[dict[Any, Any], Adapter]:
-        return state_dict, PaddleAdapter(ranks.rank)
-
-    return save_found(ranks, kind, find, path, unique_id, options, in_background, after, replace_newest)
-
-
-def save_found(
-    ranks: Ranks,
-    kind: str,
-    find: Find,
-    path: Any,
-    unique_id: int | None,
-    options: SaveOptions,
-    in_background: bool = False,
-    after: After | None = None,
-    replace_newest: bool = False,
-) -> SaveReport | AsyncSave:
-    """Save what is found, in a session of this kind. The other arguments are those of :func:`save_with`."""
     with ExitStack() as opened:
+        kind = f"{kind}(async_save=True)" if in_background else kind
         session = opened.enter_context(ranks.hub.session(kind, options.timeout))
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
         _check_bool("async_save", in_background)
@@ -92,7 +75,7 @@ def save_found(
 
 def load_with(
     ranks: Ranks,
-    state_dict: dict[Any, Any],
+    find: Find,
     path: Any,
     unique_id: int | None,
     options: LoadOptions,
@@ -100,26 +83,12 @@ def load_with(
     kind: str = "load_state_dict",
     threads: int | None = None,
 ) -> LoadReport:
-    """Load Paddle's tensors together with other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
-    from .paddle_adapter import PaddleAdapter
+    """Load into what is found together with other ranks. See :func:`paddle_dist_ckpt.load_state_dict`.
 
-    def find() -> tuple[dict[Any, Any], Adapter]:
-        return state_dict, PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
-
-    return load_found(ranks, kind, find, path, unique_id, options, offload, threads)
-
-
-def load_found(
-    ranks: Ranks,
-    kind: str,
-    find: Find,
-    path: Any,
-    unique_id: int | None,
-    options: LoadOptions,
-    offload: bool = False,
-    threads: int | None = None,
-) -> LoadReport:
-    """Load into what is found, in a session of this kind. The other arguments are those of :func:`load_with`."""
+    Args:
+        kind: What the session is called.
+        threads: How many threads read; None for all that the host offers.
+    """
     with ranks.hub.session(kind, options.timeout) as session:
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
         _check_bool("offload", offload)
@@ -141,11 +110,6 @@ def load_whole(
     """Load whole Paddle tensors into this process alone. See :func:`paddle_dist_ckpt.load_merged_state_dict`.
 
     Args:
-        path: The folder.
-        unique_id: The checkpoint's number, or None.
-        selection: Which part of it.
-        flat: Whether to return flat keys.
-        options: How to load.
         place: Where the tensors shall be; None for Paddle's current device.
         threads: How many threads read; None for all that the host offers.
     """

@@ -29,7 +29,7 @@ from ..options import LoadOptions, SaveOptions, checked, is_integer
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage
-from ..wiring import connected, load_with, save_with
+from ..wiring import connected, load_with, paddles, save_with
 from .schedule import Schedule
 from .sigterm import on_sigterm
 from .steps import Retention, Steps, check_count, remove_step, step_folder
@@ -160,9 +160,8 @@ class CheckpointManager:
                 self.wait()
         note = {"step": step, "metrics": _checked_metrics(metrics)}
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), _NOTE: note})
-        saved = save_with(
-            self._ranks, state, step_folder(self._root, step), step, self._async_save, options, self._retain(step)
-        )
+        find, folder = paddles(self._ranks, state), step_folder(self._root, step)
+        saved = save_with(self._ranks, find, folder, step, self._async_save, options, self._retain(step))
         self._decided = (step, False)  # to save a step twice would be of no use
         self._pending = saved if isinstance(saved, AsyncSave) else None
         self._schedule.saved()
@@ -243,7 +242,8 @@ class CheckpointManager:
             chosen = self._ask("restore" if step is None else f"restore step {step}", choose)
             if chosen is None:
                 return None
-            load_with(self._ranks, state, step_folder(self._root, chosen), chosen, options)
+            find = paddles(self._ranks, state, options.staging_bytes)
+            load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
         finally:
             self._reading = None
         if self._decided is not None:  # the steps begin anew

@@ -13,7 +13,7 @@ from ..options import LoadOptions, SaveOptions
 from ..reports import LoadReport, SaveReport
 from ..saving.async_save import AsyncSave
 from ..saving.save_memory import SaveMemory
-from ..wiring import Find, load_found, save_found
+from ..wiring import Find, load_with, save_with
 from .arrays import NumpyAdapter
 from .in_process import InProcessWorld
 
@@ -37,7 +37,7 @@ class SimulatedRank:
     ) -> SaveReport:
         """Save together with the other ranks."""
         options = options or SaveOptions(timeout=60)
-        report = save_found(self._ranks(), "save", _found(state_dict), path, unique_id, options)
+        report = save_with(self._ranks(), _found(state_dict), path, unique_id, False, options)
         assert isinstance(report, SaveReport)
         return report
 
@@ -46,8 +46,7 @@ class SimulatedRank:
     ) -> AsyncSave:
         """Save together with the other ranks; return when the snapshot is taken."""
         options = options or SaveOptions(timeout=60)
-        kind = "save in background"
-        pending = save_found(self._ranks(), kind, _found(state_dict), path, unique_id, options, in_background=True)
+        pending = save_with(self._ranks(), _found(state_dict), path, unique_id, True, options)
         assert isinstance(pending, AsyncSave)
         return pending
 
@@ -56,7 +55,7 @@ class SimulatedRank:
     ) -> LoadReport:
         """Load together with the other ranks."""
         options = options or LoadOptions(timeout=60)
-        return load_found(self._ranks(), "load", _found(state_dict), path, unique_id, options)
+        return load_with(self._ranks(), _found(state_dict), path, unique_id, options)
 
     def _ranks(self) -> Ranks:
         return Ranks(self.rank, self.hub, self.transport, self.transport, {"save": self.memory})

@@ -20,7 +20,7 @@ from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.tensors import Identity
 from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
-from paddle_dist_ckpt.wiring import save_with
+from paddle_dist_ckpt.wiring import paddles, save_with
 from test.paddle.tensors import from_local
 from test.paddle.versions import FROM_LOCAL, lacks
 
@@ -47,7 +47,7 @@ def identity_of(values: list[Any]) -> Identity:
 
 def save_by(memory: SaveMemory, state: dict[str, Any], folder: Path) -> None:
     ranks = Ranks(0, SoloHub(), NoTransport(), NoTransport(), {"save": memory})
-    save_with(ranks, state, folder, None, False, SaveOptions())
+    save_with(ranks, paddles(ranks, state), folder, None, False, SaveOptions())
 
 
 # -- what may become of a DistTensor in place

@@ -30,7 +30,7 @@ from paddle_dist_ckpt.core.box import Box, cut_flat_range, whole
 from paddle_dist_ckpt.paddle_adapter.groups import Ranks
 from paddle_dist_ckpt.paddle_adapter.objects import make_accumulators
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
-from paddle_dist_ckpt.wiring import load_with, save_with
+from paddle_dist_ckpt.wiring import load_with, paddles, save_with
 from test.paddle.layouts import Array, Spread, part_of
 from test.paddle.tensors import NUMPY_DTYPES, local_array, mesh_of, paddle_tensor, placements_of, to_array
 from test.strategies import examples, irregular_tilings, shapes
@@ -52,13 +52,15 @@ def on_ranks(states: States, call: Callable[[Ranks, dict[str, Any]], Any]) -> li
 def saved(path: Path, *states: dict[str, Any]) -> list[Any]:
     """What a save on so many ranks returned or raised."""
     options = SaveOptions(timeout=60)
-    return on_ranks(list(states), lambda ranks, state: save_with(ranks, state, path, None, False, options))
+    return on_ranks(
+        list(states), lambda ranks, state: save_with(ranks, paddles(ranks, state), path, None, False, options)
+    )
 
 
 def loaded(path: Path, *states: dict[str, Any]) -> list[Any]:
     """What a load on so many ranks returned or raised."""
     options = LoadOptions(timeout=60)
-    return on_ranks(list(states), lambda ranks, state: load_with(ranks, state, path, None, options))
+    return on_ranks(list(states), lambda ranks, state: load_with(ranks, paddles(ranks, state), path, None, options))
 
 
 def raise_first(results: list[Any]) -> None:

@@ -160,8 +160,8 @@ def test_ranks_that_do_not_agree_how_to_save_are_told_so(tmp_path: Path, other: 
         kind = "save_in_background" if rank.rank == other else "save"
         together.wait(LONG)
         raised = error_of(lambda: getattr(rank, kind)(versions(1, RANKS)[rank.rank], tmp_path, None, options()))
-        assert f"rank {other} calls 'save in background'" in str(raised)
-        assert f"rank {1 - other} calls 'save'" in str(raised)
+        assert f"rank {other} calls 'save_state_dict(async_save=True)'" in str(raised)
+        assert f"rank {1 - other} calls 'save_state_dict'" in str(raised)
         together.wait(LONG)
         rank.save_in_background(versions(2, RANKS)[rank.rank], tmp_path, None, options()).result(LONG)
 

@@ -231,8 +231,8 @@ def test_one_rank_saves_while_another_loads(tmp_path: Path) -> None:
     for error in errors_of(run_ranks(2, work), CheckpointError):
         assert "rank 0" in str(error)
         assert "rank 1" in str(error)
-        assert "'save'" in str(error)
-        assert "'load'" in str(error)
+        assert "'save_state_dict'" in str(error)
+        assert "'load_state_dict'" in str(error)
     assert files_in(tmp_path) == before
 
 
