@@ -110,15 +110,11 @@ class _DropIn:
         save_replicas: bool = False,
     ) -> SaveReport | AsyncSave:
         """:func:`paddle_dist_ckpt.save_state_dict`, called as that of paddle.distributed is."""
-        from .paddle_adapter.patches import dynamic_mode
-
         _log_without_effect("save_state_dict", safetensors=safetensors, save_replicas=save_replicas)
-        options = self.save_options
-        with dynamic_mode():
-            ranks = _connect(process_group, coordinator_rank, options)
-            replace = self.replace_newest
-            find = paddles(ranks, state_dict)
-            return save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
+        options, replace = self.save_options, self.replace_newest
+        ranks = _connect(process_group, coordinator_rank, options)
+        find = paddles(ranks, state_dict)
+        return save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
 
     def load_state_dict(
         self,
@@ -135,8 +131,6 @@ class _DropIn:
         comm_method: str = "broadcast",
     ) -> LoadReport:
         """:func:`paddle_dist_ckpt.load_state_dict`, called as that of paddle.distributed is."""
-        from .paddle_adapter.patches import dynamic_mode
-
         _log_without_effect(
             "load_state_dict",
             mw_name_compatibility=mw_name_compatibility,
@@ -145,13 +139,12 @@ class _DropIn:
             comm_method=comm_method,
         )
         options = self.load_options
-        with dynamic_mode():
-            ranks = _connect(process_group, coordinator_rank, options)
-            if aoa_config is not None:
-                with ranks.hub.session("load_state_dict", options.timeout):  # so that ranks without one raise as well
-                    raise _no_aoa()
-            find = paddles(ranks, state_dict, options.staging_bytes)
-            return load_with(ranks, find, path, unique_id, options, offload)
+        ranks = _connect(process_group, coordinator_rank, options)
+        if aoa_config is not None:
+            with ranks.hub.session("load_state_dict", options.timeout):  # so that ranks without one raise as well
+                raise _no_aoa()
+        find = paddles(ranks, state_dict, options.staging_bytes)
+        return load_with(ranks, find, path, unique_id, options, offload)
 
     def load_merged_state_dict(
         self,
@@ -163,16 +156,11 @@ class _DropIn:
         safetensors: bool = False,
     ) -> dict[Any, Any]:
         """:func:`paddle_dist_ckpt.load_merged_state_dict`, called as that of paddle.distributed is: with flat keys."""
-        from .paddle_adapter.patches import dynamic_mode
-
         _log_without_effect("load_merged_state_dict", safetensors=safetensors)
         if aoa_config is not None:
             raise _no_aoa()
         keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
-        with dynamic_mode():
-            loaded = load_merged_state_dict(
-                path, None, unique_id, offload, keys=keys, flat=True, options=self.load_options
-            )
+        loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=self.load_options)
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
 
 

@@ -14,13 +14,13 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 
-__all__ = ["Replacement", "dynamic_mode", "initialise", "newest_replacement"]
+__all__ = ["Replacement", "initialise", "newest_replacement"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
@@ -32,7 +32,7 @@ _HOMES = (  # where a function of Paddle is to be found: in 3.0.0 not every one 
 _Function = Callable[..., Any]
 
 
-class Replacement:
+class Replacement(AbstractContextManager["Replacement"]):
     """Functions that are in the place of Paddle's, until :meth:`end`; as a context manager, until it is left.
 
     Args:
@@ -41,8 +41,7 @@ class Replacement:
 
     def __init__(self, functions: Mapping[str, _Function]) -> None:
         self._active = True
-        found = {name: _find(name) for name in functions}
-        self._former = {name: former for name, former in found.items() if former is not None}
+        self._former = {name: former for name in functions if (former := _find(name)) is not None}
         self._ours = {name: self._switch(name, functions[name]) for name in self._former}
         _stack().append(self)
         for name, ours in self._ours.items():
@@ -56,7 +55,10 @@ class Replacement:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if self._active else self._former[name])(*args, **kwargs)
+            if not self._active:
+                return self._former[name](*args, **kwargs)
+            with paddle.base.dygraph.guard():  # tensors are real ones, also where the program makes static graphs
+                return function(*args, **kwargs)
 
         return call
 
@@ -81,12 +83,7 @@ class Replacement:
             if found is function:
                 self._former[name] = former
 
-    def __enter__(self) -> Replacement:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
@@ -100,12 +97,6 @@ def initialise(process_group: Any) -> None:
     """Initialise the parallel environment if the program has not, as Paddle's own functions do."""
     if process_group is None and dist.get_world_size() > 1 and not dist.is_initialized():
         dist.init_parallel_env()
-
-
-def dynamic_mode() -> AbstractContextManager[None]:
-    """A block in which tensors are real ones, also where the program has switched to static graphs."""
-    mode: AbstractContextManager[None] = paddle.base.dygraph.guard()
-    return mode
 
 
 def _stack() -> list[Replacement]:
