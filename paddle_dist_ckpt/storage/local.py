@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import logging
 import os
 import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -59,11 +61,8 @@ class LocalStorage:
         return str(self._root)
 
     def prepare(self) -> None:
-        missing = []
-        folder = self._root
-        while not folder.exists():
-            missing.append(folder)
-            folder = folder.parent
+        folders = (self._root, *self._root.parents)
+        missing = list(itertools.takewhile(lambda folder: not folder.exists(), folders))
         self._root.mkdir(parents=True, exist_ok=True)
         for made in missing:
             _sync_folder(made.parent)
@@ -101,20 +100,18 @@ class LocalStorage:
         source, target = self._root / temporary, self._root / name
         file = _LocalWritable(source)
         try:
-            file.write(np.frombuffer(data, np.uint8), 0)
-            # IMPORTANT: the content is durable before the name is. Otherwise a crash could leave an empty file.
-            file.sync()
-            if confirm is not None:
-                confirm()
-        except BaseException:
-            source.unlink(missing_ok=True)
-            raise
+            with closing(file):
+                file.write(np.frombuffer(data, np.uint8), 0)
+                # IMPORTANT: the content is durable before the name is. Otherwise a crash could leave an empty file.
+                file.sync()
+                if confirm is not None:
+                    confirm()
+            if replace:
+                os.replace(source, target)
+            elif not _link(source, target):
+                return False
         finally:
-            file.close()
-        if replace:
-            _replace(source, target)
-        elif not _link(source, target):
-            return False
+            source.unlink(missing_ok=True)
         self.sync()
         return True
 
@@ -134,33 +131,19 @@ class LocalStorage:
         return f"LocalStorage({self.location!r})"
 
 
-def _replace(source: Path, target: Path) -> None:
-    try:
-        os.replace(source, target)
-    except OSError:
-        source.unlink(missing_ok=True)
-        raise
-
-
 def _link(source: Path, target: Path) -> bool:
-    """Give ``source`` the name ``target`` unless it is taken, and drop the old name. Returns whether it was free."""
+    """Give ``source`` the name ``target`` unless it is taken; it may keep the old name. Returns whether it was free."""
     try:
         os.link(source, target)
     except FileExistsError:
-        done = source.samefile(target)  # a network filesystem may have done it and lost the answer
-        source.unlink()
-        return done
+        return source.samefile(target)  # a network filesystem may have done it and lost the answer
     except OSError as error:
         if error.errno not in _NO_LINKS:
-            source.unlink(missing_ok=True)
             raise
         _logger.debug("%s: no hard links here, so a rename publishes it", target)
         if target.exists():
-            source.unlink()
             return False
         source.rename(target)
-        return True
-    source.unlink()
     return True
 
 
@@ -204,30 +187,23 @@ class _LocalWritable:
 
     def write(self, data: Bytes1D, offset: int) -> None:
         view = data.data
-        if self._direct is not None and offset % ALIGNMENT == 0 and data.ctypes.data % ALIGNMENT == 0:
-            done = self._write_direct(self._direct, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
-            view, offset = view[done:], offset + done
+        direct = self._direct if offset % ALIGNMENT == 0 and data.ctypes.data % ALIGNMENT == 0 else None
         while len(view):
-            written = os.pwrite(self._cached, view, offset)
-            if written <= 0:
-                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            pages = len(view) // ALIGNMENT * ALIGNMENT
+            if direct is not None and pages:
+                try:
+                    written = os.pwrite(direct, view[:pages], offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    written = 0  # this device wants another alignment
+                if not written or written % ALIGNMENT:
+                    direct = None
+            else:
+                written = os.pwrite(self._cached, view, offset)
+                if written <= 0:
+                    raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
             view, offset = view[written:], offset + written
-
-    @staticmethod
-    def _write_direct(descriptor: int, view: memoryview, offset: int) -> int:
-        """Write as much as can be written past the cache; returns how much. What is wrong will show with the rest."""
-        done = 0
-        while done < len(view):
-            try:
-                written = os.pwrite(descriptor, view[done:], offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                return done  # this device wants another alignment
-            done += written
-            if written <= 0 or done % ALIGNMENT:
-                return done
-        return done
 
     def sync(self) -> None:
         os.fsync(self._cached)  # of the file, whichever descriptor it was written by
