@@ -1,27 +1,33 @@
-"""Paddle's process groups as the engine sees them: a control hub made once per group, and transports over it."""
+"""Paddle's process groups as the engine sees them: a control hub made once per group, and transports over it.
+
+The collectives of a device's group do not take host memory; for what is to stay there, a group of the same ranks does.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
+import socket
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import paddle.distributed as dist
 from paddle.base import core
-from paddle.distributed.communication.group import Group
+from paddle.distributed.communication.group import Group, _GroupManager
 
 from ..control import ZmqHub
 from ..control.ranks import Ranks
-from .host_group import host_group
 from .transport import PaddleTransport, takes_host_memory
 
 __all__ = ["connect"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
+_STORE_SECONDS = 300
+_GROUP_ID = 1 << 20  # far above those that Paddle counts up
+_made: list[Any] = []  # must live as long as the process
 
 
 def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: float) -> Ranks:
@@ -99,7 +105,7 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
         return _alone(os.getpid(), rank)
     kept: _Kept | None = group.__dict__.get(_ATTRIBUTE)
     if kept is None:
-        kept = _Kept(PaddleTransport(lambda: group), PaddleTransport(lambda: host_group(group)))
+        kept = _Kept(PaddleTransport(lambda: group), PaddleTransport(lambda: _host_group(group)))
         if takes_host_memory(group):
             kept.host_transport = kept.transport
         group.__dict__[_ATTRIBUTE] = kept
@@ -121,6 +127,42 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
     return kept.connections[coordinator]
 
 
+def _host_group(group: Any) -> Any:
+    """A group of the same ranks that takes host memory: the group itself, one that the job has made, or a new one.
+
+    Every rank of the group calls it at the same time.
+    """
+    for known in (group, *(_GroupManager.group_map_by_id[i] for i in sorted(_GroupManager.group_map_by_id))):
+        if sorted(known.ranks) == sorted(group.ranks) and known.process_group is not None and takes_host_memory(known):
+            return known
+    # Not by new_group: that counts groups, which have to be counted alike on ranks that are not in this one.
+    number = _GROUP_ID + group.id
+    store = _own_store(f"paddle_dist_ckpt/host_group/{number}/{'-'.join(map(str, group.ranks))}", group.rank)
+    process_group = core.ProcessGroupGloo.create(store, group.rank, group.nranks, number)
+    made = Group(group.rank, number, group.ranks, process_group, f"paddle_dist_ckpt_{number}")
+    _made.append((store, made))
+    return made
+
+
+def _own_store(key: str, rank_in_group: int) -> Any:
+    """A store for one group, at its first rank. In the job's own store ranks could meet those of other groups: Paddle's
+    gloo groups all use some of the same keys there."""
+    job = _PaddleStore()
+    if rank_in_group == 0:
+        host = _own_host() or "127.0.0.1"
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        store = core.TCPStore(host, port, True, 1, _STORE_SECONDS)  # 1: it does not wait here for the others
+        job.set(key, f"{host}:{port}".encode())
+        return store
+    try:
+        host, _, port = job.get(key, _STORE_SECONDS).decode().rpartition(":")
+    except TimeoutError:
+        raise TimeoutError(f"rank 0 of the group has made no store within {_STORE_SECONDS} s") from None
+    return core.TCPStore(host, int(port), False, 1, _STORE_SECONDS)
+
+
 def _own_host() -> str | None:
     """The address under which Paddle itself knows this host, if it was told one."""
     host = str(dist.ParallelEnv().current_endpoint).rpartition(":")[0]
@@ -128,7 +170,7 @@ def _own_host() -> str | None:
 
 
 class _PaddleStore:
-    """The store that Paddle's ranks share, for the bootstrap of the hub."""
+    """The store that Paddle's ranks share, for what they tell each other to begin with."""
 
     _POLL_SECONDS = 0.02
 
