@@ -6,7 +6,7 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ class KnownTensor:
     dtype: Any
     strides: list[int]
     contiguous: bool
-    local_shape: list[int] | None
+    is_dist: bool
+    local_shape: list[int] | None  # this and the following are None if it is not a DistTensor
     placements: list[str] | None
     copies: list[Any] | None
     mesh: Any
@@ -45,31 +46,34 @@ class KnownTensor:
         if is_dist:
             local, texts, copies = local_shape(value), placement_texts(value), placement_copies(value)
             mesh = copy.copy(value.process_mesh)
-        contiguous = value.is_contiguous()
-        return KnownTensor(value.shape, value.dtype, value.strides, contiguous, local, texts, copies, mesh, geometry)
+        layout = value.shape, value.dtype, value.strides, value.is_contiguous()
+        return KnownTensor(*layout, is_dist, local, texts, copies, mesh, geometry)
 
     def is_of(self, value: Any, is_dist: bool) -> bool:
         """Whether a tensor of this dtype has this geometry. To compare is much faster than to make a geometry."""
         if value.shape != self.shape or value.strides != self.strides:
             return False
-        if not is_dist:
-            return self.mesh is None
-        if self.mesh is None or local_shape(value) != self.local_shape:
+        if not (is_dist and self.is_dist):
+            return is_dist is self.is_dist
+        if local_shape(value) != self.local_shape:
             return False
-        if self.copies is None:
-            return bool(placement_texts(value) == self.placements and value.process_mesh == self.mesh)
-        return bool(value.placements == self.copies and value.process_mesh == self.mesh)
+        same = placement_texts(value) == self.placements if self.copies is None else value.placements == self.copies
+        return bool(same and value.process_mesh == self.mesh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorIdentity:
     """Tensors by weak references, with all that could change in place: contents apart, anything but the object can, by
-    ``x.data = ...``, which may leave the address as it was, and the number of changes that Paddle counts."""
+    ``x.data = ...``, which may leave the address as it was, and the number of changes that Paddle counts.
+
+    ``attributes`` are the fields of what is known of each, in columns: methods and getters, mapped, read many tensors
+    several times faster than a loop over the tensors does.
+    """
 
     references: list[weakref.ref[Any]]
     addresses: list[int]
     names: list[str]
-    attributes: _Attributes
+    attributes: dict[str, list[Any]]
 
     @staticmethod
     def of(values: Sequence[Any], known: Sequence[KnownTensor], addresses: Sequence[int]) -> TensorIdentity:
@@ -81,8 +85,8 @@ class TensorIdentity:
             addresses: Those of all their local shards.
         """
         where = list(addresses) if len(addresses) == len(values) else _addresses(values)
-        references = list(map(weakref.ref, values))
-        return TensorIdentity(references, where, _read("name", values), _Attributes.of(known))
+        attributes = {name: list(map(operator.attrgetter(name), known)) for name in KnownTensor.__slots__}
+        return TensorIdentity(list(map(weakref.ref, values)), where, _read("name", values), attributes)
 
     def matches(self, values: Sequence[Any]) -> bool:
         """See :class:`..core.tensors.Identity`."""
@@ -92,78 +96,39 @@ class TensorIdentity:
         )
 
     def _match(self, values: Sequence[Any], place: slice) -> bool:
-        """Whether these are the tensors at a place."""
+        """Whether these are the tensors at a place. The strides of contiguous ones follow from their shapes."""
+        expected = {name: column[place] for name, column in self.attributes.items()}
+        is_dist, contiguous = expected["is_dist"], expected["contiguous"]
         return (
             all(map(operator.is_, (reference() for reference in self.references[place]), values))
             and _read("name", values) == self.names[place]
             and _addresses(values) == self.addresses[place]
-            and self.attributes.are_of(values, place)
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Attributes:
-    """What a :class:`KnownTensor` says of each of many tensors, in columns.
-
-    Methods and getters, mapped, read many tensors several times faster than a loop over the tensors does.
-    """
-
-    contiguous: list[bool]
-    dtypes: list[Any]
-    shapes: list[list[int]]
-    strides: list[list[int]]  # compared for those alone that are not contiguous: the others' follow from the shape
-    dist: list[bool]
-    local_shapes: list[Any]  # this and the following are None if a tensor is not a DistTensor
-    placements: list[Any]
-    copies: list[Any]
-    meshes: list[Any]
-
-    @staticmethod
-    def of(known: Sequence[KnownTensor]) -> _Attributes:
-        def column(name: str) -> list[Any]:
-            return list(map(operator.attrgetter(name), known))
-
-        return _Attributes(
-            column("contiguous"),
-            column("dtype"),
-            column("shape"),
-            column("strides"),
-            [one.mesh is not None for one in known],
-            column("local_shape"),
-            column("placements"),
-            column("copies"),
-            column("mesh"),
-        )
-
-    def are_of(self, values: Sequence[Any], place: slice) -> bool:
-        """Whether tensors have the attributes that stand at a place."""
-        dist, contiguous = self.dist[place], self.contiguous[place]
-        return (
-            list(map(paddle.Tensor.is_dist, values)) == dist
+            and list(map(paddle.Tensor.is_dist, values)) == is_dist
             and list(map(paddle.Tensor.is_contiguous, values)) == contiguous
-            and _read("dtype", values) == self.dtypes[place]
-            and _read("shape", values) == self.shapes[place]
-            and _read("strides", _without(values, contiguous)) == _without(self.strides[place], contiguous)
-            and not any(getattr(value, "is_distributed", False) for value in _without(values, dist))
-            and (True not in dist or self._are_distributed_so(list(itertools.compress(values, dist)), place))
+            and _read("dtype", values) == expected["dtype"]
+            and _read("shape", values) == expected["shape"]
+            and _read("strides", _without(values, contiguous)) == _without(expected["strides"], contiguous)
+            and not any(getattr(value, "is_distributed", False) for value in _without(values, is_dist))
+            and (True not in is_dist or _are_distributed_so(values, expected))
         )
 
-    def _are_distributed_so(self, values: Sequence[Any], place: slice) -> bool:
-        """The same of the DistTensors among them, for what others do not have."""
 
-        def expected(column: Sequence[Any]) -> list[Any]:
-            return list(itertools.compress(column[place], self.dist[place]))
+def _are_distributed_so(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool:
+    """Whether the DistTensors among tensors have the attributes that others do not have."""
 
-        copies = expected(self.copies)
-        return (
-            list(map(local_shape, values)) == expected(self.local_shapes)
-            and _read("process_mesh", values) == expected(self.meshes)
-            and (
-                list(map(placement_texts, values)) == expected(self.placements)
-                if None in copies
-                else _read("placements", values) == copies
-            )
+    def of_dist(column: Sequence[Any]) -> list[Any]:
+        return list(itertools.compress(column, expected["is_dist"]))
+
+    values, copies = of_dist(values), of_dist(expected["copies"])
+    return (
+        list(map(local_shape, values)) == of_dist(expected["local_shape"])
+        and _read("process_mesh", values) == of_dist(expected["mesh"])
+        and (
+            list(map(placement_texts, values)) == of_dist(expected["placements"])
+            if None in copies
+            else _read("placements", values) == copies
         )
+    )
 
 
 def _without(values: Sequence[Any], left_out: Sequence[bool]) -> list[Any]:

@@ -121,8 +121,8 @@ def test_what_is_remembered_outlives_the_tensor() -> None:
     del tensor
     gc.collect()
     others = [dist.shard_tensor(numbers(4, 4), PAIR, [dist.Shard(0)]) for _ in range(100)]
-    assert [each.process_ids for each in attributes.meshes] == [[3, 0, 2, 1]]
-    assert attributes.placements == [["Shard(dim=1)", "Replicate()"]]
+    assert [each.process_ids for each in attributes["mesh"]] == [[3, 0, 2, 1]]
+    assert attributes["placements"] == [["Shard(dim=1)", "Replicate()"]]
     assert all(each.is_dist() for each in others)
 
 
