@@ -38,20 +38,21 @@ class KnownTensor:
     copies: list[Any] | None
     mesh: Any
     geometry: Geometry
+    starts: tuple[int, ...]  # of its local shards in its memory, in bytes
 
     @staticmethod
-    def of(value: Any, is_dist: bool, geometry: Geometry) -> KnownTensor:
+    def of(value: Any, is_dist: bool, geometry: Geometry, starts: tuple[int, ...]) -> KnownTensor:
         """What is known of a tensor whose geometry was found."""
         local, texts, copies, mesh = None, None, None, None
         if is_dist:
             local, texts, copies = local_shape(value), placement_texts(value), placement_copies(value)
             mesh = copy.copy(value.process_mesh)
         layout = value.shape, value.dtype, value.strides, value.is_contiguous()
-        return KnownTensor(*layout, is_dist, local, texts, copies, mesh, geometry)
+        return KnownTensor(*layout, is_dist, local, texts, copies, mesh, geometry, starts)
 
-    def is_of(self, value: Any, is_dist: bool) -> bool:
+    def is_of(self, value: Any, is_dist: bool, on_device: bool) -> bool:
         """Whether a tensor of this dtype has this geometry. To compare is much faster than to make a geometry."""
-        if value.shape != self.shape or value.strides != self.strides:
+        if value.shape != self.shape or value.strides != self.strides or on_device is not self.geometry.on_device:
             return False
         if not (is_dist and self.is_dist):
             return is_dist is self.is_dist

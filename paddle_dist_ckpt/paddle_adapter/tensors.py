@@ -59,7 +59,6 @@ class PaddleAdapter:
         self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
         self.devices = PaddleDevices() if has_devices() else None
         self._piece_bytes = piece_bytes
-        self._starts: dict[int, tuple[int, ...]] = {}  # of the pieces of cut geometries, by their ids
 
     @property
     def version(self) -> str | None:
@@ -125,28 +124,28 @@ class PaddleAdapter:
             on_device = self.devices is not None and is_on_device(value)
             if (
                 known is None
-                or known.geometry.on_device is not on_device
                 or not (known.dtype is dtype or known.dtype == dtype)
-                or not known.is_of(value, is_dist)
+                or not known.is_of(value, is_dist, on_device)
             ):
-                known = self._find(value, is_dist, on_device, path)
+                known = self._last = self._find(value, is_dist, on_device, path)
         except NotImplementedError:  # so Paddle refuses to tell the local shape
             raise _no_memory(path) from None
         if IS_PADDLE_2_6 and is_dist:
             _check_name(value.name, path)
         self._viewed[id(value)] = known
-        return TensorView(known.geometry, self._addresses(value, known.geometry, path), value, self._name(value))
+        addresses = _addresses(value, known.geometry, known.starts, path)
+        return TensorView(known.geometry, addresses, value, self._name(value))
 
-    def _addresses(self, value: Any, geometry: Geometry, path: str) -> tuple[int, ...]:
-        if not geometry.shards:
-            return ()
-        base = self._address(value, geometry, path)
-        return (base,) if len(geometry.shards) == 1 else tuple(base + start for start in self._starts[id(geometry)])
+    def _placed(self, geometry: Geometry, starts: tuple[int, ...], on_device: bool) -> tuple[Geometry, tuple[int, ...]]:
+        """The geometry, on the device if it is there, with large shards cut; and where in the memory each shard starts.
 
-    def _placed(self, geometry: Geometry, starts: Sequence[int], on_device: bool) -> Geometry:
-        """The geometry, on the device if it is there, with large pieces cut. Each piece starts at one of ``starts``."""
-        if not on_device or not geometry.shards:
-            return geometry
+        Args:
+            geometry: The geometry, not cut.
+            starts: Where each of its shards starts, in bytes.
+            on_device: Whether the tensor is on a device.
+        """
+        if not on_device or not starts:
+            return geometry, starts
         shards: list[LocalShard] = []
         cut_starts: list[int] = []
         itemsize = geometry.dtype.itemsize
@@ -158,9 +157,7 @@ class PaddleAdapter:
                     moved = tuple(map(sum, zip(box.offset, part.offset, strict=True)))
                     shards.append(LocalShard(Box(moved, part.shape), strides))
                     cut_starts.append(start + sum(map(operator.mul, part.offset, steps)))
-        placed = dataclasses.replace(geometry, shards=tuple(shards), on_device=True)
-        self._starts[id(placed)] = tuple(cut_starts)
-        return placed
+        return dataclasses.replace(geometry, shards=tuple(shards), on_device=True), tuple(cut_starts)
 
     def _view_part(self, weight: Any, path: str) -> TensorView:
         """A ShardedWeight. Its parts are not compared, and may be divided among the ranks that have the same."""
@@ -174,34 +171,27 @@ class PaddleAdapter:
         on_device = self.devices is not None and is_on_device(local)
         known = self._sharded.get((part, dtype, on_device))
         if known is None:
-            geometry, starts = part.geometry(dtype, key)
-            placed = self._placed(geometry, starts, on_device)
-            known = placed, self._starts.get(id(placed), starts)
-            self._sharded[part, dtype, on_device] = known
-        geometry, starts = known
-        if not starts:
-            return TensorView(geometry, (), (local,), self._name(local))
-        base = self._address(local, geometry, path)
-        addresses = tuple(base + start for start in starts)
-        return TensorView(geometry, addresses, (local,), self._name(local))  # not the tensor itself: that is plain
+            known = self._sharded[part, dtype, on_device] = self._placed(*part.geometry(dtype, key), on_device)
+        addresses = _addresses(local, *known, path)
+        return TensorView(known[0], addresses, (local,), self._name(local))  # not the tensor itself: that is plain
 
     def _find(self, value: Any, is_dist: bool, on_device: bool, path: str) -> KnownTensor:
         """The geometry of a tensor that is not like the one before."""
         shape, dtype = tuple(value.shape), value.dtype
         candidates = self._known.setdefault((shape, dtype), [])
         for known in candidates:
-            if known.geometry.on_device is on_device and known.is_of(value, is_dist):
-                self._last = known
+            if known.is_of(value, is_dist, on_device):
                 return known
-        make, key = self._dist_geometry if is_dist else self._plain_geometry, plain_key(path)
-        geometry = self._placed(make(value, shape, self._dtype(dtype, key), key), (0,), on_device)
-        self._last = KnownTensor.of(value, is_dist, geometry)
-        candidates.append(self._last)
-        return self._last
-
-    @staticmethod
-    def _plain_geometry(value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
-        return Geometry(Kind.TENSOR, dtype, shape, True, (LocalShard(whole(shape), _strides(value, dtype)),))
+        key = plain_key(path)
+        element = self._dtype(dtype, key)
+        if is_dist:
+            geometry = self._dist_geometry(value, shape, element, key)
+        else:
+            shard = LocalShard(whole(shape), _strides(value, element))
+            geometry = Geometry(Kind.TENSOR, element, shape, True, (shard,))
+        placed = self._placed(geometry, (0,) * len(geometry.shards), on_device)
+        candidates.append(KnownTensor.of(value, is_dist, *placed))
+        return candidates[-1]
 
     def _dist_geometry(self, value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
         mesh, placements = layout_of(value, key)
@@ -221,22 +211,6 @@ class PaddleAdapter:
             box = whole(shape)
         shards = (LocalShard(box, _strides(local, dtype)),) if box.size or 0 in shape else ()
         return Geometry(Kind.TENSOR, dtype, shape, False, shards, reduction)
-
-    def _address(self, value: Any, geometry: Geometry, path: str) -> int:
-        """Where a tensor's local value is.
-
-        Raises:
-            UnsupportedValueError: nowhere, or not in host memory.
-        """
-        if 0 in geometry.shape:
-            return 0
-        try:
-            address = int(value.data_ptr() or 0)
-        except (RuntimeError, ValueError):
-            address = 0
-        if not address:
-            raise _no_memory(path)
-        return address
 
     def _dtype(self, dtype: Any, key: str) -> DType:
         known = self._dtypes.get(dtype)
@@ -260,6 +234,25 @@ class PaddleAdapter:
             return np.empty(shape, arithmetic_dtype(dtype))
         with at_device(self._place) if self._place is not None else nullcontext():
             return paddle.empty(list(shape), dtype=dtype.name)
+
+
+def _addresses(tensor: Any, geometry: Geometry, starts: tuple[int, ...], path: str) -> tuple[int, ...]:
+    """Where a tensor's local shards are, each of which starts so many bytes behind the beginning of its memory.
+
+    Raises:
+        UnsupportedValueError: it has no memory.
+    """
+    if not starts:
+        return ()
+    if 0 in geometry.shape:
+        return (0,)
+    try:
+        base = int(tensor.data_ptr() or 0)
+    except (RuntimeError, ValueError):
+        base = 0
+    if not base:
+        raise _no_memory(path)
+    return (base + starts[0],) if len(starts) == 1 else tuple(base + start for start in starts)
 
 
 def _no_memory(path: str) -> UnsupportedValueError:
