@@ -246,6 +246,9 @@ def rng_state() -> dict[str, Any]:
     Returns:
         A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, ``cpu`` always, one state for each
         device) and ``fleet`` (by name, those of the tracker for model parallelism, if it has any).
+
+    Raises:
+        UnsupportedValueError: Paddle does not tell the state of its generator on the CPU. So it is in Paddle 2.6.
     """
     from .paddle_adapter import random_state
 

@@ -237,10 +237,5 @@ class PaddleDevices:
         local = tensor[0] if isinstance(tensor, tuple) else tensor
         return TensorBytes(local._local_value() if local.is_dist() else local)
 
-    def copies(self) -> DeviceCopies:
-        """See :class:`..core.device_memory.DeviceAccess`."""
-        return DeviceCopies()
-
-    def host_memory(self, nbytes: int) -> Bytes1D:
-        """See :class:`..core.device_memory.DeviceAccess`."""
-        return host_memory(nbytes)
+    copies = DeviceCopies
+    host_memory = staticmethod(host_memory)

@@ -17,7 +17,7 @@ from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
 from ..tree.objects import set_state
-from .static_program import is_program, program_scheduler
+from .static_program import SCHEDULER, is_program, program_scheduler
 
 __all__ = [
     "check_optimizer",
@@ -30,7 +30,6 @@ __all__ = [
 
 _SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
 _MASTERS = "master_weights"
-_SCHEDULER = "LR_Scheduler"
 
 
 def is_optimizer(value: Any) -> bool:
@@ -142,7 +141,9 @@ def check_optimizer(optimizer: Any, key: str) -> None:
     Raises:
         UnsupportedValueError: this is one.
     """
-    if _is_of_program(optimizer):
+    accumulators = getattr(_inner(optimizer), "_accumulators", {}).values()
+    # A static-graph program has taken its variables over. Paddle's own state_dict() crashes then.
+    if any(not isinstance(value, paddle.Tensor) for by_name in accumulators for value in by_name.values()):
         raise UnsupportedValueError(f"{key}: this optimizer belongs to a static-graph program; use the DistModel")
     if any(not one.is_dist() and getattr(one, "is_distributed", False) for one in parameters_of(optimizer)):
         raise UnsupportedValueError(
@@ -155,12 +156,6 @@ def parameters_of(optimizer: Any) -> list[Any]:
     """The parameters that an optimizer steps."""
     groups = getattr(optimizer, "_param_groups", None) or []
     return [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
-
-
-def _is_of_program(optimizer: Any) -> bool:
-    """Whether a static-graph program has taken over its variables. Paddle's own state_dict() crashes then."""
-    accumulators = getattr(_inner(optimizer), "_accumulators", {}).values()
-    return any(not isinstance(value, paddle.Tensor) for by_name in accumulators for value in by_name.values())
 
 
 # -- given back
@@ -222,8 +217,8 @@ def _restore_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 def _restore_rate(scheduler: Any, state: dict[str, Any]) -> None:
     """Give the scheduler of an optimizer's or program's learning rate, if it has one, its state out of theirs."""
-    if state.get(_SCHEDULER) and isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
-        _restore_scheduler(scheduler, state[_SCHEDULER])
+    if state.get(SCHEDULER) and isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
+        _restore_scheduler(scheduler, state[SCHEDULER])
 
 
 def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:

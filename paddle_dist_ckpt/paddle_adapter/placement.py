@@ -134,7 +134,7 @@ def _cuts(placements: Sequence[Any], ndim: int, key: str) -> list[tuple[int, int
     for mesh_dim, placement in enumerate(placements):
         if not placement.is_shard():
             continue
-        if getattr(placement, "get_split_factor", _one)() > 1:
+        if getattr(placement, "get_split_factor", lambda: 1)() > 1:
             raise UnsupportedValueError(
                 f"{key}: {placement} has the split factor {placement.get_split_factor()}; its interleaved pieces "
                 "cannot be saved or loaded. Reshard it to a plain Shard first"
@@ -157,10 +157,6 @@ def _order_of(placement: Any) -> int:
         return int(placement.get_co_shard_order())
     order = re.search(r"shard_order=(\d+)", str(placement))
     return int(order[1]) if order else 0
-
-
-def _one() -> int:
-    return 1
 
 
 def reduction_of(

@@ -19,15 +19,7 @@ _TRACKER = "paddle.distributed.fleet.layers.mpu.random"
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the random generators of Python, numpy (its global one) and Paddle.
-
-    Returns:
-        A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, ``cpu`` always, one state for each
-        device) and ``fleet`` (by name, those of the tracker for model parallelism, if it has any).
-
-    Raises:
-        UnsupportedValueError: Paddle does not tell the state of its generator on the CPU. So it is in Paddle 2.6.
-    """
+    """See :func:`paddle_dist_ckpt.rng_state`."""
     by_device = {kind: _plain(_states(kind)) for kind in _kinds()}
     if not isinstance(by_device["cpu"][0][-1], bytes):
         raise UnsupportedValueError(
@@ -44,14 +36,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue with the random numbers that followed :func:`rng_state`.
-
-    Args:
-        state: What it returned, on as many devices of the same kind.
-
-    Raises:
-        ValueError: it is not such a state, or this process has other generators. Then nothing has changed.
-    """
+    """See :func:`paddle_dist_ckpt.set_rng_state`."""
     if not isinstance(state, dict) or set(state) != _PARTS:
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"not a state of random generators: a dict with {sorted(_PARTS)} is due, not {found}")

@@ -149,15 +149,11 @@ def place_of(map_location: Any) -> str | None:
     if not isinstance(map_location, (str, *_PLACES)):
         raise TypeError(f"map_location must be None, 'cpu' or another device, or a Place, not {_kind_of(map_location)}")
     try:
-        name = map_location
-        if not isinstance(map_location, str):
-            place = core.Place()
-            place.set_place(map_location)
-            name = name_of(place)
+        name = map_location if isinstance(map_location, str) else name_of(map_location)
         paddle.device._convert_to_place(name)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"map_location is {map_location!r}, which this Paddle does not have: {error}") from None
-    return str(name)
+    return name
 
 
 def _kind_of(value: Any) -> str:

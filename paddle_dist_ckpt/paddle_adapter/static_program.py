@@ -13,10 +13,10 @@ from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
 
-__all__ = ["is_program", "is_temporary", "program_scheduler", "program_state", "variables_by_address"]
+__all__ = ["SCHEDULER", "is_program", "program_scheduler", "program_state", "variables_by_address"]
 
 _DIST_MODEL: Any = getattr(api, "DistModel", ())
-_SCHEDULER = "LR_Scheduler"
+SCHEDULER = "LR_Scheduler"  # where states of optimizers and programs have that of their learning rate's scheduler
 
 
 def is_program(value: Any) -> bool:
@@ -45,8 +45,8 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
             f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
     scheduler = program_scheduler(model)
-    if scheduler is not None and _SCHEDULER not in state:
-        state[_SCHEDULER] = scheduler.state_dict()
+    if scheduler is not None and SCHEDULER not in state:
+        state[SCHEDULER] = scheduler.state_dict()
     return state
 
 
@@ -56,11 +56,6 @@ def program_scheduler(model: Any) -> Any | None:
     optimizer = getattr(optimizer, "_inner_opt", optimizer)  # that of shard_optimizer
     found = getattr(optimizer, "_learning_rate", None)
     return found if isinstance(found, paddle.optimizer.lr.LRScheduler) else None
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a tensor's name says nothing: Paddle numbers what operations return."""
-    return name.startswith("eager_tmp_")
 
 
 def variables_by_address() -> dict[int, str]:

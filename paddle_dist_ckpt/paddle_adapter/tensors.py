@@ -25,7 +25,7 @@ from .device import PaddleDevices, at_device, has_devices, is_on_device
 from .identity import KnownTensor, TensorIdentity
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import WeightPart, is_sharded_weight
-from .static_program import is_program, is_temporary, program_state, variables_by_address
+from .static_program import is_program, program_state, variables_by_address
 
 __all__ = ["PaddleAdapter"]
 
@@ -103,7 +103,7 @@ class PaddleAdapter:
     def _name(self, tensor: Any) -> str | None:
         """The name of a tensor's variable, if it says anything."""
         name: str = tensor.name
-        if not is_temporary(name):
+        if not name.startswith("eager_tmp_"):  # so Paddle numbers what operations return
             return name
         return self._variables.get(tensor.data_ptr()) if self._variables and tensor._is_initialized() else None
 

@@ -58,11 +58,6 @@ class PaddleTransport:
             else _DeviceMemory(_device_of_rank() if self._current == "cpu" else self._current)
         )
 
-    @property
-    def _ranks(self) -> list[int]:
-        ranks: list[int] = self._group.ranks
-        return ranks
-
     def abandon(self) -> None:
         """A collective was given up while it hung: the communicator cannot be used any more."""
         self._broken = True
@@ -103,11 +98,11 @@ class PaddleTransport:
         with self._operation():
             together = min(most // 2, _DEVICE_BYTES) if self._memory.is_device else _HOST_BYTES
             if self._has_all_to_all:
-                step = max(1, together // len(self._ranks))
+                step = max(1, together // len(self._group.ranks))
                 for start in range(0, max((size for _, size in senders), default=0), step):
                     self._all_to_all(_cut(outgoing, start, step), _cut(incoming, start, step))
                 return
-            step = max(1 if self._memory.is_device else _LEAST_PART, together // len(self._ranks))
+            step = max(1 if self._memory.is_device else _LEAST_PART, together // len(self._group.ranks))
             for source, size in senders:
                 for start in range(0, size, step):
                     into = incoming.get(source, _NOTHING)[start : start + step]
@@ -116,10 +111,10 @@ class PaddleTransport:
     @cached_property
     def _has_all_to_all(self) -> bool:
         """Whether the group's backend can do this, by asking it to. One that cannot says so on each rank by itself."""
-        sent, received = [np.ones(1, np.uint8) for _ in self._ranks], [np.zeros(1, np.uint8) for _ in self._ranks]
-        tensors = self._memory.filled(sent), self._memory.empty(received)
+        parts = [np.ones(1, np.uint8) for _ in self._group.ranks]
+        tensors = self._memory.filled(parts), self._memory.empty(parts)
         try:
-            self._call_all_to_all(*tensors, sent, received)
+            self._call_all_to_all(*tensors, parts, parts)
         except (RuntimeError, NotImplementedError, ValueError, OSError):
             return False
         return True
@@ -127,8 +122,8 @@ class PaddleTransport:
     def _all_to_all(self, outgoing: Mapping[int, Bytes1D], incoming: Mapping[int, Bytes1D]) -> None:
         """Send and receive one message for each pair of ranks, and a byte to itself, since none may be without any."""
         me, extra = dist.get_rank(), np.zeros(1, np.uint8)
-        sent = [outgoing.get(rank, _NOTHING) if rank != me else extra for rank in self._ranks]
-        received = [incoming.get(rank, _NOTHING) if rank != me else extra for rank in self._ranks]
+        sent = [outgoing.get(rank, _NOTHING) if rank != me else extra for rank in self._group.ranks]
+        received = [incoming.get(rank, _NOTHING) if rank != me else extra for rank in self._group.ranks]
         tensor = self._memory.empty(received)
         self._call_all_to_all(self._memory.filled(sent), tensor, sent, received)
         self._memory.fetch(tensor, received)
@@ -149,7 +144,7 @@ class PaddleTransport:
         received = [into if into.size == size else np.empty(size, np.uint8)]
         tensor = self._memory.empty(received)
         if self._group.rank == self._group.get_group_rank(source):
-            packed = np.zeros(size * len(self._ranks), np.uint8)
+            packed = np.zeros(size * len(self._group.ranks), np.uint8)
             for rank, part in outgoing.items():
                 start = self._group.get_group_rank(rank) * size
                 packed[start : start + part.size] = part
