@@ -11,6 +11,7 @@ waits for nobody; see :mod:`.control.appointment` for how it can know.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -20,7 +21,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from ..core.protocols import ControlSession
@@ -161,30 +161,28 @@ class CheckpointManager:
         note = {"step": step, "metrics": _checked_metrics(metrics)}
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), _NOTE: note})
         find, folder = paddles(self._ranks, state), step_folder(self._root, step)
-        saved = save_with(self._ranks, find, folder, step, self._async_save, options, self._retain(step))
+        after = functools.partial(self._retain, step)
+        saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
         self._decided = (step, False)  # to save a step twice would be of no use
         self._pending = saved if isinstance(saved, AsyncSave) else None
         self._schedule.saved()
         return saved
 
-    def _retain(self, step: int) -> Callable[[ControlSession], None]:
-        """What is done after the commit: remove the steps that are not to be kept, on every host."""
+    def _retain(self, step: int, session: ControlSession) -> None:
+        """After the commit of a step: remove the steps that are not to be kept, on every host."""
 
-        def after(session: ControlSession) -> None:
-            def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-                with self._lock:
-                    self._steps.look()
-                    kept = {self._reading, *self._steps.linked()}
-                    doomed = self._retention.doomed(self._steps.metrics, step, kept)
-                    for old in doomed:
-                        self._steps.uncommit(old)
-                doomed += self._steps.abandoned(step)
-                return _to_one_of_each(messages, json.dumps(doomed).encode(), b"[]", session.coordinator)
+        def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+            with self._lock:
+                self._steps.look()
+                kept = {self._reading, *self._steps.linked()}
+                doomed = self._retention.doomed(self._steps.metrics, step, kept)
+                for old in doomed:
+                    self._steps.uncommit(old)
+            doomed += self._steps.abandoned(step)
+            return _to_one_of_each(messages, json.dumps(doomed).encode(), b"[]", session.coordinator)
 
-            for old in json.loads(session.gather_scatter("retain", self._steps.identity, choose)):
-                remove_step(self._root, old)
-
-        return after
+        for old in json.loads(session.gather_scatter("retain", self._steps.identity, choose)):
+            remove_step(self._root, old)
 
     # -- what there is
 
@@ -280,13 +278,11 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
         except Exception:
-            if error is None:
+            if kind is None:
                 raise
             _logger.exception("the save in the background failed as well")  # what the block raised comes first
 

@@ -19,8 +19,8 @@ __all__ = ["on_sigterm"]
 _REPEAT_SECONDS = 10.0
 _listeners: dict[object, Callable[[], None]] = {}
 _previous: Any = None
-_pid = 0
 _first: float | None = None
+os.register_at_fork(after_in_child=_listeners.clear)  # a process that was forked does not have its parent's
 
 
 def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
@@ -29,10 +29,7 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that ends this. It may be called on any thread, and again.
     """
-    global _previous, _pid, _first
-    if _pid != os.getpid():  # a process that was forked does not have its parent's
-        _listeners.clear()
-        _pid = os.getpid()
+    global _previous, _first
     if signal.getsignal(signal.SIGTERM) is not _handle:
         _previous, _first = signal.signal(signal.SIGTERM, _handle), None
     if not _listeners:
@@ -51,9 +48,8 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
 def _handle(number: int, frame: FrameType | None) -> None:
     global _first
     now = time.monotonic()
-    # Without listeners, the last one ended on a thread that may not change handlers.
-    mine = _pid == os.getpid() and _listeners
-    if not mine or (_first is not None and now - _first > _REPEAT_SECONDS):
+    # Without listeners, this was forked, or the last one ended on a thread that may not change handlers.
+    if not _listeners or (_first is not None and now - _first > _REPEAT_SECONDS):
         _give_back()
         signal.raise_signal(signal.SIGTERM)
     elif _first is None:
