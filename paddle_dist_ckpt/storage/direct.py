@@ -15,12 +15,11 @@ import mmap
 import os
 import queue
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.memory import Bytes1D, fresh_pages
 
-__all__ = ["ALIGNMENT", "DirectReader", "is_cached", "open_direct"]
+__all__ = ["ALIGNMENT", "is_cached", "open_direct", "read_direct"]
 
 ALIGNMENT = 4096
 _PIECE = 2 << 20
@@ -72,41 +71,32 @@ def is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
     return found[0] * mmap.PAGESIZE * 2 >= nbytes
 
 
-class DirectReader:
-    """Reads any range of a file past the cache, by an aligned buffer.
+def read_direct(descriptor: int, view: memoryview, offset: int, buffers: queue.SimpleQueue[Bytes1D]) -> int:
+    """Fill a view, or the beginning of it, past the cache, by an aligned buffer; returns how many bytes that were.
+
+    Returns 0 where the file ends, or where this device does not do it.
 
     Args:
         descriptor: One that :func:`open_direct` gave.
-        buffers: Where buffers are kept that nobody uses right now; several readers may share it.
+        view: What to fill; need not be aligned.
+        offset: Where in the file to start, anywhere.
+        buffers: Where buffers are kept that nobody uses right now; threads may share it.
     """
-
-    def __init__(self, descriptor: int, buffers: queue.SimpleQueue[Bytes1D]) -> None:
-        self._descriptor, self._buffers = descriptor, buffers
-
-    def read(self, views: Sequence[memoryview], offset: int) -> int:
-        """Fill the first of the views, or the beginning of it; returns how many bytes that were.
-
-        Returns 0 where the file ends, or where this device does not do it.
-        """
-        view = views[0][:_PIECE]
-        low = offset - offset % ALIGNMENT
-        high = -(-(offset + len(view)) // ALIGNMENT) * ALIGNMENT
-        try:
-            buffer = self._buffers.get_nowait()
-        except queue.Empty:
-            buffer = fresh_pages(_PIECE + 2 * ALIGNMENT)
-        try:
-            got = os.preadv(self._descriptor, [buffer[: high - low].data], low)
-            count = max(0, min(got - (offset - low), len(view)))
-            view[:count] = buffer[offset - low : offset - low + count].data
-            return count
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                raise
-            return 0
-        finally:
-            self._buffers.put(buffer)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._descriptor)
+    view = view[:_PIECE]
+    low = offset - offset % ALIGNMENT
+    high = -(-(offset + len(view)) // ALIGNMENT) * ALIGNMENT
+    try:
+        buffer = buffers.get_nowait()
+    except queue.Empty:
+        buffer = fresh_pages(_PIECE + 2 * ALIGNMENT)
+    try:
+        got = os.preadv(descriptor, [buffer[: high - low].data], low)
+        count = max(0, min(got - (offset - low), len(view)))
+        view[:count] = buffer[offset - low : offset - low + count].data
+        return count
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return 0
+    finally:
+        buffers.put(buffer)

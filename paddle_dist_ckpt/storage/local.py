@@ -11,14 +11,14 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
 
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
-from .direct import ALIGNMENT, DirectReader, is_cached, open_direct
+from .direct import ALIGNMENT, is_cached, open_direct, read_direct
 
 __all__ = ["LocalStorage", "as_storage"]
 
@@ -222,8 +222,8 @@ class _LocalReadable:
         self._path, self._buffers = path, buffers
         self._size = os.fstat(self._descriptor).st_size
         self._lock = threading.Lock()
-        self._direct: DirectReader | None = None
-        self._may_be_direct = True
+        self._direct: int | None = None
+        self._may_be_direct = True  # until that was tried
 
     @property
     def size(self) -> int:
@@ -233,11 +233,13 @@ class _LocalReadable:
         views = [buffer.data for buffer in buffers if len(buffer)]
         nbytes = sum(map(len, views))
         past_cache = once and nbytes >= _LEAST_DIRECT and not is_cached(self._descriptor, offset, nbytes)
-        reader = self._direct_reader() if past_cache else None
+        direct = self._open_direct() if past_cache else None
         while views:
-            got = reader.read(views, offset) if reader is not None and len(views[0]) >= _LEAST_DIRECT else 0
+            got = 0
+            if direct is not None and len(views[0]) >= _LEAST_DIRECT:
+                got = read_direct(direct, views[0], offset, self._buffers)
             if got == 0:
-                got = os.preadv(self._descriptor, views[:1] if reader is not None else views[:_MOST_BUFFERS], offset)
+                got = os.preadv(self._descriptor, views[: _MOST_BUFFERS if direct is None else 1], offset)
             if got <= 0:
                 raise EOFError(f"{self._path} ends at byte {offset}")
             offset += got
@@ -249,18 +251,16 @@ class _LocalReadable:
     def is_cached(self) -> bool:
         return is_cached(self._descriptor, 0, self._size)
 
-    def _direct_reader(self) -> DirectReader | None:
+    def _open_direct(self) -> int | None:
         with self._lock:
-            if self._direct is None and self._may_be_direct:
-                try:  # the very file that is open, whatever its name means by now
-                    descriptor = open_direct(Path(f"/proc/self/fd/{self._descriptor}"), os.O_RDONLY)
-                except OSError:  # no /proc, or too many open files: the descriptor that there is will do
-                    descriptor = None
-                self._may_be_direct = descriptor is not None
-                self._direct = DirectReader(descriptor, self._buffers) if descriptor is not None else None
+            if self._may_be_direct:
+                self._may_be_direct = False
+                with suppress(OSError):  # no /proc, or too many open files: the descriptor that there is will do
+                    # The very file that is open, whatever its name means by now.
+                    self._direct = open_direct(Path(f"/proc/self/fd/{self._descriptor}"), os.O_RDONLY)
             return self._direct
 
     def close(self) -> None:
         if self._direct is not None:
-            self._direct.close()
+            os.close(self._direct)
         os.close(self._descriptor)

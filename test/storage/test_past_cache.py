@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.storage import LocalStorage, ReadableFile, direct, local
-from paddle_dist_ckpt.storage.direct import ALIGNMENT, DirectReader, is_cached, open_direct
+from paddle_dist_ckpt.storage.direct import ALIGNMENT, is_cached, open_direct, read_direct
 
 SIZE = (9 << 20) + 1234  # several pieces, and no multiple of a page
 LEAST = local._LEAST_DIRECT
@@ -377,7 +377,7 @@ def test_buffers_are_put_back_and_used_again(path: Path, monkeypatch: pytest.Mon
         make_cold(path)
         read(file, 1, [SIZE - 1])
     with pytest.raises(OSError, match="Bad file descriptor"):
-        DirectReader(10**6, storage._buffers).read([memoryview(bytearray(LEAST))], 0)
+        read_direct(10**6, memoryview(bytearray(LEAST)), 0, storage._buffers)
     for file in files:
         file.close()
     assert len(made) == 1
