@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-__all__ = ["LoadOptions", "SaveOptions", "as_integer", "checked", "is_integer"]
+__all__ = ["LoadOptions", "SaveOptions", "as_integer", "checked"]
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_key_map(self.key_map)
-        if not is_integer(self.staging_bytes) or self.staging_bytes < 1:
+        if (as_integer(self.staging_bytes) or 0) < 1:
             raise ValueError(f"staging_bytes must be a number of bytes above 0, not {self.staging_bytes!r}")
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
@@ -105,16 +105,11 @@ class LoadOptions:
         _check_bools(progress=False if self.progress is None else self.progress)
 
 
-def is_integer(value: Any) -> bool:
-    """Whether a value is an integer of some kind, Python's or numpy's, and no bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
 def as_integer(value: Any) -> int | None:
-    """A value as Python's int; None if it is no integer, or a bool."""
+    """An integer of some kind, Python's or numpy's, as Python's int; None if the value is none, or a bool."""
     try:
-        return operator.index(value) if is_integer(value) else None
-    except TypeError:  # an array of several, say
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
         return None
 
 

@@ -15,7 +15,6 @@ import functools
 import json
 import logging
 import math
-import operator
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from typing import Any, Literal
 
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError
-from ..options import LoadOptions, SaveOptions, checked, is_integer
+from ..options import LoadOptions, SaveOptions, as_integer, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage
@@ -318,9 +317,10 @@ def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, 
 
 
 def _checked_step(step: int) -> int:
-    if not is_integer(step) or step < 0:
+    number = as_integer(step)
+    if number is None or number < 0:
         raise ValueError(f"step must be an integer from 0, not {step!r}")
-    return operator.index(step)
+    return number
 
 
 def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -16,7 +16,7 @@ from ..files.names import is_ours, metadata_name
 from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import save_of
 from ..folder.lease import is_abandoned
-from ..options import is_integer
+from ..options import as_integer
 from ..storage import LocalStorage
 
 __all__ = ["Retention", "Steps", "check_count", "remove_step", "step_folder"]
@@ -138,7 +138,7 @@ def check_count(name: str, number: int | None) -> None:
     Raises:
         ValueError: it is neither None nor a positive integer.
     """
-    if number is not None and (not is_integer(number) or number < 1):
+    if number is not None and (as_integer(number) or 0) < 1:
         raise ValueError(f"{name} must be None or at least 1, not {number!r}")
 
 
