@@ -1,7 +1,8 @@
 """Distributed checkpoints for PaddlePaddle: save on one layout, load on any other.
 
 The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.drop_in`, :mod:`.manager`, :mod:`.options`,
-:mod:`.core.metadata`, :mod:`.core.reports` and :mod:`.errors`.
+:mod:`.reports`, :mod:`.errors`, :mod:`.storage`, :mod:`.files.metadata`, :mod:`.saving.async_save` and
+:mod:`.tree.state_dict`.
 Importing the package does not import paddle.
 """
 

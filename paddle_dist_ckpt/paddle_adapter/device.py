@@ -3,11 +3,16 @@
 Copies go on a stream of their own, which first waits for what the stream of computations has to do. A part of a tensor
 is a view of it, which needs no kernel, and Paddle copies a view into host memory that is given, without any other
 memory. To wait for a stream by its own functions would hold Python's lock meanwhile, so events are asked instead.
+
+All devices are treated alike, but for pinned host memory, which GPUs reach by themselves: copies from and to it go at
+the link's full speed and beside all else; those of other host memory go through a small pinned buffer of the driver's,
+and hold up the thread that asks for them.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -16,13 +21,13 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle.base import core
 from paddle.base.framework import _current_expected_place as _current_place
 from paddle.base.framework import _dygraph_place_guard as _place_guard
 
-from ..core.memory import Bytes1D, fresh_pages
-from .gpu import pinned_memory
+from ..core.memory import Bytes1D, array_at, fresh_pages
 
 __all__ = [
     "DeviceCopies",
@@ -32,10 +37,14 @@ __all__ = [
     "has_devices",
     "host_memory",
     "host_tensor",
+    "is_gpu_build",
     "is_on_device",
     "name_of",
+    "pinned_memory",
 ]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
+_PAGE = 4096
 _LEAST_WAIT, _MOST_WAIT = 20e-6, 500e-6
 _TOGETHER = 64
 
@@ -47,6 +56,11 @@ def has_devices() -> bool:
         return True
     custom = getattr(paddle.device, "get_all_custom_device_type", None)
     return bool(custom()) if custom is not None else True
+
+
+def is_gpu_build() -> bool:
+    """Whether this Paddle drives GPUs."""
+    return bool(paddle.is_compiled_with_cuda() or paddle.is_compiled_with_rocm())
 
 
 def is_on_device(tensor: Any) -> bool:
@@ -227,6 +241,29 @@ def host_memory(nbytes: int) -> Bytes1D:
     """Host memory for copies from and to devices, pinned where the device has that; its content is arbitrary."""
     pinned = pinned_memory(nbytes)
     return fresh_pages(nbytes, inherited=False) if pinned is None else pinned
+
+
+def pinned_memory(nbytes: int) -> Bytes1D | None:
+    """Pinned memory from the beginning of a page; None where this Paddle has none, or no more of it."""
+    place = _pinned_place()
+    if place is None or nbytes == 0:
+        return None
+    try:
+        tensor = paddle.to_tensor(np.empty(nbytes + _PAGE, np.uint8), place=place)
+    except (RuntimeError, MemoryError, OSError) as error:
+        _logger.warning("%d bytes of pinned memory cannot be had, so other memory is used: %s", nbytes, error)
+        return None
+    address = int(tensor.data_ptr())
+    return array_at(address + -address % _PAGE, (nbytes,), None, np.dtype(np.uint8), tensor)
+
+
+def _pinned_place() -> Any:
+    """The place of pinned memory, if this Paddle knows one."""
+    if is_gpu_build():
+        return paddle.CUDAPinnedPlace()
+    if paddle.is_compiled_with_xpu() and hasattr(core, "XPUPinnedPlace"):
+        return core.XPUPinnedPlace()
+    return None
 
 
 class PaddleDevices:

@@ -15,8 +15,7 @@ from paddle.base.framework import _current_expected_place as _current_place
 
 from ..core.memory import Bytes1D, address_of, copy_bytes
 from ..errors import CheckpointError
-from .device import DeviceCopies, TensorBytes, at_device, host_tensor, name_of
-from .gpu import is_gpu_build
+from .device import DeviceCopies, TensorBytes, at_device, host_tensor, is_gpu_build, name_of
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 
@@ -52,11 +51,9 @@ class PaddleTransport:
 
     @cached_property
     def _memory(self) -> _HostMemory | _DeviceMemory:
-        return (
-            _HostMemory()
-            if takes_host_memory(self._group)
-            else _DeviceMemory(_device_of_rank() if self._current == "cpu" else self._current)
-        )
+        if takes_host_memory(self._group):
+            return _HostMemory()
+        return _DeviceMemory(_device_of_rank() if self._current == "cpu" else self._current)
 
     def abandon(self) -> None:
         """A collective was given up while it hung: the communicator cannot be used any more."""

@@ -12,8 +12,8 @@ import pytest
 
 from paddle_dist_ckpt import SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import address_of
-from paddle_dist_ckpt.paddle_adapter import gpu
-from paddle_dist_ckpt.paddle_adapter.device import DeviceCopies, TensorBytes, host_memory
+from paddle_dist_ckpt.paddle_adapter import device
+from paddle_dist_ckpt.paddle_adapter.device import DeviceCopies, TensorBytes, host_memory, pinned_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("cases_gpu.py")
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("cases_gpu.py")
 def test_without_a_gpu_there_is_no_pinned_memory() -> None:
     if paddle.is_compiled_with_cuda():
         pytest.skip("this Paddle has pinned memory")
-    assert gpu.pinned_memory(4096) is None
+    assert pinned_memory(4096) is None
     assert address_of(host_memory(5000)) % 4096 == 0
 
 
@@ -30,29 +30,29 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, caplo
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError("no more of it")
 
-    monkeypatch.setattr(gpu, "_pinned_place", lambda: "pinned")
+    monkeypatch.setattr(device, "_pinned_place", lambda: "pinned")
     monkeypatch.setattr(paddle, "to_tensor", refuse)
-    assert gpu.pinned_memory(4096) is None
+    assert pinned_memory(4096) is None
     assert len(host_memory(4096)) == 4096
     assert "4096 bytes of pinned memory cannot be had" in caplog.text
 
 
 def test_pinned_memory_begins_at_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """With host memory in the place of pinned memory."""
-    monkeypatch.setattr(gpu, "_pinned_place", paddle.CPUPlace)
+    monkeypatch.setattr(device, "_pinned_place", paddle.CPUPlace)
     for nbytes in (1, 4096, 10_000):
-        memory = gpu.pinned_memory(nbytes)
+        memory = pinned_memory(nbytes)
         assert memory is not None
         assert len(memory) == nbytes
         assert address_of(memory) % 4096 == 0
         memory[:] = 7
         assert memory.sum() == 7 * nbytes
-    assert gpu.pinned_memory(0) is None
+    assert pinned_memory(0) is None
 
 
 @pytest.mark.gpu
 def test_copies_to_pinned_memory_do_not_wait() -> None:
-    memory = gpu.pinned_memory(64 << 20)
+    memory = pinned_memory(64 << 20)
     assert memory is not None
     tensor = paddle.arange(16 << 20, dtype="float32")
     copies = DeviceCopies()
