@@ -12,6 +12,7 @@ Fleet's layers and optimizers give these in ``sharded_state_dict()``. Anything w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,19 +75,11 @@ class WeightPart(NamedTuple):
         self._check(offset, key)
         if 0 in self.shape:
             return Geometry(Kind.TENSOR, dtype, self.shape, False, (LocalShard(whole(self.shape)),)), (0,)
-        if 0 in self.found:
-            return Geometry(Kind.TENSOR, dtype, self.shape, False, ()), ()
-        if self.flat is None:
-            strides = self.strides if self.found == self.local_shape else None
-            shard = LocalShard(Box(offset, self.local_shape), strides)
-            return Geometry(Kind.TENSOR, dtype, self.shape, False, (shard,)), (0,)
-        shards, starts, start = [], [], 0
-        for box in cut_flat_range(self.local_shape, *self.flat):
-            moved = tuple(map(sum, zip(offset, box.offset, strict=True)))
-            shards.append(LocalShard(Box(moved, box.shape)))
-            starts.append(start)
-            start += box.size * dtype.itemsize
-        return Geometry(Kind.TENSOR, dtype, self.shape, False, tuple(shards)), tuple(starts)
+        boxes = cut_flat_range(self.local_shape, *(self.flat or (0, math.prod(self.local_shape))))
+        moved = [Box(tuple(map(sum, zip(offset, box.offset, strict=True))), box.shape) for box in boxes]
+        shards = tuple(LocalShard(box, self.strides) for box in moved)  # it has strides only if it is one box
+        starts = itertools.accumulate((box.size * dtype.itemsize for box in boxes), initial=0)
+        return Geometry(Kind.TENSOR, dtype, self.shape, False, shards), tuple(starts)[: len(boxes)]
 
     def _check(self, offset: tuple[int, ...], key: str) -> None:
         def refuse(text: str) -> UnsupportedValueError:
