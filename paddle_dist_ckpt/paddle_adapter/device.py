@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -35,7 +35,6 @@ __all__ = [
     "TensorBytes",
     "at_device",
     "has_devices",
-    "host_memory",
     "host_tensor",
     "is_gpu_build",
     "is_on_device",
@@ -130,28 +129,19 @@ class DeviceCopies:
 
     def _copy(self, device: str, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Queue copies to the first of each pair from the second."""
-        with paddle.no_grad(), self._on_stream(device) as stream:
-            try:
-                for target, source in pairs:
-                    target.copy_(source, stream is None)
-            finally:
-                if stream is not None:
-                    self._last[device] = _recorded(stream, device, pairs)
-
-    @contextmanager
-    def _on_stream(self, device: str) -> Iterator[Any]:
-        """Let copies be queued on the stream of this queue. It is set for all threads, so only one may be in here."""
-        with _current_stream:
+        with paddle.no_grad(), _current_stream:  # all threads have the same current stream
             if device not in self._streams:
                 self._streams[device] = stream = _stream_for_copies(device)
                 if stream is not None:
                     stream.wait_event(_recorded(paddle.device.current_stream(device), device, ()))
             stream = self._streams[device]
-            if stream is None:
-                yield None
-                return
-            with paddle.device.stream_guard(stream):
-                yield stream
+            with paddle.device.stream_guard(stream) if stream is not None else nullcontext():
+                try:
+                    for target, source in pairs:
+                        target.copy_(source, stream is None)
+                finally:
+                    if stream is not None:
+                        self._last[device] = _recorded(stream, device, pairs)
 
 
 class _Marks:
@@ -237,12 +227,6 @@ def host_tensor(data: Bytes1D) -> Any:
     return paddle.utils.dlpack.from_dlpack(data.__dlpack__())
 
 
-def host_memory(nbytes: int) -> Bytes1D:
-    """Host memory for copies from and to devices, pinned where the device has that; its content is arbitrary."""
-    pinned = pinned_memory(nbytes)
-    return fresh_pages(nbytes, inherited=False) if pinned is None else pinned
-
-
 def pinned_memory(nbytes: int) -> Bytes1D | None:
     """Pinned memory from the beginning of a page; None where this Paddle has none, or no more of it."""
     place = _pinned_place()
@@ -275,4 +259,8 @@ class PaddleDevices:
         return TensorBytes(local._local_value() if local.is_dist() else local)
 
     copies = DeviceCopies
-    host_memory = staticmethod(host_memory)
+
+    def host_memory(self, nbytes: int) -> Bytes1D:
+        """See :class:`..core.device_memory.DeviceAccess`; pinned where the device has that."""
+        pinned = pinned_memory(nbytes)
+        return fresh_pages(nbytes, inherited=False) if pinned is None else pinned

@@ -13,7 +13,7 @@ import pytest
 from paddle_dist_ckpt import SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.paddle_adapter import device
-from paddle_dist_ckpt.paddle_adapter.device import DeviceCopies, TensorBytes, host_memory, pinned_memory
+from paddle_dist_ckpt.paddle_adapter.device import DeviceCopies, PaddleDevices, TensorBytes, pinned_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("cases_gpu.py")
@@ -23,7 +23,7 @@ def test_without_a_gpu_there_is_no_pinned_memory() -> None:
     if paddle.is_compiled_with_cuda():
         pytest.skip("this Paddle has pinned memory")
     assert pinned_memory(4096) is None
-    assert address_of(host_memory(5000)) % 4096 == 0
+    assert address_of(PaddleDevices().host_memory(5000)) % 4096 == 0
 
 
 def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -33,7 +33,7 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(device, "_pinned_place", lambda: "pinned")
     monkeypatch.setattr(paddle, "to_tensor", refuse)
     assert pinned_memory(4096) is None
-    assert len(host_memory(4096)) == 4096
+    assert len(PaddleDevices().host_memory(4096)) == 4096
     assert "4096 bytes of pinned memory cannot be had" in caplog.text
 
 
