@@ -1,0 +1,127 @@
+"""Reads boxes of a checkpoint's tensors in one process, without a framework."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.box import Box
+from ..core.boxes import Boxes
+from ..errors import CheckpointCorruptedError
+from ..files.datafile import read_header
+from ..files.metadata import Metadata
+from ..files.reader import Consumer, StoredEntry, read_entries, view_at
+from ..files.runs import OpenFile
+from ..planning.load_plan import WantedBoxes, plan_load
+from ..storage.base import Storage
+
+__all__ = ["BoxReader"]
+
+Array = npt.NDArray[Any]
+
+
+class BoxReader:
+    """Some boxes of a checkpoint's tensors: planned once, then read in any order, by one thread or several.
+
+    A context manager, which closes the data files. They are opened when they are first needed. Every block that is read
+    is verified.
+
+    Args:
+        storage: The folder.
+        metadata: What the checkpoint holds.
+        tensors: The place of each box's tensor in the metadata's table, ``[n]``.
+        boxes: Where each lies in its tensor.
+
+    Raises:
+        CheckpointCorruptedError: a box is not stored, or not just once.
+    """
+
+    def __init__(self, storage: Storage, metadata: Metadata, tensors: Sequence[int], boxes: Sequence[Box]) -> None:
+        self._storage, self._metadata = storage, metadata
+        table = metadata.table
+        self._tensors, self._boxes = list(tensors), list(boxes)
+        dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
+        wanted = WantedBoxes(np.array(self._tensors, np.int64), Boxes.of(self._boxes, dimensions))
+        self._plan = plan_load(table, wanted)
+        for row in self._plan.uncovered[:1].tolist():
+            key, box = metadata.key(table.paths[self._tensors[row]]), self._boxes[row]
+            raise CheckpointCorruptedError(f"{key}: the checkpoint does not hold the region {box} exactly once")
+        self._first = np.searchsorted(self._plan.wanted, np.arange(len(self._boxes) + 1)).tolist()
+        self._starts = table.data_offsets
+        self._first_blocks, self._block_counts = table.blocks(metadata.block_bytes, len(metadata.files))
+        self._opened: dict[int, OpenFile] = {}
+        self._opening = threading.Lock()
+        self._closing = ExitStack()
+
+    def __enter__(self) -> BoxReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def read(
+        self,
+        rows: Sequence[int],
+        targets: Sequence[Array],
+        threads: int = 1,
+        check: Callable[[], None] = lambda: None,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Fill arrays with some of the boxes.
+
+        Args:
+            rows: Which of the boxes.
+            targets: For each an array of its shape and of the raw items of its tensor (``DType.raw``), of any strides.
+            threads: How many threads read.
+            check: Called now and then; may raise to stop.
+            progress: Told how many bytes were read, as they are.
+
+        Raises:
+            CheckpointCorruptedError: a file is missing or damaged, or a block is not what was written.
+            OSError: reading failed.
+        """
+        wanted: dict[int, tuple[StoredEntry, list[Consumer]]] = {}
+        for row, target in zip(rows, targets, strict=True):
+            self._want(row, target, wanted)
+        read_entries(wanted.values(), self._metadata.block_bytes, threads, check, progress)
+
+    def _want(self, row: int, target: Array, wanted: dict[int, tuple[StoredEntry, list[Consumer]]]) -> None:
+        """Add to the wanted shards the parts that make up one box."""
+        plan, box = self._plan, self._boxes[row]
+        ndim = len(box.shape)
+        for overlap in range(self._first[row], self._first[row + 1]):
+            shard, like = int(plan.shard[overlap]), int(plan.like[overlap])
+            common, stored = plan.boxes.box(like, ndim), plan.stored.box(like, ndim)
+            if shard not in wanted:
+                wanted[shard] = (self._entry(shard, self._tensors[row], stored), [])
+            place = common.relative_to(box.offset).slices
+            wanted[shard][1].append(Consumer(common.relative_to(stored.offset), view_at(target, place)))
+
+    def _entry(self, shard: int, tensor: int, stored: Box) -> StoredEntry:
+        table = self._metadata.table
+        return StoredEntry(
+            file=self._file(int(table.shard_file[shard])),
+            start=int(self._starts[shard]),
+            first_block=int(self._first_blocks[shard]),
+            shape=stored.shape,
+            dtype=table.dtypes[tensor],
+            key=self._metadata.key(table.paths[tensor]),
+        )
+
+    def _file(self, number: int) -> OpenFile:
+        with self._opening:
+            if number not in self._opened:
+                info = self._metadata.files[number]
+                try:
+                    file = self._storage.open(info.name)
+                except FileNotFoundError:
+                    raise CheckpointCorruptedError(f"{self._storage.location}/{info.name} is missing") from None
+                self._closing.callback(file.close)
+                hashes, start = read_header(file, info, int(self._block_counts[number]))
+                self._opened[number] = OpenFile(f"{self._storage.location}/{info.name}", file, start, hashes)
+            return self._opened[number]

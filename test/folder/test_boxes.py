@@ -1,0 +1,119 @@
+"""Reading boxes of a checkpoint without a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import CheckpointCorruptedError, read_metadata
+from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.folder.boxes import BoxReader
+from paddle_dist_ckpt.storage import LocalStorage
+from test.jobs import CountingStorage, data_files, data_reads, make_array, save_on, split_rows
+
+ARRAYS = {
+    "columns": make_array((9, 3000), "bfloat16"),
+    "empty": make_array((0, 4)),
+    "rows": make_array((13, 700)),
+    "scalar": make_array((), "int64"),
+    "small": make_array((3,), "bool"),
+}
+BOXES = [
+    ("columns", Box((2, 10), (5, 2900))),
+    ("rows", Box((3, 0), (1, 700))),
+    ("scalar", whole(())),
+    ("empty", whole((0, 4))),
+    ("rows", whole((13, 700))),
+    ("small", Box((1,), (2,))),
+]
+
+
+def saved(folder: Path) -> None:
+    """The arrays, by three ranks: some cut along a dimension, the others whole on each."""
+    cut = {"columns": split_rows(ARRAYS["columns"], 3, dimension=1), "rows": split_rows(ARRAYS["rows"], 3)}
+    save_on([{key: cut[key][rank] if key in cut else ARRAYS[key] for key in ARRAYS} for rank in range(3)], folder)
+
+
+def reader_of(storage: LocalStorage, boxes: list[tuple[str, Box]]) -> BoxReader:
+    metadata = read_metadata(storage)
+    return BoxReader(storage, metadata, [metadata.table.index[f"/{key}"] for key, _ in boxes], [b for _, b in boxes])
+
+
+def target_of(key: str, box: Box, arrays: Mapping[str, Any] = ARRAYS) -> np.ndarray:
+    return np.zeros(box.shape, DTYPES[arrays[key].dtype.name].raw)
+
+
+def expected(key: str, box: Box) -> np.ndarray:
+    return np.ascontiguousarray(ARRAYS[key][box.slices]).view(DTYPES[ARRAYS[key].dtype.name].raw).reshape(box.shape)
+
+
+def test_boxes_of_every_kind(tmp_path: Path) -> None:
+    saved(tmp_path)
+    targets = [target_of(key, box) for key, box in BOXES]
+    with reader_of(LocalStorage(tmp_path), BOXES) as reader:
+        reader.read(range(len(BOXES)), targets)
+    for (key, box), target in zip(BOXES, targets, strict=True):
+        np.testing.assert_array_equal(target, expected(key, box), err_msg=key)
+
+
+def test_targets_with_strides(tmp_path: Path) -> None:
+    saved(tmp_path)
+    box = Box((2, 10), (5, 2900))
+    target = np.zeros((2900, 10), np.uint16)
+    with reader_of(LocalStorage(tmp_path), [("columns", box)]) as reader:
+        reader.read([0], [target.T[::2]])
+    np.testing.assert_array_equal(target.T[::2], expected("columns", box))
+    assert not target.T[1::2].any()
+
+
+def test_rows_one_by_one_on_several_threads(tmp_path: Path) -> None:
+    saved(tmp_path)
+    boxes = [("rows", Box((i, 0), (1, 700))) for i in range(13)]
+    targets = [target_of(*one) for one in boxes]
+    with reader_of(LocalStorage(tmp_path), boxes) as reader, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: reader.read([i], [targets[i]]), range(13)))
+    np.testing.assert_array_equal(np.concatenate(targets), expected("rows", whole((13, 700))))
+
+
+def test_only_the_blocks_that_hold_the_box_are_read(tmp_path: Path) -> None:
+    saved(tmp_path)
+    log: list[tuple[str, int, int]] = []
+    with reader_of(CountingStorage(tmp_path, log), [("rows", Box((0, 0), (1, 700)))]) as reader:
+        reader.read([0], [np.zeros((1, 700), "<u4")])
+    reads = data_reads(tmp_path, log)
+    assert len(reads) == 1
+    assert reads[0][2] - reads[0][1] == 4096  # one block of the 2,800 bytes that are wanted
+
+
+def test_a_damaged_block_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    metadata = read_metadata(tmp_path)
+    shard = int(metadata.table.first_shard[metadata.table.index["/rows"]])
+    path = tmp_path / metadata.files[metadata.table.shard_file[shard]].name
+    data = bytearray(path.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little") + int(metadata.table.data_offsets[shard])] ^= 1
+    path.write_bytes(data)
+    reader = reader_of(LocalStorage(tmp_path), [("rows", Box((0, 0), (1, 1)))])
+    with reader, pytest.raises(CheckpointCorruptedError, match=r"rows.*does not match"):
+        reader.read([0], [np.zeros((1, 1), "<u4")])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with reader_of(LocalStorage(tmp_path), BOXES) as reader:
+        for path in data_files(tmp_path):
+            path.unlink()
+        with pytest.raises(CheckpointCorruptedError, match="missing"):
+            reader.read([0], [target_of(*BOXES[0])])
+
+
+def test_a_region_outside_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointCorruptedError, match=r"rows.*does not hold the region \[12:14,0:700\]"):
+        reader_of(LocalStorage(tmp_path), [("rows", Box((12, 0), (2, 700)))])
