@@ -9,8 +9,8 @@ from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
 from .folder.ids import committed_ids
 from .folder.rebuild import rebuild
+from .folder.selection import Selection
 from .folder.verify import verify_checkpoint
-from .loading.merged import Selection
 from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave

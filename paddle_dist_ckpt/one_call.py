@@ -13,7 +13,7 @@ from typing import Any
 from .errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
 from .files.metadata import Metadata
 from .folder.checkpoint import Restarts, read_checkpoint
-from .loading.merged import Selection
+from .folder.selection import Selection
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import SaveReport
 from .storage import Storage, as_storage

@@ -8,9 +8,10 @@ from typing import Any
 
 from .control.ranks import Ranks
 from .files.names import MOST_IDS
+from .folder.selection import Selection
 from .loading.context import LoadContext
 from .loading.load import load
-from .loading.merged import Selection, load_merged
+from .loading.merged import load_merged
 from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import LoadReport, SaveReport

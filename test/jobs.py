@@ -19,7 +19,8 @@ from paddle_dist_ckpt.control import SoloHub
 from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.loading.merged import Selection, load_merged
+from paddle_dist_ckpt.folder.selection import Selection
+from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.reports import LoadReport, SaveReport
 from paddle_dist_ckpt.storage import LocalStorage, as_storage

@@ -13,7 +13,8 @@ from paddle_dist_ckpt import LoadOptions, read_metadata, rebuild_metadata, verif
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.datafile import EntryKind, FileLayout, FileTable, read_info
-from paddle_dist_ckpt.loading.merged import Selection, load_merged
+from paddle_dist_ckpt.folder.selection import Selection
+from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.golden.make_native import global_arrays, values

@@ -1,0 +1,77 @@
+"""Which part of a checkpoint is meant: by a prefix, by keys, by patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ..errors import CheckpointError, CheckpointNotFoundError
+from ..files.metadata import Metadata
+from ..tree.paths import Part, format_path, parse_path
+
+__all__ = ["Selection", "select"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which part of a checkpoint: see :func:`paddle_dist_ckpt.load_merged_state_dict`."""
+
+    prefix: str | None = None
+    keys: Collection[str] | None = None
+
+
+def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
+    """The paths of tensors and values that are selected, each with what is left of it without the prefix.
+
+    Raises:
+        CheckpointNotFoundError: nothing matches, or one of the keys matches nothing.
+        CheckpointError: without the prefix, two paths would be the same.
+    """
+    prefix, keys = selection.prefix, selection.keys
+    paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+    chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
+    if not chosen and (paths or prefix is not None):
+        raise CheckpointNotFoundError(
+            f"no key of checkpoint {metadata.unique_id} is below the prefix {prefix!r}; {_examples(metadata, paths)}"
+        )
+    if keys is not None:
+        matched = _matching({metadata.key(path): path for path in chosen}, keys)
+        unmatched = [pattern for pattern, found in matched.items() if not found]
+        if unmatched:
+            raise CheckpointNotFoundError(f"no key matches {unmatched}; {_examples(metadata, list(chosen))}")
+        wanted = set().union(*matched.values())
+        chosen = {path: rest for path, rest in chosen.items() if path in wanted}
+    if len(set(chosen.values())) < len(chosen):
+        raise CheckpointError(f"below the prefix {prefix!r} there are equal keys from different branches")
+    return chosen
+
+
+def _examples(metadata: Metadata, paths: Sequence[str]) -> str:
+    return "there are, for example: " + (", ".join(metadata.key(path) for path in paths[:5]) or "none")
+
+
+def _matching(paths: dict[str, str], keys: Collection[str]) -> dict[str, set[str]]:
+    """The paths whose flat key is each of the keys, or matches it as a pattern."""
+    found: dict[str, set[str]] = {}
+    for pattern in keys:
+        if pattern in paths:
+            found[pattern] = {paths[pattern]}
+        else:
+            found[pattern] = {path for key, path in paths.items() if fnmatch.fnmatchcase(key, pattern)}
+    return found
+
+
+def _without(path: str, prefix: str | None) -> str | None:
+    """What is left of a path below a prefix that is made of whole parts; None if it is not below it."""
+    if prefix is None:
+        return path
+    parts = parse_path(path)
+    for count in range(1, len(parts)):
+        if ".".join(map(_text, parts[:count])) == prefix:
+            return format_path(parts[count:])
+    return None
+
+
+def _text(part: Part) -> str:
+    return str(part if isinstance(part, (str, int)) else part.at)
