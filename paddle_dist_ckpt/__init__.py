@@ -7,6 +7,7 @@ Importing the package does not import paddle.
 """
 
 from .api import (
+    export,
     list_checkpoints,
     load_merged_state_dict,
     load_state_dict,
@@ -31,7 +32,7 @@ from .files.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, Sto
 from .manager import CheckpointManager
 from .one_call import load, save
 from .options import LoadOptions, SaveOptions
-from .reports import LoadReport, SaveReport, VerifyReport
+from .reports import ExportReport, LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import LocalStorage, Storage
 from .tree.state_dict import PerRank
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointTimeoutError",
+    "ExportReport",
     "LoadOptions",
     "LoadReport",
     "LocalStorage",
@@ -60,6 +62,7 @@ __all__ = [
     "UnsupportedValueError",
     "VerifyReport",
     "__version__",
+    "export",
     "install",
     "list_checkpoints",
     "load",

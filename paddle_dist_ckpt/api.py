@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import Any, Literal, overload
 
+from .core.dtypes import DTYPES
+from .exporting.export import FORMATS, ExportRequest
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
 from .folder.ids import committed_ids
 from .folder.rebuild import rebuild
 from .folder.selection import Selection
 from .folder.verify import verify_checkpoint
-from .options import LoadOptions, SaveOptions, checked
-from .reports import LoadReport, SaveReport, VerifyReport
+from .options import LoadOptions, SaveOptions, as_integer, checked
+from .reports import ExportReport, LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_storage
-from .wiring import checked_id, connected, load_whole, load_with, paddles, save_with
+from .wiring import checked_id, connected, export_with, load_whole, load_with, members, paddles, save_with
 
 __all__ = [
+    "export",
     "list_checkpoints",
     "load_merged_state_dict",
     "load_state_dict",
@@ -173,10 +177,81 @@ def load_merged_state_dict(
     options = checked("options", options, LoadOptions) or LoadOptions()
     unique_id = checked_id(unique_id)
     checked("prefix", prefix, str)
+    return load_whole(
+        path, unique_id, Selection(prefix, _checked_keys(keys)), flat, options, place="cpu" if offload else None
+    )
+
+
+def export(
+    path: Any,
+    out: str | os.PathLike[str],
+    format: str = "safetensors",
+    *,
+    unique_id: int | None = None,
+    prefix: str | None = None,
+    keys: str | Collection[str] | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    process_group: Any = None,
+    options: LoadOptions | None = None,
+) -> ExportReport:
+    """Write the whole tensors of a checkpoint in a format that others read. Values are left out, and reported.
+
+    The bytes are streamed, in memory of a few windows of 16 MiB. In a job, all ranks of the group call it, and each
+    writes some of the files. ``out`` appears whole or not at all. Needs Paddle only in a job of several ranks.
+
+    Args:
+        path: The checkpoint's folder: a str, a PathLike, or a :class:`Storage`.
+        out: The folder to make; it must not exist, or be empty. In a job, one that all ranks see.
+        format: ``"safetensors"``: as Hugging Face lays it out, ``model.safetensors``, or several files with an index.
+        unique_id: Which checkpoint; None for the newest.
+        prefix: Export what is below these whole parts of the path, joined by dots; names are without them.
+        keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
+        dtype: Convert floating-point tensors to this type, such as ``"bfloat16"``; None leaves all bits as they are.
+        max_shard_bytes: The most bytes of tensors in a file, if there are several. A larger tensor has its own.
+        process_group: The Paddle group whose ranks export together; None for the default group.
+        options: ``timeout``, ``no_dist`` and ``progress`` are used.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
+        CheckpointCorruptedError: stored bytes are not what was written.
+        UnsupportedValueError: the format cannot hold something; or, with ``dtype``, a finite value.
+        TypeError, ValueError: an argument is not what it should be, or ``out`` is there already.
+        RankFailureError, CheckpointTimeoutError: another rank failed, or fell silent.
+        OSError: this process, alone, could not read or write. Whatever is raised, there is no ``out``.
+
+    Example:
+        >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP
+    """
+    options = checked("options", options, LoadOptions) or LoadOptions()
+    checked("prefix", prefix, str)
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
+    if checked("dtype", dtype, str) is not None and (dtype not in DTYPES or DTYPES[dtype].category != "float"):
+        raise ValueError(f"dtype must be None or a floating-point type, not {dtype!r}")
+    if (as_integer(max_shard_bytes) or 0) < 1:
+        raise ValueError(f"max_shard_bytes must be a number of bytes above 0, not {max_shard_bytes!r}")
+    wanted = _checked_keys(keys)
+    request = ExportRequest(
+        out=os.path.abspath(os.fspath(out)),
+        format=format,
+        unique_id=checked_id(unique_id),
+        prefix=prefix,
+        keys=None if wanted is None else list(wanted),
+        dtype=dtype,
+        max_shard_bytes=int(max_shard_bytes),
+    )
+    return export_with(members(process_group, options), path, request, options)
+
+
+def _checked_keys(keys: str | Collection[str] | None) -> Collection[str] | None:
     wanted = [keys] if isinstance(keys, str) else keys
     if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
         raise TypeError(f"keys must be a str or several, not {keys!r}")
-    return load_whole(path, unique_id, Selection(prefix, wanted), flat, options, place="cpu" if offload else None)
+    return wanted
 
 
 def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:

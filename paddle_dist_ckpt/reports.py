@@ -1,4 +1,4 @@
-"""What save, load and verify report."""
+"""What save, load, verify and export report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["LoadReport", "SaveReport", "Stopwatch", "VerifyReport"]
+__all__ = ["ExportReport", "LoadReport", "SaveReport", "Stopwatch", "VerifyReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,29 @@ class VerifyReport:
     problems: tuple[str, ...]
     files: int
     total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export did. Equal on all ranks but for ``seconds``.
+
+    Attributes:
+        path: What was made.
+        format: In which format.
+        files: Names of its files.
+        tensors: How many tensors they hold.
+        total_bytes: Bytes of all files.
+        left_out: Flat keys of values, for which the format has no place.
+        seconds: Seconds per phase on this rank: ``plan`` and ``write``.
+    """
+
+    path: str
+    format: str
+    files: tuple[str, ...]
+    tensors: int
+    total_bytes: int
+    left_out: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -1,12 +1,15 @@
-"""Puts the parts together for one save or load: the ranks that take part, the folder, the framework's tensors."""
+"""Puts the parts together for one save, load or export: who takes part, the folder, the framework's tensors."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from .control.ranks import Ranks
+from .exporting.export import ExportRequest, export_checkpoint
 from .files.names import MOST_IDS
 from .folder.selection import Selection
 from .loading.context import LoadContext
@@ -14,7 +17,7 @@ from .loading.load import load
 from .loading.merged import load_merged
 from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer
-from .reports import LoadReport, SaveReport
+from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.context import SaveContext
 from .saving.save import After, save, save_in_background
@@ -22,7 +25,17 @@ from .saving.save_memory import SaveMemory
 from .storage import as_storage
 from .tree.state_dict import Adapter
 
-__all__ = ["Find", "checked_id", "connected", "load_whole", "load_with", "paddles", "save_with"]
+__all__ = [
+    "Find",
+    "checked_id",
+    "connected",
+    "export_with",
+    "load_whole",
+    "load_with",
+    "members",
+    "paddles",
+    "save_with",
+]
 
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
@@ -118,6 +131,19 @@ def load_whole(
 
     adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
     return load_merged(as_storage(path), adapter, unique_id, selection, flat, options, threads)
+
+
+def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
+    """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
+    with ranks.hub.session("export", options.timeout) as session:
+        return export_checkpoint(session, as_storage(path), request, options.progress)
+
+
+def members(process_group: Any, options: LoadOptions) -> Ranks:
+    """The ranks of a Paddle group; this process alone, without Paddle, if it was not launched as one of several."""
+    if process_group is None and "paddle" not in sys.modules and os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1":
+        return Ranks.alone()
+    return connected(process_group, 0, options)
 
 
 def checked_id(unique_id: int | None) -> int | None:

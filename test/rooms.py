@@ -26,10 +26,11 @@ _SAYS = {
     "en": {
         "api, one_call, drop_in": "what users call",
         "manager": "which steps to save, keep and restore",
-        "wiring": "puts one save or load together",
+        "wiring": "puts a save, load or export together",
         "paddle_adapter": "the only one that imports Paddle",
         "saving": "a save, from description to commit",
         "loading": "a load, from answer to restore",
+        "exporting": "what others read",
         "folder": "ids, leases, commit, verify, rebuild",
         "files": "the format: metadata and data files",
         "control": "ranks talking: rounds, deadlines",
@@ -42,10 +43,11 @@ _SAYS = {
     "cn": {
         "api, one_call, drop_in": "用户调用的函数",
         "manager": "保存、保留、恢复哪些 step",
-        "wiring": "组装一次保存或加载",
+        "wiring": "组装一次保存、加载或导出",
         "paddle_adapter": "唯一导入 Paddle 的部分",
         "saving": "保存：从描述到提交",
         "loading": "加载：从应答到恢复",
+        "exporting": "供其他框架读取的格式",
         "folder": "id、租约、提交、校验、重建",
         "files": "文件格式：元数据与数据文件",
         "control": "rank 间通信：轮次与时限",
@@ -57,7 +59,16 @@ _SAYS = {
     },
 }
 # Where a room does not stand in the middle: at which of four columns, from the left.
-_COLUMNS = {"control": 0, "paddle_adapter": 3, "loading": 1, "saving": 2, "planning": 1, "storage": 2, "tree": 3}
+_COLUMNS = {
+    "control": 0,
+    "paddle_adapter": 3,
+    "loading": 1,
+    "saving": 2,
+    "exporting": 3,
+    "planning": 1,
+    "storage": 2,
+    "tree": 3,
+}
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 236, 50, 34, 46, 16
 
 

@@ -16,7 +16,7 @@ _TREE = _BASE | {"core"}
 _FILES = _TREE | {"tree", "storage", "planning"}
 _FOLDER = _FILES | {"files", "reports"}
 _LANES = _FOLDER | {"folder", "control", "version"}  # a save and a load: neither imports the other
-_WIRING = _LANES | {"saving", "loading", "paddle_adapter"}
+_WIRING = _LANES | {"saving", "loading", "exporting", "paddle_adapter"}
 _CALLS = _WIRING | {"wiring"}
 _ABOVE = _CALLS | {"api", "drop_in", "manager", "one_call"}
 # What each part may import beside itself.
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "folder": _FOLDER,
     "saving": _LANES,
     "loading": _LANES,
+    "exporting": _LANES,
     "wiring": _WIRING,
     "api": _CALLS,
     "manager": _CALLS,

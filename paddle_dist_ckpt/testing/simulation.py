@@ -37,7 +37,7 @@ class SimulatedRank:
     ) -> SaveReport:
         """Save together with the other ranks."""
         options = options or SaveOptions(timeout=60)
-        report = save_with(self._ranks(), _found(state_dict), path, unique_id, False, options)
+        report = save_with(self.connection, _found(state_dict), path, unique_id, False, options)
         assert isinstance(report, SaveReport)
         return report
 
@@ -46,7 +46,7 @@ class SimulatedRank:
     ) -> AsyncSave:
         """Save together with the other ranks; return when the snapshot is taken."""
         options = options or SaveOptions(timeout=60)
-        pending = save_with(self._ranks(), _found(state_dict), path, unique_id, True, options)
+        pending = save_with(self.connection, _found(state_dict), path, unique_id, True, options)
         assert isinstance(pending, AsyncSave)
         return pending
 
@@ -55,9 +55,11 @@ class SimulatedRank:
     ) -> LoadReport:
         """Load together with the other ranks."""
         options = options or LoadOptions(timeout=60)
-        return load_with(self._ranks(), _found(state_dict), path, unique_id, options)
+        return load_with(self.connection, _found(state_dict), path, unique_id, options)
 
-    def _ranks(self) -> Ranks:
+    @property
+    def connection(self) -> Ranks:
+        """How it talks to the other ranks."""
         return Ranks(self.rank, self.hub, self.transport, self.transport, {"save": self.memory})
 
 

@@ -1,0 +1,169 @@
+"""What goes where in the files of an export: pure planning, the same on every rank."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..core.box import Box, cut_flat_range
+from ..core.dtypes import DType
+
+__all__ = [
+    "WINDOW_BYTES",
+    "ExportFile",
+    "ExportTensor",
+    "ExportWindow",
+    "Piece",
+    "cut_in_windows",
+    "divide_files",
+    "fill_files",
+]
+
+WINDOW_BYTES = 16 << 20  # large beside the blocks at its edges, which are read twice
+_PAGE = 4096  # windows start at pages, if they can, so that they can be written past the page cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportTensor:
+    """A whole tensor of a checkpoint, as it is written to a file.
+
+    Attributes:
+        row: Its place in the checkpoint's table.
+        key: What it is called in the file.
+        shape: Its shape.
+        stored: Its element type in the checkpoint.
+        dtype: Its element type in the file.
+    """
+
+    row: int
+    key: str
+    shape: tuple[int, ...]
+    stored: DType
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportFile:
+    """A file: bytes that are known from the start, and tensors between them, one behind the other.
+
+    Attributes:
+        name: Its name in the folder.
+        parts: What it is made of, in order: bytes, or a tensor as contiguous items in row-major order.
+    """
+
+    name: str
+    parts: Sequence[bytes | ExportTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(part.nbytes if isinstance(part, ExportTensor) else len(part) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a tensor that stands at one stretch of bytes of a window.
+
+    Attributes:
+        start: Where, counted from the window's first byte.
+        tensor: The tensor.
+        box: Which part of it.
+    """
+
+    start: int
+    tensor: ExportTensor
+    box: Box
+
+    @property
+    def stop(self) -> int:
+        """Where its bytes end."""
+        return self.start + self.box.size * self.tensor.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportWindow:
+    """Consecutive bytes of a file.
+
+    Attributes:
+        start: The number of its first byte in the file.
+        nbytes: How many there are.
+        known: Bytes that are known, with where they start in the window.
+        pieces: Parts of tensors.
+    """
+
+    start: int
+    nbytes: int
+    known: list[tuple[int, bytes]]
+    pieces: list[Piece]
+
+
+def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES) -> list[ExportWindow]:
+    """A file as windows of at most ``most`` bytes, in order. No item of a tensor is cut in two.
+
+    Args:
+        file: The file.
+        most: A multiple of a page, and more than an item has.
+    """
+    windows = [ExportWindow(0, 0, [], [])]
+    at, limit = 0, most
+    for part in file.parts:
+        size, item = (part.nbytes, part.dtype.itemsize) if isinstance(part, ExportTensor) else (len(part), 1)
+        done = 0
+        while done < size:
+            take = min(size - done, limit - at) // item * item
+            if not take:
+                windows.append(ExportWindow(at, 0, [], []))
+                limit = (at + most) // _PAGE * _PAGE
+                limit = limit if limit - at >= item else at + most
+                continue
+            windows[-1] = _with(windows[-1], part, range(done, done + take))
+            done, at = done + take, at + take
+    return windows if at else []
+
+
+def _with(window: ExportWindow, part: bytes | ExportTensor, span: range) -> ExportWindow:
+    """A window with some more bytes behind those that it has: a span of the bytes of a part."""
+    start = window.nbytes
+    if isinstance(part, ExportTensor):
+        item = part.dtype.itemsize
+        for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
+            window.pieces.append(Piece(start, part, box))
+            start = window.pieces[-1].stop
+    else:
+        window.known.append((start, part[span.start : span.stop]))
+    return replace(window, nbytes=window.nbytes + len(span))
+
+
+def fill_files(tensors: Sequence[ExportTensor], most: int) -> list[list[ExportTensor]]:
+    """Tensors, in their order, in groups of at most ``most`` bytes; one that is larger is a group of its own.
+
+    Returns:
+        The groups; one, which is empty, if there are no tensors.
+    """
+    groups: list[list[ExportTensor]] = [[]]
+    left = most
+    for tensor in tensors:
+        if tensor.nbytes > left and groups[-1]:
+            groups.append([])
+            left = most
+        groups[-1].append(tensor)
+        left -= tensor.nbytes
+    return groups
+
+
+def divide_files(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which files each of so many ranks writes: the largest first, each to the one that has the fewest bytes so far."""
+    heap = [(0, rank) for rank in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for file in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, rank = heapq.heappop(heap)
+        shares[rank].append(file)
+        heapq.heappush(heap, (load + sizes[file], rank))
+    return [sorted(share) for share in shares]

@@ -1,0 +1,1 @@
+"""Exports, without Paddle where it is not needed."""

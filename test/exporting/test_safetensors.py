@@ -1,0 +1,215 @@
+"""Exports that the safetensors library reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
+    CheckpointNotFoundError,
+    ExportReport,
+    LoadOptions,
+    UnsupportedValueError,
+    export,
+)
+from paddle_dist_ckpt.exporting.export import ExportRequest
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
+from paddle_dist_ckpt.wiring import export_with
+from test.jobs import all_ok, data_files, errors_of, files_in, make_array, same_bits, save_on, split_rows
+
+CODES = {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
+ARRAYS = {
+    "bf16": make_array((40, 70), "bfloat16"),
+    "flag": make_array((5,), "bool"),
+    "fp8": make_array((33,), "float8_e4m3fn"),
+    "large": make_array((700, 9000)),  # 25 MB: several windows
+    "none": make_array((0, 3), "int16"),
+    "scalar": make_array((), "int64"),
+    "wide": make_array((7, 5), "complex64"),
+}
+
+
+def saved(folder: Path, arrays: Mapping[str, np.ndarray] = ARRAYS, **values: Any) -> None:
+    """The arrays and values, nested in ``model`` and ``extra``, by two ranks; what has rows is cut."""
+    states = []
+    for rank in range(2):
+        model = {
+            key: split_rows(array, 2)[rank] if array.ndim and len(array) > 1 else array for key, array in arrays.items()
+        }
+        states.append({"model": model, "extra": values})
+    save_on(states, folder)
+
+
+def opened(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor that the safetensors library finds, checked against the index if there is one."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as file:  # refuses gaps, overlaps, and what is behind the last tensor
+            names = list(file.keys())
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        assert sorted(set(header) - {"__metadata__"}) == sorted(names)
+        for name in names:
+            entry = header[name]
+            start, stop = entry["data_offsets"]
+            kind = CODES.get(entry["dtype"])
+            if kind is None:
+                with safe_open(path, "numpy") as file:
+                    found[name] = file.get_tensor(name)
+            else:  # which the library cannot give to numpy
+                raw = data[8 + length + start : 8 + length + stop]
+                found[name] = np.frombuffer(raw, kind).reshape(entry["shape"])
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        assert set(content["weight_map"]) == set(found)
+        assert content["metadata"]["total_size"] == sum(array.nbytes for array in found.values())
+        for name, file_name in content["weight_map"].items():
+            with safe_open(folder / file_name, "numpy") as file:
+                assert name in file.keys()  # noqa: SIM118
+    return found
+
+
+def check(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    found = opened(folder)
+    assert set(found) == set(arrays)
+    for key, array in arrays.items():
+        assert same_bits(found[key], array), key
+
+
+def test_one_file(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", step=3)
+    report = export(tmp_path / "ckpt", tmp_path / "out")
+    check(tmp_path / "out", {f"model.{key}": array for key, array in ARRAYS.items()})
+    assert report == ExportReport(
+        str(tmp_path / "out"),
+        "safetensors",
+        ("model.safetensors",),
+        len(ARRAYS),
+        sum(len(data) for data in files_in(tmp_path / "out").values()),
+        ("extra.step",),
+        report.seconds,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
+
+
+def test_several_files_with_an_index(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt")
+    report = export(tmp_path / "ckpt", tmp_path / "out", prefix="model", max_shard_bytes=3000)
+    check(tmp_path / "out", ARRAYS)
+    assert len(report.files) > 3
+    assert report.files[0] == f"model-00001-of-{len(report.files) - 1:05}.safetensors"
+    assert report.files[-1] == "model.safetensors.index.json"
+
+
+def test_some_keys(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "out", prefix="model", keys=["model.f*", "model.scalar"])
+    check(tmp_path / "out", {key: ARRAYS[key] for key in ("flag", "fp8", "scalar")})
+
+
+def test_floats_are_converted_and_nothing_else(tmp_path: Path) -> None:
+    arrays = {"a": np.linspace(-3, 3, 5000, dtype=np.float32).reshape(50, 100), "b": make_array((7,), "int32")}
+    saved(tmp_path / "ckpt", arrays)
+    export(tmp_path / "ckpt", tmp_path / "out", prefix="model", dtype="bfloat16")
+    check(tmp_path / "out", {"a": arrays["a"].astype(ml_dtypes.bfloat16), "b": arrays["b"]})
+
+
+def test_a_value_that_the_type_cannot_hold(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", {"a": np.array([1.0, 1e6], np.float32)})
+    with pytest.raises(UnsupportedValueError, match=r"model\.a.*float16"):
+        export(tmp_path / "ckpt", tmp_path / "out", dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_what_the_format_cannot_hold(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", {"z": make_array((3,), "complex128")})
+    with pytest.raises(UnsupportedValueError, match=r"model\.z.*complex128"):
+        export(tmp_path / "ckpt", tmp_path / "out")
+    saved(tmp_path / "other", {"__metadata__": make_array((3,))}, step=1)
+    with pytest.raises(UnsupportedValueError, match="__metadata__"):
+        export(tmp_path / "other", tmp_path / "out", prefix="model")
+    with pytest.raises(UnsupportedValueError, match=r"extra\.step"):
+        export(tmp_path / "other", tmp_path / "out", keys="extra.step")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "other"]
+
+
+def test_a_place_that_is_taken(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt")
+    (tmp_path / "out").mkdir()
+    export(tmp_path / "ckpt", tmp_path / "out", keys="*.flag")  # an empty folder is filled
+    before = files_in(tmp_path / "out")
+    for place in ("out", "ckpt", "out/model.safetensors"):
+        with pytest.raises(ValueError, match="is there already"):
+            export(tmp_path / "ckpt", tmp_path / place)
+    assert files_in(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"format": "onnx"}, ValueError),
+        ({"dtype": "int8"}, ValueError),
+        ({"dtype": "half"}, ValueError),
+        ({"dtype": 16}, TypeError),
+        ({"max_shard_bytes": 0}, ValueError),
+        ({"max_shard_bytes": 1.5}, ValueError),
+        ({"keys": 3}, TypeError),
+        ({"prefix": 3}, TypeError),
+        ({"keys": "no such key"}, CheckpointNotFoundError),
+        ({"unique_id": 7}, CheckpointNotFoundError),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], error: type[Exception]) -> None:
+    saved(tmp_path / "ckpt", {"a": make_array((3,))})
+    with pytest.raises(error):
+        export(tmp_path / "ckpt", tmp_path / "out", **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_damaged_block_is_found_and_nothing_is_left(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt")
+    path = data_files(tmp_path / "ckpt")[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointCorruptedError, match="does not match"):
+        export(tmp_path / "ckpt", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def request(out: Path, **changes: Any) -> ExportRequest:
+    settings = {"format": "safetensors", "unique_id": None, "prefix": "model", "keys": None, "dtype": None}
+    return ExportRequest(out=str(out), **{**settings, "max_shard_bytes": 3000, **changes})
+
+
+def test_ranks_share_the_files(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt")
+
+    def work(rank: SimulatedRank) -> ExportReport:
+        return export_with(rank.connection, tmp_path / "ckpt", request(tmp_path / "out"), LoadOptions(timeout=60))
+
+    reports = all_ok(run_ranks(3, work))
+    check(tmp_path / "out", ARRAYS)
+    assert len({report.files for report in reports}) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
+
+
+def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt")
+
+    def work(rank: SimulatedRank) -> ExportReport:
+        wanted = request(tmp_path / "out", dtype="float16" if rank.rank == 1 else None)
+        return export_with(rank.connection, tmp_path / "ckpt", wanted, LoadOptions(timeout=60))
+
+    errors_of(run_ranks(2, work), ValueError)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
