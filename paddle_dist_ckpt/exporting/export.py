@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,7 @@ from ..reports import ExportReport, Stopwatch
 from ..storage import LocalStorage
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
+from .paddle_files import plan_paddle, plan_pdparams
 from .plan import ExportFile, ExportTensor, divide_files
 from .safetensors import plan_safetensors
 from .stream import write_files
@@ -41,16 +43,38 @@ from .stream import write_files
 __all__ = ["FORMATS", "ExportRequest", "export_checkpoint"]
 
 _TOKEN = ".token"
-Planner = Callable[[Sequence[ExportTensor], int], list[ExportFile]]
-FORMATS: Mapping[str, Planner] = {"safetensors": plan_safetensors}
-"""How the files of each format are planned: of which tensors, and the most bytes of tensors in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFormat:
+    """A format to export to.
+
+    Attributes:
+        plan: Plans the files: of tensors, values (path and value), the most bytes of tensors in a file, and the name
+            of what is made.
+        holds_values: Whether it has a place for values.
+        is_file: Whether what is made is one file, and not a folder.
+    """
+
+    plan: Callable[[Sequence[ExportTensor], Sequence[tuple[str, Any]], int, str], list[ExportFile]]
+    holds_values: bool = False
+    is_file: bool = False
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "safetensors": ExportFormat(lambda tensors, values, most, name: plan_safetensors(tensors, most)),
+    "paddle": ExportFormat(lambda tensors, values, most, name: plan_paddle(tensors, most)),
+    "pdparams": ExportFormat(
+        lambda tensors, values, most, name: plan_pdparams(tensors, values, name), holds_values=True, is_file=True
+    ),
+}
 
 
 class ExportRequest(msgspec.Struct, frozen=True):
     """What is to be exported; the same on all ranks.
 
     Attributes:
-        out: The folder that is to be made, as an absolute path.
+        out: The folder that is to be made, or the file, as an absolute path.
         format: One of :data:`FORMATS`.
         unique_id: Which checkpoint; None for the newest.
         prefix: See :func:`paddle_dist_ckpt.export`, as for the others.
@@ -151,8 +175,7 @@ class _Coordinator:
                 raise ValueError(f"rank {rank} and rank {self._session.coordinator} ask for different exports")
         self._request = decode(ours, ExportRequest)
         out = Path(self._request.out)
-        if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-            raise ValueError(f"{out} is there already; an export makes a new folder, or fills an empty one")
+        _check_free(out, FORMATS[self._request.format].is_file)
         self._plan = _plan(self._source, self._request, None)
         out.parent.mkdir(parents=True, exist_ok=True)
         token = secrets.token_hex(8)
@@ -174,8 +197,11 @@ class _Coordinator:
         storage.delete(_TOKEN)
         storage.sync()
         # IMPORTANT: whoever sees it sees all of it, durable. Fails if somebody else has made it meanwhile.
-        os.rename(self._hidden, self._request.out)
-        self._hidden = None
+        if FORMATS[self._request.format].is_file:
+            os.link(self._hidden / self._plan.files[0].name, self._request.out)
+        else:
+            os.rename(self._hidden, self._request.out)
+            self._hidden = None
         LocalStorage(Path(self._request.out).parent).sync()
         return dict.fromkeys(messages, encode(DoneAnswer()))
 
@@ -183,6 +209,16 @@ class _Coordinator:
         """Remove the hidden folder, if it still is one."""
         if self._hidden is not None:
             shutil.rmtree(self._hidden, ignore_errors=True)
+
+
+def _check_free(out: Path, is_file: bool) -> None:
+    """Refuse to replace anything but an empty folder, by a folder.
+
+    Raises:
+        ValueError: there is something.
+    """
+    if out.is_symlink() or (out.exists() and (is_file or not out.is_dir() or any(out.iterdir()))):
+        raise ValueError(f"{out} is there already; an export makes a new file or folder, or fills an empty folder")
 
 
 def _plan(source: Storage, request: ExportRequest, expected: BeginAnswer | None) -> _Plan:
@@ -196,24 +232,34 @@ def _plan(source: Storage, request: ExportRequest, expected: BeginAnswer | None)
         raise CheckpointError(f"checkpoint {metadata.unique_id} in {source.location} was replaced during its export")
     paths = select(metadata, Selection(request.prefix, request.keys))
     keys = dict(zip(paths, flat_keys(list(paths.values())), strict=True))
-    table = metadata.table
+    target, table = FORMATS[request.format], metadata.table
     wanted = dtype_named(request.dtype) if request.dtype is not None else None
-    tensors, left_out = [], []
+    tensors, values = [], []
     for path, key in keys.items():
         row = table.index.get(path)
         if row is None or table.kinds[row] == Kind.VALUE:
-            left_out.append(key)
+            values.append(path)
             continue
         stored = table.dtypes[row]
         dtype = wanted if wanted is not None and stored.category == "float" else stored
-        tensors.append(ExportTensor(row, key, table.layouts[table.layout_of[row]].shape, stored, dtype))
+        shape, is_array = table.layouts[table.layout_of[row]].shape, table.kinds[row] == Kind.ARRAY
+        tensors.append(ExportTensor(row, paths[path], key, shape, stored, dtype, table.names[row], bool(is_array)))
+    left_out = [] if target.holds_values else [keys[path] for path in values]
     named = [key for key in left_out if request.keys is not None and key in request.keys]
     if named:
         raise UnsupportedValueError(f"{', '.join(named[:5])}: no tensor, so the format has no place for it")
-    files = FORMATS[request.format](tensors, request.max_shard_bytes)
+    held = [(paths[path], _value_of(metadata, path)) for path in values] if target.holds_values else []
+    files = target.plan(tensors, held, request.max_shard_bytes, Path(request.out).name)
     used = {part.row for file in files for part in file.parts if isinstance(part, ExportTensor)}
     check_sizes(source, metadata, sorted(set(table.select(sorted(used))[0].shard_file.tolist())))
     return _Plan(metadata, files, left_out)
+
+
+def _value_of(metadata: Metadata, path: str) -> Any:
+    key = metadata.key(path)
+    if key not in metadata.values:
+        raise UnsupportedValueError(f"{key}: a value of more than 4 KiB cannot be exported")
+    return metadata.values[key]
 
 
 def _write_share(

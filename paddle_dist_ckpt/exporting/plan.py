@@ -31,17 +31,23 @@ class ExportTensor:
 
     Attributes:
         row: Its place in the checkpoint's table.
-        key: What it is called in the file.
+        path: Its path in the nested state_dict that is exported.
+        key: Its flat key there.
         shape: Its shape.
         stored: Its element type in the checkpoint.
         dtype: Its element type in the file.
+        name: The framework's variable name, if it is known.
+        is_array: Whether it was a numpy array rather than a tensor.
     """
 
     row: int
+    path: str
     key: str
     shape: tuple[int, ...]
     stored: DType
     dtype: DType
+    name: str | None = None
+    is_array: bool = False
 
     @property
     def nbytes(self) -> int:

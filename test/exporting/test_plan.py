@@ -19,7 +19,7 @@ from test.strategies import examples, shapes
 
 
 def tensor(nbytes: int, key: str = "t") -> ExportTensor:
-    return ExportTensor(0, key, (nbytes,), DTYPES["uint8"], DTYPES["uint8"])
+    return ExportTensor(0, f"/{key}", key, (nbytes,), DTYPES["uint8"], DTYPES["uint8"])
 
 
 @st.composite
@@ -30,7 +30,7 @@ def files(draw: st.DrawFn) -> ExportFile:
             parts.append(bytes(range(draw(st.integers(0, 200)))))
         else:
             dtype = DTYPES[draw(st.sampled_from(["uint8", "bfloat16", "float32", "complex128"]))]
-            parts.append(ExportTensor(i, str(i), draw(shapes(most=20)), dtype, dtype))
+            parts.append(ExportTensor(i, f"/{i}", str(i), draw(shapes(most=20)), dtype, dtype))
     return ExportFile("file", parts)
 
 

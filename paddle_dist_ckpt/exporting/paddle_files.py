@@ -1,0 +1,93 @@
+"""Checkpoints as Paddle itself writes them: ``dist.save_state_dict`` of 3.3, and ``paddle.save``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UnsupportedValueError
+from ..tree.paths import parse_path
+from ..tree.state_dict import build_tree
+from .pickles import Instance, pickled
+from .plan import ExportFile, ExportTensor, fill_files
+
+__all__ = ["plan_paddle", "plan_pdparams"]
+
+_MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
+_NAMES = "StructuredToParameterName@@"  # where data files keep the variables' names
+
+
+def plan_paddle(tensors: Sequence[ExportTensor], most: int) -> list[ExportFile]:
+    """Data files of whole tensors, as if each were of one rank, and last the metadata.
+
+    Raises:
+        UnsupportedValueError: the format has no such element type, or a tensor's path has more than str keys.
+    """
+    groups = fill_files(tensors, most)
+    names = [f"{rank}_0.distcp" for rank in range(len(groups))]
+    pairs = [(tensor, name) for name, group in zip(names, groups, strict=True) for tensor in group]
+    metadata = Instance(
+        _MODULE,
+        "Metadata",
+        {
+            "state_dict_metadata": {tensor.key: [_local_metadata(tensor)] for tensor, _ in pairs},
+            "storage_metadata": {_index(tensor): name for tensor, name in pairs},
+            "flat_mapping": {tensor.key: _parts_of(tensor) for tensor, _ in pairs},
+        },
+    )
+    files = [ExportFile(name, pickled(_named(group))) for name, group in zip(names, groups, strict=True)]
+    return [*files, ExportFile("0.metadata", pickled(metadata))]
+
+
+def _named(tensors: Sequence[ExportTensor]) -> dict[str, Any]:
+    """The content of a data file."""
+    names = {tensor.key: tensor.name for tensor in tensors if tensor.name is not None}
+    return {**{tensor.key: tensor for tensor in tensors}, _NAMES: names}
+
+
+def _local_metadata(tensor: ExportTensor) -> Instance:
+    state = {
+        "global_offset": (0,) * len(tensor.shape),
+        "local_shape": tensor.shape,
+        "dtype": tensor.dtype.name,
+        "global_shape": tensor.shape,
+        "is_flattened": False,
+        "flattened_range": None,
+    }
+    return Instance(_MODULE, "LocalTensorMetadata", state)
+
+
+def _index(tensor: ExportTensor) -> Instance:
+    state = {
+        "tensor_key": tensor.key,
+        "global_offset": (0,) * len(tensor.shape),
+        "is_flattened": False,
+        "flattened_range": None,
+        "replica_id": None,
+        "local_shape": tensor.shape,
+    }
+    return Instance(_MODULE, "LocalTensorIndex", state)
+
+
+def _parts_of(tensor: ExportTensor) -> tuple[str, ...]:
+    parts = parse_path(tensor.path)
+    names = tuple(part for part in parts if isinstance(part, str))
+    if len(names) < len(parts):
+        raise UnsupportedValueError(f"{tensor.key}: Paddle's checkpoints have dicts with str keys only")
+    return names
+
+
+def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, Any]], name: str) -> list[ExportFile]:
+    """One file with the nested state_dict, which ``paddle.load`` reads.
+
+    Args:
+        tensors: What to write.
+        values: Path and value of what is no tensor.
+        name: The file's name.
+
+    Raises:
+        UnsupportedValueError: the format has no such element type, or a value is no plain one.
+    """
+    # As Paddle does it: of a file with a pair of name and array, the pairs become tensors and other arrays stay arrays.
+    leaves = [(tensor.path, tensor if tensor.is_array else (tensor.name or tensor.key, tensor)) for tensor in tensors]
+    return [ExportFile(name, pickled(build_tree([*leaves, *values])))]

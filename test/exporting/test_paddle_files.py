@@ -1,0 +1,127 @@
+"""Exports that Paddle's own functions read: their pickles, looked at with Python's pickle."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import PerRank, UnsupportedValueError, export
+from test.jobs import alike, make_array, same_bits, save_alone, save_on, split_rows
+
+MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
+
+
+class Record:
+    """Stands for Paddle's classes: whatever attributes the pickle gives it."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((name, repr(value)) for name, value in vars(self).items())))
+
+
+@pytest.fixture
+def paddle_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of Paddle's names, for a pickle to find its classes in."""
+    module: Any = types.ModuleType(MODULE)
+    for name in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex"):
+        setattr(module, name, type(name, (Record,), {}))
+    monkeypatch.setitem(sys.modules, MODULE, module)
+
+
+ARRAYS = {
+    "weight": make_array((60, 70)),
+    "half": make_array((9, 4), "bfloat16"),
+    "flag": make_array((5,), "bool"),
+    "scalar": make_array((), "int64"),
+    "none": make_array((0, 3), "int16"),
+    "wide": make_array((3,), "complex128"),
+}
+
+
+def as_paddle_keeps_it(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def saved(folder: Path) -> None:
+    states = [
+        {
+            "model": {
+                key: split_rows(array, 2)[rank] if array.ndim and len(array) > 1 else array
+                for key, array in ARRAYS.items()
+            },
+            "step": 7,
+        }
+        for rank in range(2)
+    ]
+    save_on(states, folder)
+
+
+@pytest.mark.usefixtures("paddle_classes")
+def test_a_distributed_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt")
+    report = export(tmp_path / "ckpt", tmp_path / "out", format="paddle", max_shard_bytes=1000)
+    assert report.left_out == ("step",)
+    assert report.files[-1] == "0.metadata"
+    assert len(report.files) > 2
+    metadata = pickle.loads((tmp_path / "out" / "0.metadata").read_bytes())
+    files = {name: pickle.loads((tmp_path / "out" / name).read_bytes()) for name in report.files[:-1]}
+    assert list(files) == [f"{rank}_0.distcp" for rank in range(len(files))]
+    places = {index.tensor_key: name for index, name in metadata.storage_metadata.items()}
+    assert set(places) == {f"model.{key}" for key in ARRAYS}
+    for key, array in ARRAYS.items():
+        stored = files[places[f"model.{key}"]][f"model.{key}"]
+        assert same_bits(stored, as_paddle_keeps_it(array)), key
+        assert stored.flags.c_contiguous
+        (local,) = metadata.state_dict_metadata[f"model.{key}"]
+        assert (local.global_offset, local.local_shape, local.global_shape) == (
+            (0,) * array.ndim,
+            array.shape,
+            array.shape,
+        )
+        assert local.dtype == array.dtype.name
+        assert metadata.flat_mapping[f"model.{key}"] == ("model", key)
+
+
+def test_a_file_of_a_nested_state_dict(tmp_path: Path) -> None:
+    extra = {"name": "x", "list": [1, (2.5, None)], "raw": b"\x00\xff", "deep": {3: True}}
+    save_alone({"model": dict(ARRAYS), "extra": extra}, tmp_path / "ckpt")
+    report = export(tmp_path / "ckpt", tmp_path / "all.pdparams", format="pdparams")
+    assert report.files == ("all.pdparams",)
+    found = pickle.loads((tmp_path / "all.pdparams").read_bytes())
+    assert alike(found["extra"], extra)
+    assert set(found["model"]) == set(ARRAYS)
+    for key, array in ARRAYS.items():
+        assert same_bits(found["model"][key], as_paddle_keeps_it(array)), key
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.pdparams", "ckpt"]
+
+
+@pytest.mark.parametrize("format", ["paddle", "pdparams"])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "float8_e4m3fn"])
+def test_types_that_paddle_has_no_array_for(tmp_path: Path, format: str, dtype: str) -> None:
+    save_alone({"a": make_array((3,), dtype)}, tmp_path / "ckpt")
+    with pytest.raises(UnsupportedValueError, match=f"a: .*{dtype}"):
+        export(tmp_path / "ckpt", tmp_path / "out", format=format)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_paths_that_paddle_has_no_keys_for(tmp_path: Path) -> None:
+    save_alone({"a": [make_array((3,)), make_array((4,))]}, tmp_path / "ckpt")
+    with pytest.raises(UnsupportedValueError, match="str keys"):
+        export(tmp_path / "ckpt", tmp_path / "out", format="paddle")
+    export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    found = pickle.loads((tmp_path / "out.pdparams").read_bytes())
+    assert [array.shape for array in found["a"]] == [(3,), (4,)]
+
+
+def test_a_value_too_large_for_the_metadata(tmp_path: Path) -> None:
+    save_alone({"a": make_array((3,)), "text": "x" * 10_000}, tmp_path / "ckpt")
+    with pytest.raises(UnsupportedValueError, match=r"text: .*4 KiB"):
+        export(tmp_path / "ckpt", tmp_path / "out.pdparams", format="pdparams")
+    save_alone({"a": make_array((3,)), "own": PerRank({"x": 1})}, tmp_path / "other")
+    with pytest.raises(UnsupportedValueError, match="own"):
+        export(tmp_path / "other", tmp_path / "out.pdparams", format="pdparams")
