@@ -8,6 +8,7 @@ Importing the package does not import paddle.
 
 from .api import (
     export,
+    export_state_dict,
     list_checkpoints,
     load_merged_state_dict,
     load_state_dict,
@@ -63,6 +64,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "export",
+    "export_state_dict",
     "install",
     "list_checkpoints",
     "load",

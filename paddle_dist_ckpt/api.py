@@ -18,10 +18,21 @@ from .options import LoadOptions, SaveOptions, as_integer, checked
 from .reports import ExportReport, LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_storage
-from .wiring import checked_id, connected, export_with, load_whole, load_with, members, paddles, save_with
+from .wiring import (
+    checked_id,
+    connected,
+    export_state_with,
+    export_with,
+    load_whole,
+    load_with,
+    members,
+    paddles,
+    save_with,
+)
 
 __all__ = [
     "export",
+    "export_state_dict",
     "list_checkpoints",
     "load_merged_state_dict",
     "load_state_dict",
@@ -195,15 +206,19 @@ def export(
     process_group: Any = None,
     options: LoadOptions | None = None,
 ) -> ExportReport:
-    """Write the whole tensors of a checkpoint in a format that others read. Values are left out, and reported.
+    """Write the whole tensors of a checkpoint in a format that others read.
+
+    Values that the format has no place for are left out, and reported.
 
     The bytes are streamed, in memory of a few windows of 16 MiB. In a job, all ranks of the group call it, and each
     writes some of the files. ``out`` appears whole or not at all. Needs Paddle only in a job of several ranks.
 
     Args:
         path: The checkpoint's folder: a str, a PathLike, or a :class:`Storage`.
-        out: The folder to make; it must not exist, or be empty. In a job, one that all ranks see.
+        out: The folder to make, or the file; it must not exist, or be an empty folder. In a job, all ranks must see it.
         format: ``"safetensors"``: as Hugging Face lays it out, ``model.safetensors``, or several files with an index.
+            ``"paddle"``: as Paddle's own ``dist.save_state_dict`` writes it, which its ``load_state_dict`` reads on any
+            ranks. ``"pdparams"``: one file with the nested state_dict, values too, for ``paddle.load``.
         unique_id: Which checkpoint; None for the newest.
         prefix: Export what is below these whole parts of the path, joined by dots; names are without them.
         keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
@@ -227,6 +242,61 @@ def export(
         >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
+    request = _export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
+    return export_with(members(process_group, options), path, request, options)
+
+
+def export_state_dict(
+    state_dict: dict[Any, Any],
+    out: str | os.PathLike[str],
+    format: str = "safetensors",
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    *,
+    prefix: str | None = None,
+    keys: str | Collection[str] | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    options: SaveOptions | None = None,
+) -> ExportReport:
+    """Write the whole tensors of a state_dict that is spread over ranks in a format that others read.
+
+    Every rank of the group calls it with its own state_dict. It is saved to a hidden folder beside ``out``, as
+    :func:`save_state_dict` does it, and exported from there, so for a while it takes twice the room.
+
+    Args:
+        state_dict: See :func:`save_state_dict`.
+        out: See :func:`export`, as for the arguments that are not explained here. All ranks must see it.
+        format: See :func:`export`.
+        process_group: The Paddle group whose ranks export together; None for the default group.
+        coordinator_rank: Global rank of the one that plans; the same on every rank.
+        prefix: See :func:`export`.
+        keys: See :func:`export`.
+        dtype: See :func:`export`.
+        max_shard_bytes: See :func:`export`.
+        options: See :class:`SaveOptions`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        What :func:`save_state_dict` and :func:`export` raise. Then there is no ``out``.
+    """
+    options = checked("options", options, SaveOptions) or SaveOptions()
+    request = _export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)
+    ranks = connected(process_group, coordinator_rank, options)
+    return export_state_with(ranks, state_dict, request, options)
+
+
+def _export_request(
+    out: str | os.PathLike[str],
+    format: str,
+    unique_id: int | None,
+    prefix: str | None,
+    keys: str | Collection[str] | None,
+    dtype: str | None,
+    max_shard_bytes: int,
+) -> ExportRequest:
     checked("prefix", prefix, str)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
@@ -235,16 +305,10 @@ def export(
     if (as_integer(max_shard_bytes) or 0) < 1:
         raise ValueError(f"max_shard_bytes must be a number of bytes above 0, not {max_shard_bytes!r}")
     wanted = _checked_keys(keys)
-    request = ExportRequest(
-        out=os.path.abspath(os.fspath(out)),
-        format=format,
-        unique_id=checked_id(unique_id),
-        prefix=prefix,
-        keys=None if wanted is None else list(wanted),
-        dtype=dtype,
-        max_shard_bytes=int(max_shard_bytes),
+    place, number = os.path.abspath(os.fspath(out)), checked_id(unique_id)
+    return ExportRequest(
+        place, format, number, prefix, None if wanted is None else list(wanted), dtype, int(max_shard_bytes)
     )
-    return export_with(members(process_group, options), path, request, options)
 
 
 def _checked_keys(keys: str | Collection[str] | None) -> Collection[str] | None:

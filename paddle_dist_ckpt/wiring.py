@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from .control.ranks import Ranks
-from .exporting.export import ExportRequest, export_checkpoint
+from .exporting.export import ExportRequest, check_free, export_checkpoint
 from .files.names import MOST_IDS
 from .folder.selection import Selection
 from .loading.context import LoadContext
@@ -29,6 +32,7 @@ __all__ = [
     "Find",
     "checked_id",
     "connected",
+    "export_state_with",
     "export_with",
     "load_whole",
     "load_with",
@@ -137,6 +141,31 @@ def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOp
     """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
     with ranks.hub.session("export", options.timeout) as session:
         return export_checkpoint(session, as_storage(path), request, options.progress)
+
+
+def export_state_with(
+    ranks: Ranks, state_dict: dict[Any, Any], request: ExportRequest, options: SaveOptions
+) -> ExportReport:
+    """Export a state_dict together with other ranks. See :func:`paddle_dist_ckpt.export_state_dict`.
+
+    It is saved to a hidden folder beside the place that is meant, and exported from there.
+    """
+
+    def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        check_free(request)
+        out = Path(request.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return dict.fromkeys(messages, tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent).encode())
+
+    with ranks.hub.session("export_state_dict", options.timeout) as session:
+        hidden = session.gather_scatter("place", lambda: b"", place).decode()
+    reading = LoadOptions(timeout=options.timeout, progress=options.progress)
+    try:
+        save_with(ranks, paddles(ranks, state_dict), hidden, 0, False, options)
+        return export_with(ranks, hidden, request, reading)
+    finally:
+        if session.rank == session.coordinator:
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def members(process_group: Any, options: LoadOptions) -> Ranks:

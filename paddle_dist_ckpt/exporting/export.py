@@ -40,7 +40,7 @@ from .plan import ExportFile, ExportTensor, divide_files
 from .safetensors import plan_safetensors
 from .stream import write_files
 
-__all__ = ["FORMATS", "ExportRequest", "export_checkpoint"]
+__all__ = ["FORMATS", "ExportRequest", "check_free", "export_checkpoint"]
 
 _TOKEN = ".token"
 
@@ -175,7 +175,7 @@ class _Coordinator:
                 raise ValueError(f"rank {rank} and rank {self._session.coordinator} ask for different exports")
         self._request = decode(ours, ExportRequest)
         out = Path(self._request.out)
-        _check_free(out, FORMATS[self._request.format].is_file)
+        check_free(self._request)
         self._plan = _plan(self._source, self._request, None)
         out.parent.mkdir(parents=True, exist_ok=True)
         token = secrets.token_hex(8)
@@ -211,12 +211,13 @@ class _Coordinator:
             shutil.rmtree(self._hidden, ignore_errors=True)
 
 
-def _check_free(out: Path, is_file: bool) -> None:
+def check_free(request: ExportRequest) -> None:
     """Refuse to replace anything but an empty folder, by a folder.
 
     Raises:
         ValueError: there is something.
     """
+    out, is_file = Path(request.out), FORMATS[request.format].is_file
     if out.is_symlink() or (out.exists() and (is_file or not out.is_dir() or any(out.iterdir()))):
         raise ValueError(f"{out} is there already; an export makes a new file or folder, or fills an empty folder")
 

@@ -1,0 +1,63 @@
+"""Functions that test_export.py sends to ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_dist_ckpt import ExportReport, SaveOptions, export, export_state_dict, save_state_dict
+from test.paddle.layouts import LAYOUTS, Array
+from test.paddle.tensors import dist_tensor, local_array
+from test.ranks.groups import group_of
+
+SHAPES = {"embedding": (40, 12), "weight": (12, 36), "norm": (12,), "half": (8, 24)}
+
+
+def arrays() -> dict[str, Array]:
+    """Every global tensor, ``half`` as the bits of a bfloat16."""
+    rng = np.random.default_rng(5)
+    found: dict[str, Array] = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    found["half"] = (found["half"].view(np.uint32) >> 16).astype(np.uint16)
+    return found
+
+
+def _state(layout_name: str, filled: bool = True) -> dict[str, Any]:
+    layout, state = LAYOUTS[layout_name], {}
+    for i, (name, array) in enumerate(arrays().items()):
+        if name == "half":
+            state[name] = paddle.to_tensor(array if filled else np.zeros_like(array))
+        else:
+            state[name] = dist_tensor(array if filled else np.zeros_like(array), layout.spread(i, array.shape))
+    return state
+
+
+def export_live(layout_name: str, out: str, format: str) -> ExportReport:
+    """Export a state_dict that is spread over ranks."""
+    group = group_of(LAYOUTS[layout_name].ranks)
+    options = SaveOptions(timeout=60, check_replicas="off")
+    return export_state_dict({"model": _state(layout_name)}, out, format, group, prefix="model", options=options)
+
+
+def save_and_export(layout_name: str, path: str, out: str, format: str) -> ExportReport:
+    """Save, and export what was saved, on the same ranks; several files."""
+    group = group_of(LAYOUTS[layout_name].ranks)
+    save_state_dict(_state(layout_name), path, group)
+    return export(path, out, format, max_shard_bytes=1500, process_group=group)
+
+
+def load_by_paddle(layout_name: str, path: str) -> list[str]:
+    """Load by Paddle's own function on a layout into zeros; returns the names of tensors that are wrong afterwards."""
+    state = _state(layout_name, filled=False)
+    expected = _state(layout_name)
+    # Paddle's load asks for a GPU, which it does not need.
+    with mock.patch.object(paddle.Tensor, "cuda", lambda tensor: tensor):
+        dist.load_state_dict(state, path, group_of(LAYOUTS[layout_name].ranks))
+    return [name for name in state if not np.array_equal(_local(state[name]), _local(expected[name]))]
+
+
+def _local(tensor: paddle.Tensor) -> Any:
+    return local_array(tensor) if tensor.is_dist() else tensor.numpy()

@@ -1,0 +1,51 @@
+"""What is exported can be read by those it is for: on real ranks, by Paddle's own functions and by safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors import safe_open
+
+from test.paddle import cases_export as cases
+from test.paddle.versions import LATER_THAN_3_0, lacks
+from test.ranks.pool import RankPool
+
+newer = lacks(LATER_THAN_3_0, "has its metadata classes elsewhere")
+
+
+@newer
+@pytest.mark.parametrize("destination", ["mp2_columns", "mp2_rows", "uneven4"])
+def test_paddle_loads_it_on_other_ranks(pool: RankPool, tmp_path: Path, destination: str) -> None:
+    reports = pool.run(
+        cases.save_and_export, "mp2_rows", str(tmp_path / "ckpt"), str(tmp_path / "out"), "paddle", ranks=2
+    )
+    assert len(reports[0].files) == 4
+    ranks = cases.LAYOUTS[destination].ranks
+    wrong = pool.run(cases.load_by_paddle, destination, str(tmp_path / "out"), ranks=ranks)
+    assert wrong == [[]] * ranks
+
+
+@pytest.mark.parametrize("layout", ["mp2_rows", "uneven4"])
+def test_a_live_state_dict_as_safetensors(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    ranks = cases.LAYOUTS[layout].ranks
+    pool.run(cases.export_live, layout, str(tmp_path / "out"), "safetensors", ranks=ranks)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with safe_open(tmp_path / "out" / "model.safetensors", "paddle") as file:
+        assert sorted(file.keys()) == sorted(cases.SHAPES)
+        for name, array in cases.arrays().items():
+            tensor = file.get_tensor(name)
+            assert tensor.dtype == (paddle.bfloat16 if name == "half" else paddle.float32)
+            found = tensor.numpy()
+            np.testing.assert_array_equal(found.view(array.dtype), array, err_msg=name)
+
+
+def test_a_file_for_paddle_load(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(cases.export_live, "mp2_columns", str(tmp_path / "model.pdparams"), "pdparams", ranks=2)
+    found = paddle.load(str(tmp_path / "model.pdparams"))
+    assert set(found) == set(cases.SHAPES)
+    for name, array in cases.arrays().items():
+        assert found[name].dtype == (paddle.bfloat16 if name == "half" else paddle.float32)
+        np.testing.assert_array_equal(found[name].numpy().view(array.dtype), array, err_msg=name)
