@@ -13,9 +13,9 @@ from ..core.dtypes import DType
 __all__ = [
     "WINDOW_BYTES",
     "ExportFile",
+    "ExportPiece",
     "ExportTensor",
     "ExportWindow",
-    "Piece",
     "cut_in_windows",
     "divide_files",
     "fill_files",
@@ -74,7 +74,7 @@ class ExportFile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ExportPiece:
     """A box of a tensor that stands at one stretch of bytes of a window.
 
     Attributes:
@@ -107,7 +107,7 @@ class ExportWindow:
     start: int
     nbytes: int
     known: list[tuple[int, bytes]]
-    pieces: list[Piece]
+    pieces: list[ExportPiece]
 
 
 def cut_in_windows(file: ExportFile, most: int = WINDOW_BYTES) -> list[ExportWindow]:
@@ -140,7 +140,7 @@ def _with(window: ExportWindow, part: bytes | ExportTensor, span: range) -> Expo
     if isinstance(part, ExportTensor):
         item = part.dtype.itemsize
         for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
-            window.pieces.append(Piece(start, part, box))
+            window.pieces.append(ExportPiece(start, part, box))
             start = window.pieces[-1].stop
     else:
         window.known.append((start, part[span.start : span.stop]))

@@ -15,7 +15,7 @@ from ..errors import UnsupportedValueError
 from ..files.metadata import Metadata
 from ..folder.boxes import BoxReader
 from ..storage.base import Storage, WritableFile
-from .plan import ExportFile, ExportWindow, Piece, cut_in_windows
+from .plan import ExportFile, ExportPiece, ExportWindow, cut_in_windows
 
 __all__ = ["write_files"]
 
@@ -93,14 +93,14 @@ def _write(
     progress(window.nbytes)
 
 
-def _target(piece: Piece, buffer: Bytes1D) -> np.ndarray:
+def _target(piece: ExportPiece, buffer: Bytes1D) -> np.ndarray:
     """Where to read a piece: its place in the window, or, if it is to be converted, memory of its own."""
     if piece.tensor.dtype != piece.tensor.stored:
         return np.empty(piece.box.shape, piece.tensor.stored.raw)
     return buffer[piece.start : piece.stop].view(piece.tensor.dtype.raw).reshape(piece.box.shape)
 
 
-def _convert(piece: Piece, items: np.ndarray, buffer: Bytes1D) -> None:
+def _convert(piece: ExportPiece, items: np.ndarray, buffer: Bytes1D) -> None:
     tensor = piece.tensor
     place = buffer[piece.start : piece.stop].view(tensor.dtype.raw).reshape(piece.box.shape)
     if not cast_array(items, tensor.stored, place, tensor.dtype):
