@@ -33,6 +33,7 @@ _SAYS = {
         "exporting": "what others read",
         "folder": "ids, leases, commit, verify, rebuild",
         "files": "the format: metadata and data files",
+        "readers": "checkpoints that others wrote",
         "control": "ranks talking: rounds, deadlines",
         "storage": "names and bytes",
         "planning": "pure: who writes and reads what",
@@ -50,6 +51,7 @@ _SAYS = {
         "exporting": "供其他框架读取的格式",
         "folder": "id、租约、提交、校验、重建",
         "files": "文件格式：元数据与数据文件",
+        "readers": "读取其他格式的检查点",
         "control": "rank 间通信：轮次与时限",
         "storage": "文件名与字节",
         "planning": "纯函数：谁写什么、谁读什么",
@@ -68,6 +70,7 @@ _COLUMNS = {
     "planning": 1,
     "storage": 2,
     "tree": 3,
+    "readers": 3,
 }
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 236, 50, 34, 46, 16
 

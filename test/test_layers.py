@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": _TREE,
     "paddle_adapter": _TREE | {"tree", "control"},
     "files": _FILES,
+    "readers": _TREE | {"tree", "storage"},
     "folder": _FOLDER,
     "saving": _LANES,
     "loading": _LANES,
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manager": _CALLS,
     "one_call": _CALLS | {"api"},
     "drop_in": _CALLS | {"api"},
-    "testing": _ABOVE,
+    "testing": _ABOVE | {"readers"},
     "__init__": _ABOVE,
 }
 # Packages from outside that only these parts may import; the standard library and numpy are for all.

@@ -1,0 +1,11 @@
+"""Opens what others wrote: a checkpoint of another format becomes a plain value, a catalog of what it has and where.
+
+Nothing that is read is executed, and of tensors' data nothing is read.
+"""
+
+from .catalog import Reader
+
+__all__ = ["READERS"]
+
+READERS: tuple[Reader, ...] = ()
+"""The readers of all formats."""
