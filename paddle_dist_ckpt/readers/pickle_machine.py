@@ -1,0 +1,285 @@
+"""The machine that pickles are programs for, able to do nothing but what a table allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .window import FileWindow
+
+__all__ = ["ENDURED", "Built", "Latin1", "Lying", "Machine", "Refused", "filled"]
+
+ENDURED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+"""What damaged contents may raise in code that takes them for what they should be."""
+_LAST_PROTOCOL = 5
+_KEPT_BYTES = 4 << 10  # longer byte strings stay where they are
+_KEPT_TEXT = 64 << 10
+_MOST_LINE = 64 << 10
+_MOST_INTEGER = 1 << 10  # bytes or digits
+_MOST_MARKS = 10_000
+_MOST_KEY = 16  # parts of a tuple that is a key
+_HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
+_NOTHING = object()  # in the memo
+
+
+class Refused(Exception):
+    """What is not read, and what it is: becomes an UnsupportedValueError that names the file."""
+
+
+@dataclass(slots=True, eq=False)
+class Lying:
+    """A string of bytes, by where it lies in the file.
+
+    Attributes:
+        position: Its first byte in the file; -1 if that is not known.
+        nbytes: How many there are.
+        form: ``"bytes"`` if they are what lies there, ``"text"`` if that is UTF-8 of a text, and ``"encoded"`` if it is
+            UTF-8 of a text of which they are the encoding in Latin-1, as protocol 2 has byte strings of Python 3.
+        data: The bytes themselves if there are few; None if they have not been read.
+    """
+
+    position: int
+    nbytes: int
+    form: Literal["bytes", "text", "encoded"] = "bytes"
+    data: bytes | None = None
+
+
+class Latin1(str):
+    """A short byte string of Python 2, which is a text to Python 3, and where it lies."""
+
+    __slots__ = ("position",)
+    position: int
+
+    @classmethod
+    def at(cls, position: int, data: bytes) -> Latin1:
+        """The text of these bytes."""
+        text = cls(data.decode("latin1"))
+        text.position = position
+        return text
+
+
+class Built:
+    """What a name may stand for if a pickle gives it a state afterwards."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Take the state. May raise :class:`Refused`, or any of :data:`ENDURED` where the state is damaged."""
+        raise NotImplementedError
+
+
+class Machine:
+    """The machine: a stack, the stacks below its marks, a memo, and what may still be spent."""
+
+    __slots__ = ("allowed", "below", "budget", "memo", "persistent", "room", "size", "stack", "window")
+
+    def __init__(self, window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None) -> None:
+        self.window, self.allowed, self.persistent = window, allowed, persistent
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        self.memo: list[Any] = []
+        self.size = window.left
+        self.budget = self.size + (1 << 16)  # items and characters that functions are given
+        self.room = self.size // 4 + (1 << 17)  # empty containers and byte strings, which cost more memory than bytes
+
+    def push_new(self, value: Any) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise ValueError("more objects than its size has room for")
+        self.stack.append(value)
+
+    def mark(self) -> None:
+        if len(self.below) >= _MOST_MARKS:
+            raise ValueError("it is nested too deeply")
+        self.below.append(self.stack)
+        self.stack = []
+
+    def above_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.below.pop()
+        return items
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.above_mark()
+
+    def protocol(self, number: int) -> None:
+        if number > _LAST_PROTOCOL:
+            raise Refused(f"is of protocol {number}, which is not known")
+
+    # -- strings
+
+    def byte_string(self, nbytes: int) -> None:
+        position, kept = self.window.position, nbytes <= _KEPT_BYTES
+        data = self.window.take(nbytes) if kept else None
+        if not kept:
+            self.window.skip(nbytes)
+        self.push_new(Lying(position, nbytes, data=data))
+
+    def old_string(self, nbytes: int) -> None:
+        if nbytes > _KEPT_BYTES:
+            self.byte_string(nbytes)
+        else:
+            position = self.window.position
+            self.push_new(Latin1.at(position, self.window.take(nbytes)))
+
+    def text(self, nbytes: int) -> None:
+        if nbytes > _KEPT_TEXT:
+            self.push_new(Lying(self.window.skip(nbytes), nbytes, "text"))
+        else:
+            self.stack.append(self.window.take(nbytes).decode("utf-8", "surrogatepass"))
+
+    def line(self, encoding: str = "utf-8") -> str:
+        return self.window.line(_MOST_LINE).decode(encoding)
+
+    def quoted(self) -> str:
+        line = self.line("unicode_escape")
+        if len(line) < 2 or line[0] != line[-1] or line[0] not in "\"'":
+            raise ValueError("a string without quotes")
+        return line[1:-1]
+
+    # -- numbers
+
+    def decimal(self) -> int:
+        line = self.line()
+        if line in ("00", "01"):  # how protocol 0 has booleans
+            return line == "01"
+        if len(line) > _MOST_INTEGER:
+            raise Refused("has an integer of too many digits")
+        return int(line.removesuffix("L"))
+
+    def long(self, nbytes: int) -> None:
+        if not 0 <= nbytes <= _MOST_INTEGER:
+            raise Refused(f"has an integer of {nbytes} bytes")
+        self.stack.append(int.from_bytes(self.window.take(nbytes), "little", signed=True))
+
+    # -- containers
+
+    def append(self) -> None:
+        value = self.stack.pop()
+        _as_list(self.stack[-1]).append(value)
+
+    def appends(self) -> None:
+        items = self.above_mark()
+        _as_list(self.stack[-1]).extend(items)
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        filled(self.stack[-1], [key, value])
+
+    def set_items(self) -> None:
+        items = self.above_mark()
+        filled(self.stack[-1], items)
+
+    def last(self, count: int) -> None:
+        if len(self.stack) < count:
+            raise ValueError("the stack is empty")
+        self.stack[-count:] = [tuple(self.stack[-count:])]
+
+    # -- the memo
+
+    def keep(self, index: int) -> None:
+        memo = self.memo
+        if index >= len(memo):
+            if not 0 <= index <= self.size:
+                raise ValueError(f"place {index} in the memo")
+            memo.extend([_NOTHING] * (index + 1 - len(memo)))
+        memo[index] = self.stack[-1]
+
+    def memoize(self) -> None:
+        self.memo.append(self.stack[-1])
+
+    def get(self, index: int) -> None:
+        value = self.memo[index]
+        if value is _NOTHING or index < 0:
+            raise KeyError(index)
+        self.stack.append(value)
+
+    # -- what is named and called
+
+    def named(self, module: Any, name: Any) -> Any:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise TypeError(f"{type(module).__name__} and {type(name).__name__} for a name")
+        full = f"{module}.{name}"
+        if full not in self.allowed:
+            raise Refused(f"asks for {full[:200] if full.isprintable() else ascii(full[:200])}, which is not read")
+        return self.allowed[full]
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.stack.append(self.named(module, name))
+
+    def call(self, function: Any, args: Any) -> None:
+        if type(args) is not tuple:
+            raise TypeError(f"{type(args).__name__} for arguments")
+        if not callable(function):
+            raise TypeError(f"a call of {type(function).__name__}")
+        for arg in args:
+            self.spend(arg)
+        self.push_new(function(*args))
+
+    def spend(self, value: Any) -> None:
+        self.budget -= 1 + (len(value) if isinstance(value, (str, list, tuple, dict)) else 0)
+        if self.budget < 0:
+            raise ValueError("it copies more than it has")
+
+    def reduce(self) -> None:
+        args, function = self.stack.pop(), self.stack.pop()
+        self.call(function, args)
+
+    def reduce_with_keywords(self) -> None:
+        if self.stack.pop():
+            raise Refused("makes an object with keyword arguments")
+        self.reduce()
+
+    def object(self) -> None:
+        function, *args = self.above_mark()
+        self.call(function, tuple(args))
+
+    def instance(self) -> None:
+        function = self.named(self.line(), self.line())
+        self.call(function, tuple(self.above_mark()))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if not isinstance(target, Built):
+            raise TypeError(f"a state for {type(target).__name__}")
+        self.spend(state)
+        target.build(state)
+
+    def outside(self, token: Any) -> None:
+        if self.persistent is None:
+            raise Refused("refers to an object that is not in it")
+        self.spend(token)
+        self.push_new(self.persistent(token))
+
+
+def _as_list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"items for {type(value).__name__}")
+    return value
+
+
+def filled(target: Any, items: list[Any]) -> dict[Any, Any]:
+    """A dict with more entries, of which keys and values stand one behind the other."""
+    if type(target) is not dict:
+        raise TypeError(f"keys for {type(target).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[_key(key)] = value
+    return target
+
+
+def _key(value: Any, nested: bool = False) -> Any:
+    """A key whose hash takes little time, and which nobody can give the hash of many others."""
+    kind = type(value)
+    if kind is str or kind is bool or value is None or (kind is int and value in _HASHED) or isinstance(value, Built):
+        return value
+    if kind is Latin1:
+        return str(value)
+    if kind is tuple and not nested and len(value) <= _MOST_KEY:
+        return tuple(_key(part, nested=True) for part in value)
+    raise Refused(f"has a dict with a key that is {kind.__name__}, which is not read")

@@ -1,0 +1,171 @@
+"""Reads pickles without executing them: a walk over the instructions that only does what a table allows.
+
+A pickle is a program for a machine with a stack. Some of its instructions make values; others name a function of any
+module and call it. Here such a name is looked up in a table that the reader gives, and anything else is refused. Large
+byte strings, which are the data of tensors, are not read: what the walk gives in their place says where they lie.
+
+Time and memory follow from the pickle's size: each instruction does a bounded piece of work, or one that is counted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from .pickle_machine import ENDURED, Machine, Refused, filled
+from .window import FileWindow
+
+__all__ = ["walk"]
+
+_U1, _U2, _U4, _U8, _I4, _F8 = map(struct.Struct, ("<B", "<H", "<I", "<Q", "<i", ">d"))
+
+
+def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The value of the pickle that begins where the window is; the window then is behind it.
+
+    Args:
+        window: Where the pickle lies.
+        allowed: What may be named, as ``module.name``: a value, or a function of this library, which is called with the
+            arguments that the pickle has for it, whatever these are, and takes time in proportion to them. It may raise
+            :class:`.Refused`, or any of :data:`.ENDURED`, which means that the pickle is damaged.
+        persistent: Gives what stands for an object that is kept outside of the pickle, by its id.
+
+    Returns:
+        None, bool, int, float, str, :class:`.Latin1`, :class:`.Lying`, list, tuple, dict (with keys that are str, int,
+        bool, None, tuples of these, or :class:`.Built`), or what the table has and its functions gave. Containers may
+        contain themselves.
+
+    Raises:
+        CheckpointCorruptedError: it is no pickle, or one that ends too early or does not fit together.
+        UnsupportedValueError: it asks for what is not allowed, or has something that cannot be held.
+    """
+    name, start = window.file.name, window.position
+    try:
+        return _run(Machine(window, allowed, persistent))
+    except CheckpointError:
+        raise
+    except Refused as refused:
+        raise UnsupportedValueError(f"{name}: {refused}") from refused
+    except (*ENDURED, struct.error) as error:
+        kind, at = type(error).__name__, max(start, window.position - 1)
+        raise CheckpointCorruptedError(
+            f"{name}: no pickle, or a damaged one, at byte {at} ({kind}: {str(error)[:200]})"
+        ) from error
+
+
+def _run(machine: Machine) -> Any:
+    take = machine.window.take
+    while True:
+        code = take(1)[0]
+        if code == 0x2E:  # STOP
+            (result,) = machine.stack
+            if machine.below:
+                raise ValueError("it stops within a container")
+            return result
+        step = _STEPS[code]
+        if step is None:
+            raise ValueError(f"there is no instruction {code:#04x}")
+        step(machine)
+
+
+_Step = Callable[[Machine], object]
+
+
+def _counted(layout: struct.Struct, step: Callable[[Machine, int], None]) -> _Step:
+    """A step for an instruction that has a number behind it."""
+    return lambda machine: step(machine, machine.window.unpack(layout))
+
+
+def _pushes(value: Callable[[Machine], Any]) -> _Step:
+    return lambda machine: machine.stack.append(value(machine))
+
+
+def _pushes_new(value: Callable[[Machine], Any]) -> _Step:
+    return lambda machine: machine.push_new(value(machine))
+
+
+def _refuses(what: str) -> _Step:
+    def step(machine: Machine) -> None:
+        raise Refused(f"has {what}, which is not read")
+
+    return step
+
+
+_BY_CODE: dict[bytes, _Step] = {
+    b"(": Machine.mark,
+    b"0": Machine.pop,
+    b"1": Machine.above_mark,
+    b"2": _pushes(lambda machine: machine.stack[-1]),
+    # None, booleans, numbers
+    b"N": _pushes(lambda machine: None),
+    b"\x88": _pushes(lambda machine: True),
+    b"\x89": _pushes(lambda machine: False),
+    b"K": _pushes(lambda machine: machine.window.take(1)[0]),
+    b"M": _counted(_U2, lambda machine, number: machine.stack.append(number)),
+    b"J": _counted(_I4, lambda machine, number: machine.stack.append(number)),
+    b"I": _pushes(Machine.decimal),
+    b"L": _pushes(Machine.decimal),
+    b"\x8a": _counted(_U1, Machine.long),
+    b"\x8b": _counted(_I4, Machine.long),
+    b"F": _pushes(lambda machine: float(machine.line())),
+    b"G": _counted(_F8, lambda machine, number: machine.stack.append(number)),
+    # strings
+    b"S": _pushes(Machine.quoted),
+    b"U": _counted(_U1, Machine.old_string),
+    b"T": _counted(_I4, Machine.old_string),
+    b"C": _counted(_U1, Machine.byte_string),
+    b"B": _counted(_U4, Machine.byte_string),
+    b"\x8e": _counted(_U8, Machine.byte_string),
+    b"\x96": _counted(_U8, Machine.byte_string),
+    b"V": _pushes(lambda machine: machine.line("raw_unicode_escape")),
+    b"\x8c": _counted(_U1, Machine.text),
+    b"X": _counted(_U4, Machine.text),
+    b"\x8d": _counted(_U8, Machine.text),
+    # containers
+    b"]": _pushes_new(lambda machine: []),
+    b"}": _pushes_new(lambda machine: {}),
+    b")": _pushes(lambda machine: ()),
+    b"l": _pushes_new(Machine.above_mark),
+    b"t": _pushes_new(lambda machine: tuple(machine.above_mark())),
+    b"d": _pushes_new(lambda machine: filled({}, machine.above_mark())),
+    b"\x85": lambda machine: machine.last(1),
+    b"\x86": lambda machine: machine.last(2),
+    b"\x87": lambda machine: machine.last(3),
+    b"a": Machine.append,
+    b"e": Machine.appends,
+    b"s": Machine.set_item,
+    b"u": Machine.set_items,
+    b"\x8f": _refuses("a set"),
+    b"\x90": _refuses("a set"),
+    b"\x91": _refuses("a frozenset"),
+    # the memo
+    b"p": lambda machine: machine.keep(int(machine.line())),
+    b"q": _counted(_U1, Machine.keep),
+    b"r": _counted(_U4, Machine.keep),
+    b"\x94": Machine.memoize,
+    b"g": lambda machine: machine.get(int(machine.line())),
+    b"h": _counted(_U1, Machine.get),
+    b"j": _counted(_U4, Machine.get),
+    # names, calls, states
+    b"c": _pushes(lambda machine: machine.named(machine.line(), machine.line())),
+    b"\x93": Machine.stack_global,
+    b"R": Machine.reduce,
+    b"\x81": Machine.reduce,
+    b"\x92": Machine.reduce_with_keywords,
+    b"o": Machine.object,
+    b"i": Machine.instance,
+    b"b": Machine.build,
+    b"P": lambda machine: machine.outside(machine.line()),
+    b"Q": lambda machine: machine.outside(machine.stack.pop()),
+    b"\x82": _refuses("an entry of copyreg's registry"),
+    b"\x83": _refuses("an entry of copyreg's registry"),
+    b"\x84": _refuses("an entry of copyreg's registry"),
+    b"\x97": _refuses("a buffer that is not in it"),
+    b"\x98": _refuses("a buffer that is not in it"),
+    # the pickle itself
+    b"\x80": lambda machine: machine.protocol(machine.window.take(1)[0]),
+    b"\x95": _counted(_U8, lambda machine, nbytes: machine.window.check(nbytes)),
+}
+_STEPS: list[_Step | None] = [_BY_CODE.get(bytes([code])) for code in range(256)]

@@ -1,0 +1,166 @@
+"""A range of a file, read from its beginning to its end in small parts, with what is large skipped."""
+
+from __future__ import annotations
+
+import struct
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointCorruptedError
+from ..storage.base import Storage
+
+__all__ = ["FileWindow", "WindowedFile"]
+
+_FIRST, _MOST = 4 << 10, 64 << 10  # what is read ahead: little behind a jump, more and more where all is wanted
+
+
+class WindowedFile:
+    """A file of a storage, to be looked at in windows. Closed at the end of a ``with`` block.
+
+    Raises:
+        CheckpointCorruptedError: there is no such file.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        try:
+            self._file = storage.open(name)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise CheckpointCorruptedError(f"{name}: there is no such file in {storage.location}") from error
+        self.name = name
+        self.size = self._file.size
+
+    def __enter__(self) -> WindowedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def read(self, position: int, nbytes: int) -> bytes:
+        """So many bytes at a position.
+
+        Raises:
+            CheckpointCorruptedError: the file ends before.
+        """
+        if position < 0 or nbytes < 0 or position + nbytes > self.size:
+            raise CheckpointCorruptedError(
+                f"{self.name}: it has {self.size} bytes, so it ends before byte {position + nbytes}"
+            )
+        if not nbytes:
+            return b""
+        buffer = np.empty(nbytes, np.uint8)
+        try:
+            self._file.read_into([buffer], position)
+        except EOFError as error:
+            raise CheckpointCorruptedError(f"{self.name}: it has become shorter than {self.size} bytes") from error
+        return buffer.tobytes()
+
+    def window(self, start: int = 0, stop: int | None = None) -> FileWindow:
+        """The range from ``start`` to ``stop``, or to the file's end.
+
+        Raises:
+            CheckpointCorruptedError: the file has no such range.
+        """
+        if stop is None:
+            stop = self.size
+        if not 0 <= start <= stop <= self.size:
+            raise CheckpointCorruptedError(f"{self.name}: it has {self.size} bytes, no range {start} to {stop}")
+        return FileWindow(self, start, stop)
+
+
+class FileWindow:
+    """Reads a range of a file forward.
+
+    Attributes:
+        file: The file.
+        start: Where the range starts.
+        stop: Where it ends.
+    """
+
+    __slots__ = ("_ahead", "_at", "_base", "_data", "file", "start", "stop")
+
+    def __init__(self, file: WindowedFile, start: int, stop: int) -> None:
+        self.file, self.start, self.stop = file, start, stop
+        self._data, self._at = b"", 0  # what has been read from `_base` on, and how far it has been taken
+        self._base, self._ahead = start, _FIRST
+
+    @property
+    def position(self) -> int:
+        """Where in the file the next byte lies."""
+        return self._base + self._at
+
+    @property
+    def left(self) -> int:
+        """How many bytes there are before the end."""
+        return self.stop - self._base - self._at
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes.
+
+        Raises:
+            CheckpointCorruptedError: there are not so many.
+        """
+        end = self._at + nbytes
+        if end > len(self._data):
+            self._fill(nbytes)
+            end = nbytes
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def unpack(self, layout: struct.Struct) -> Any:
+        """The number that the next bytes are, by a layout of one."""
+        return layout.unpack(self.take(layout.size))[0]
+
+    def skip(self, nbytes: int) -> int:
+        """Leave out the next bytes; returns where they lie.
+
+        Raises:
+            CheckpointCorruptedError: there are not so many.
+        """
+        self.check(nbytes)
+        position = self.position
+        if self._at + nbytes <= len(self._data):
+            self._at += nbytes
+        else:
+            self._data, self._at, self._base, self._ahead = b"", 0, position + nbytes, _FIRST
+        return position
+
+    def line(self, limit: int) -> bytes:
+        """The bytes before the next newline, which is left out.
+
+        Raises:
+            CheckpointCorruptedError: there is none among the next ``limit`` bytes.
+        """
+        end = self._data.find(b"\n", self._at, self._at + limit)
+        if end < 0:
+            self._fill(min(limit, self.left))
+            end = self._data.find(b"\n", 0, limit)
+            if end < 0:
+                raise CheckpointCorruptedError(f"{self.file.name}: the line at byte {self.position} has no end")
+        taken = self._data[self._at : end]
+        self._at = end + 1
+        return taken
+
+    def check(self, nbytes: int) -> None:
+        """Make sure that there are so many bytes.
+
+        Raises:
+            CheckpointCorruptedError: there are not.
+        """
+        if not 0 <= nbytes <= self.left:
+            raise CheckpointCorruptedError(
+                f"{self.file.name}: it ends at byte {self.stop}, before {nbytes} bytes that are due at {self.position}"
+            )
+
+    def _fill(self, nbytes: int) -> None:
+        """Have the next ``nbytes`` at the beginning of what has been read."""
+        self.check(nbytes)
+        position, kept = self.position, self._data[self._at :]
+        start = position + len(kept)
+        wanted = min(max(nbytes - len(kept), self._ahead), self.stop - start)
+        self._data, self._at, self._base = kept + self.file.read(start, wanted), 0, position
+        self._ahead = min(2 * self._ahead, _MOST)
