@@ -4,8 +4,9 @@ Nothing that is read is executed, and of tensors' data nothing is read.
 """
 
 from .catalog import Reader
+from .safetensors import SafetensorsReader
 
 __all__ = ["READERS"]
 
-READERS: tuple[Reader, ...] = ()
+READERS: tuple[Reader, ...] = (SafetensorsReader(),)
 """The readers of all formats."""

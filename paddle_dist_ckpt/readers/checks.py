@@ -1,0 +1,93 @@
+"""What every reader checks before it believes it: names of files, shapes, and boxes that must not overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ..core.box import Box, intersect
+from ..core.boxes import Boxes
+from ..core.columns import IntArray
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
+
+__all__ = ["check_name", "check_shape", "first_overlap", "shown"]
+
+_MOST_DIMENSIONS = 32
+_MOST_BYTES = 1 << 62
+_MOST_SHOWN = 200  # characters of a name in a message
+_FEW = 16  # boxes that are compared pair by pair
+
+
+def shown(name: object) -> str:
+    """Something out of a file as a message shows it, however long it is."""
+    text = repr(name[:_MOST_SHOWN] if isinstance(name, str) else name)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def check_name(name: object, names: Collection[str], where: str) -> str:
+    """A file's name as another file gives it.
+
+    Raises:
+        CheckpointCorruptedError: it is no plain name, or not in the folder.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise CheckpointCorruptedError(f"{where} names {shown(name)}, which is no name of a file beside it")
+    if name not in names:
+        raise CheckpointCorruptedError(f"{where} names {shown(name)}, which is missing")
+    return name
+
+
+def check_shape(shape: Sequence[int], itemsize: int, where: str) -> int:
+    """How many bytes a tensor of this shape has; ``where`` says which it is.
+
+    Raises:
+        UnsupportedValueError: it has more dimensions or elements than an array can have.
+    """
+    if len(shape) > _MOST_DIMENSIONS:
+        raise UnsupportedValueError(f"{where} has {len(shape)} dimensions; {_MOST_DIMENSIONS} are possible")
+    if math.prod(size or 1 for size in shape) * itemsize > _MOST_BYTES:
+        raise UnsupportedValueError(f"{where} is larger than any array: {shown(list(shape))}")
+    return math.prod(shape) * itemsize
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of these boxes, all different and of as many dimensions, that have an element in common; None if none have.
+
+    Space is halved again and again along the dimension that separates best, a box going to each half that it reaches
+    into, until few are left. The first two that are found end it, so only disjoint boxes are looked at to the end.
+    """
+    if len(boxes) <= _FEW:
+        for i, box in enumerate(boxes):
+            for other in boxes[:i]:
+                if intersect(box, other) is not None:
+                    return other, box
+        return None
+    columns = Boxes.of(boxes, len(boxes[0].offset))
+    low, high = columns.offset, columns.high
+    stack = [np.flatnonzero(columns.filled)]
+    while stack:
+        rows = stack.pop()
+        halves = _halves(low[rows], high[rows]) if len(rows) > _FEW else None
+        if halves is not None:
+            stack += [rows[halves[0]], rows[halves[1]]]
+            continue
+        for n, row in enumerate(rows.tolist()):
+            before = rows[:n]
+            common = ((low[before] < high[row]) & (low[row] < high[before])).all(axis=1)
+            if common.any():
+                return boxes[int(before[common.argmax()])], boxes[row]
+    return None
+
+
+def _halves(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray] | None:
+    """The rows on each side of the cut that leaves the fewest in the fuller half; None if none separates any."""
+    best, fewest = None, len(low)
+    for d in range(low.shape[1]):
+        at = np.partition(low[:, d], len(low) // 2)[len(low) // 2]
+        left, right = low[:, d] < at, high[:, d] > at
+        most = max(int(left.sum()), int(right.sum()))
+        if most < fewest and left.any():
+            best, fewest = (np.flatnonzero(left), np.flatnonzero(right)), most
+    return best

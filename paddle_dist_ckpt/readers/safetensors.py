@@ -1,0 +1,190 @@
+"""Reads safetensors: a file, files with an index as Hugging Face has them, and PaddleNLP's unified checkpoints.
+
+A folder may hold, for each kind of state, one of
+
+    model.safetensors                                          one file
+    model-00001-of-00002.safetensors, ...,
+    model.safetensors.index.json                               several, and which tensor is in which
+    any others that end in .safetensors                        several without an index
+
+The kinds are ``model``, and in PaddleNLP's unified checkpoints ``optimizer`` (whose keys are ``weight/moment1_0``),
+``master_weights`` and ``peft_model``. Where a folder has one kind only, tensors have the paths ``(key,)``; else
+``(kind, key)``. Files of torch.distributed.checkpoint say where in its tensor each entry belongs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+import msgspec
+
+from ..core.box import Box, whole
+from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
+from ..storage.base import Storage
+from ..tree.paths import Part
+from ..tree.values import DECODE_ERRORS
+from .catalog import Catalog, Piece, StoredFile, StoredTensor
+from .checks import check_name, check_shape, first_overlap, shown
+from .safetensors_header import HeaderEntry, SafetensorsHeader, member_count, read_safetensors_header
+from .window import WindowedFile
+
+__all__ = ["SafetensorsReader"]
+
+_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
+_MODEL = "model"
+_KIND = re.compile(r"(optimizer|master_weights|peft_model)[-.].*")
+_OWN = re.compile(r"\d+_\d+\.[0-9a-f]{16}\.\d+\.safetensors")  # a data file of this library, without its `.metadata`
+
+
+_OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's: where each entry begins in its tensor, as JSON
+
+
+class _IndexRecord(msgspec.Struct, frozen=True):
+    weight_map: msgspec.Raw
+
+
+class _SavedOffsets(msgspec.Struct, frozen=True):
+    saved_offsets: tuple[int, ...]
+
+
+# Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
+_INDEX_DECODER = msgspec.json.Decoder(_IndexRecord)
+_WEIGHT_MAP_DECODER = msgspec.json.Decoder(dict[str, str])
+_OFFSETS_DECODER = msgspec.json.Decoder(dict[str, _SavedOffsets])
+
+
+class _StateFiles(NamedTuple):
+    """The files of one kind of state: indexes, of which there should be one at most, and data."""
+
+    indexes: list[str]
+    files: list[str]
+
+
+class _Entry(NamedTuple):
+    """An entry of a file, and where in its tensor it begins if the file says so."""
+
+    file: str
+    entry: HeaderEntry
+    offset: tuple[int, ...] | None
+
+
+class SafetensorsReader:
+    """Reads safetensors, with or without an index. See the module."""
+
+    format = "safetensors"
+    title = "safetensors (Hugging Face, PaddleNLP)"
+
+    def found(self, names: Collection[str]) -> list[int]:
+        """0 if there are such files."""
+        return [0] if _kinds(names) else []
+
+    def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
+        """See :class:`Reader`. It is unsupported too if two files have one key, and no index says which is meant."""
+        kinds = _kinds(names)
+        if not kinds or unique_id:
+            raise CheckpointNotFoundError(f"{storage.location} has no safetensors files of a checkpoint {unique_id}")
+        files: dict[str, StoredFile] = {}
+        tensors = []
+        for kind, sources in kinds.items():
+            parents: tuple[Part, ...] = (kind,) if len(kinds) > 1 else ()
+            for key, entries in _entries(storage, set(names), sources, files).items():
+                tensors.append(_tensor((*parents, key), entries, {name: i for i, name in enumerate(files)}))
+        return Catalog(self.format, 0, 1, list(files.values()), tensors)
+
+
+def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
+    """What there is of each kind. Files without an index are left to those whose `.metadata` is among the names."""
+    kinds: dict[str, _StateFiles] = {}
+    has_metadata = any(name.endswith(".metadata") for name in names)
+    for name in sorted(names):
+        match = _KIND.fullmatch(name)
+        kind = match[1] if match else _MODEL
+        if name.endswith(_INDEX):
+            kinds.setdefault(kind, _StateFiles([], [])).indexes.append(name)
+        elif name.endswith(_SUFFIX) and not has_metadata and not _OWN.fullmatch(name):
+            kinds.setdefault(kind, _StateFiles([], [])).files.append(name)
+    return kinds
+
+
+def _entries(
+    storage: Storage, names: set[str], sources: _StateFiles, files: dict[str, StoredFile]
+) -> dict[str, list[_Entry]]:
+    """The entries of each key, usually one; adds the files that were opened to ``files``."""
+    if len(sources.indexes) > 1:
+        raise UnsupportedValueError(
+            f"{storage.location} has several indexes: {', '.join(sources.indexes)}; keep each in a folder of its own"
+        )
+    weight_map = _weight_map(storage, names, sources.indexes[0]) if sources.indexes else {}
+    found: dict[str, list[_Entry]] = {}
+    for name in sorted(set(weight_map.values())) if sources.indexes else sources.files:
+        with WindowedFile(storage, name) as file:
+            files[name] = StoredFile(name, file.size)
+            header = read_safetensors_header(file)
+        offsets = _offsets(header, name)
+        for key, entry in header.entries.items():
+            found.setdefault(key, []).append(_Entry(name, entry, offsets.get(key)))
+    for key, name in weight_map.items():
+        listed = [entry for entry in found.get(key, ()) if entry.file == name]
+        if not listed:
+            raise CheckpointCorruptedError(f"{name} has no {shown(key)}, which {sources.indexes[0]} says is in it")
+        if listed[0].offset is None:
+            found[key] = listed
+    return found
+
+
+def _weight_map(storage: Storage, names: set[str], index: str) -> dict[str, str]:
+    """Which file each key is in, as an index says."""
+    with WindowedFile(storage, index) as file:
+        text = file.read(0, file.size)
+    try:
+        record = _INDEX_DECODER.decode(text).weight_map
+        weight_map = _WEIGHT_MAP_DECODER.decode(record)
+    except DECODE_ERRORS as error:
+        raise CheckpointCorruptedError(f"{index}: no index of safetensors, or a damaged one: {error}") from error
+    if member_count(record) != len(weight_map):
+        raise CheckpointCorruptedError(f"{index} has a name twice")
+    for name in set(weight_map.values()):
+        check_name(name, names, index)
+    return weight_map
+
+
+def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]:
+    """Where entries begin in their tensors, as far as a file says so."""
+    text = header.metadata.get(_OFFSETS)
+    if text is None:
+        return {}
+    try:
+        records = _OFFSETS_DECODER.decode(text)
+    except DECODE_ERRORS as error:
+        raise CheckpointCorruptedError(f"{name}: its {_OFFSETS} cannot be read: {error}") from error
+    for key, (_, shape, _) in header.entries.items():
+        offset = records[key].saved_offsets if key in records else shape
+        if len(offset) != len(shape) or any(start < 0 for start in offset):
+            raise CheckpointCorruptedError(f"{name}: {shown(key)} begins at {shown(list(offset))} of its tensor")
+    return {key: record.saved_offsets for key, record in records.items()}
+
+
+def _tensor(path: tuple[Part, ...], entries: list[_Entry], numbers: dict[str, int]) -> StoredTensor:
+    """The tensor of a key: one whole entry, or several of which all say where they belong."""
+    where = f"{entries[0].file}: {shown(path[-1])}"
+    if len(entries) > 1 and any(entry.offset is None for entry in entries):
+        others = ", ".join(entry.file for entry in entries)
+        raise UnsupportedValueError(
+            f"{shown(path[-1])} is in several files, and no index says which is meant: {others}"
+        )
+    dtype, shape, _ = entries[0].entry
+    boxes: dict[Box, Piece] = {}
+    for file, entry, offset in entries:
+        if entry.dtype != dtype or len(entry.shape) != len(shape):
+            raise CheckpointCorruptedError(f"{where} is of another dtype or number of dimensions in {file}")
+        box = whole(entry.shape) if offset is None else Box(offset, entry.shape)
+        shape = tuple(max(n, o + s) for n, o, s in zip(shape, *box, strict=True))
+        if box.size:
+            boxes.setdefault(box, Piece(box, numbers[file], entry.position))
+    check_shape(shape, dtype.itemsize, where)
+    overlap = first_overlap(list(boxes))
+    if overlap is not None:
+        raise CheckpointCorruptedError(f"{where}: its parts {overlap[0]} and {overlap[1]} overlap")
+    return StoredTensor(path, dtype, shape, None, list(boxes.values()))

@@ -1,0 +1,110 @@
+"""The header of a safetensors file: eight bytes of length, JSON, and behind it the tensors' data without a gap."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from ..core.dtypes import DTYPES, DType
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from ..tree.values import DECODE_ERRORS
+from .checks import check_shape, shown
+from .window import WindowedFile
+
+__all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors_header"]
+
+_MOST_BYTES = 100_000_000  # of a header: what the safetensors library accepts
+_FIRST_READ = 16 << 10
+_DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.view_items == 1}
+_METADATA = "__metadata__"
+_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*"([ \t\n\r]*:)?')
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor of a file: its element type, its shape, and where in the file its data begin."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    position: int
+
+
+class SafetensorsHeader(NamedTuple):
+    """The tensors of a file by their names, and the strings that its writer has put beside them."""
+
+    entries: dict[str, HeaderEntry]
+    metadata: dict[str, str]
+
+
+class _TensorInfo(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+# Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
+_HEADER_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_INFO_DECODER = msgspec.json.Decoder(_TensorInfo)
+_METADATA_DECODER = msgspec.json.Decoder(dict[str, str] | None)
+
+
+def read_safetensors_header(file: WindowedFile) -> SafetensorsHeader:
+    """The header of an open file.
+
+    Raises:
+        CheckpointCorruptedError: the safetensors library would refuse it, or it names something twice.
+        UnsupportedValueError: a tensor is of a type that this library cannot hold.
+    """
+    name = file.name
+    text = _text(file)
+    try:
+        members = _HEADER_DECODER.decode(text)
+        told = {key: _METADATA_DECODER.decode(members.pop(key)) or {} for key in (_METADATA,) if key in members}
+        infos = {key: _INFO_DECODER.decode(member) for key, member in members.items()}
+    except DECODE_ERRORS as error:
+        raise CheckpointCorruptedError(f"{name}: its header cannot be read: {error}") from error
+    due = len(infos) * (1 + len(_TensorInfo.__struct_fields__)) + sum(1 + len(strings) for strings in told.values())
+    if member_count(text) != due:
+        raise CheckpointCorruptedError(f"{name}: its header has a name twice")
+    return SafetensorsHeader(_entries(infos, name, 8 + len(text), file.size), told.get(_METADATA, {}))
+
+
+def member_count(text: bytes | msgspec.Raw) -> int:
+    """How many members all objects of a JSON text have, those of one name counted each. It must be valid JSON."""
+    return sum(match[1] is not None for match in _STRING.finditer(text))
+
+
+def _text(file: WindowedFile) -> bytes:
+    start = file.read(0, min(file.size, _FIRST_READ))
+    nbytes = int.from_bytes(start[:8], "little")
+    if len(start) < 8 or not 2 <= nbytes <= min(_MOST_BYTES, file.size - 8):
+        raise CheckpointCorruptedError(
+            f"{file.name} is no whole safetensors file: it has {file.size} bytes and a header of {nbytes}, of which at "
+            f"most {_MOST_BYTES} are possible"
+        )
+    text = start[8 : 8 + nbytes]
+    return text if len(text) == nbytes else text + file.read(len(start), nbytes - len(text))
+
+
+def _entries(infos: dict[str, _TensorInfo], name: str, data_start: int, size: int) -> dict[str, HeaderEntry]:
+    """The entries, checked: their data fill what is behind the header, each once."""
+    entries = {}
+    end = 0
+    for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
+        where = f"{name}: {shown(key)}"
+        begin, stop = info.data_offsets
+        if begin != end or stop < begin:
+            raise CheckpointCorruptedError(f"{where} has bytes {begin} to {stop} of the data, where {end} comes next")
+        dtype = _DTYPES.get(info.dtype)
+        if dtype is None:
+            raise UnsupportedValueError(f"{where} has the dtype {shown(info.dtype)}, which cannot be held")
+        if any(n < 0 for n in info.shape) or check_shape(info.shape, dtype.itemsize, where) != stop - begin:
+            raise CheckpointCorruptedError(
+                f"{where} has {stop - begin} bytes; its shape {shown(list(info.shape))} of {dtype.name} needs others"
+            )
+        entries[key] = HeaderEntry(dtype, info.shape, data_start + begin)
+        end = stop
+    if data_start + end != size:
+        raise CheckpointCorruptedError(f"{name} has {size} bytes; its header speaks of {data_start + end}")
+    return entries

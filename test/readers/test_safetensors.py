@@ -1,0 +1,383 @@
+"""Safetensors of others are read: single files, folders with an index, unified checkpoints; what is damaged is not."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save_file
+
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from paddle_dist_ckpt.readers.catalog import Catalog, Reader
+from paddle_dist_ckpt.readers.safetensors import SafetensorsReader
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing.catalogs import read_catalog
+from paddle_dist_ckpt.testing.faults import FaultyStorage
+from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
+from test.readers.golden import GOLDEN, expected_arrays
+
+INDEX = "model.safetensors.index.json"
+
+
+def read(path: Path) -> Catalog:
+    """The catalog of a folder, checked."""
+    storage = LocalStorage(path)
+    catalog = SafetensorsReader().read(storage, storage.names(), 0)
+    check_catalog(storage, catalog)
+    return catalog
+
+
+def paths_of(catalog: Catalog) -> list[tuple[Any, ...]]:
+    """The paths of its tensors, sorted."""
+    return sorted(tensor.path for tensor in catalog.tensors)
+
+
+def file_of(header: Any, data: bytes = b"") -> bytes:
+    """A safetensors file of any header, which may be wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(dtype: str, shape: Any, *offsets: int) -> dict[str, Any]:
+    """An entry of a header."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+class TestOfHuggingFace(ReaderTests):
+    """A folder with an index."""
+
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return SafetensorsReader()
+
+    @pytest.fixture
+    def checkpoint(self) -> ForeignCheckpoint:
+        arrays = expected_arrays("hf-safetensors")
+        return ForeignCheckpoint.of_folder(GOLDEN / "hf-safetensors", without=("expected.npz",), arrays=arrays)
+
+
+class TestOfOneFile(ReaderTests):
+    """A single file."""
+
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return SafetensorsReader()
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> ForeignCheckpoint:
+        arrays = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "empty": np.zeros((0, 4)), "s": np.array(1.5)}
+        save_file(arrays, tmp_path / "any.safetensors")
+        return ForeignCheckpoint({"any.safetensors": (tmp_path / "any.safetensors").read_bytes()}, arrays)
+
+
+class TestOfPaddleNLP(ReaderTests):
+    """A unified checkpoint: model, optimizer and master weights, each with an index."""
+
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return SafetensorsReader()
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> ForeignCheckpoint:
+        state = unified_state()
+        for kind, arrays in state.items():
+            write_unified(tmp_path, kind, arrays)
+        arrays = {f"{kind}.{key}": array for kind, part in state.items() for key, array in part.items()}
+        return ForeignCheckpoint.of_folder(tmp_path, arrays=arrays)
+
+
+def unified_state() -> dict[str, dict[str, np.ndarray]]:
+    """What a unified checkpoint may have."""
+    weight = np.arange(12, dtype=np.float32).reshape(3, 4)
+    return {
+        "model": {"llama.embed.weight": weight.astype(np.float16), "norm": np.ones(3, np.float16)},
+        "optimizer": {"llama.embed.weight/moment1_0": weight, "llama.embed.weight/beta1_pow_acc_0": np.ones(1)},
+        "master_weights": {"llama.embed.weight": weight + 1},
+    }
+
+
+def write_unified(path: Path, kind: str, arrays: dict[str, np.ndarray]) -> None:
+    """One kind of state, over several files, with its index."""
+    weight_map = {}
+    for i, (key, array) in enumerate(arrays.items()):
+        weight_map[key] = f"{kind}-{i + 1:05d}-of-{len(arrays):05d}.safetensors"
+        save_file({key: array}, path / weight_map[key], {"format": "np"})
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map, "master_weights": True, "type": "lora"}
+    (path / f"{kind}.safetensors.index.json").write_text(json.dumps(index, indent=4))
+
+
+# -- kinds of files
+
+
+def test_a_kind_of_state_alone_has_no_parent(tmp_path: Path) -> None:
+    write_unified(tmp_path, "peft_model", {"lora_A": np.ones(2)})
+    assert paths_of(read(tmp_path)) == [("lora_A",)]
+    write_unified(tmp_path, "optimizer", {"lora_A/moment1_0": np.ones(2)})
+    assert paths_of(read(tmp_path)) == [("optimizer", "lora_A/moment1_0"), ("peft_model", "lora_A")]
+
+
+def test_kinds_of_state_need_no_index(tmp_path: Path) -> None:
+    save_file({"w": np.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"w/moment1_0": np.ones(2)}, tmp_path / "optimizer.safetensors")
+    save_file({"w": np.ones(2)}, tmp_path / "master_weights-00001-of-00002.safetensors")
+    save_file({"v": np.ones(2)}, tmp_path / "master_weights-00002-of-00002.safetensors")
+    assert paths_of(read(tmp_path)) == [
+        ("master_weights", "v"),
+        ("master_weights", "w"),
+        ("model", "w"),
+        ("optimizer", "w/moment1_0"),
+    ]
+
+
+def test_files_without_an_index_make_up_one_checkpoint(tmp_path: Path) -> None:
+    save_file({"a": np.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"b": np.zeros(3)}, tmp_path / "two.safetensors")
+    arrays = read_catalog(LocalStorage(tmp_path), read(tmp_path))
+    assert {key: array.shape for key, array in arrays.items()} == {"a": (2,), "b": (3,)}
+
+
+def test_without_an_index_a_key_may_be_in_one_file_only(tmp_path: Path) -> None:
+    save_file({"a": np.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"a": np.ones(2)}, tmp_path / "two.safetensors")
+    with pytest.raises(UnsupportedValueError, match=r"'a' is in several files.*one.safetensors, two.safetensors"):
+        read(tmp_path)
+
+
+def test_an_index_says_which_file_is_meant_and_files_that_it_does_not_name_are_left_out(tmp_path: Path) -> None:
+    save_file({"tied": np.ones(2), "more": np.ones(1)}, tmp_path / "a.safetensors")
+    save_file({"tied": np.zeros(2), "b": np.ones(1)}, tmp_path / "b.safetensors")
+    save_file({"tied": np.ones(9)}, tmp_path / "consolidated.safetensors")
+    weight_map = {"tied": "b.safetensors", "more": "a.safetensors", "b": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    arrays = read_catalog(LocalStorage(tmp_path), read(tmp_path))
+    assert sorted(arrays) == ["b", "more", "tied"]
+    assert not arrays["tied"].any()
+
+
+def test_two_indexes_of_one_kind_are_refused(tmp_path: Path) -> None:
+    for prefix in ("model", "model.fp16"):
+        save_file({"a": np.ones(2)}, tmp_path / f"{prefix}.safetensors")
+        text = json.dumps({"weight_map": {"a": f"{prefix}.safetensors"}})
+        (tmp_path / f"{prefix}.safetensors.index.json").write_text(text)
+    with pytest.raises(UnsupportedValueError, match="several indexes: model.fp16.safetensors.index.json, model.saf"):
+        read(tmp_path)
+
+
+def test_data_files_of_other_formats_are_not_claimed() -> None:
+    found = SafetensorsReader().found
+    assert found(["0.metadata", "0_0.safetensors"]) == []
+    assert found([".metadata", "a.safetensors"]) == []
+    assert found(["0_4.be8af92b1c5edefe.0.safetensors"]) == []
+    assert found(["0.metadata", "0_0.safetensors", INDEX]) == [0]
+
+
+# -- an index that is wrong
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"{", "no index"),
+        (b"[]", "no index"),
+        (b'{"weight_map": 1}', "no index"),
+        (b'{"weight_map": {"a": 1}}', "no index"),
+        (b'{"weight_map": {"\xff": "a.safetensors"}}', "no index"),
+        (b'{"x": ' + b"[" * 100_000, "no index"),
+        (b'{"weight_map": {"a": "a.safetensors", "a": "a.safetensors"}}', "a name twice"),
+        (b'{"weight_map": {"a": "../a.safetensors"}}', "no name of a file"),
+        (b'{"weight_map": {"a": "/etc/passwd"}}', "no name of a file"),
+        (b'{"weight_map": {"a": ".."}}', "no name of a file"),
+        (b'{"weight_map": {"a": "b.safetensors"}}', "missing"),
+        (b'{"weight_map": {"b": "a.safetensors"}}', "a.safetensors has no 'b'"),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(index: bytes, message: str, tmp_path: Path) -> None:
+    save_file({"a": np.ones(2)}, tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_bytes(index)
+    with pytest.raises(CheckpointCorruptedError, match=message):
+        read(tmp_path)
+
+
+# -- headers
+
+
+def test_all_dtypes_are_read_as_what_they_are(tmp_path: Path) -> None:
+    dtypes = [dtype for dtype in DTYPES.values() if dtype.view_items == 1]
+    header, at = {}, 0
+    for dtype in dtypes:
+        header[dtype.name] = entry(dtype.safetensors, [3], at, at + 3 * dtype.itemsize)
+        at += 3 * dtype.itemsize
+    data = random.Random(0).randbytes(at)
+    content = file_of(header, data)
+    assert len(deserialize(content)) == len(dtypes)
+    (tmp_path / "a.safetensors").write_bytes(content)
+    catalog = read(tmp_path)
+    assert {tensor.path[0]: tensor.dtype.name for tensor in catalog.tensors} == {d.name: d.name for d in dtypes}
+    arrays = read_catalog(LocalStorage(tmp_path), catalog)
+    assert b"".join(arrays[dtype.name].tobytes() for dtype in dtypes) == data
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "F8_E5M2FNUZ", "C128", "I4", "bf16"])
+def test_other_dtypes_are_named(dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(file_of({"layer.w": entry(dtype, [2], 0, 1)}, b"x"))
+    with pytest.raises(UnsupportedValueError, match=f"a.safetensors: 'layer.w' has the dtype '{dtype}'"):
+        read(tmp_path)
+
+
+ONE = entry("U8", [1], 0, 1)
+TEXT = json.dumps(ONE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        struct.pack("<Q", 0),
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        struct.pack("<Q", 100_000_001) + b"{}",
+        file_of(b"[]"),
+        file_of(b"{} x"),
+        file_of(b"{}\0"),
+        file_of(b'{"a":' + b"[" * 100_000),
+        file_of(b'{"\xff":' + TEXT.encode() + b"}", b"x"),
+        file_of(b'{"\\ud800":' + TEXT.encode() + b"}", b"x"),
+        file_of({"a": ONE}),
+        file_of({"a": ONE}, b"xx"),
+        file_of({"a": entry("U8", [1], 1, 2)}, b"xx"),
+        file_of({"a": ONE, "b": entry("U8", [1], 2, 3)}, b"xxx"),
+        file_of({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, b"xxx"),
+        file_of({"a": entry("U8", [2], 0, 1)}, b"x"),
+        file_of({"a": entry("U8", [-1, -1], 0, 1)}, b"x"),
+        file_of({"a": entry("U8", [1.0], 0, 1)}, b"x"),
+        file_of({"a": entry("U8", None, 0, 1)}, b"x"),
+        file_of({"a": entry("U8", [True], 0, 1)}, b"x"),
+        file_of({"a": entry("U8", [1], 0, 1, 1)}, b"x"),
+        file_of({"a": entry("U8", [1], 1, 0)}, b"x"),
+        file_of({"a": {"dtype": "U8", "shape": [1]}}, b"x"),
+        file_of({"__metadata__": {"a": 1}}),
+        file_of(b'{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"),
+        file_of(b'{"__metadata__":{},"__metadata__":{}}'),
+    ],
+)
+def test_what_the_library_refuses_is_refused_here_too(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(SafetensorError):
+        deserialize(content)
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointCorruptedError, match="a.safetensors"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        file_of(f'{{"a":{TEXT},"a":{TEXT}}}'.encode(), b"x"),
+        file_of(f'{{"a":{TEXT},"\\u0061":{TEXT}}}'.encode(), b"x"),
+        file_of(b'{"__metadata__":{"a":"1","a":"2"}}'),
+    ],
+)
+def test_a_name_that_is_there_twice_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointCorruptedError, match="a name twice"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["", "a/b", "..", "\0", 'a": "', "\\", '\\"', "\\\\", "ü\U0001f600", "~1", "\n"])
+def test_any_name_is_a_name(key: str, tmp_path: Path) -> None:
+    save_file({key: np.ones(2), "other": np.ones(1)}, tmp_path / "a.safetensors", {key: 'x": {"y":'})
+    assert paths_of(read(tmp_path)) == sorted([(key,), ("other",)])
+
+
+def test_shapes_that_no_array_has_are_refused(tmp_path: Path) -> None:
+    for shape in ([1] * 33, [0, 2**40, 2**40]):
+        header = {"a": entry("U8", shape, 0, 0 if 0 in shape else 1)}
+        (tmp_path / "a.safetensors").write_bytes(file_of(header, b"" if 0 in shape else b"x"))
+        with pytest.raises(UnsupportedValueError, match="'a'"):
+            read(tmp_path)
+
+
+def test_headers_are_judged_as_the_library_judges_them(tmp_path: Path) -> None:
+    """Whatever is made of a header: nothing is read that the library refuses, and what is read is the same."""
+    arrays = {"a": np.arange(6, dtype=np.int16), "b.c": np.ones((2, 3)), "d": np.zeros((0, 2), np.uint8)}
+    save_file(arrays, tmp_path / "a.safetensors", {"format": "np"})
+    original = (tmp_path / "a.safetensors").read_bytes()
+    end = 8 + int.from_bytes(original[:8], "little")
+    generator = random.Random(1)
+    both = 0
+    for _ in range(2000):
+        content = bytearray(original)
+        for _ in range(generator.randrange(1, 3)):
+            at = generator.randrange(end)
+            content[at] = generator.choice(b'0123456789[]{},:" eE.-\\aU') if at >= 8 else generator.randrange(256)
+        (tmp_path / "a.safetensors").write_bytes(content)
+        try:
+            theirs = {key: (info["dtype"], info["shape"]) for key, info in deserialize(bytes(content))}
+        except SafetensorError:
+            theirs = None
+        try:
+            ours = {t.path[0]: (t.dtype.safetensors, list(t.shape)) for t in read(tmp_path).tensors}
+        except CheckpointError:
+            continue
+        assert ours == theirs, bytes(content[:end])
+        both += 1
+    assert both > 10
+
+
+def test_little_more_than_the_header_is_read(tmp_path: Path) -> None:
+    save_file({f"layer.{i}": np.zeros(1 << 17) for i in range(20)}, tmp_path / "a.safetensors")
+    sizes: list[int] = []
+
+    class Counting(FaultyStorage):
+        def open(self, name: str) -> Any:
+            file = super().open(name)
+            inner = file.read_into
+            file.read_into = lambda buffers, *rest: (sizes.extend(map(len, buffers)), inner(buffers, *rest))[1]
+            return file
+
+    storage = Counting(tmp_path, lambda operation, name: None)
+    assert len(SafetensorsReader().read(storage, storage.names(), 0).tensors) == 20
+    assert sum(sizes) < 64 << 10
+
+
+# -- shards of torch.distributed.checkpoint
+
+
+def test_shards_that_say_where_they_belong_make_up_one_tensor(tmp_path: Path) -> None:
+    array = np.arange(40).reshape(8, 5)
+    for i, part in enumerate((array[:3], array[3:])):
+        info = json.dumps({"w": {"saved_offsets": [3 * i, 0]}, "b": {"saved_offsets": [0]}})
+        arrays = {"w": np.ascontiguousarray(part), "b": np.ones(2)}
+        name = f"shard-{i:05d}-model-00001-of-00001.safetensors"
+        save_file(arrays, tmp_path / name, {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0"})
+    catalog = read(tmp_path)
+    found = read_catalog(LocalStorage(tmp_path), catalog)
+    assert np.array_equal(found["w"].view(np.int64), array)
+    assert found["b"].shape == (2,)
+    (tensor,) = (tensor for tensor in catalog.tensors if tensor.path == ("w",))
+    assert [piece.box for piece in tensor.pieces] == [Box((0, 0), (3, 5)), Box((3, 0), (5, 5))]
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"w": {"saved_offsets": [1]}}, "overlap"),
+        ({"w": {"saved_offsets": [0, 0]}}, "begins at"),
+        ({"w": {"saved_offsets": [-1]}}, "begins at"),
+        ({"w": {"saved_offsets": "x"}}, "cannot be read"),
+        ([], "cannot be read"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(info: Any, message: str, tmp_path: Path) -> None:
+    save_file({"w": np.ones(2)}, tmp_path / "a.safetensors", {"DCP_SHARDING_INFO": '{"w":{"saved_offsets":[0]}}'})
+    save_file({"w": np.ones(2)}, tmp_path / "b.safetensors", {"DCP_SHARDING_INFO": json.dumps(info)})
+    with pytest.raises(CheckpointCorruptedError, match=message):
+        read(tmp_path)
