@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from ..core.dtypes import DTYPES, DType
 from ..core.messages import decode
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
-from ..planning.save_plan import HeldShards
+from ..planning.save_plan import GlobalTensors, HeldShards
 from ..tree.paths import containers_of, flat_keys, mixed_containers, plain_key
 from .messages import Description, Structure, TensorList
 
@@ -33,6 +34,7 @@ class GlobalState:
         ranks: The global ranks, ascending; everywhere else ranks are positions in it.
         coordinator: The coordinator's position.
         paths, dtypes, kinds, shapes, names: The tensors, a list each.
+        tensors: The same tensors, in columns.
         value_paths: For each rank the paths of its values.
         value_owner: Which rank's value is kept, by path.
         keys: Flat key of each path.
@@ -46,6 +48,7 @@ class GlobalState:
     kinds: list[int]
     shapes: list[tuple[int, ...]]
     names: list[str | None]
+    tensors: GlobalTensors
     value_paths: list[list[str]]
     value_owner: dict[str, int]
     keys: dict[str, str]
@@ -67,71 +70,37 @@ def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> tuple
         coordinator: The coordinator's global rank.
 
     Returns:
-        The tensors and values, and who holds what of the tensors.
+        The tensors and values; and who holds what of the tensors, by rank and row.
 
     Raises:
         UnsupportedValueError: tensors or values of one key that contradict each other. Lists them all.
     """
     ranks = tuple(sorted(structures))
-    decoded = [decode(structures[rank], Structure) for rank in ranks]
-    order = in_charge(len(ranks), ranks.index(coordinator))
-    owner, empty = _merge_values(decoded, order)
-    tensors = _Merging(ranks, decoded, owner)
-    problems = [*tensors.compare(order), *tensors.averages(), *_path_problems(tensors, owner, empty)]
+    merging = _Merging(ranks, ranks.index(coordinator), [decode(structures[rank], Structure) for rank in ranks])
+    problems = [*merging.differences(), *merging.averages(), *merging.path_problems()]
     if problems:
         raise UnsupportedValueError("the ranks' state_dicts do not fit together:\n" + "\n".join(problems))
-    return tensors.merged(order[0])
+    return merging.merged()
 
 
-def _merge_values(structures: Sequence[Structure], order: Sequence[int]) -> tuple[dict[str, int], set[str]]:
-    """Of each value keep the coordinator's, or else the lowest rank's that has it.
+class _List(NamedTuple):
+    """A decoded :class:`TensorList`: numbers of its paths and descriptions among those of all lists, ``[listed]``."""
 
-    Returns:
-        Whose is kept, by path; and the paths of those that are empty containers on every rank that has them.
-    """
-    owner: dict[str, int] = {}
-    filled: set[str] = set()
-    for i in order:
-        for path, is_empty in structures[i].values:
-            owner.setdefault(path, i)
-            if not is_empty:
-                filled.add(path)
-    return owner, owner.keys() - filled
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _List:
-    """A decoded :class:`TensorList`.
-
-    Attributes:
-        tensor: The number of each of its tensors among those of all lists, ``[listed]``.
-        description: The number of its description among those of all lists, ``[listed]``.
-        names: The framework's names, or nothing if no tensor has one.
-    """
-
-    tensor: IntArray
+    path: IntArray
     description: IntArray
     names: list[str | None]
 
 
 class _Merging:
-    """Gives every path and every description a number, and compares what the ranks say of a path.
+    """All that the ranks list, in columns: a row for each tensor of each rank, rank by rank, in the order of its list.
 
     Numbers of paths and of descriptions are those of their first appearance.
-
-    Args:
-        ranks: The global ranks.
-        structures: What each has.
-        owner: Whose value is kept, by path.
-
-    Attributes:
-        ranks: The global ranks.
-        index: The number of each path.
     """
 
-    def __init__(self, ranks: tuple[int, ...], structures: Sequence[Structure], owner: dict[str, int]) -> None:
-        self.ranks, self._structures, self._owner = ranks, structures, owner
-        self.index: dict[str, int] = {}
+    def __init__(self, ranks: tuple[int, ...], coordinator: int, structures: Sequence[Structure]) -> None:
+        self._ranks, self._coordinator, self._structures = ranks, coordinator, structures
+        self._merge_values()
+        self._index: dict[str, int] = {}
         numbers: dict[Description, int] = {}
         known: dict[bytes, _List] = {}
         for structure in structures:
@@ -140,107 +109,157 @@ class _Merging:
         self._lists = [known[structure.tensors] for structure in structures]
         self._descriptions = list(numbers)
         self._is_value = np.array([d.kind == Kind.VALUE for d in self._descriptions], bool)
-        # By number of path: which rank's value is kept; what is said of it first, -1 for nothing, by whom.
-        self._value_owner = np.array([owner.get(path, -1) for path in self.index], np.int64)
-        self._description = np.full(len(self.index), -1, np.int64)
-        self._first_rank = np.zeros(len(self.index), np.int64)
-        self._names: list[str | None] = [None] * len(self.index)
+        self._rank = np.repeat(np.arange(len(ranks)), [len(listed.path) for listed in self._lists])
+        self._path = np.concatenate([listed.path for listed in self._lists])
+        self._description = np.concatenate([listed.description for listed in self._lists])
+        owner = np.array([self._owner.get(path, -1) for path in self._index], np.int64)
+        # Which rows count: not those of values that another rank saves.
+        self._counts = ~self._is_value[self._description] | (owner[self._path] == self._rank)
+        # By number of path: the row of the rank that has the say, and what it says; -1 for nothing.
+        rows = np.flatnonzero(self._counts)
+        self._first = np.full(len(owner), len(self._rank), np.int64)
+        np.minimum.at(self._first, self._path[rows], rows)
+        ours = rows[self._rank[rows] == coordinator]
+        self._first[self._path[ours]] = ours
+        self._said = np.append(self._description, -1)[self._first]
+
+    def _merge_values(self) -> None:
+        """Of each value keep the coordinator's, or else the lowest rank's that has it."""
+        self._owner: dict[str, int] = {}
+        filled: set[str] = set()
+        for i in in_charge(len(self._ranks), self._coordinator):
+            for path, is_empty in self._structures[i].values:
+                self._owner.setdefault(path, i)
+                if not is_empty:
+                    filled.add(path)
+        self._empty = self._owner.keys() - filled  # the empty containers on every rank that has them
 
     def _decoded(self, listed: TensorList, numbers: dict[Description, int]) -> _List:
-        index = self.index
-        tensor = np.array([index.setdefault(path, len(index)) for path in listed.paths], np.int64)
+        index = self._index
+        path = np.array([index.setdefault(path, len(index)) for path in listed.paths], np.int64)
         described = [numbers.setdefault(d, len(numbers)) for d in listed.descriptions]
-        description = unpack_column(listed.description, len(tensor), max(1, len(described)), "description")
-        return _List(tensor, np.array(described, np.int64)[description], list(listed.names))
+        description = unpack_column(listed.description, len(path), max(1, len(described)), "description")
+        return _List(path, np.array(described, np.int64)[description], listed.names)
 
-    def _mine(self, i: int) -> tuple[IntArray, IntArray]:
-        """A rank's tensors without the values that another rank saves: their numbers, and their places in its list."""
-        listed = self._lists[i]
-        foreign = self._is_value[listed.description] & (self._value_owner[listed.tensor] != i)
-        places = np.flatnonzero(~foreign)
-        return listed.tensor[places], places
-
-    def compare(self, order: Sequence[int]) -> Iterator[str]:
-        """Compare all descriptions of each tensor with the first, of the rank that has the say; yields what differs."""
-        for i in order:
-            listed = self._lists[i]
-            tensor, places = self._mine(i)
-            description = listed.description[places]
-            fresh = self._description[tensor] < 0
-            if fresh.any():
-                self._description[tensor[fresh]] = description[fresh]
-                self._first_rank[tensor[fresh]] = i
-                if listed.names:
-                    for t, place in zip(tensor[fresh].tolist(), places[fresh].tolist(), strict=True):
-                        self._names[t] = listed.names[place]
-            for k in np.flatnonzero(self._description[tensor] != description).tolist():
-                yield self._difference(int(tensor[k]), int(description[k]), i)
-
-    def _difference(self, tensor: int, other: int, rank: int) -> str:
-        path = next(path for path, t in self.index.items() if t == tensor)
-        said = _comparable(self._descriptions[self._description[tensor]])
-        what, ours, theirs = next(
-            (what, ours, theirs)
-            for (what, ours), (_, theirs) in zip(said, _comparable(self._descriptions[other]), strict=True)
-            if ours != theirs
-        )
-        return f"{plain_key(path)}: {what} is {ours} on rank {self.rank_of(path)}, {theirs} on rank {self.ranks[rank]}"
+    def differences(self) -> Iterator[str]:
+        """Compares what is said of each tensor with what the rank says that has the say; yields what differs."""
+        differs = self._counts & (self._description != self._said[self._path])
+        for row in np.flatnonzero(differs).tolist():
+            t = int(self._path[row])
+            path = next(path for path, number in self._index.items() if number == t)
+            said = (_comparable(self._descriptions[d]) for d in (self._said[t], self._description[row]))
+            what, ours, theirs = next((what, a, b) for (what, a), (_, b) in zip(*said, strict=True) if a != b)
+            ranks = self._rank_of(path), self._ranks[self._rank[row]]
+            yield f"{plain_key(path)}: {what} is {ours} on rank {ranks[0]}, {theirs} on rank {ranks[1]}"
 
     def averages(self) -> Iterator[str]:
         """Yields the averages that are not defined."""
         integers = [d.operation == "avg" and DTYPES[d.dtype].category in ("int", "bool") for d in self._descriptions]
         if any(integers):
-            paths = list(self.index)
-            for t in np.flatnonzero(np.array(integers)[self._description] & (self._description >= 0)).tolist():
-                dtype = self._descriptions[self._description[t]].dtype
+            paths = list(self._index)
+            for t in np.flatnonzero(np.array(integers)[self._said] & (self._said >= 0)).tolist():
+                dtype = self._descriptions[self._said[t]].dtype
                 yield f"{plain_key(paths[t])}: the average of {dtype} addends is not defined"
 
-    def is_tensor(self, path: str) -> bool:
-        """Whether a path is a tensor's on some rank."""
-        t = self.index.get(path)
-        return t is not None and self._description[t] >= 0 and not self._is_value[self._description[t]]
+    def path_problems(self) -> Iterator[str]:
+        """Yields the paths that are a tensor here and a value there, or a leaf here and a container there.
 
-    def rank_of(self, path: str) -> int:
+        A container that is empty on one rank and filled on another is no such; its value is not kept.
+        """
+        for path, i in self._owner.items():
+            said = self._said[self._index[path]] if path in self._index else -1
+            if said >= 0 and not self._is_value[said]:
+                ranks = self._rank_of(path), self._ranks[i]
+                yield f"{plain_key(path)}: a tensor on rank {ranks[0]}, a value on rank {ranks[1]}"
+        leaves = self._index.keys() | self._owner.keys()
+        for path in sorted(mixed_containers(leaves)):
+            yield f"{plain_key(path)}: a dict on one rank, and on another a list, a tuple or ranks' own values"
+        for container in sorted(containers_of(leaves) & leaves):
+            if container in self._empty:
+                del self._owner[container]
+            else:
+                yield f"{plain_key(container)}: a value or tensor on one rank, a container on another"
+
+    def _rank_of(self, path: str) -> int:
         """The global rank whose description of a tensor counts."""
-        return self.ranks[self._first_rank[self.index[path]]]
+        return self._ranks[self._rank[self._first[self._index[path]]]]
 
-    def merged(self, coordinator: int) -> tuple[GlobalState, HeldShards]:
+    def merged(self) -> tuple[GlobalState, HeldShards]:
         """The tensors in order, the values beside them, and all ranks' shards together."""
-        order = [(path, t) for path, t in sorted(self.index.items()) if self._description[t] >= 0]
+        order = [(path, t) for path, t in sorted(self._index.items()) if self._said[t] >= 0]
         paths, numbers = [path for path, _ in order], [t for _, t in order]
-        place = np.full(len(self.index), -1, np.int64)  # of each path's number among the tensors, -1 for none
+        place = np.full(len(self._index), -1, np.int64)  # of each path's number among the tensors, -1 for none
         place[numbers] = np.arange(len(order))
-        described = [self._descriptions[n] for n in self._description[numbers].tolist()]
+        described = [self._descriptions[n] for n in self._said[numbers].tolist()]
+        dtypes, shapes = [DTYPES[d.dtype] for d in described], [d.shape for d in described]
         is_plain = np.array([d.plain for d in self._descriptions], bool) & ~self._is_value
+        different = {id(listed): listed for listed in self._lists}
+        compared = {key: place[listed.path[is_plain[listed.description]]] for key, listed in different.items()}
         keyed = paths + sorted(self._owner.keys() - set(paths))
+        keys = dict(zip(keyed, flat_keys(keyed), strict=True))
+        shards = self._shards(place)
         state = GlobalState(
-            ranks=self.ranks,
-            coordinator=coordinator,
+            ranks=self._ranks,
+            coordinator=self._coordinator,
             paths=paths,
-            dtypes=[DTYPES[d.dtype] for d in described],
+            dtypes=dtypes,
             kinds=[d.kind for d in described],
-            shapes=[d.shape for d in described],
-            names=[self._names[t] for t in numbers],
+            shapes=shapes,
+            names=self._names(numbers),
+            tensors=_columns([keys[path] for path in paths], dtypes, shapes, shards.boxes.dimensions),
             value_paths=[[path for path, _ in structure.values] for structure in self._structures],
             value_owner=self._owner,
-            keys=dict(zip(keyed, flat_keys(keyed), strict=True)),
-            compared=[place[listed.tensor[is_plain[listed.description]]] for listed in self._lists],
+            keys=keys,
+            compared=[compared[id(listed)] for listed in self._lists],
         )
-        return state, self._shards(place)
+        return state, shards
+
+    def _names(self, numbers: list[int]) -> list[str | None]:
+        """The framework's names of tensors, given by the numbers of their paths."""
+        rows = self._first[numbers]
+        ranks = self._rank[rows]
+        places = rows - np.searchsorted(self._rank, ranks)
+        pairs = zip(ranks.tolist(), places.tolist(), strict=True)
+        return [names[place] if (names := self._lists[i].names) else None for i, place in pairs]
 
     def _shards(self, place: IntArray) -> HeldShards:
         """All ranks' shards; ``place`` has the number of each path's tensor, ``[paths]``."""
-        dimensions = max([1, *(structure.dimensions for structure in self._structures)])
-        plain = np.array([d.plain for d in self._descriptions], np.int64)
-        addends = np.array([d.addends for d in self._descriptions], np.int64)
-        parts = []
-        for i, listed in enumerate(self._lists):
-            tensor, places = self._mine(i)
-            mine = np.full(len(listed.tensor), -1, np.int64)
-            mine[places] = place[tensor]
-            columns = plain[listed.description], addends[listed.description]
-            parts.append(_shards_of(i, self._structures[i], mine, *columns, dimensions))
-        return HeldShards.joined(parts)
+        cells = [unpack_signed(s.cells, 2 * s.dimensions + 1) for s in self._structures]
+        counts = [np.frombuffer(s.shards.data, s.shards.dtype).astype(np.int64) for s in self._structures]
+        bases = np.cumsum([0, *map(len, counts)]).tolist()  # where each rank's geometries start among all
+        columns = [
+            unpack_column(s.geometry, len(listed.path), max(1, len(count)), "geometry") + base
+            for s, listed, count, base in zip(self._structures, self._lists, counts, bases, strict=False)
+        ]
+        geometry, shards = np.concatenate(columns), np.concatenate(counts)
+        per_row = shards[geometry]
+        row = np.repeat(np.arange(len(geometry)), per_row)
+        cell = np.repeat((np.cumsum(shards) - shards)[geometry], per_row) + places_within(per_row)
+        number = places_within(np.bincount(self._rank[row], minlength=len(self._ranks)))  # among the rank's shards
+        if not self._counts.all():
+            kept = np.flatnonzero(self._counts[row])
+            row, cell, number = row[kept], cell[kept], number[kept]
+        said = self._description[row]
+        corners = [Boxes(c[:, : c.shape[1] // 2], c[:, c.shape[1] // 2 : -1]) for c in cells]
+        return HeldShards(
+            tensor=place[self._path[row]],
+            rank=self._rank[row],
+            row=number,
+            boxes=Boxes.joined(corners, max([1, *(s.dimensions for s in self._structures)])).take(cell),
+            plain=np.array([d.plain for d in self._descriptions], np.int64)[said],
+            addend=np.concatenate([c[:, -1] for c in cells])[cell],
+            addends=np.array([d.addends for d in self._descriptions], np.int64)[said],
+        )
+
+
+def _columns(keys: list[str], dtypes: list[DType], shapes: list[tuple[int, ...]], dimensions: int) -> GlobalTensors:
+    padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(shapes)}
+    return GlobalTensors(
+        keys,
+        np.array([dtype.itemsize for dtype in dtypes], np.int64),
+        np.array([len(shape) for shape in shapes], np.int64),
+        np.array([padded[shape] for shape in shapes], np.int64).reshape(-1, dimensions),
+    )
 
 
 def _comparable(said: Description) -> list[tuple[str, object]]:
@@ -252,56 +271,3 @@ def _comparable(said: Description) -> list[tuple[str, object]]:
         ("kind", _KINDS[said.kind]),
         ("reduction", (said.operation, said.addends)),
     ]
-
-
-def _shards_of(
-    rank: int, structure: Structure, tensor: IntArray, plain: IntArray, addends: IntArray, dimensions: int
-) -> HeldShards:
-    """What one rank holds.
-
-    Args:
-        rank: Its position.
-        structure: What it has said.
-        tensor: The number of each of its tensors, -1 for those that it does not save, ``[listed]``.
-        plain: Whether each is plain, ``[listed]``.
-        addends: How many addends each has, ``[listed]``.
-        dimensions: Of the boxes that come out.
-    """
-    width = structure.dimensions
-    cells = unpack_signed(structure.cells, 2 * width + 1)
-    counts = np.frombuffer(structure.shards.data, structure.shards.dtype).astype(np.int64)
-    geometry = unpack_column(structure.geometry, len(tensor), max(1, len(counts)), "geometry")
-    first = np.cumsum(counts) - counts
-    per_tensor = counts[geometry]
-    owner = np.repeat(np.arange(len(tensor)), per_tensor)
-    cell = np.repeat(first[geometry], per_tensor) + places_within(per_tensor)
-    rows = np.flatnonzero(tensor[owner] >= 0)
-    owner, cell = owner[rows], cell[rows]
-    return HeldShards(
-        tensor=tensor[owner],
-        rank=np.full(len(rows), rank, np.int64),
-        row=rows,
-        boxes=Boxes.joined([Boxes(cells[:, :width], cells[:, width:-1])], dimensions).take(cell),
-        plain=plain[owner],
-        addend=cells[cell, -1],
-        addends=addends[owner],
-    )
-
-
-def _path_problems(tensors: _Merging, owner: dict[str, int], empty: set[str]) -> Iterator[str]:
-    """Yields the paths that are a tensor here and a value there, or a leaf here and a container there.
-
-    A container that is empty on one rank and filled on another is no such; its value is dropped from ``owner``.
-    """
-    for path, i in owner.items():
-        if tensors.is_tensor(path):
-            ranks = tensors.rank_of(path), tensors.ranks[i]
-            yield f"{plain_key(path)}: a tensor on rank {ranks[0]}, a value on rank {ranks[1]}"
-    leaves = tensors.index.keys() | owner.keys()
-    for path in sorted(mixed_containers(leaves)):
-        yield f"{plain_key(path)}: a dict on one rank, and on another a list, a tuple or ranks' own values"
-    for container in sorted(containers_of(leaves) & leaves):
-        if container in empty:
-            del owner[container]
-        else:
-            yield f"{plain_key(container)}: a value or tensor on one rank, a container on another"

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..core.box import Box
-from ..core.boxes import Mask
 from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.grouping import group_blocks
 from ..core.messages import encode
 from ..core.shards import Layout, ShardTable
 from ..planning.divide import WrittenBoxes
 from ..planning.order import box_order
-from ..planning.save_plan import GlobalTensors, HeldShards, SavePlan, plan_save
+from ..planning.save_plan import HeldShards, SavePlan, plan_save
 from ..tree.paths import plain_key
 from .global_state import GlobalState, merge_structures
 from .messages import RankPlan, Transfer
@@ -32,7 +30,7 @@ class PlannedSave:
         plan_id: By which coordinator and ranks know that they mean the same plan; never 0.
         fingerprints: Digest of each rank's structure, by global rank.
         state: What all ranks have, without the shards.
-        plan: Who writes what.
+        written: Who writes what.
         rank_plans: Each rank's encoded :class:`.messages.RankPlan`, by global rank.
         rank_items: How many items each rank writes, ``[ranks]``.
         rank_bytes: How many bytes, ``[ranks]``.
@@ -41,7 +39,7 @@ class PlannedSave:
     plan_id: int
     fingerprints: dict[int, bytes]
     state: GlobalState
-    plan: SavePlan
+    written: WrittenBoxes
     rank_plans: dict[int, bytes]
     rank_items: IntArray
     rank_bytes: IntArray
@@ -51,7 +49,7 @@ class PlannedSave:
         """The checkpoint's table, if the files of each rank have so many entries."""
         if entries not in self._tables:
             counts = [count for of_rank in entries for count in of_rank]
-            self._tables = {entries: _table(self.state, self.plan, np.repeat(np.arange(len(counts)), counts))}
+            self._tables = {entries: _table(self.state, self.written, np.repeat(np.arange(len(counts)), counts))}
         return self._tables[entries]
 
 
@@ -67,57 +65,45 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
         UnsupportedValueError: what the ranks have does not fit together, or does not make up whole tensors.
     """
     state, shards = merge_structures(structures, coordinator)
-    plan = plan_save(_tensors(state, shards.boxes.dimensions), shards, len(state.ranks), state.coordinator)
-    itemsizes = np.array([dtype.itemsize for dtype in state.dtypes], np.int64)
+    plan = plan_save(state.tensors, shards, len(state.ranks), state.coordinator)
     written = plan.written
-    nbytes = written.boxes.volumes * itemsizes[written.tensor]
     bounds = np.searchsorted(written.rank, np.arange(len(state.ranks) + 1))
+    nbytes = written.boxes.volumes * state.tensors.itemsize[written.tensor]
     ends = np.concatenate([[0], np.cumsum(nbytes)]).astype(np.int64)
     return PlannedSave(
         plan_id=secrets.randbits(62) + 1,
         fingerprints=fingerprints,
         state=state,
-        plan=plan,
+        written=written,
         rank_plans=_rank_plans(state, shards, plan, bounds, int(ends[-1])),
         rank_items=np.diff(bounds),
         rank_bytes=np.diff(ends[bounds]),
     )
 
 
-def _tensors(state: GlobalState, dimensions: int) -> GlobalTensors:
-    padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(state.shapes)}
-    return GlobalTensors(
-        [state.keys[path] for path in state.paths],
-        np.array([dtype.itemsize for dtype in state.dtypes], np.int64),
-        np.array([len(shape) for shape in state.shapes], np.int64),
-        np.array([padded[shape] for shape in state.shapes], np.int64).reshape(-1, dimensions),
-    )
-
-
 def _rank_plans(
     state: GlobalState, shards: HeldShards, plan: SavePlan, bounds: IntArray, total_bytes: int
 ) -> dict[int, bytes]:
-    """Each rank's part of the plan.
+    """Each rank's encoded :class:`.messages.RankPlan`, by global rank.
 
-    Args:
-        state: What is saved.
-        shards: Who holds what of it.
-        plan: Who writes what, rank by rank.
-        bounds: Where what each rank writes begins in the plan, and at last where it ends, ``[ranks + 1]``.
-        total_bytes: What all write together.
-
-    Returns:
-        An encoded :class:`.messages.RankPlan` by global rank.
+    What the ranks write begins in the plan at ``bounds``, ``[ranks + 1]``.
     """
     plain_keys = {path: key for path, key in state.keys.items() if key != plain_key(path)}
-    transfers = [_transfer(state, shards, *transfer) for transfer in plan.transfers]
     values: dict[int, list[str]] = {}
-    tensors = set(state.paths)
-    for path in sorted(path for path in state.value_owner if path not in tensors):
+    for path in sorted(state.value_owner.keys() - set(state.paths)):
         values.setdefault(state.value_owner[path], []).append(path)
     written = plan.written
     writers = sorted({*np.unique(written.rank).tolist(), state.coordinator, *values})
-    is_cut = _is_cut(shards, written)
+    # Which shard each box is from: shards are in the order of their ranks and, on each, of their rows.
+    most = int(shards.row.max(initial=-1)) + 1
+    place = shards.rank * most + shards.row
+    shard = np.searchsorted(place, written.rank * most + written.row)
+    is_cut = (shards.boxes.shape[shard] != written.boxes.shape).any(axis=1)
+    transfers = []
+    for source, row, writer, writer_row, box in plan.transfers:
+        itemsize = int(state.tensors.itemsize[shards.tensor[np.searchsorted(place, source * most + row)]])
+        ends = state.ranks[source], row, state.ranks[writer], writer_row
+        transfers.append(Transfer(*ends, box, box.size * itemsize))
     plans = {}
     for i, (rank, start, stop) in enumerate(zip(state.ranks, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         cut = np.flatnonzero(is_cut[start:stop])
@@ -137,37 +123,15 @@ def _rank_plans(
     return plans
 
 
-def _is_cut(shards: HeldShards, written: WrittenBoxes) -> Mask:
-    """Whether each written box is only a part of the local shard that it is from, ``[written]``."""
-    ranks = int(max(shards.rank.max(initial=-1), written.rank.max(initial=-1))) + 1
-    most = np.zeros(ranks, np.int64)
-    np.maximum.at(most, shards.rank, shards.row + 1)
-    base = np.cumsum(most) - most
-    place = np.zeros(int(most.sum()), np.int64)
-    place[base[shards.rank] + shards.row] = np.arange(len(shards.row))
-    shard = place[base[written.rank] + written.row]
-    cut: Mask = (shards.boxes.shape[shard] != written.boxes.shape).any(axis=1)
-    return cut
-
-
-def _transfer(
-    state: GlobalState, shards: HeldShards, source: int, source_row: int, writer: int, writer_row: int, box: Box
-) -> Transfer:
-    held = (shards.rank == source) & (shards.row == source_row)
-    itemsize = state.dtypes[shards.tensor[held][0]].itemsize
-    return Transfer(state.ranks[source], source_row, state.ranks[writer], writer_row, box, box.size * itemsize)
-
-
-def _table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTable:
+def _table(state: GlobalState, written: WrittenBoxes, file: IntArray) -> ShardTable:
     """The checkpoint's table, ordered by tensor, then by offset; ``file`` has each written box's file, ``[written]``.
 
     Tensors that are cut alike share a layout.
     """
-    order = box_order(_tensors(state, plan.written.boxes.dimensions).shape, plan.written.tensor, plan.written.boxes)
-    tensor, boxes = plan.written.tensor[order], plan.written.boxes.take(order)
-    bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1))
-    shapes = {shape: i for i, shape in enumerate(dict.fromkeys(state.shapes))}
-    heads = np.array([shapes[shape] for shape in state.shapes], np.int64).reshape(-1, 1)
+    order = box_order(state.tensors.shape, written.tensor, written.boxes)
+    boxes = written.boxes.take(order)
+    bounds = np.searchsorted(written.tensor[order], np.arange(len(state.paths) + 1))
+    heads = np.column_stack([state.tensors.ndim, state.tensors.shape])
     first, layout_of = group_blocks(bounds, boxes.table, heads)
     layouts = []
     for t in first.tolist():
