@@ -78,7 +78,7 @@ class RankFiles:
         order, session, memory = self._order, self._context.session, self._context.memory
         if order.plan is not None:
             plan = decode(order.plan, RankPlan)
-            parts = plan_files(state, plan, self._options.block_bytes, self._context.is_coordinator)
+            parts = plan_files(state, plan, self._options.block_bytes)
             memory.plan = KnownPlan(order.plan_id, self._options.block_bytes, plan.total_bytes, plan.transfers, parts)
         reduced = self._reduce(memory.plan, state)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
@@ -93,7 +93,7 @@ class RankFiles:
 
     def _reduce(self, known: KnownPlan, state: LocalState) -> dict[tuple[int, Box], Any]:
         """The reduced boxes of partial tensors that this rank writes, by shard and box."""
-        boxes = [pair for part in known.files for pair in part.boxes(state)]
+        boxes = [pair for part in known.files for pair in part.partial_boxes(state)]
         if not known.transfers and not boxes:
             return {}
 
