@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..core.box import Box, whole
+from ..core.boxes import Boxes
 from ..core.columns import pack_column, pack_signed
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies
 from ..core.dtypes import DTYPES
@@ -34,6 +36,7 @@ _INLINE_TOTAL_BYTES = 8 << 20  # so do all further ones when those of one rank a
 _OWN_STEP = 256  # ranks' own values are padded with blanks to multiples of it,
 _MOST_BLANKS = 4096  # and further, to the size that they had before
 _HASH_CHUNK = 4 << 20
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
 
@@ -71,8 +74,7 @@ class KnownState:
 
     def fits(self, leaves: Leaves) -> bool:
         """Whether the tensors are the same, at the same paths."""
-        count = len(leaves.tensors)
-        return self.tensors.paths[:count] == leaves.tensor_paths and self.identity.matches(leaves.tensors)
+        return self.tensors.paths == leaves.tensor_paths and self.identity.matches(leaves.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +181,15 @@ class LocalState:
             pack_column(np.array(number, np.int64)[geometry]),
         )
         dimensions = max([1, *(len(g.shape) for g in geometries)])
-        cells = [_cell(geometry, shard.box, dimensions) for geometry, shard in self.shards.cells]
+        boxes = Boxes.of([shard.box for _, shard in self.shards.cells], dimensions)
+        addends = [g.reduction.position if g.reduction is not None else -1 for g, _ in self.shards.cells]
         return encode(
             Structure(
                 tensors=encode(listed),
                 geometry=pack_column(geometry),
                 shards=pack_column([len(g.shards) for g in geometries]),
                 dimensions=dimensions,
-                cells=pack_signed(np.array(cells, np.int64).reshape(-1, 2 * dimensions + 1)),
+                cells=pack_signed(np.column_stack([boxes.table, np.array(addends, np.int64)])),
                 values=[(path, is_empty) for path, is_empty, _ in self.outline],
             )
         )
@@ -196,12 +199,6 @@ def _description(geometry: Geometry) -> Description:
     reduction = geometry.reduction
     operation, addends = (reduction.operation, reduction.count) if reduction is not None else (None, 0)
     return Description(geometry.dtype.name, geometry.kind, geometry.plain, geometry.shape, operation, addends)
-
-
-def _cell(geometry: Geometry, box: Box, dimensions: int) -> list[int]:
-    pad = dimensions - len(box.shape)
-    addend = geometry.reduction.position if geometry.reduction is not None else -1
-    return [*box.offset, *(0,) * pad, *box.shape, *(1,) * pad, addend]
 
 
 def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: KnownState | None) -> LocalState:
@@ -221,13 +218,18 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Kno
     problems = [
         f"{plain_key(path)!r}: a key with a lone surrogate cannot be stored"
         for path in itertools.filterfalse(str.isascii, [*leaves.tensor_paths, *leaves.value_paths])
-        if not _can_be_encoded(path)
+        if _LONE_SURROGATE.search(path)
     ]
     before = {path: nbytes for path, _, nbytes in known.outline} if known is not None else {}
     if known is not None and known.fits(leaves):
         tensors = known.tensors.with_owners(leaves.tensors)
     else:
-        known, tensors = None, _look_at(leaves, adapter, problems)
+        known, tensors = None, LocalTensors()
+        for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
+            try:
+                tensors.add(path, adapter.view(value, path))
+            except UnsupportedValueError as error:
+                problems.append(str(error))
     values = _encoded(leaves, rank, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
@@ -237,24 +239,6 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Kno
             geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard(whole(array.shape)),))
             tensors.add(path, TensorView(geometry, (address_of(array),), array, None))
     return LocalState(adapter, tensors, values, known)
-
-
-def _look_at(leaves: Leaves, adapter: Adapter, problems: list[str]) -> LocalTensors:
-    tensors = LocalTensors()
-    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
-        try:
-            tensors.add(path, adapter.view(value, path))
-        except UnsupportedValueError as error:
-            problems.append(str(error))
-    return tensors
-
-
-def _can_be_encoded(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _room_for(nbytes: int, before: int) -> int:
@@ -286,27 +270,18 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
 
 
 def digests_of(state: LocalState) -> bytes:
-    """xxh3_64 of each plain tensor's bytes, to be compared among ranks."""
-    is_plain = [g.plain and g.kind != Kind.VALUE for g in state.tensors.geometries]
-    if not any(is_plain):
-        return b""
-    digests = []
-    first = np.searchsorted(state.shards.tensor, np.arange(len(state.tensors.geometry) + 1)).tolist()
-    for t, geometry in enumerate(state.tensors.geometry):
-        if is_plain[geometry]:
-            digest = xxhash.xxh3_64()
-            for row in range(first[t], first[t + 1]):
-                _hash_array(digest.update, state.array(row), state)
-            digests.append(digest.intdigest())
-    return np.array(digests, "<u8").tobytes()
+    """xxh3_64 of the bytes of each plain tensor, which is one whole shard, to be compared among ranks."""
+    is_plain = np.array([g.plain and g.kind != Kind.VALUE for g, _ in state.shards.cells], bool)
+    rows = np.flatnonzero(is_plain[state.shards.cell]).tolist()
+    return np.array([_digest(state.array(row), state) for row in rows], "<u8").tobytes()
 
 
-def _hash_array(update: Callable[[Any], None], array: npt.NDArray[Any] | DeviceArray, state: LocalState) -> None:
+def _digest(array: npt.NDArray[Any] | DeviceArray, state: LocalState) -> int:
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
-        update(array.reshape(-1).view(np.uint8))
-        return
-    buffer = np.empty(_HASH_CHUNK, np.uint8)
+        return xxhash.xxh3_64_intdigest(array.reshape(-1).view(np.uint8).data)
+    digest, buffer = xxhash.xxh3_64(), np.empty(_HASH_CHUNK, np.uint8)
     for start in range(0, array.nbytes, _HASH_CHUNK):
         stop = min(start + _HASH_CHUNK, array.nbytes)
         state.read(array, start, stop, buffer[: stop - start])
-        update(buffer[: stop - start])
+        digest.update(buffer[: stop - start].data)
+    return digest.intdigest()

@@ -144,7 +144,7 @@ class _Saving:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes
         context.storage.prepare()
         fingerprint, structure = state.fingerprint()
-        if state.known is None or fingerprint != state.known.fingerprint:
+        if structure is not None:
             memory.known = state.remembered(fingerprint)
         compare = self._options.check_replicas != "off" and len(context.session.ranks) > 1
         return SaveRequest(
