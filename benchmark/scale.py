@@ -40,11 +40,10 @@ from paddle_dist_ckpt.loading.own_values import OwnValues
 from paddle_dist_ckpt.loading.wanted import WantedState
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
-from paddle_dist_ckpt.saving.context import SaveContext
 from paddle_dist_ckpt.saving.messages import Description, SaveRequest, Structure, TensorList
 from paddle_dist_ckpt.saving.planned_save import PlannedSave, make_plan
 from paddle_dist_ckpt.saving.save_coordinator import SaveCoordinator
-from paddle_dist_ckpt.saving.save_memory import SaveMemory
+from paddle_dist_ckpt.saving.save_memory import SaveContext, SaveMemory
 from paddle_dist_ckpt.storage.base import Folder, FolderIdentity
 from paddle_dist_ckpt.testing import NumpyAdapter
 

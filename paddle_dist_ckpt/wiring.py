@@ -22,9 +22,8 @@ from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .saving.context import SaveContext
 from .saving.save import After, save, save_in_background
-from .saving.save_memory import SaveMemory
+from .saving.save_memory import SaveContext, SaveMemory
 from .storage import as_storage
 from .tree.state_dict import Adapter
 

@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent import futures
 
 from ..core.threads import at_exit, lower_priority
 from ..errors import CheckpointError
@@ -34,7 +33,7 @@ class AsyncSave:
     def __init__(self, path: str, finish: Callable[[], SaveReport]) -> None:
         self._path, self._finish = path, finish
         self._pid = os.getpid()
-        self._future: Future[SaveReport] = Future()
+        self._future: futures.Future[SaveReport] = futures.Future()
         self._observed = self._started = False
         # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
         # possible any more by then.
@@ -77,11 +76,7 @@ class AsyncSave:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended, for at most ``timeout`` seconds; returns whether it has. Raises no failure of it."""
         self._check_process()
-        try:
-            self._future.exception(timeout)
-        except (TimeoutError, FutureTimeoutError):
-            return False
-        return True
+        return bool(futures.wait([self._future], timeout).done)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until it is committed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +11,17 @@ from ..control.transports import WatchedTransport
 from ..core.box import Box
 from ..core.messages import decode, encode
 from ..core.progress import Progress
-from ..core.protocols import CollectiveWatch
 from ..core.threads import io_threads
 from ..files.contents import AHEAD, TensorContents
 from ..files.names import data_file_name
 from ..files.writer import FileSave, bytes_ahead
 from ..folder.commit import remove_saves
 from ..options import SaveOptions
-from .context import SaveContext
 from .describe import LocalState
 from .file_plan import KnownPlan, plan_files
 from .messages import PlanAnswer, RankPlan, WriteRequest
 from .reduce import reduce_partials
+from .save_memory import SaveContext
 
 __all__ = ["RankFiles"]
 
@@ -42,8 +42,8 @@ class RankFiles:
     def __init__(self, context: SaveContext, options: SaveOptions, order: PlanAnswer, in_background: bool) -> None:
         self._context, self._options, self._order = context, options, order
         self._in_background = in_background
+        self._threads = io_threads(order.ranks_on_host, waits=True)
         self._files: Sequence[FileSave] = ()
-        self._sources: list[LocalState] = []  # whose memory must stay alive, for the files are written from it
         self._failure: Exception | None = None
         self._reported = False
 
@@ -63,13 +63,13 @@ class RankFiles:
     def prepare(self, state: LocalState) -> None:
         """Do what has to be done before the caller may change its tensors, but for writing them.
 
-        An error is kept for round ``write``: only then have all ranks left the collectives.
+        If not in the background, the state must stay alive until they are written. An error is kept for round
+        ``write``: only then have all ranks left the collectives.
         """
         try:
-            self._files, self._sources = self._make(state), [state]
+            self._files = self._make(state)
             if self._in_background:
                 self._take_snapshot(state)
-                self._sources.clear()
         except Exception as error:
             self._failure = error
 
@@ -82,7 +82,7 @@ class RankFiles:
             memory.plan = KnownPlan(order.plan_id, self._options.block_bytes, plan.total_bytes, plan.transfers, parts)
         reduced = self._reduce(memory.plan, state)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
-        buffers = memory.window_buffers(self._foreground_threads + ahead, state.host_memory)
+        buffers = memory.window_buffers(self._threads + ahead, state.host_memory)
         files = []
         for part in memory.plan.files:
             name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number)
@@ -96,12 +96,10 @@ class RankFiles:
         boxes = [pair for part in known.files for pair in part.partial_boxes(state)]
         if not known.transfers and not boxes:
             return {}
-
-        def reduce(watch: CollectiveWatch) -> dict[tuple[int, Box], Any]:
-            transport = WatchedTransport(self._context.transport, watch)
-            return reduce_partials(known.transfers, self._context.session.rank, state, boxes, transport)
-
-        return self._context.session.run_collectives(reduce)
+        rank, transport = self._context.session.rank, self._context.transport
+        return self._context.session.run_collectives(
+            lambda watch: reduce_partials(known.transfers, rank, state, boxes, WatchedTransport(transport, watch))
+        )
 
     def _take_snapshot(self, state: LocalState) -> None:
         """Copy what will be written; write at once what the snapshot has no room for."""
@@ -111,18 +109,13 @@ class RankFiles:
         for file in self._files:
             ahead = bytes_ahead(file.table.nbytes, surplus)
             if ahead:
-                file.write_ahead(ahead, self._foreground_threads, self._context.session.check)
+                file.write_ahead(ahead, self._threads, self._context.session.check)
             surplus = max(0, surplus - ahead)
             kept.append(file.table.nbytes - ahead)
-        rooms = [-(-nbytes // _PAGE) * _PAGE for nbytes in kept]
-        buffer, start = self._context.memory.snapshot_buffer(sum(rooms), state.host_memory), 0
-        for file, nbytes, room in zip(self._files, kept, rooms, strict=True):
+        *starts, size = itertools.accumulate((-(-nbytes // _PAGE) * _PAGE for nbytes in kept), initial=0)
+        buffer = self._context.memory.snapshot_buffer(size, state.host_memory)
+        for file, start, nbytes in zip(self._files, starts, kept, strict=True):
             file.take_snapshot(buffer[start : start + nbytes])
-            start += room
-
-    @property
-    def _foreground_threads(self) -> int:
-        return io_threads(self._order.ranks_on_host, waits=True)
 
     def write(self) -> bytes:
         """In round ``write``: write the files, and report them; an empty message says that this rank has failed."""
@@ -137,12 +130,11 @@ class RankFiles:
         return message
 
     def _write(self) -> WriteRequest:
-        context, shown = self._context, self._options.progress
+        context = self._context
         remove_saves(context.storage, self._order.clean)
-        if shown is None and self._in_background:
-            shown = False
+        shown = False if self._options.progress is None and self._in_background else self._options.progress
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
-        threads = 1 if self._in_background else self._foreground_threads
+        threads = 1 if self._in_background else self._threads
         with Progress("save", context.memory.plan.total_bytes, shown, context.is_coordinator) as progress:
             infos = [file.finish(threads, context.session.check, progress) for file in self._files]
         return WriteRequest(infos, [len(file.table.names) for file in self._files], self.nbytes)

@@ -16,7 +16,6 @@ with round ``abort``, in which they remove their files and raise.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -29,12 +28,12 @@ from ..folder.commit import remove_saves, seal
 from ..options import SaveOptions
 from ..reports import SaveReport, Stopwatch
 from ..tree.values import encode_value
-from .async_save import AsyncSave
-from .context import SaveContext
+from .async_save import EARLIER, AsyncSave
 from .describe import LocalState, describe, digests_of
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer
 from .rank_files import RankFiles
 from .save_coordinator import SaveCoordinator
+from .save_memory import SaveContext
 
 __all__ = ["After", "save", "save_in_background"]
 
@@ -58,7 +57,8 @@ def save(
     """
     with ExitStack() as ending:
         saving = _Saving(context, options, ending)
-        files = saving.prepare(*saving.plan(state_dict, unique_id), in_background=False)
+        state, order = saving.plan(state_dict, unique_id)  # whose memory must stay alive: the files are written from it
+        files = saving.prepare(state, order, in_background=False)
         return saving.finish(files, after)
 
 
@@ -72,13 +72,7 @@ def save_in_background(
 ) -> AsyncSave:
     """Like :func:`save`, but return when what is to be written has been copied.
 
-    Args:
-        state_dict: The state, which may be changed afterwards.
-        opened: Holds the session open; it is taken over.
-        context: This rank's surroundings.
-        unique_id: The checkpoint's number, or None.
-        options: How to save.
-        after: See :func:`save`; called in the background.
+    ``opened`` holds the session open; it is taken over. ``after`` is called in the background.
     """
     saving = _Saving(context, options, opened.enter_context(ExitStack()))
     files = saving.prepare(*saving.plan(state_dict, unique_id), in_background=True)
@@ -95,19 +89,13 @@ def save_in_background(
     except BaseException:
         if not pending.started:
             context.memory.last = None
-            rest.__exit__(*sys.exc_info())
+            opened.enter_context(rest)
         raise
     return pending
 
 
 class _Saving:
-    """The steps of one save on one rank, each of which takes what the one before has made.
-
-    Args:
-        context: This rank's surroundings.
-        options: How to save.
-        ending: Ends what the steps begin, when the save ends or fails.
-    """
+    """The steps of one save on one rank, each of which takes what the one before has made; ``ending`` ends them."""
 
     def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack) -> None:
         self._context, self._options, self._ending = context, options, ending
@@ -133,7 +121,8 @@ class _Saving:
             try:
                 answer = self._round("plan", request, SaveCoordinator.plan)
             except CheckpointError as error:
-                context.memory.heard(error)
+                if EARLIER in str(error):  # another rank has raised it first, which tells all ranks
+                    context.memory.last = None
                 raise
             (state,) = described
             if not answer:

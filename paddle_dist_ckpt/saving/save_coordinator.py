@@ -21,7 +21,6 @@ from ..folder.lease import Lease
 from ..options import SaveOptions
 from ..storage.base import FolderIdentity
 from ..version import __version__
-from .context import SaveContext
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
 from .requests import (
@@ -33,6 +32,7 @@ from .requests import (
     merge_contents,
     replica_warnings,
 )
+from .save_memory import SaveContext
 
 __all__ = ["SaveCoordinator"]
 

@@ -1,4 +1,4 @@
-"""What is remembered from one save to the next of the same group: plans, buffers, and the save that still goes on."""
+"""What a save works with on one rank; and what is remembered from one to the next of the same group of ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 from ..core.buffers import Buffers
 from ..core.memory import Bytes1D, fresh_pages
 from ..errors import CheckpointError
-from .async_save import EARLIER, AsyncSave
+from ..folder.context import Context
+from .async_save import AsyncSave
 from .describe import KnownState
 from .file_plan import KnownPlan
 from .planned_save import PlannedSave
 
-__all__ = ["SaveMemory"]
+__all__ = ["SaveContext", "SaveMemory"]
 
 Allocate = Callable[[int], Bytes1D]
 _POLL_SECONDS = 0.2
@@ -43,11 +44,6 @@ class SaveMemory:
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
     _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count
-
-    def heard(self, error: CheckpointError) -> None:
-        """Another rank may have raised first that the save before has failed: then all ranks have been told."""
-        if EARLIER in str(error):
-            self.last = None
 
     @contextmanager
     def take_turn(self, may_wait: bool, check: Callable[[], None]) -> Iterator[None]:
@@ -83,11 +79,10 @@ class SaveMemory:
         Raises:
             MemoryError: there is not so much.
         """
-        fast = allocate is not None
-        if len(self._buffer) < nbytes or (fast and not self._buffer_is_fast):
+        if len(self._buffer) < nbytes or (allocate is not None and not self._buffer_is_fast):
             self._buffer = np.empty(0, np.uint8)  # first of all make room
             self._buffer = allocate(nbytes) if allocate is not None else fresh_pages(nbytes, inherited=False)
-            self._buffer_is_fast = fast
+            self._buffer_is_fast = allocate is not None
         return self._buffer[:nbytes]
 
     def window_buffers(self, count: int, allocate: Allocate | None = None) -> Buffers:
@@ -97,3 +92,16 @@ class SaveMemory:
         if count not in self._windows:
             self._windows = {count: Buffers(count, allocate)}
         return self._windows[count]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveContext(Context):
+    """One rank's surroundings in a save.
+
+    Attributes:
+        memory: What is remembered from one save to the next.
+        replace_newest: Whether a save without an id replaces the newest checkpoint.
+    """
+
+    memory: SaveMemory = field(default_factory=SaveMemory)
+    replace_newest: bool = False
