@@ -117,11 +117,9 @@ def measure_cached(plan: PlannedSave, folder: Path) -> dict[str, float]:
     orders: dict[int, bytes] = {}
 
     def run() -> None:
-        with SoloHub().session("save", 60) as session:
+        with SoloHub().session("save", 60) as session, ExitStack() as ending:
             context = SaveContext(LocalStorage(folder), session, NoTransport(), NumpyAdapter(), memory)
-            coordinator = SaveCoordinator(context, SaveOptions(), ExitStack())
-            orders.update(coordinator.plan(requests))
-            coordinator.leave()
+            orders.update(SaveCoordinator(context, SaveOptions(), ending).plan(requests))
 
     seconds, _ = timed(run)
     return {

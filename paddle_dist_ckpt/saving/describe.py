@@ -41,19 +41,12 @@ _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
 
 class LocalValue(NamedTuple):
-    """A value of this rank as JSON; ``inline`` unless it is so large, or so particular, that it becomes an entry."""
-
-    path: str
-    json: bytes
-    inline: bool
-
-
-class _Outline(NamedTuple):
-    """What the structure tells of a value; ``nbytes`` is -1 for an inline one, so that only others must keep theirs."""
+    """A value of this rank, as JSON; it becomes an entry of ``nbytes`` if it is so large, or its own, and else -1."""
 
     path: str
     is_empty: bool
     nbytes: int
+    json: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +62,7 @@ class KnownState:
 
     identity: Identity
     tensors: LocalTensors
-    outline: list[_Outline]
+    outline: list[tuple[str, bool, int]]
     fingerprint: bytes
 
     def fits(self, leaves: Leaves) -> bool:
@@ -141,11 +134,9 @@ class LocalState:
         return self.devices.host_memory if self.devices is not None else None
 
     @cached_property
-    def outline(self) -> list[_Outline]:
-        """What the structure says of the values."""
-        return [
-            _Outline(path, json in _EMPTY_CONTAINERS, -1 if inline else len(json)) for path, json, inline in self.values
-        ]
+    def outline(self) -> list[tuple[str, bool, int]]:
+        """What the structure says of the values: their paths, whether they are empty containers, their ``nbytes``."""
+        return [value[:3] for value in self.values]
 
     def fingerprint(self) -> tuple[bytes, bytes | None]:
         """The digest of the structure, and the structure itself unless it is the one that was known."""
@@ -157,7 +148,7 @@ class LocalState:
 
     def remembered(self, fingerprint: bytes) -> KnownState | None:
         """How to recognise this state next time, if that is possible."""
-        count = len(self.tensors.paths) - sum(not value.inline for value in self.values)
+        count = len(self.tensors.paths) - sum(value.nbytes >= 0 for value in self.values)
         owners = self.tensors.owners[:count]
         tensors = self.tensors.with_owners([None] * count)
         identity = self.known.identity if self.known is not None else self.adapter.identity(owners, tensors.addresses)
@@ -165,7 +156,7 @@ class LocalState:
 
     def records(self) -> list[ValueRecord]:
         """The values as the coordinator wants them."""
-        return [ValueRecord(xxhash.xxh3_64_intdigest(v.json), v.json if v.inline else None) for v in self.values]
+        return [ValueRecord(xxhash.xxh3_64_intdigest(v.json), v.json if v.nbytes < 0 else None) for v in self.values]
 
     def structure(self) -> bytes:
         """The encoded :class:`Structure`."""
@@ -233,11 +224,11 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Kno
     values = _encoded(leaves, rank, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
-    for path, json, inline in values:
-        if not inline:
-            array = np.frombuffer(json, np.uint8)
+    for value in values:
+        if value.nbytes >= 0:
+            array = np.frombuffer(value.json, np.uint8)
             geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard(whole(array.shape)),))
-            tensors.add(path, TensorView(geometry, (address_of(array),), array, None))
+            tensors.add(value.path, TensorView(geometry, (address_of(array),), array, None))
     return LocalState(adapter, tensors, values, known)
 
 
@@ -265,7 +256,7 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
         if own:
             json = json.ljust(_room_for(len(json), before.get(stored, 0)))
         total += len(json) if inline else 0
-        values.append(LocalValue(stored, json, inline))
+        values.append(LocalValue(stored, json in _EMPTY_CONTAINERS, -1 if inline else len(json), json))
     return values
 
 

@@ -107,7 +107,7 @@ class _Merging:
             if structure.tensors not in known:
                 known[structure.tensors] = self._decoded(decode(structure.tensors, TensorList), numbers)
         self._lists = [known[structure.tensors] for structure in structures]
-        self._descriptions = list(numbers)
+        self._paths, self._descriptions = list(self._index), list(numbers)
         self._is_value = np.array([d.kind == Kind.VALUE for d in self._descriptions], bool)
         self._rank = np.repeat(np.arange(len(ranks)), [len(listed.path) for listed in self._lists])
         self._path = np.concatenate([listed.path for listed in self._lists])
@@ -145,8 +145,8 @@ class _Merging:
         """Compares what is said of each tensor with what the rank says that has the say; yields what differs."""
         differs = self._counts & (self._description != self._said[self._path])
         for row in np.flatnonzero(differs).tolist():
-            t = int(self._path[row])
-            path = next(path for path, number in self._index.items() if number == t)
+            t = self._path[row]
+            path = self._paths[t]
             said = (_comparable(self._descriptions[d]) for d in (self._said[t], self._description[row]))
             what, ours, theirs = next((what, a, b) for (what, a), (_, b) in zip(*said, strict=True) if a != b)
             ranks = self._rank_of(path), self._ranks[self._rank[row]]
@@ -156,10 +156,9 @@ class _Merging:
         """Yields the averages that are not defined."""
         integers = [d.operation == "avg" and DTYPES[d.dtype].category in ("int", "bool") for d in self._descriptions]
         if any(integers):
-            paths = list(self._index)
             for t in np.flatnonzero(np.array(integers)[self._said] & (self._said >= 0)).tolist():
                 dtype = self._descriptions[self._said[t]].dtype
-                yield f"{plain_key(paths[t])}: the average of {dtype} addends is not defined"
+                yield f"{plain_key(self._paths[t])}: the average of {dtype} addends is not defined"
 
     def path_problems(self) -> Iterator[str]:
         """Yields the paths that are a tensor here and a value there, or a leaf here and a container there.

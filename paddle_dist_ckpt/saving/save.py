@@ -204,8 +204,6 @@ class _Saving:
             self._round("clean", remove, SaveCoordinator.cleaned)
         except CheckpointError as error:
             _logger.warning("%s: files of the replaced save are left to a later one: %s", storage.location, error)
-            if self._coordinator is not None:
-                self._coordinator.leave()
 
     def _report(self, result: CommitAnswer, files: RankFiles) -> SaveReport:
         return SaveReport(

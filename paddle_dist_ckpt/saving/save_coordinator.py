@@ -140,6 +140,7 @@ class SaveCoordinator:
     ) -> None:
         if error is not None:
             commit.give_up(lease, self._settled)
+        lease.stop()  # after a commit, what is left to do is left to a later save
 
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
@@ -197,15 +198,10 @@ class SaveCoordinator:
             replaced = None if self._ordered.one_folder else commit.replaced_save(lease)
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of the replaced save are left to a later one: %s", location, error)
-            lease.stop()
             return None
         if replaced is None:
             commit.finish(lease)
         return replaced
-
-    def leave(self) -> None:
-        """After the commit, leave what is left to do to a later save."""
-        self._ordered.lease.stop()
 
 
 def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: str | None) -> SaveInfo:
