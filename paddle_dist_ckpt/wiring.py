@@ -22,7 +22,7 @@ from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .saving.save import After, save, save_in_background
+from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
 from .storage import as_storage
 from .tree.state_dict import Adapter
@@ -85,9 +85,7 @@ def save_with(
         state_dict, adapter = find()
         memory = ranks.memory.setdefault("save", SaveMemory())
         context = SaveContext(as_storage(path), session, ranks.transport, adapter, memory, replace_newest)
-        if in_background:
-            return save_in_background(state_dict, opened, context, unique_id, options, after)
-        return save(state_dict, context, unique_id, options, after)
+        return save(state_dict, opened, context, unique_id, options, in_background, after)
 
 
 def load_with(

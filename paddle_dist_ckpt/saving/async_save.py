@@ -24,17 +24,13 @@ class AsyncSave:
 
     A failure that nobody asks for is logged at once and raised by the group's next save. The process does not end
     before the save has, unless it is killed; then nothing is committed.
-
-    Args:
-        path: The folder.
-        finish: What is left to do.
     """
 
     def __init__(self, path: str, finish: Callable[[], SaveReport]) -> None:
         self._path, self._finish = path, finish
         self._pid = os.getpid()
         self._future: futures.Future[SaveReport] = futures.Future()
-        self._observed = self._started = False
+        self._observed = self.started = False
         # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
         # possible any more by then.
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False)
@@ -42,16 +38,11 @@ class AsyncSave:
     def start(self) -> None:
         """Start the thread; when the interpreter is ending, do the work at once instead. Called once."""
         if at_exit():
-            self._started = True
+            self.started = True
             self._work()
         else:
             self._thread.start()
-            self._started = True
-
-    @property
-    def started(self) -> bool:
-        """Whether it was started."""
-        return self._started
+            self.started = True
 
     def _run(self) -> None:
         lower_priority()

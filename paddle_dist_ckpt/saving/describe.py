@@ -51,13 +51,9 @@ class LocalValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownState:
-    """A state that was described, in terms that do not keep its tensors alive.
+    """A state that was described, in terms that do not keep its tensors alive: ``tensors`` are without their owners.
 
-    Attributes:
-        identity: Recognises its tensors.
-        tensors: Its tensors, without their owners.
-        outline: What the structure says of the values.
-        fingerprint: Digest of the structure.
+    ``outline`` is what the structure says of the values, and ``fingerprint`` the structure's digest.
     """
 
     identity: Identity
@@ -72,13 +68,9 @@ class KnownState:
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """What this rank has.
+    """What this rank has: ``tensors``, behind which are the values that become entries, and ``values``.
 
-    Attributes:
-        adapter: Makes the tensors accessible.
-        tensors: The tensors, and behind them the values that become entries.
-        values: The values.
-        known: The description from before, if the tensors are still the same.
+    ``known`` is the description from before, if the tensors are still the same.
     """
 
     adapter: Adapter
@@ -138,21 +130,19 @@ class LocalState:
         """What the structure says of the values: their paths, whether they are empty containers, their ``nbytes``."""
         return [value[:3] for value in self.values]
 
-    def fingerprint(self) -> tuple[bytes, bytes | None]:
-        """The digest of the structure, and the structure itself unless it is the one that was known."""
+    def identified(self) -> tuple[bytes, bytes | None, KnownState | None]:
+        """The digest of the structure; the structure unless it is known; how to know the state again, if possible."""
         known = self.known
         if known is not None and known.outline == self.outline:
-            return known.fingerprint, None
+            return known.fingerprint, None, known
         structure = self.structure()
-        return xxhash.xxh3_128_digest(structure), structure
-
-    def remembered(self, fingerprint: bytes) -> KnownState | None:
-        """How to recognise this state next time, if that is possible."""
+        fingerprint = xxhash.xxh3_128_digest(structure)
         count = len(self.tensors.paths) - sum(value.nbytes >= 0 for value in self.values)
-        owners = self.tensors.owners[:count]
         tensors = self.tensors.with_owners([None] * count)
-        identity = self.known.identity if self.known is not None else self.adapter.identity(owners, tensors.addresses)
-        return KnownState(identity, tensors, self.outline, fingerprint) if identity is not None else None
+        owners = self.tensors.owners[:count]
+        identity = known.identity if known is not None else self.adapter.identity(owners, tensors.addresses)
+        known = KnownState(identity, tensors, self.outline, fingerprint) if identity is not None else None
+        return fingerprint, structure, known
 
     def records(self) -> list[ValueRecord]:
         """The values as the coordinator wants them."""
@@ -195,11 +185,7 @@ def _description(geometry: Geometry) -> Description:
 def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: KnownState | None) -> LocalState:
     """Look at everything in a state_dict, copying nothing but values.
 
-    Args:
-        state_dict: The state.
-        adapter: Makes its tensors accessible.
-        rank: This rank.
-        known: The state from before; if its tensors are the same ones, they are not looked at again.
+    If the tensors are the same as those of the state that is ``known`` from before, they are not looked at again.
 
     Raises:
         UnsupportedValueError: something in it cannot be stored; lists every such entry.

@@ -61,13 +61,9 @@ def in_charge(ranks: int, coordinator: int) -> list[int]:
 
 
 def merge_structures(structures: Mapping[int, bytes], coordinator: int) -> tuple[GlobalState, HeldShards]:
-    """Put together what the ranks have, and check that it fits.
+    """Put together every rank's encoded :class:`Structure`, by global rank, and check that it fits.
 
     Takes time in O(shards), and in O(tensors) for each different :class:`TensorList` among the ranks.
-
-    Args:
-        structures: Every rank's encoded :class:`Structure`, by global rank.
-        coordinator: The coordinator's global rank.
 
     Returns:
         The tensors and values; and who holds what of the tensors, by rank and row.

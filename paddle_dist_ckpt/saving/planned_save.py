@@ -54,12 +54,7 @@ class PlannedSave:
 
 
 def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], coordinator: int) -> PlannedSave:
-    """Plan a save.
-
-    Args:
-        structures: Every rank's encoded :class:`.messages.Structure`, by global rank.
-        fingerprints: Their digests.
-        coordinator: The coordinator's global rank.
+    """Plan a save of every rank's encoded :class:`.messages.Structure`, given with their digests, by global rank.
 
     Raises:
         UnsupportedValueError: what the ranks have does not fit together, or does not make up whole tensors.

@@ -32,11 +32,7 @@ _PAGE = 4096
 class RankFiles:
     """One rank's files in one save; a context manager, which removes them unless this rank has reported them.
 
-    Args:
-        context: This rank's surroundings.
-        options: How to save.
-        order: What this rank is to do.
-        in_background: Whether they are written when the caller may change its tensors again.
+    If they are written ``in_background``, the caller may change its tensors by then.
     """
 
     def __init__(self, context: SaveContext, options: SaveOptions, order: PlanAnswer, in_background: bool) -> None:

@@ -6,7 +6,6 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,31 +16,9 @@ from .global_state import GlobalState, in_charge
 from .messages import SaveRequest, ValueRecord
 from .planned_save import PlannedSave
 
-__all__ = [
-    "MergedContents",
-    "check_arguments",
-    "check_room",
-    "folder_warnings",
-    "leaders_of",
-    "merge_contents",
-    "replica_warnings",
-]
+__all__ = ["check_arguments", "check_room", "folder_warnings", "leaders_of", "merge_contents", "replica_warnings"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-"""Tells folders apart: host, device, inode."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergedContents:
-    """What may be another in each save.
-
-    Attributes:
-        value_json: The small values that are kept, by path.
-        differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
-    """
-
-    value_json: dict[str, bytes]
-    differing: dict[str, list[int]]
 
 
 def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
@@ -64,38 +41,36 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
             )
 
 
-def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> MergedContents:
-    """The values that are kept, and the replicas that differ."""
-    ordered = [requests[rank] for rank in state.ranks]
-    value_json: dict[str, bytes] = {}
+def merge_contents(
+    state: GlobalState, requests: Mapping[int, SaveRequest]
+) -> tuple[dict[str, bytes], dict[str, list[int]]]:
+    """What may be another in each save.
+
+    Returns:
+        The JSON of the small values that are kept, by path; and for each path whose replicas are not equal the ranks
+        that differ from the one that is saved.
+    """
     differing: dict[str, list[int]] = {}
     kept: dict[str, ValueRecord] = {}
     seen = np.zeros(len(state.paths), np.uint64)
     for i in in_charge(len(state.ranks), state.coordinator):
-        for path, value in zip(state.value_paths[i], ordered[i].values, strict=True):
-            first = kept.setdefault(path, value)
-            if first is value:
-                if value.json is not None and path in state.value_owner:
-                    value_json[path] = value.json
-            elif value.digest != first.digest:
-                differing.setdefault(path, []).append(state.ranks[i])
-        digests = np.frombuffer(ordered[i].digests, "<u8")
+        rank = state.ranks[i]
+        for path, value in zip(state.value_paths[i], requests[rank].values, strict=True):
+            if kept.setdefault(path, value).digest != value.digest:
+                differing.setdefault(path, []).append(rank)
+        digests = np.frombuffer(requests[rank].digests, "<u8")
         if len(digests):  # none: that rank was not to compare
             tensor = state.compared[i]
             fresh = seen[tensor] == 0
             seen[tensor[fresh]] = digests[fresh]
             for t in tensor[seen[tensor] != digests].tolist():
-                differing.setdefault(state.paths[t], []).append(state.ranks[i])
-    return MergedContents(value_json, differing)
+                differing.setdefault(state.paths[t], []).append(rank)
+    value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
+    return value_json, differing
 
 
-def replica_warnings(contents: MergedContents, check: str, doubtful: bool) -> list[str]:
-    """Warnings of replicas that differ.
-
-    Args:
-        contents: Tells which differ.
-        check: See :class:`SaveOptions`.
-        doubtful: Whether ranks may be at different calls.
+def replica_warnings(differing: Mapping[str, list[int]], check: str, doubtful: bool) -> list[str]:
+    """Warnings of replicas that differ, by path those of which ranks. If ``doubtful``, ranks may be at different calls.
 
     Raises:
         UnsupportedValueError: some do, and it is not known that they may.
@@ -105,7 +80,7 @@ def replica_warnings(contents: MergedContents, check: str, doubtful: bool) -> li
     warnings = [
         f"{plain_key(path)}: the plain tensors or values of ranks {', '.join(map(str, sorted(ranks)))} differ from "
         "the others'; the coordinator's is saved, or else that of the lowest rank that has one"
-        for path, ranks in sorted(contents.differing.items())
+        for path, ranks in sorted(differing.items())
     ]
     if warnings and doubtful:
         raise UnsupportedValueError(
@@ -134,11 +109,9 @@ def folder_warnings(folders: Mapping[int, FolderIdentity], coordinator: int) -> 
     return [warning]
 
 
-def leaders_of(state: GlobalState, folders: Mapping[int, FolderIdentity]) -> frozenset[int]:
+def leaders_of(folders: Mapping[int, FolderIdentity], coordinator: int) -> frozenset[int]:
     """One rank for each folder: the coordinator for its own, the lowest rank for each other."""
-    leaders: dict[FolderIdentity, int] = {}
-    for rank in (state.ranks[state.coordinator], *state.ranks):
-        leaders.setdefault(folders[rank], rank)
+    leaders = {folders[rank]: rank for rank in (*sorted(folders, reverse=True), coordinator)}
     return frozenset(leaders.values())
 
 
@@ -146,11 +119,10 @@ def check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> Non
     """Raises OSError (ENOSPC): a filesystem has less room than the plan needs."""
     need = Counter[tuple[str, int]]()
     for rank, nbytes in zip(planned.state.ranks, planned.rank_bytes.tolist(), strict=True):
-        folder = requests[rank].folder
-        need[folder.identity.host, folder.identity.device] += nbytes
+        need[requests[rank].folder.identity[:2]] += nbytes
     for rank in planned.state.ranks:
         folder = requests[rank].folder
-        wanted = need[folder.identity.host, folder.identity.device]
+        wanted = need[folder.identity[:2]]  # host and device
         if folder.free_bytes is not None and wanted > folder.free_bytes:
             raise OSError(
                 errno.ENOSPC,

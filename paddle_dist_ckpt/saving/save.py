@@ -35,7 +35,7 @@ from .rank_files import RankFiles
 from .save_coordinator import SaveCoordinator
 from .save_memory import SaveContext
 
-__all__ = ["After", "save", "save_in_background"]
+__all__ = ["After", "save"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 After = Callable[[ControlSession], None]
@@ -45,37 +45,30 @@ _USER_METADATA_BYTES = 1 << 20
 
 def save(
     state_dict: dict[Any, Any],
-    context: SaveContext,
-    unique_id: int | None,
-    options: SaveOptions,
-    after: After | None = None,
-) -> SaveReport:
-    """Save a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
-
-    ``after`` is called on every rank when the save is committed, and may use the session for more rounds. What it
-    raises does not undo the commit, and so is only logged.
-    """
-    with ExitStack() as ending:
-        saving = _Saving(context, options, ending)
-        state, order = saving.plan(state_dict, unique_id)  # whose memory must stay alive: the files are written from it
-        files = saving.prepare(state, order, in_background=False)
-        return saving.finish(files, after)
-
-
-def save_in_background(
-    state_dict: dict[Any, Any],
     opened: ExitStack,
     context: SaveContext,
     unique_id: int | None,
     options: SaveOptions,
-    after: After | None = None,
-) -> AsyncSave:
-    """Like :func:`save`, but return when what is to be written has been copied.
+    in_background: bool,
+    after: After | None,
+) -> SaveReport | AsyncSave:
+    """Save a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.save_state_dict`.
 
-    ``opened`` holds the session open; it is taken over. ``after`` is called in the background.
+    Args:
+        state_dict: This rank's.
+        opened: Holds the session open; it also ends what the save begins. In the background it is taken over.
+        context: This rank's surroundings.
+        unique_id: The checkpoint's number, or None.
+        options: How to save.
+        in_background: Whether to return when what is to be written has been copied.
+        after: Called on every rank when the save is committed, and may use the session for more rounds. What it raises
+            does not undo the commit, and so is only logged.
     """
-    saving = _Saving(context, options, opened.enter_context(ExitStack()))
-    files = saving.prepare(*saving.plan(state_dict, unique_id), in_background=True)
+    saving = _Saving(context, options, opened)
+    state, order = saving.plan(state_dict, unique_id)
+    files = saving.prepare(state, order, in_background)
+    if not in_background:
+        return saving.finish(files, after)  # from the memory of ``state``, which stays alive meanwhile
     rest = opened.pop_all()
 
     def finish() -> SaveReport:
@@ -95,7 +88,7 @@ def save_in_background(
 
 
 class _Saving:
-    """The steps of one save on one rank, each of which takes what the one before has made; ``ending`` ends them."""
+    """The steps of one save on one rank, each of which takes what the one before has made; ``ending`` ends it all."""
 
     def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack) -> None:
         self._context, self._options, self._ending = context, options, ending
@@ -132,9 +125,7 @@ class _Saving:
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes
         context.storage.prepare()
-        fingerprint, structure = state.fingerprint()
-        if structure is not None:
-            memory.known = state.remembered(fingerprint)
+        fingerprint, structure, memory.known = state.identified()
         compare = self._options.check_replicas != "off" and len(context.session.ranks) > 1
         return SaveRequest(
             unique_id=unique_id,

@@ -24,7 +24,6 @@ from ..version import __version__
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
 from .requests import (
-    MergedContents,
     check_arguments,
     check_room,
     folder_warnings,
@@ -45,7 +44,7 @@ class _Ordered:
 
     Attributes:
         planned: The plan that each rank has its part of.
-        contents: The values that are kept.
+        value_json: The JSON of the small values that are kept, by path.
         lease: This save's right to its files in the coordinator's folder.
         save: What all files of this save say of it.
         ours: What the coordinator itself has asked for.
@@ -55,7 +54,7 @@ class _Ordered:
     """
 
     planned: PlannedSave
-    contents: MergedContents
+    value_json: dict[str, bytes]
     lease: Lease
     save: SaveInfo
     ours: SaveRequest
@@ -70,13 +69,10 @@ class _Ordered:
 
 
 class SaveCoordinator:
-    """The coordinator's answers, round by round.
+    """The coordinator's answers, round by round; its options count.
 
-    Args:
-        context: The coordinator's surroundings.
-        options: How to save; the coordinator's count.
-        ending: Ended when the save does. If it has failed then, the lease is given back, or left to expire if files of
-            this save may still be about.
+    ``ending`` is ended when the save is. If it has failed then, the lease is given back, or left to expire if files of
+    this save may still be about.
     """
 
     _requests: dict[int, SaveRequest]
@@ -91,8 +87,9 @@ class SaveCoordinator:
         """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
         requests = self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
         check_arguments(requests, self._context.session.coordinator)
+        self._fingerprints = {rank: request.fingerprint for rank, request in requests.items()}
         known = self._context.memory.planned
-        if known is not None and known.fingerprints == self._fingerprints():
+        if known is not None and known.fingerprints == self._fingerprints:
             return self._order(known)
         structures = {rank: request.structure for rank, request in requests.items() if request.structure is not None}
         if len(structures) < len(requests):
@@ -106,28 +103,25 @@ class SaveCoordinator:
     def _plan_and_order(self, structures: Mapping[int, bytes]) -> dict[int, bytes]:
         memory = self._context.memory
         memory.planned = None  # first of all make room
-        memory.planned = make_plan(structures, self._fingerprints(), self._context.session.coordinator)
+        memory.planned = make_plan(structures, self._fingerprints, self._context.session.coordinator)
         return self._order(memory.planned)
-
-    def _fingerprints(self) -> dict[int, bytes]:
-        return {rank: request.fingerprint for rank, request in self._requests.items()}
 
     def _order(self, planned: PlannedSave) -> dict[int, bytes]:
         requests = self._requests
-        contents = merge_contents(planned.state, requests)
-        warnings = replica_warnings(contents, self._options.check_replicas, self._context.session.doubtful)
+        value_json, differing = merge_contents(planned.state, requests)
+        warnings = replica_warnings(differing, self._options.check_replicas, self._context.session.doubtful)
         ours = requests[self._context.session.coordinator]
         lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
         self._ending.push(functools.partial(self._end, lease))
         folders = {rank: request.folder.identity for rank, request in requests.items()}
         self._ordered = _Ordered(
             planned=planned,
-            contents=contents,
+            value_json=value_json,
             lease=lease,
             save=_save_info(lease, len(requests), ours.block_bytes, self._context.adapter.version),
             ours=ours,
             folders=folders,
-            leaders=leaders_of(planned.state, folders),
+            leaders=leaders_of(folders, self._context.session.coordinator),
             warnings=warnings + folder_warnings(folders, self._context.session.coordinator),
         )
         check_room(planned, requests)
@@ -260,5 +254,5 @@ def _build_metadata(ordered: _Ordered, written: Mapping[int, WriteRequest]) -> M
         user_tree=json,
         files=[info for rank in ranks for info in written[rank].files],
         table=table,
-        value_records=[(path, msgspec.Raw(json)) for path, json in sorted(ordered.contents.value_json.items())],
+        value_records=[(path, msgspec.Raw(json)) for path, json in sorted(ordered.value_json.items())],
     )
