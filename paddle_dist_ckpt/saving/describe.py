@@ -61,10 +61,6 @@ class KnownState:
     outline: list[tuple[str, bool, int]]
     fingerprint: bytes
 
-    def fits(self, leaves: Leaves) -> bool:
-        """Whether the tensors are the same, at the same paths."""
-        return self.tensors.paths == leaves.tensor_paths and self.identity.matches(leaves.tensors)
-
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
@@ -198,7 +194,7 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Kno
         if _LONE_SURROGATE.search(path)
     ]
     before = {path: nbytes for path, _, nbytes in known.outline} if known is not None else {}
-    if known is not None and known.fits(leaves):
+    if known is not None and known.tensors.paths == leaves.tensor_paths and known.identity.matches(leaves.tensors):
         tensors = known.tensors.with_owners(leaves.tensors)
     else:
         known, tensors = None, LocalTensors()

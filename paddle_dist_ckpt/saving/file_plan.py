@@ -66,10 +66,6 @@ class _Items:
                 boxes.append(box)
         return cls(rows, numbers, boxes)
 
-    def part(self, start: int, stop: int) -> _Items:
-        """A run of them."""
-        return _Items(self.rows[start:stop], self.numbers[start:stop], self.boxes)
-
     def entries(self, state: LocalState, keys: Mapping[str, str], block_bytes: int) -> FileTable:
         """The entries of the files."""
         tensors, owners = state.tensors, state.shards.tensor[self.rows].tolist()
@@ -212,8 +208,9 @@ def plan_files(state: LocalState, plan: RankPlan, block_bytes: int) -> list[File
     tables = split_in_parts(items.entries(state, plan.keys, block_bytes))
     found, start = [], 0
     for number, table in enumerate(tables):
-        part = items.part(start, start + len(table.names))
-        start += len(table.names)
+        here = slice(start, start + len(table.names))
+        start = here.stop
+        part = _Items(items.rows[here], items.numbers[here], items.boxes)
         found.append(
             FilePlan(
                 number=number,

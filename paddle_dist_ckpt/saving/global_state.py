@@ -102,7 +102,7 @@ class _Merging:
         for structure in structures:
             if structure.tensors not in known:
                 known[structure.tensors] = self._decoded(decode(structure.tensors, TensorList), numbers)
-        self._lists = [known[structure.tensors] for structure in structures]
+        self._different, self._lists = list(known.values()), [known[structure.tensors] for structure in structures]
         self._paths, self._descriptions = list(self._index), list(numbers)
         self._is_value = np.array([d.kind == Kind.VALUE for d in self._descriptions], bool)
         self._rank = np.repeat(np.arange(len(ranks)), [len(listed.path) for listed in self._lists])
@@ -188,11 +188,11 @@ class _Merging:
         described = [self._descriptions[n] for n in self._said[numbers].tolist()]
         dtypes, shapes = [DTYPES[d.dtype] for d in described], [d.shape for d in described]
         is_plain = np.array([d.plain for d in self._descriptions], bool) & ~self._is_value
-        different = {id(listed): listed for listed in self._lists}
-        compared = {key: place[listed.path[is_plain[listed.description]]] for key, listed in different.items()}
+        compared = {id(listed): place[listed.path[is_plain[listed.description]]] for listed in self._different}
         keyed = paths + sorted(self._owner.keys() - set(paths))
         keys = dict(zip(keyed, flat_keys(keyed), strict=True))
-        shards = self._shards(place)
+        dimensions = max([1, *(structure.dimensions for structure in self._structures)])
+        padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(shapes)}
         state = GlobalState(
             ranks=self._ranks,
             coordinator=self._coordinator,
@@ -201,13 +201,18 @@ class _Merging:
             kinds=[d.kind for d in described],
             shapes=shapes,
             names=self._names(numbers),
-            tensors=_columns([keys[path] for path in paths], dtypes, shapes, shards.boxes.dimensions),
+            tensors=GlobalTensors(
+                names=[keys[path] for path in paths],
+                itemsize=np.array([dtype.itemsize for dtype in dtypes], np.int64),
+                ndim=np.array([len(shape) for shape in shapes], np.int64),
+                shape=np.array([padded[shape] for shape in shapes], np.int64).reshape(-1, dimensions),
+            ),
             value_paths=[[path for path, _ in structure.values] for structure in self._structures],
             value_owner=self._owner,
             keys=keys,
             compared=[compared[id(listed)] for listed in self._lists],
         )
-        return state, shards
+        return state, self._shards(place, dimensions)
 
     def _names(self, numbers: list[int]) -> list[str | None]:
         """The framework's names of tensors, given by the numbers of their paths."""
@@ -217,7 +222,7 @@ class _Merging:
         pairs = zip(ranks.tolist(), places.tolist(), strict=True)
         return [names[place] if (names := self._lists[i].names) else None for i, place in pairs]
 
-    def _shards(self, place: IntArray) -> HeldShards:
+    def _shards(self, place: IntArray, dimensions: int) -> HeldShards:
         """All ranks' shards; ``place`` has the number of each path's tensor, ``[paths]``."""
         cells = [unpack_signed(s.cells, 2 * s.dimensions + 1) for s in self._structures]
         counts = [np.frombuffer(s.shards.data, s.shards.dtype).astype(np.int64) for s in self._structures]
@@ -240,21 +245,11 @@ class _Merging:
             tensor=place[self._path[row]],
             rank=self._rank[row],
             row=number,
-            boxes=Boxes.joined(corners, max([1, *(s.dimensions for s in self._structures)])).take(cell),
+            boxes=Boxes.joined(corners, dimensions).take(cell),
             plain=np.array([d.plain for d in self._descriptions], np.int64)[said],
             addend=np.concatenate([c[:, -1] for c in cells])[cell],
             addends=np.array([d.addends for d in self._descriptions], np.int64)[said],
         )
-
-
-def _columns(keys: list[str], dtypes: list[DType], shapes: list[tuple[int, ...]], dimensions: int) -> GlobalTensors:
-    padded = {shape: (*shape, *(1,) * (dimensions - len(shape))) for shape in set(shapes)}
-    return GlobalTensors(
-        keys,
-        np.array([dtype.itemsize for dtype in dtypes], np.int64),
-        np.array([len(shape) for shape in shapes], np.int64),
-        np.array([padded[shape] for shape in shapes], np.int64).reshape(-1, dimensions),
-    )
 
 
 def _comparable(said: Description) -> list[tuple[str, object]]:
