@@ -41,7 +41,7 @@ _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
 
 class LocalValue(NamedTuple):
-    """A value of this rank, as JSON; it becomes an entry of ``nbytes`` if it is so large, or its own, and else -1."""
+    """A value of this rank as JSON; ``nbytes`` is the size of its entry in a data file, -1 if it becomes none."""
 
     path: str
     is_empty: bool
