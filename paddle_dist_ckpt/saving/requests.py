@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 from collections import Counter
 from collections.abc import Mapping
 
@@ -17,8 +16,6 @@ from .messages import SaveRequest, ValueRecord
 from .planned_save import PlannedSave
 
 __all__ = ["check_arguments", "check_room", "folder_warnings", "leaders_of", "merge_contents", "replica_warnings"]
-
-_logger = logging.getLogger("paddle_dist_ckpt")
 
 
 def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
@@ -90,8 +87,6 @@ def replica_warnings(differing: Mapping[str, list[int]], check: str, doubtful: b
         )
     if warnings and check == "error":
         raise UnsupportedValueError("replicas differ:\n" + "\n".join(warnings))
-    for warning in warnings:
-        _logger.warning("%s", warning)
     return warnings
 
 
@@ -101,12 +96,10 @@ def folder_warnings(folders: Mapping[int, FolderIdentity], coordinator: int) -> 
     others = sorted(rank for rank, folder in folders.items() if folder != ours and folder[0] == ours[0])
     if not others:
         return []
-    warning = (
+    return [
         f"ranks {', '.join(map(str, others))} are on the coordinator's host but save to other folders; the "
         "checkpoint is spread over them, and a load needs them all. Did all ranks pass the same path?"
-    )
-    _logger.warning("%s", warning)
-    return [warning]
+    ]
 
 
 def leaders_of(folders: Mapping[int, FolderIdentity], coordinator: int) -> frozenset[int]:

@@ -109,11 +109,14 @@ class SaveCoordinator:
     def _order(self, planned: PlannedSave) -> dict[int, bytes]:
         requests = self._requests
         value_json, differing = merge_contents(planned.state, requests)
+        folders = {rank: request.folder.identity for rank, request in requests.items()}
         warnings = replica_warnings(differing, self._options.check_replicas, self._context.session.doubtful)
+        warnings += folder_warnings(folders, self._context.session.coordinator)
+        for warning in warnings:
+            _logger.warning("%s", warning)
         ours = requests[self._context.session.coordinator]
         lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
         self._ending.push(functools.partial(self._end, lease))
-        folders = {rank: request.folder.identity for rank, request in requests.items()}
         self._ordered = _Ordered(
             planned=planned,
             value_json=value_json,
@@ -122,7 +125,7 @@ class SaveCoordinator:
             ours=ours,
             folders=folders,
             leaders=leaders_of(folders, self._context.session.coordinator),
-            warnings=warnings + folder_warnings(folders, self._context.session.coordinator),
+            warnings=warnings,
         )
         check_room(planned, requests)
         orders = _orders(self._ordered, requests)
