@@ -43,21 +43,19 @@ def file_order(shapes: IntArray, itemsize: IntArray, tensor: IntArray, boxes: Bo
     return order[np.argsort(file_key(rank[order], itemsize[tensor[order]]), kind="stable")]
 
 
-def shard_order(shapes: IntArray, tensor: IntArray, boxes: Boxes, rank: IntArray) -> IntArray:
-    """The order of shards by tensor, offset, shape, rank.
+def shard_order(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> IntArray:
+    """The order of shards by tensor, offset, shape; equal ones stay as they stand.
 
     Args:
         shapes, tensor, boxes: See :func:`box_order`.
-        rank: Who has each, ``[n]``.
     """
     place = _places(shapes, tensor, boxes.offset)
     if place is not None:
-        order = np.argsort(rank, kind="stable") if (np.diff(rank) < 0).any() else np.arange(len(rank))
-        order = order[np.argsort(place[order], kind="stable")]
+        order = np.argsort(place, kind="stable")
         again = np.flatnonzero(np.diff(place[order]) == 0)
         if (boxes.shape[order[again]] == boxes.shape[order[again + 1]]).all():
             return order
-    return np.lexsort([rank, *reversed(boxes.shape.T), *reversed(boxes.offset.T), tensor])
+    return np.lexsort([*reversed(boxes.shape.T), *reversed(boxes.offset.T), tensor])
 
 
 def _places(shapes: IntArray, tensor: IntArray, offset: IntArray) -> IntArray | None:

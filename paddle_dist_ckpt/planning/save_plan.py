@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.box import Box, subtract, whole
-from ..core.boxes import Boxes, Mask
+from ..core.boxes import Boxes
 from ..core.columns import IntArray
 from ..errors import UnsupportedValueError
 from .cover import first_gap, tensors_covered
-from .divide import HeldBoxes, WrittenBoxes, divide
+from .divide import HeldBoxes, divide
 from .order import file_order, shard_order
 from .overlap import overlapping_pairs
 
@@ -38,11 +38,11 @@ class GlobalTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldShards:
-    """What every rank holds: a row for each local shard.
+    """What every rank holds: a row for each local shard, rank by rank.
 
     Attributes:
         tensor: Which tensor it is a shard of, ``[n]``.
-        rank: Position of the rank that holds it, ``[n]``.
+        rank: Position of the rank that holds it, ascending, ``[n]``.
         row: Its number among that rank's local shards, ``[n]``.
         boxes: Where it lies in the tensor.
         plain: Whether it is a plain tensor, which is whole and saved by one rank, not divided, ``[n]``.
@@ -58,18 +58,6 @@ class HeldShards:
     addend: IntArray
     addends: IntArray
 
-    def take(self, rows: IntArray) -> HeldShards:
-        """Some of the rows."""
-        return HeldShards(
-            self.tensor[rows],
-            self.rank[rows],
-            self.row[rows],
-            self.boxes.take(rows),
-            self.plain[rows],
-            self.addend[rows],
-            self.addends[rows],
-        )
-
     @classmethod
     def joined(cls, parts: Sequence[HeldShards]) -> HeldShards:
         """Several, one behind the other."""
@@ -82,13 +70,19 @@ class SavePlan:
     """What is written, ordered by rank and as each rank's files hold it.
 
     Attributes:
-        written: The boxes, and who writes them.
-        transfers: For partial tensors, (source rank, source row, destination rank, destination row, box): the source
-            sends its addend of the box to the destination, which adds it to its own. Ranks are positions.
+        tensor: The tensor of each box, ``[n]``.
+        rank: Position of the rank that writes it, ``[n]``.
+        shard: Which of the :class:`HeldShards` it is cut from, ``[n]``.
+        boxes: The boxes.
+        transfers: For partial tensors, (source, destination, box), the former two as rows of the :class:`HeldShards`:
+            the rank that has the source sends its addend of the box to the other, which adds it to its own.
     """
 
-    written: WrittenBoxes
-    transfers: list[tuple[int, int, int, int, Box]]
+    tensor: IntArray
+    rank: IntArray
+    shard: IntArray
+    boxes: Boxes
+    transfers: list[tuple[int, int, Box]]
 
 
 def plan_save(tensors: GlobalTensors, shards: HeldShards, ranks: int, coordinator: int) -> SavePlan:
@@ -103,72 +97,61 @@ def plan_save(tensors: GlobalTensors, shards: HeldShards, ranks: int, coordinato
     Raises:
         UnsupportedValueError: shards that reach outside their tensor or leave a part of it uncovered. Lists them all.
     """
-    chosen = _chosen_whole(tensors, shards, coordinator)
-    kept = _divisible(tensors, shards)
-    divided = _different(tensors, shards if len(kept) == len(shards.tensor) else shards.take(kept))
-    divided = _without_overlaps(tensors, divided, shards.tensor[chosen])
-    saved_whole = WrittenBoxes(
-        shards.tensor[chosen], shards.rank[chosen], shards.row[chosen], shards.boxes.take(chosen)
-    )
+    is_whole = (shards.plain != 0) | (tensors.shape == 0).any(axis=1)[shards.tensor]
+    chosen = _chosen_whole(shards, np.flatnonzero(is_whole), coordinator)
+    held = _different(tensors, shards, np.flatnonzero(~is_whole & shards.boxes.filled))
+    held = _without_overlaps(tensors, shards, held, shards.tensor[chosen])
+    saved_whole = shards.boxes.take(chosen)
     fixed = np.zeros(ranks, np.int64)
-    np.add.at(fixed, saved_whole.rank, saved_whole.boxes.volumes * tensors.itemsize[saved_whole.tensor])
-    itemsize = tensors.itemsize[divided.tensor]
-    written = WrittenBoxes.joined([saved_whole, *divide(divided, divided.boxes.volumes * itemsize, itemsize, fixed)])
-    written = written.take(file_order(tensors.shape, tensors.itemsize, written.tensor, written.boxes, written.rank))
-    return SavePlan(written, _reductions(tensors, shards, written))
+    np.add.at(fixed, shards.rank[chosen], saved_whole.volumes * tensors.itemsize[shards.tensor[chosen]])
+    itemsize = tensors.itemsize[shards.tensor[held.shard[held.first]]]
+    parts = [(chosen, saved_whole), *divide(held, held.boxes.volumes * itemsize, itemsize, fixed)]
+    shard, boxes = np.concatenate([one for one, _ in parts]), Boxes.joined([part for _, part in parts])
+    order = file_order(tensors.shape, tensors.itemsize, shards.tensor[shard], boxes, shards.rank[shard])
+    shard, boxes = shard[order], boxes.take(order)
+    transfers = _transfers(tensors, shards, shard, boxes)
+    return SavePlan(shards.tensor[shard], shards.rank[shard], shard, boxes, transfers)
 
 
-def _is_whole_kind(tensors: GlobalTensors, shards: HeldShards) -> Mask:
-    empty: Mask = (tensors.shape == 0).any(axis=1)
-    whole_kind: Mask = (shards.plain != 0) | empty[shards.tensor]
-    return whole_kind
-
-
-def _divisible(tensors: GlobalTensors, shards: HeldShards) -> IntArray:
-    return np.flatnonzero(~_is_whole_kind(tensors, shards) & shards.boxes.filled)
-
-
-def _chosen_whole(tensors: GlobalTensors, shards: HeldShards, coordinator: int) -> IntArray:
-    """Rows that are saved whole: of each plain (or empty) tensor the coordinator's, else the lowest rank's."""
-    rows = np.flatnonzero(_is_whole_kind(tensors, shards))
-    preference = np.where(shards.rank[rows] == coordinator, -1, shards.rank[rows])
-    rows = rows[np.lexsort((preference, shards.tensor[rows]))]
-    first = np.concatenate([[True], shards.tensor[rows[1:]] != shards.tensor[rows[:-1]]]) if len(rows) else rows > 0
-    chosen: IntArray = rows[first]
+def _chosen_whole(shards: HeldShards, rows: IntArray, coordinator: int) -> IntArray:
+    """Of the rows one for each tensor: the coordinator's, else the lowest rank's."""
+    rows = rows[np.argsort(shards.rank[rows] != coordinator, kind="stable")]
+    chosen: IntArray = rows[np.unique(shards.tensor[rows], return_index=True)[1]]
     return chosen
 
 
-def _different(tensors: GlobalTensors, shards: HeldShards) -> HeldBoxes:
-    """The different boxes of the shards, by tensor, offset and shape, each with its holders by rank."""
-    order = shard_order(tensors.shape, shards.tensor, shards.boxes, shards.rank)
-    tensor, rank, row, boxes = shards.tensor[order], shards.rank[order], shards.row[order], shards.boxes.take(order)
-    same = (tensor[1:] == tensor[:-1]) & boxes.same_as_before()
-    twice = same & (rank[1:] == rank[:-1])  # one rank has a box twice
-    if twice.any():
-        kept = np.flatnonzero(~np.concatenate([[False], twice]))
-        tensor, rank, row, boxes = tensor[kept], rank[kept], row[kept], boxes.take(kept)
-        same = same[~twice]
-    starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(tensor) else np.zeros(0, np.int64)
-    first = np.append(starts, len(tensor))
-    if len(starts) < len(tensor):
-        tensor, boxes = tensor[starts], boxes.take(starts)
-    return HeldBoxes(tensor, boxes, np.arange(len(starts)), first, rank, row)
+def _different(tensors: GlobalTensors, shards: HeldShards, rows: IntArray) -> HeldBoxes:
+    """The different boxes of some shards, by tensor, offset and shape, each with its holders by rank."""
+    mine = shards.boxes.take(rows) if len(rows) < len(shards.tensor) else shards.boxes
+    shard = rows[shard_order(tensors.shape, shards.tensor[rows], mine)]
+    tensor, rank, boxes = shards.tensor[shard], shards.rank[shard], shards.boxes.take(shard)
+    fresh = np.ones(len(shard), bool)
+    fresh[1:] = (tensor[1:] != tensor[:-1]) | ~boxes.same_as_before()
+    kept = fresh.copy()
+    kept[1:] |= rank[1:] != rank[:-1]  # else one rank has a box twice
+    first = np.flatnonzero(fresh[kept])
+    count = np.diff(first, append=np.count_nonzero(kept))
+    return HeldBoxes(boxes.take(np.flatnonzero(fresh)), first, count, shard[kept], rank[kept])
 
 
-def _without_overlaps(tensors: GlobalTensors, held: HeldBoxes, saved_whole: IntArray) -> HeldBoxes:
+def _without_overlaps(tensors: GlobalTensors, shards: HeldShards, held: HeldBoxes, saved_whole: IntArray) -> HeldBoxes:
     """The boxes, cut where they overlap, after checking that they cover every tensor but those that are saved whole."""
-    exact = tensors_covered(held.tensor, held.boxes, tensors.shape)
+    tensor = shards.tensor[held.shard[held.first]]
+    exact = tensors_covered(tensor, held.boxes, tensors.shape)
     exact[saved_whole] = True
     if exact.all():
         return held
     problems: list[str] = []
-    cut: list[tuple[int, Box, int]] = []
+    cut: list[tuple[Box, int]] = []
     for t in np.flatnonzero(~exact).tolist():
-        rows = np.flatnonzero(held.tensor == t)
-        cut += [(t, box, i) for box, i in _cut_tensor(tensors, t, held.boxes, rows, problems)]
+        cut += _cut_tensor(tensors, t, held.boxes, np.flatnonzero(tensor == t), problems)
     if problems:
         raise UnsupportedValueError("the shards do not make up their tensors:\n" + "\n".join(problems))
-    return _replaced(held, np.flatnonzero(exact[held.tensor]), cut)
+    kept = np.flatnonzero(exact[tensor])
+    pieces = Boxes.of([box for box, _ in cut], held.boxes.dimensions)
+    rows = np.concatenate([kept, np.array([row for _, row in cut], np.int64)])
+    boxes = Boxes.joined([held.boxes.take(kept), pieces])
+    return replace(held, boxes=boxes, first=held.first[rows], count=held.count[rows])
 
 
 def _cut_tensor(
@@ -202,51 +185,33 @@ def _cut_tensor(
     return kept
 
 
-def _replaced(held: HeldBoxes, kept: IntArray, cut: list[tuple[int, Box, int]]) -> HeldBoxes:
-    """Some of the boxes, and others: (tensor, box, the row that it was cut from) of each."""
-    tensor, source = (np.array([one[i] for one in cut], np.int64) for i in (0, 2))
-    return replace(
-        held,
-        tensor=np.concatenate([held.tensor[kept], tensor]),
-        boxes=Boxes.joined([held.boxes.take(kept), Boxes.of([box for _, box, _ in cut], held.boxes.dimensions)]),
-        source=np.concatenate([held.source[kept], source]),
-    )
+def _transfers(
+    tensors: GlobalTensors, shards: HeldShards, written: IntArray, boxes: Boxes
+) -> list[tuple[int, int, Box]]:
+    """What the writers of partial tensors need from the ranks that hold the other addends.
 
-
-def _check_addends(
-    tensors: GlobalTensors, shards: HeldShards, holders: dict[tuple[int, Box], dict[int, list[tuple[int, int]]]]
-) -> None:
-    counts = dict(zip(shards.tensor.tolist(), shards.addends.tolist(), strict=True))
+    Args:
+        tensors: The global tensors.
+        shards: All ranks' local shards.
+        written: The shards that written boxes are cut from, ``[n]``.
+        boxes: These boxes.
+    """
+    holders: dict[tuple[int, Box], dict[int, int]] = {}  # by addend
+    for i in np.flatnonzero(shards.addend >= 0).tolist():
+        addends = holders.setdefault((int(shards.tensor[i]), shards.boxes.box(i)), {})
+        addends.setdefault(int(shards.addend[i]), i)
     problems = [
-        f"{tensors.names[key[0]]}: is partial over {counts[key[0]]} addends, of which only {sorted(addends)} are here"
-        for key, addends in holders.items()
-        if len(addends) != counts[key[0]]
+        f"{tensors.names[t]}: is partial over {count} addends, of which only {sorted(addends)} are here"
+        for (t, _), addends in holders.items()
+        if (count := int(shards.addends[min(addends.values())])) != len(addends)
     ]
     if problems:
         raise UnsupportedValueError("partial tensors are not complete in this group:\n" + "\n".join(problems))
-
-
-def _reductions(
-    tensors: GlobalTensors, shards: HeldShards, written: WrittenBoxes
-) -> list[tuple[int, int, int, int, Box]]:
-    """What the writers of partial tensors need from the ranks that hold the other addends."""
-    partial = set(shards.tensor[shards.addend >= 0].tolist())
-    if not partial:
-        return []
-    holders: dict[tuple[int, Box], dict[int, list[tuple[int, int]]]] = {}
-    own: dict[tuple[int, int], tuple[tuple[int, Box], int]] = {}
-    for i in np.flatnonzero(shards.addend >= 0).tolist():
-        key = (int(shards.tensor[i]), shards.boxes.box(i))
-        addend, holder = int(shards.addend[i]), (int(shards.rank[i]), int(shards.row[i]))
-        holders.setdefault(key, {}).setdefault(addend, []).append(holder)
-        own[holder] = (key, addend)
-    _check_addends(tensors, shards, holders)
     transfers = []
-    for i in [i for i, t in enumerate(written.tensor.tolist()) if t in partial]:
-        writer = (int(written.rank[i]), int(written.row[i]))
-        key, mine = own[writer]
-        box = written.boxes.box(i, int(tensors.ndim[key[0]]))
-        for addend, candidates in sorted(holders[key].items()):
-            if addend != mine:
-                transfers.append((*min(candidates), *writer, box))
+    for i in np.flatnonzero(shards.addend[written] >= 0).tolist():
+        writer = int(written[i])
+        t, mine = int(shards.tensor[writer]), int(shards.addend[writer])
+        box = boxes.box(i, int(tensors.ndim[t]))
+        sources = sorted(holders[t, shards.boxes.box(writer)].items())
+        transfers += [(source, writer, box) for addend, source in sources if addend != mine]
     return transfers

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..core.box import Box
 from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.grouping import group_blocks
 from ..core.messages import encode
 from ..core.shards import Layout, ShardTable
-from ..planning.divide import WrittenBoxes
 from ..planning.order import box_order
 from ..planning.save_plan import HeldShards, SavePlan, plan_save
 from ..tree.paths import plain_key
@@ -30,7 +30,7 @@ class PlannedSave:
         plan_id: By which coordinator and ranks know that they mean the same plan; never 0.
         fingerprints: Digest of each rank's structure, by global rank.
         state: What all ranks have, without the shards.
-        written: Who writes what.
+        plan: Who writes what.
         rank_plans: Each rank's encoded :class:`.messages.RankPlan`, by global rank.
         rank_items: How many items each rank writes, ``[ranks]``.
         rank_bytes: How many bytes, ``[ranks]``.
@@ -39,7 +39,7 @@ class PlannedSave:
     plan_id: int
     fingerprints: dict[int, bytes]
     state: GlobalState
-    written: WrittenBoxes
+    plan: SavePlan
     rank_plans: dict[int, bytes]
     rank_items: IntArray
     rank_bytes: IntArray
@@ -49,7 +49,7 @@ class PlannedSave:
         """The checkpoint's table, if the files of each rank have so many entries."""
         if entries not in self._tables:
             counts = [count for of_rank in entries for count in of_rank]
-            self._tables = {entries: _table(self.state, self.written, np.repeat(np.arange(len(counts)), counts))}
+            self._tables = {entries: _table(self.state, self.plan, np.repeat(np.arange(len(counts)), counts))}
         return self._tables[entries]
 
 
@@ -61,15 +61,14 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
     """
     state, shards = merge_structures(structures, coordinator)
     plan = plan_save(state.tensors, shards, len(state.ranks), state.coordinator)
-    written = plan.written
-    bounds = np.searchsorted(written.rank, np.arange(len(state.ranks) + 1))
-    nbytes = written.boxes.volumes * state.tensors.itemsize[written.tensor]
+    bounds = np.searchsorted(plan.rank, np.arange(len(state.ranks) + 1))
+    nbytes = plan.boxes.volumes * state.tensors.itemsize[plan.tensor]
     ends = np.concatenate([[0], np.cumsum(nbytes)]).astype(np.int64)
     return PlannedSave(
         plan_id=secrets.randbits(62) + 1,
         fingerprints=fingerprints,
         state=state,
-        written=written,
+        plan=plan,
         rank_plans=_rank_plans(state, shards, plan, bounds, int(ends[-1])),
         rank_items=np.diff(bounds),
         rank_bytes=np.diff(ends[bounds]),
@@ -87,27 +86,19 @@ def _rank_plans(
     values: dict[int, list[str]] = {}
     for path in sorted(state.value_owner.keys() - set(state.paths)):
         values.setdefault(state.value_owner[path], []).append(path)
-    written = plan.written
-    writers = sorted({*np.unique(written.rank).tolist(), state.coordinator, *values})
-    # Which shard each box is from: shards are in the order of their ranks and, on each, of their rows.
-    most = int(shards.row.max(initial=-1)) + 1
-    place = shards.rank * most + shards.row
-    shard = np.searchsorted(place, written.rank * most + written.row)
-    is_cut = (shards.boxes.shape[shard] != written.boxes.shape).any(axis=1)
-    transfers = []
-    for source, row, writer, writer_row, box in plan.transfers:
-        itemsize = int(state.tensors.itemsize[shards.tensor[np.searchsorted(place, source * most + row)]])
-        ends = state.ranks[source], row, state.ranks[writer], writer_row
-        transfers.append(Transfer(*ends, box, box.size * itemsize))
+    writers = sorted({*np.unique(plan.rank).tolist(), state.coordinator, *values})
+    row = shards.row[plan.shard]
+    is_cut = (shards.boxes.shape[plan.shard] != plan.boxes.shape).any(axis=1)
+    transfers = [_transfer(state, shards, *transfer) for transfer in plan.transfers]
     plans = {}
     for i, (rank, start, stop) in enumerate(zip(state.ranks, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         cut = np.flatnonzero(is_cut[start:stop])
         plans[rank] = encode(
             RankPlan(
-                row=pack_column(written.row[start:stop]),
+                row=pack_column(row[start:stop]),
                 cut=pack_column(cut),
-                dimensions=written.boxes.dimensions,
-                boxes=pack_signed(written.boxes.take(start + cut).table),
+                dimensions=plan.boxes.dimensions,
+                boxes=pack_signed(plan.boxes.take(start + cut).table),
                 keys=plain_keys,
                 values=values.get(i, []),
                 transfers=transfers,
@@ -118,14 +109,20 @@ def _rank_plans(
     return plans
 
 
-def _table(state: GlobalState, written: WrittenBoxes, file: IntArray) -> ShardTable:
+def _transfer(state: GlobalState, shards: HeldShards, source: int, writer: int, box: Box) -> Transfer:
+    ranks, rows = (column[[source, writer]].tolist() for column in (shards.rank, shards.row))
+    nbytes = box.size * int(state.tensors.itemsize[shards.tensor[source]])
+    return Transfer(state.ranks[ranks[0]], rows[0], state.ranks[ranks[1]], rows[1], box, nbytes)
+
+
+def _table(state: GlobalState, plan: SavePlan, file: IntArray) -> ShardTable:
     """The checkpoint's table, ordered by tensor, then by offset; ``file`` has each written box's file, ``[written]``.
 
     Tensors that are cut alike share a layout.
     """
-    order = box_order(state.tensors.shape, written.tensor, written.boxes)
-    boxes = written.boxes.take(order)
-    bounds = np.searchsorted(written.tensor[order], np.arange(len(state.paths) + 1))
+    order = box_order(state.tensors.shape, plan.tensor, plan.boxes)
+    tensor, boxes = plan.tensor[order], plan.boxes.take(order)
+    bounds = np.searchsorted(tensor, np.arange(len(state.paths) + 1))
     heads = np.column_stack([state.tensors.ndim, state.tensors.shape])
     first, layout_of = group_blocks(bounds, boxes.table, heads)
     layouts = []

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.boxes import Boxes
-from paddle_dist_ckpt.core.columns import IntArray
-from paddle_dist_ckpt.planning import divide
 from paddle_dist_ckpt.planning.balance import ReplicaSet, balanced_shares, deal
 from paddle_dist_ckpt.planning.save_plan import plan_save
 from test.planning.test_save_plan import DIMENSIONS, State
@@ -228,11 +225,3 @@ def test_many_sets_that_differ_from_tensor_to_tensor() -> None:
         shards = [(rank, Box((i * rows, 0), (rows, 5))) for i, group in enumerate(groups) for rank in group]
         state.add(shape, [2, 4][t % 2], shards)
     assert state.written(plan_save(state.tensors, state.local(), 24, 0)) == planned_in_turn(state, 0)
-
-
-@pytest.mark.parametrize("top", [1, 100, 2**20, 2**31, 2**61])
-def test_rows_are_ordered_by_all_their_columns(top: int) -> None:
-    random = np.random.default_rng(1)
-    rows: IntArray = random.integers(0, 3, (50, 7)) * (top // 2)
-    assert divide._row_order(rows).tolist() == np.lexsort(rows.T[::-1]).tolist()
-    assert divide._row_order(rows[:0]).tolist() == []

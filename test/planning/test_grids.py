@@ -351,7 +351,7 @@ def test_orders_are_those_of_sorting_by_columns(outside: bool, data: st.DataObje
     s = data.draw(unordered(outside))
     shapes, tensor, boxes, rank = (s[name] for name in ("shapes", "tensor", "boxes", "rank"))
     assert box_order(shapes, tensor, boxes).tolist() == by_keys(tensor, boxes.offset)
-    assert shard_order(shapes, tensor, boxes, rank).tolist() == by_keys(tensor, boxes.table, rank)
+    assert shard_order(shapes, tensor, boxes).tolist() == by_keys(tensor, boxes.table)
     by_size = by_keys(rank, -s["itemsize"][tensor], tensor, boxes.offset)
     assert file_order(shapes, s["itemsize"], tensor, boxes, rank).tolist() == by_size
 
@@ -396,4 +396,4 @@ def test_large_tensors_are_in_order_too(name: str) -> None:
     assert (order._places(shapes, tensor, offset) is not None) == numbered
     boxes = Boxes(offset, np.ones_like(offset))
     assert box_order(shapes, tensor, boxes).tolist() == by_keys(tensor, offset)
-    assert shard_order(shapes, tensor, boxes, tensor % 2).tolist() == by_keys(tensor, boxes.table, tensor % 2)
+    assert shard_order(shapes, tensor, boxes).tolist() == by_keys(tensor, boxes.table)

@@ -39,8 +39,8 @@ def test_they_are_those_of_lexsort(drawn: Columns) -> None:
     assert np.array_equal(box_order(shapes, tensor, boxes), np.lexsort([*by_offset, tensor]))
     expected = np.lexsort([*by_offset, tensor, -itemsize[tensor], rank])
     assert np.array_equal(file_order(shapes, itemsize, tensor, boxes, rank), expected)
-    expected = np.lexsort([rank, *by_shape, *by_offset, tensor])
-    assert np.array_equal(shard_order(shapes, tensor, boxes, rank), expected)
+    expected = np.lexsort([*by_shape, *by_offset, tensor])
+    assert np.array_equal(shard_order(shapes, tensor, boxes), expected)
 
 
 def test_tensors_too_large_to_be_counted_together() -> None:
@@ -54,4 +54,4 @@ def test_tensors_too_large_to_be_counted_together() -> None:
 def test_no_boxes(dimensions: int) -> None:
     none, empty = np.zeros(0, np.int64), Boxes.of([], dimensions)
     assert len(box_order(np.ones((2, dimensions), np.int64), none, empty)) == 0
-    assert len(shard_order(np.ones((2, dimensions), np.int64), none, empty, none)) == 0
+    assert len(shard_order(np.ones((2, dimensions), np.int64), none, empty)) == 0

@@ -58,20 +58,23 @@ class State:
         return GlobalTensors(names, np.array(self.itemsizes, np.int64), np.array(ndim, np.int64), shapes)
 
     def local(self) -> HeldShards:
-        """The shards in columns; a shard's row is its number in the list, so that the plan's rows lead back to it."""
-        boxes = Boxes.of([s.box for s in self.shards], DIMENSIONS)
+        """The shards in columns, rank by rank; a shard's row is its number in the list, which leads back to it."""
+        rows = sorted(range(len(self.shards)), key=lambda row: self.shards[row].rank)
+        shards = [self.shards[row] for row in rows]
         names = ("tensor", "rank", "plain", "addend", "addends")
-        columns_of = {name: np.array([getattr(s, name) for s in self.shards], np.int64) for name in names}
-        return HeldShards(row=np.arange(len(self.shards)), boxes=boxes, **columns_of)
+        columns_of = {name: np.array([getattr(s, name) for s in shards], np.int64) for name in names}
+        return HeldShards(
+            row=np.array(rows, np.int64), boxes=Boxes.of([s.box for s in shards], DIMENSIONS), **columns_of
+        )
 
     def plan(self, coordinator: int = 0) -> SavePlan:
         return plan_save(self.tensors, self.local(), self.ranks, coordinator)
 
     def written(self, plan: SavePlan) -> list[tuple[int, int, int, Box]]:
         """What a plan writes: tensor, rank, local shard and box, without the padding."""
-        found, written = [], plan.written
-        columns = (column.tolist() for column in (written.tensor, written.rank, written.row))
-        for t, rank, row, (offset, extent) in zip(*columns, written.boxes.to_list(), strict=True):
+        found = []
+        columns = (column.tolist() for column in (plan.tensor, plan.rank, self.local().row[plan.shard]))
+        for t, rank, row, (offset, extent) in zip(*columns, plan.boxes.to_list(), strict=True):
             ndim = len(self.shapes[t])
             assert offset[ndim:] == (0,) * (DIMENSIONS - ndim)
             assert extent[ndim:] == (1,) * (DIMENSIONS - ndim)
@@ -298,11 +301,12 @@ def test_every_writer_of_a_partial_tensor_gets_every_other_addend_once(data: st.
             others = {s.addend for s in state.shards if s.tensor == 1 and s.box == own.box} - {own.addend}
             expected += [(rank, row, box, addend) for addend in others]
     found = []
-    for source, source_row, destination, row, box in plan.transfers:
-        shard = state.shards[source_row]
-        assert (shard.tensor, shard.rank) == (1, source)
+    numbers = state.local().row.tolist()
+    for source, destination, box in plan.transfers:
+        shard, row = state.shards[numbers[source]], numbers[destination]
+        assert shard.tensor == 1
         assert intersect(shard.box, box) == box
-        found.append((destination, row, box, shard.addend))
+        found.append((state.shards[row].rank, row, box, shard.addend))
     assert sorted(found) == sorted(expected)
 
 
@@ -317,5 +321,5 @@ def test_a_partial_tensor_that_lacks_an_addend_is_named() -> None:
 
 def test_nothing_makes_an_empty_plan() -> None:
     plan = State(3).plan()
-    assert len(plan.written.tensor) == len(plan.written.rank) == 0
+    assert len(plan.tensor) == len(plan.rank) == 0
     assert plan.transfers == []
