@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from .columns import IntArray, places_within
 
-__all__ = ["group_blocks", "group_rows"]
+__all__ = ["group_blocks", "group_rows", "mixed"]
 
 _U64 = npt.NDArray[np.uint64]
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -51,7 +51,7 @@ def group_blocks(starts: IntArray, rows: IntArray, heads: IntArray) -> tuple[Int
     counts = np.diff(starts)
     within = places_within(counts)
     sums = np.zeros(len(rows) + 1, np.uint64)
-    np.cumsum(_mixed(_row_hashes(rows) + _mixed(within.astype(np.uint64))), out=sums[1:])
+    np.cumsum(mixed(_row_hashes(rows) + mixed(within.astype(np.uint64))), out=sums[1:])
     keys = np.column_stack([heads, counts, (sums[starts[1:]] - sums[starts[:-1]]).view(np.int64)])
     first, group = group_rows(keys)
     same = np.repeat(starts[:-1][first][group], counts) + within
@@ -63,12 +63,12 @@ def group_blocks(starts: IntArray, rows: IntArray, heads: IntArray) -> tuple[Int
 def _row_hashes(rows: IntArray) -> _U64:
     hashes = np.zeros(len(rows), np.uint64)
     for column in range(rows.shape[1]):
-        hashes = _mixed(hashes + rows[:, column].astype(np.uint64))
+        hashes = mixed(hashes + rows[:, column].astype(np.uint64))
     return hashes
 
 
-def _mixed(x: _U64) -> _U64:
-    """The finalizer of splitmix64."""
+def mixed(x: _U64) -> _U64:
+    """The numbers that splitmix64 draws in these states: 64 bits that look random, the same for the same state."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

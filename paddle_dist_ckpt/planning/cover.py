@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..core.box import Box, intersect, subtract
 from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray, places_within
-from ..core.grouping import group_blocks
+from ..core.grouping import group_blocks, mixed
 from ..core.shards import grid_starts
 
 __all__ = ["covers_exactly", "first_gap", "tensors_covered"]
@@ -24,13 +24,13 @@ _U64 = npt.NDArray[np.uint64]
 def covers_exactly(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """For each region, whether its boxes tile it: inside it, no overlap, no gap.
 
-    Give every coordinate of every dimension a number r modulo the prime 2**31 - 1. The product over the dimensions of
-    r(high) - r(low) is a measure: it adds up over any exact tiling, so a tiling is always taken for one. If boxes
-    overlap or leave a gap, both sides are different polynomials in the numbers, which agree for random numbers with a
-    chance of at most ndim/2**31 (Schwartz-Zippel). There are three rounds with numbers of their own: a wrong answer has
-    a chance below 1e-23 for any tensor. The numbers are not drawn but made from a cryptographic hash of all that is
-    given, so the answer is the same on every rank and in every run, and who wants to deceive can do no better than to
-    try about 1e23 sets of boxes.
+    Give every coordinate of every dimension a number r of 31 bits. Modulo the prime 2**31 - 1, the product over the
+    dimensions of r(high) - r(low) is a measure: it adds up over any exact tiling, so a tiling is always taken for one.
+    If boxes overlap or leave a gap, both sides are different polynomials in the numbers, which agree for random numbers
+    with a chance of at most ndim/2**30 (Schwartz-Zippel). There are three rounds with numbers of their own: a wrong
+    answer has a chance below 1e-22 for any tensor. The numbers are not drawn but made from a cryptographic hash of all
+    that is given, so the answer is the same on every rank and in every run, and who wants to deceive can do no better
+    than to try about 1e22 sets of boxes.
 
     Time is linear in the number of boxes. Slices along one dimension and whole grids, which nearly all tensors are cut
     into, are recognised without it.
@@ -43,13 +43,14 @@ def covers_exactly(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     Returns:
         ``[g]``. A region of no elements is covered by no boxes.
     """
-    one = len(regions) == 1  # whose slices are recognised as a grid as fast
-    exact = np.zeros(1, bool) if one else _are_slices(groups, boxes, regions)
-    if not exact.any():
-        return _are_tiled(groups, boxes, regions)
-    rest, rows = np.flatnonzero(~exact), np.flatnonzero(~exact[groups])
-    if len(rest):
-        exact[rest] = _are_tiled(np.searchsorted(rest, groups[rows]), boxes.take(rows), regions.take(rest))
+    exact: Mask = np.zeros(len(regions), bool)
+    judges = (_are_slices, _are_grids, _measures_agree)
+    for judge in judges[len(regions) == 1 :]:  # slices of one region are recognised as a grid as fast
+        if not exact.any():
+            exact = judge(groups, boxes, regions)
+        elif not exact.all():
+            rest, rows = np.flatnonzero(~exact), np.flatnonzero(~exact[groups])
+            exact[rest] = judge(np.searchsorted(rest, groups[rows]), boxes.take(rows), regions.take(rest))
     return exact
 
 
@@ -93,24 +94,25 @@ def _are_slices(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     return found
 
 
-def _are_tiled(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
-    """:func:`covers_exactly` for tilings of any kind."""
+def _are_grids(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
+    """For each region whether its boxes, if they are many, are a grid over it, in row-major order."""
     bounds = np.searchsorted(groups, np.arange(len(regions) + 1))
-    exact: Mask = np.zeros(len(regions), bool)
+    found: Mask = np.zeros(len(regions), bool)
     for g in np.flatnonzero(np.diff(bounds) >= _MANY).tolist():
-        exact[g] = grid_starts(boxes.take(slice(bounds[g], bounds[g + 1])), regions.box(g)) is not None
-    rest, rows = np.flatnonzero(~exact), np.flatnonzero(~exact[groups])
-    exact[rest] = _measures_agree(np.searchsorted(rest, groups[rows]), boxes.take(rows), regions.take(rest))
-    return exact
+        found[g] = grid_starts(boxes.take(slice(bounds[g], bounds[g + 1])), regions.box(g)) is not None
+    return found
 
 
 def _measures_agree(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
+    """:func:`covers_exactly` for tilings of any kind."""
     low, high, region_low, region_high = boxes.offset, boxes.high, regions.offset, regions.high
     inside = (low >= region_low[groups]).all(axis=1) & (high <= region_high[groups]).all(axis=1)
     exact: Mask = np.bincount(groups[~inside], minlength=len(regions)) == 0
+    bounds = np.searchsorted(groups, np.arange(len(regions) + 1))
+    sums = np.zeros(len(groups) + 1, np.uint64)
     for seeds in _seeds(groups, boxes, regions):
-        totals = _group_sums(_measure(low, high, seeds), groups, len(regions))
-        exact &= totals == _measure(region_low, region_high, seeds)
+        np.cumsum(_measure(low, high, seeds), out=sums[1:])  # which may wrap around: so do differences, back again
+        exact &= np.diff(sums[bounds]) % _PRIME == _measure(region_low, region_high, seeds) % _PRIME
     return exact
 
 
@@ -125,34 +127,18 @@ def _seeds(groups: IntArray, boxes: Boxes, regions: Boxes) -> _U64:
 
 
 def _measure(low: IntArray, high: IntArray, seeds: _U64) -> _U64:
+    """The measure of each box, or a number little above 2**31 that equals it modulo the prime."""
     product = np.ones(len(low), np.uint64)
     for d, seed in enumerate(seeds):
-        span = _random_numbers(high[:, d], seed) + _PRIME - _random_numbers(low[:, d], seed)
-        product = _reduced(product * _reduced(span))
+        product *= _number(high[:, d], seed) + _PRIME - _number(low[:, d], seed)  # below 2**32
+        for _ in range(2):  # modulo the prime by folding, which is several times faster than division
+            product = (product & _PRIME) + (product >> np.uint64(31))
     return product
 
 
-def _reduced(x: _U64) -> _U64:
-    """``x`` modulo the prime 2**31 - 1, by folding, which is several times faster than division."""
-    x = (x & _PRIME) + (x >> np.uint64(31))
-    x = (x & _PRIME) + (x >> np.uint64(31))
-    return np.where(x >= _PRIME, x - _PRIME, x)
-
-
-def _random_numbers(coordinates: IntArray, seed: np.uint64) -> _U64:
-    """A number below the prime for each coordinate: the finalizer of splitmix64 over coordinate and seed."""
-    x = coordinates.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return _reduced(x ^ (x >> np.uint64(31)))
-
-
-def _group_sums(values: _U64, groups: IntArray, count: int) -> _U64:
-    sums = np.zeros(count, np.uint64)
-    if len(groups):
-        starts = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
-        sums[groups[starts]] = np.add.reduceat(values, starts)  # each term is below 2**31, so 2**33 of them fit
-    return _reduced(sums)
+def _number(coordinates: IntArray, seed: np.uint64) -> _U64:
+    """A number of 31 bits for each coordinate."""
+    return mixed(coordinates.astype(np.uint64) + seed) >> np.uint64(33)
 
 
 def first_gap(region: Box, boxes: list[Box]) -> Box | None:
