@@ -12,6 +12,7 @@ __all__ = [
     "Column",
     "IntArray",
     "column_size",
+    "edges_of",
     "pack_column",
     "pack_signed",
     "places_within",
@@ -66,9 +67,14 @@ def unpack_column(column: Column, size: int, bound: int, what: str) -> IntArray:
     return raw.astype(np.int64)
 
 
-def places_within(counts: IntArray) -> IntArray:
-    """0, 1, 2, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
-    places: IntArray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+def edges_of(counts: IntArray) -> IntArray:
+    """Where runs of these lengths start, one behind the other, and behind the last the end, ``[runs + 1]``."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def places_within(counts: IntArray, start: IntArray | int = 0) -> IntArray:
+    """``start``, ``start + 1``, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
+    places: IntArray = np.arange(int(counts.sum())) + np.repeat(start - (np.cumsum(counts) - counts), counts)
     return places
 
 

@@ -18,7 +18,7 @@ __all__ = ["DTYPES", "DType", "arithmetic_dtype", "can_cast", "cast_array", "dty
 _RAW = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # there is one object of each, which is told and hashed by its identity
 class DType:
     """One element type.
 

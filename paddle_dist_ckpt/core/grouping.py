@@ -49,12 +49,11 @@ def group_blocks(starts: IntArray, rows: IntArray, heads: IntArray) -> tuple[Int
         The first run of each group, and the group of each run, as :func:`group_rows` has them.
     """
     counts = np.diff(starts)
-    within = places_within(counts)
     sums = np.zeros(len(rows) + 1, np.uint64)
-    np.cumsum(mixed(_row_hashes(rows) + mixed(within.astype(np.uint64))), out=sums[1:])
+    np.cumsum(mixed(_row_hashes(rows) + mixed(places_within(counts).astype(np.uint64))), out=sums[1:])
     keys = np.column_stack([heads, counts, (sums[starts[1:]] - sums[starts[:-1]]).view(np.int64)])
     first, group = group_rows(keys)
-    same = np.repeat(starts[:-1][first][group], counts) + within
+    same = places_within(counts, starts[first][group])
     if len(rows) and not (rows[same] == rows).all():  # different runs of one hash
         return np.arange(len(counts)), np.arange(len(counts))
     return first, group

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .columns import IntArray, places_within
+from .columns import IntArray, edges_of, places_within
 from .tensors import Geometry, LocalShard, TensorView
 
 __all__ = ["LocalShards", "LocalTensors"]
@@ -48,8 +48,6 @@ class LocalTensors:
             self.geometry[:count],
             self.addresses[: int(shards.sum())],
             list(owners),
-            {key: number for key, number in self._numbers.items() if number < used},
-            {geometry: number for geometry, number in self._equal.items() if number < used},
         )
 
     def add(self, path: str, view: TensorView) -> None:
@@ -82,7 +80,6 @@ class LocalShards:
     def __init__(self, geometries: Sequence[Geometry], geometry: IntArray) -> None:
         self.cells: list[tuple[Geometry, LocalShard]] = [(g, shard) for g in geometries for shard in g.shards]
         counts = np.array([len(g.shards) for g in geometries], np.int64)
-        first = np.cumsum(counts) - counts
         per_tensor = counts[geometry]
         self.tensor: IntArray = np.repeat(np.arange(len(geometry)), per_tensor)
-        self.cell: IntArray = np.repeat(first[geometry], per_tensor) + places_within(per_tensor)
+        self.cell: IntArray = places_within(per_tensor, edges_of(counts)[geometry])

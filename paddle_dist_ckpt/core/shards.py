@@ -8,7 +8,7 @@ offsets follow from the table and are never stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -19,17 +19,17 @@ import numpy as np
 from ..errors import CheckpointCorruptedError
 from .box import Box, whole
 from .boxes import Boxes
-from .columns import Column, IntArray, pack_column, places_within, unpack_column
+from .columns import Column, IntArray, edges_of, pack_column, places_within, unpack_column
 from .dtypes import DType
 
 __all__ = [
     "Kind",
     "Layout",
-    "LayoutCollection",
     "LayoutRecord",
     "ShardTable",
     "file_key",
     "grid_starts",
+    "shared_layouts",
 ]
 
 _LARGEST_ITEM = 64  # bytes, and more than any item has
@@ -109,23 +109,17 @@ class Layout:
         return cls(shape, boxes)
 
 
-class LayoutCollection:
-    """Layouts that are put together for a table, equal ones once.
+def shared_layouts(
+    cuts: Iterable[tuple[tuple[int, ...], tuple[Box, ...]]],
+) -> tuple[list[Layout], IntArray]:
+    """The different layouts of some tensors, and which one each has.
 
-    Attributes:
-        layouts: The different ones so far.
+    Args:
+        cuts: The shape of each tensor, and its boxes in ascending order.
     """
-
-    def __init__(self) -> None:
-        self.layouts: list[Layout] = []
-        self._numbers: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
-
-    def add(self, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int:
-        """Add a layout by its boxes, in ascending order; returns its number."""
-        number = self._numbers.setdefault((shape, boxes), len(self.layouts))
-        if number == len(self.layouts):
-            self.layouts.append(Layout(shape, Boxes.of(boxes, len(shape))))
-        return number
+    numbers: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
+    layout_of = [numbers.setdefault(cut, len(numbers)) for cut in cuts]
+    return [Layout(shape, Boxes.of(boxes, len(shape))) for shape, boxes in numbers], np.array(layout_of, np.int64)
 
 
 def file_key(file: IntArray, itemsize: IntArray) -> IntArray:
@@ -225,13 +219,13 @@ class ShardTable:
 
     @cached_property
     def first_layout_row(self) -> IntArray:
-        """Where each layout's boxes start among the boxes of all layouts, ``[layouts]``."""
-        return np.cumsum(self.layout_counts) - self.layout_counts
+        """Where each layout's boxes start among the boxes of all layouts, and their end, ``[layouts + 1]``."""
+        return edges_of(self.layout_counts)
 
     @cached_property
     def first_shard(self) -> IntArray:
         """Where each tensor's shards start among all, ``[tensors + 1]``."""
-        return np.concatenate([[0], np.cumsum(self.layout_counts[self.layout_of])]).astype(np.int64)
+        return edges_of(self.layout_counts[self.layout_of])
 
     @cached_property
     def shard_tensor(self) -> IntArray:
@@ -246,8 +240,7 @@ class ShardTable:
     @cached_property
     def shard_layout_row(self) -> IntArray:
         """For each shard the place of its box among the boxes of all layouts, one after the other, ``[shards]``."""
-        base = self.first_layout_row[self.layout_of] - self.first_shard[:-1]
-        return np.repeat(base, np.diff(self.first_shard)) + np.arange(self.first_shard[-1])
+        return places_within(np.diff(self.first_shard), self.first_layout_row[self.layout_of])
 
     @cached_property
     def shard_bytes(self) -> IntArray:
@@ -256,20 +249,15 @@ class ShardTable:
         return self.layout_boxes(dimensions).volumes[self.shard_layout_row] * self.itemsizes[self.shard_tensor]
 
     @cached_property
-    def _dtypes_by_id(self) -> dict[int, DType]:
-        """The element types as objects, of which there are few. To hash the types of all tensors takes much longer."""
-        return dict(zip(map(id, self.dtypes), self.dtypes, strict=True))
-
-    @cached_property
     def dtype_list(self) -> list[DType]:
         """The different element types."""
-        return list(dict.fromkeys(self._dtypes_by_id.values()))
+        return list(dict.fromkeys(self.dtypes))
 
     @cached_property
     def dtype_of(self) -> IntArray:
         """Which of :attr:`dtype_list` each tensor has, ``[tensors]``."""
-        number = {key: self.dtype_list.index(dtype) for key, dtype in self._dtypes_by_id.items()}
-        return np.array(list(map(number.__getitem__, map(id, self.dtypes))), np.int64)
+        number = {dtype: i for i, dtype in enumerate(self.dtype_list)}
+        return np.array(list(map(number.__getitem__, self.dtypes)), np.int64)
 
     @cached_property
     def itemsizes(self) -> IntArray:
@@ -293,29 +281,32 @@ class ShardTable:
     @cached_property
     def data_offsets(self) -> IntArray:
         """Where each shard's bytes start in its file's data section, ``[shards]``."""
-        offsets, _ = self._places(self.shard_bytes)
+        offsets, _ = self.blocks(1)
         return offsets
 
     def file_bytes(self, files: int) -> IntArray:
         """Bytes of each file's data section, ``[files]``."""
-        return _padded_to(self._places(self.shard_bytes)[1], files)
+        return self.blocks(1, files)[1]
 
-    def _places(self, sizes: IntArray) -> tuple[IntArray, IntArray]:
-        """Where each shard starts in its file if the shards have these sizes, and where each file ends."""
+    def blocks(self, block_bytes: int, files: int = 0) -> tuple[IntArray, IntArray]:
+        """For each shard the number of its first block in its file, and for each file how many blocks it has.
+
+        Args:
+            block_bytes: Bytes of a block, of which a shard starts a new one.
+            files: How many files there are, unless those that have shards will do.
+        """
         order = self.file_order
-        files, ordered = self.shard_file[order], sizes[order]
-        ends = np.concatenate([[0], np.cumsum(ordered)])
-        edges = ends[np.searchsorted(files, np.arange(int(files[-1]) + 2 if len(files) else 1))]
-        places = np.empty_like(sizes)
-        places[order] = ends[:-1] - edges[files]
-        return places, np.diff(edges)
+        file = self.shard_file[order]
+        ends = edges_of(-(-self.shard_bytes[order] // block_bytes))
+        edges = ends[np.searchsorted(file, np.arange(max(files, int(file.max(initial=-1)) + 1) + 1))]
+        first = np.empty_like(order)
+        first[order] = ends[:-1] - edges[file]
+        return first, np.diff(edges)
 
     def select(self, tensors: Sequence[int]) -> tuple[ShardTable, IntArray]:
         """The table of some tensors (ascending), and the shards of this table that it has. Files keep their numbers."""
         chosen = np.array(tensors, np.int64)
-        counts = np.diff(self.first_shard)[chosen]
-        within = places_within(counts)
-        shards = np.repeat(self.first_shard[chosen], counts) + within
+        shards = places_within(np.diff(self.first_shard)[chosen], self.first_shard[chosen])
         used, layout_of = np.unique(self.layout_of[chosen], return_inverse=True)
         table = ShardTable(
             [self.paths[t] for t in tensors],
@@ -328,16 +319,7 @@ class ShardTable:
         )
         return table, shards
 
-    def blocks(self, block_bytes: int, files: int) -> tuple[IntArray, IntArray]:
-        """For each shard the number of its first block in its file, and for each file how many blocks it has."""
-        first, totals = self._places(-(-self.shard_bytes // block_bytes))
-        return first, _padded_to(totals, files)
-
     def shard_place(self, shard: int) -> tuple[int, Box]:
         """A shard's tensor and box."""
         tensor = int(self.shard_tensor[shard])
         return tensor, self.layouts[self.layout_of[tensor]].boxes.box(shard - int(self.first_shard[tensor]))
-
-
-def _padded_to(values: IntArray, size: int) -> IntArray:
-    return np.concatenate([values, np.zeros(size - len(values), np.int64)])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.box import Box
 from ..core.dtypes import DType
-from ..core.shards import LayoutCollection, ShardTable
+from ..core.shards import ShardTable, shared_layouts
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
@@ -165,14 +165,13 @@ def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
                 raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
             shards += [(box, file) for box in layout.boxes.to_list()]
     ordered = [(path, *found[path][0], found[path][1], sorted(found[path][2])) for path in sorted(found)]
-    collection = LayoutCollection()
-    layout_of = [collection.add(shape, tuple(box for box, _ in shards)) for _, _, _, shape, _, shards in ordered]
+    layouts, layout_of = shared_layouts((shape, tuple(box for box, _ in mine)) for _, _, _, shape, _, mine in ordered)
     return ShardTable(
         paths=[path for path, *_ in ordered],
         dtypes=[dtype for _, dtype, *_ in ordered],
         kinds=np.array([kind for _, _, kind, *_ in ordered], np.int64),
-        layouts=collection.layouts,
-        layout_of=np.array(layout_of, np.int64),
+        layouts=layouts,
+        layout_of=layout_of,
         shard_file=np.array([file for *_, shards in ordered for _, file in shards], np.int64),
         names=[name for *_, name, _ in ordered],
     )

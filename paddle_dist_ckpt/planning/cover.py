@@ -65,7 +65,7 @@ def tensors_covered(tensor: IntArray, boxes: Boxes, global_shape: IntArray) -> M
     bounds = np.searchsorted(tensor, np.arange(len(global_shape) + 1))
     first, alike = group_blocks(bounds, boxes.table, global_shape)
     counts = np.diff(bounds)[first]
-    rows = np.repeat(bounds[:-1][first], counts) + places_within(counts)
+    rows = places_within(counts, bounds[first])
     groups = np.repeat(np.arange(len(first)), counts)
     return covers_exactly(groups, boxes.take(rows), Boxes.wholes(global_shape[first]))[alike]
 

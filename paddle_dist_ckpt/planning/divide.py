@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, places_within
+from ..core.columns import IntArray, edges_of, places_within
 from ..core.grouping import group_rows
 from .balance import ReplicaSet, balanced_shares, deal
 
@@ -85,8 +85,7 @@ def _replica_sets(held: HeldBoxes, nbytes: IntArray) -> tuple[list[ReplicaSet], 
         place = np.empty_like(first)
         place[ascending] = np.arange(len(first))
         rows = rows[np.argsort(place[which], kind="stable")]
-        counts = np.bincount(place[which])
-        starts = np.cumsum(counts) - counts
+        starts = edges_of(np.bincount(place[which]))[:-1]
         sizes = np.add.reduceat(nbytes[rows], starts).tolist()
         sets += map(ReplicaSet, different[ascending], sizes)
         parts.append(rows)

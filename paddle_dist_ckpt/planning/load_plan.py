@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray, places_within
+from ..core.columns import IntArray, edges_of, places_within
 from ..core.grouping import group_rows
 from ..core.shards import ShardTable
 from .cover import covers_exactly
@@ -70,7 +70,7 @@ def plan_load(table: ShardTable, wanted: WantedBoxes) -> Overlaps:
         uncovered[unsure] = ~covers_exactly(groups, boxes.take(some), asked.take(unsure))
     each = np.bincount(rows, minlength=len(first))
     per_wanted = each[alike]
-    like = np.repeat((np.cumsum(each) - each)[alike], per_wanted) + places_within(per_wanted)
+    like = places_within(per_wanted, edges_of(each)[alike])
     start = table.first_shard[wanted.tensor] - table.first_layout_row[table.layout_of[wanted.tensor]]
     return Overlaps(
         wanted=np.repeat(np.arange(len(alike)), per_wanted),
@@ -130,7 +130,7 @@ def _in_grid(cuts: Sequence[Sequence[int]], asked: Boxes) -> tuple[IntArray, Int
         starts = np.array([0, *starting], np.int64)
         first = np.maximum(0, np.searchsorted(starts, asked.offset[:, d], side="right") - 1)
         each = np.maximum(0, np.searchsorted(starts, high[:, d], side="left") - first)[rows]
-        places = np.repeat(places * len(starts) + first[rows], each) + places_within(each)
+        places = places_within(each, places * len(starts) + first[rows])
         rows = np.repeat(rows, each)
     return rows, places
 
@@ -149,7 +149,6 @@ def _pairs(table: ShardTable, layout: IntArray, asked: Boxes, stored: Boxes) -> 
     """The same for layouts of any kind: all pairs if they are few, else by search."""
     each = table.layout_counts[layout]
     if int(each.sum()) <= _FEW_PAIRS * (len(layout) + len(stored)):
-        places = np.repeat(table.first_layout_row[layout], each) + places_within(each)
-        return np.repeat(np.arange(len(each)), each), places
+        return np.repeat(np.arange(len(each)), each), places_within(each, table.first_layout_row[layout])
     layouts = np.repeat(np.arange(len(table.layouts)), table.layout_counts)
     return overlapping_pairs(asked.layered(layout), stored.layered(layouts))

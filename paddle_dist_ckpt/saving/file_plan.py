@@ -12,7 +12,7 @@ import numpy as np
 from ..core.box import Box, flat_range
 from ..core.columns import IntArray, unpack_column, unpack_signed
 from ..core.protocols import ControlSession
-from ..core.shards import LayoutCollection, ShardTable
+from ..core.shards import ShardTable, shared_layouts
 from ..files.codec import VERSION, table_to_record
 from ..files.contents import Source
 from ..files.datafile import (
@@ -91,18 +91,16 @@ class _Items:
             of_tensor[owner] = (*of_tensor[owner], number) if owner in of_tensor else (number,)
         owners = sorted(of_tensor, key=tensors.paths.__getitem__)
         geometries = [tensors.geometries[tensors.geometry[owner]] for owner in owners]
-        collection = LayoutCollection()
-        known: dict[tuple[int, ...], int] = {}
-        for owner, geometry in zip(owners, geometries, strict=True):
-            numbers = of_tensor[owner]
-            if numbers not in known:
-                known[numbers] = collection.add(geometry.shape, tuple(sorted(self.boxes[n] for n in numbers)))
+        # Of tensors with the same boxes, which there are many of, the boxes are compared once.
+        known = {of_tensor[owner]: geometry.shape for owner, geometry in zip(owners, geometries, strict=True)}
+        layouts, layout = shared_layouts((known[key], tuple(sorted(self.boxes[n] for n in key))) for key in known)
+        layout_of = dict(zip(known, layout.tolist(), strict=True))
         return ShardTable(
             [tensors.paths[owner] for owner in owners],
             [geometry.dtype for geometry in geometries],
             np.array([geometry.kind for geometry in geometries], np.int64),
-            collection.layouts,
-            np.array([known[of_tensor[owner]] for owner in owners], np.int64),
+            layouts,
+            np.array([layout_of[of_tensor[owner]] for owner in owners], np.int64),
             np.zeros(len(self.rows), np.int64),
             [tensors.names[owner] for owner in owners],
         )
