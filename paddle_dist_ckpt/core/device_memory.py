@@ -179,18 +179,11 @@ class DeviceArray:
         self.read(0, self.nbytes, data, copies)
         return data.view(self.dtype).reshape(self.shape)
 
-    def write(self, data: npt.NDArray[Any], copies: Copies) -> None:
-        """Queue copies that fill it; see :func:`write_all`."""
-        write_all([(self, data)], copies)
-
     def write_scattered(self, data: npt.NDArray[Any], copies: Copies) -> None:
         """Fill it by way of a copy that has what lies between its elements, which must not be written meanwhile."""
-        for box in self._reachable(whole(self.shape)):
-            part = self.part(box)
-            around, view = part._around(copies)
-            index: Any = (*box.slices, ...)
+        for index, request, view in self._surroundings(copies):
             view[...] = data[index]
-            copies.write([(self._memory, part._start, around)])
+            copies.write([request])
             copies.mark().wait()
 
     def clear(self, copies: Copies) -> None:
@@ -199,7 +192,7 @@ class DeviceArray:
         size = whole(self.shape).size
         for start in range(0, size, rows):
             for box in cut_flat_range(self.shape, start, min(start + rows, size)):
-                self.part(box).write(np.zeros(box.shape, self.dtype), copies)
+                write_all([(self.part(box), np.zeros(box.shape, self.dtype))], copies)
             copies.mark().wait()
 
     def request(self, data: npt.NDArray[Any]) -> Request:
@@ -208,12 +201,8 @@ class DeviceArray:
 
     def is_contiguous(self) -> bool:
         """Whether its elements stand one behind the other."""
-        expected = self.itemsize
-        for n, stride in zip(reversed(self.shape), reversed(self._strides), strict=True):
-            if n != 1 and stride != expected:
-                return False
-            expected *= n
-        return True
+        expected = contiguous_strides(self.shape, self.itemsize)
+        return all(n == 1 or a == b for n, a, b in zip(self.shape, self._strides, expected, strict=True))
 
     def _span(self, box: Box) -> int:
         """Bytes from the first element of a box to behind its last one."""
@@ -232,19 +221,20 @@ class DeviceArray:
             shape[longest] = length
             yield from self._reachable(Box(tuple(offset), tuple(shape)))
 
-    def _around(self, copies: Copies) -> tuple[Bytes1D, npt.NDArray[Any]]:
-        """A copy of the memory from its first element to its last one, and the array in that copy."""
-        around = np.empty(self._span(whole(self.shape)), np.uint8)
-        copies.read([(self._memory, self._start, around)])
-        copies.mark().wait()
-        return around, np.ndarray(self.shape, self.dtype, around.data, 0, self._strides)
+    def _surroundings(self, copies: Copies) -> Iterator[tuple[Any, Request, npt.NDArray[Any]]]:
+        """It in parts, each by way of a copy of the memory from its first element to its last one: where in the array
+        the part is, the copy that was made, and the part in that copy."""
+        for box in self._reachable(whole(self.shape)):
+            around = np.empty(self._span(box), np.uint8)
+            request = self._memory, self.part(box)._start, around
+            copies.read([request])
+            copies.mark().wait()
+            yield (*box.slices, ...), request, np.ndarray(box.shape, self.dtype, around.data, 0, self._strides)
 
     def read_scattered(self, into: Bytes1D, copies: Copies) -> None:
         """Copy all of it, with what lies between its elements, and pick them; returns when they are in ``into``."""
         items = into.view(self.dtype).reshape(self.shape)
-        for box in self._reachable(whole(self.shape)):
-            _, view = self.part(box)._around(copies)
-            index: Any = (*box.slices, ...)
+        for index, _, view in self._surroundings(copies):
             items[index] = view
 
 

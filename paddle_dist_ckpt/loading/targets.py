@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, whole
 from ..core.columns import IntArray
-from ..core.device_memory import Copies, DeviceArray
+from ..core.device_memory import Copies, DeviceArray, write_all
 from ..core.dtypes import DType, arithmetic_dtype, cast_array
 from ..core.local_tensors import LocalShards
 from ..core.memory import address_of, array_at
@@ -265,7 +265,7 @@ class Targets:
             shared.fill()
             for row, filled in zip(shared.rows, shared.memories, strict=True):
                 if self.on_device[row]:
-                    self.device_memory(row).write(np.ascontiguousarray(filled), copies)
+                    write_all([(self.device_memory(row), np.ascontiguousarray(filled))], copies)
                     copies.mark().wait()
         for array in self.zeros:
             if isinstance(array, DeviceArray):

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_dist_ckpt.core import device_memory
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.core.device_memory import DeviceArray, Request
+from paddle_dist_ckpt.core.device_memory import DeviceArray, Request, write_all
 from paddle_dist_ckpt.core.dtypes import dtype_named
 from paddle_dist_ckpt.core.memory import address_of
 
@@ -97,7 +97,7 @@ def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytes
         expected = device.data.copy()
         view = np.ndarray(whole.shape, ITEM, expected.data, address_of(whole) - address_of(device.data), whole.strides)
         view[index] = np.arange(1000, 1000 + part.nbytes // 4, dtype=ITEM).reshape(part.shape)
-        part.write(np.array(view[index]), device)
+        write_all([(part, np.array(view[index]))], device)
         device.wait()
         assert device.data.tobytes() == expected.tobytes()
         view[index] = 0
