@@ -12,8 +12,8 @@ flat key, each of them is escaped instead (:func:`flat_keys`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 _MAX_INDEX = 100_000_000  # more than any list of tensors has
 
@@ -55,7 +55,8 @@ class RankIndex(NamedTuple):
 
 
 Part = str | int | ListIndex | TupleIndex | RankIndex
-_SIGNS = {ListIndex: "~l", TupleIndex: "~t", RankIndex: "~r"}
+_SIGNS: dict[type[Any], str] = {int: "~i", ListIndex: "~l", TupleIndex: "~t", RankIndex: "~r"}
+_KINDS = {sign: kind for kind, sign in _SIGNS.items()}
 
 
 def join(parent: str, part: Part) -> str:
@@ -64,9 +65,7 @@ def join(parent: str, part: Part) -> str:
         if "~" in part or "/" in part:
             part = part.replace("~", "~0").replace("/", "~1")
         return f"{parent}/{part}"
-    if isinstance(part, (ListIndex, TupleIndex, RankIndex)):
-        return f"{parent}/{_SIGNS[type(part)]}{part.at}"
-    return f"{parent}/~i{part}"
+    return f"{parent}/{_SIGNS[type(part)]}{_number(part)}"
 
 
 def join_all(parent: str, parts: Collection[Part]) -> list[str]:
@@ -100,17 +99,15 @@ def parse_path(path: str) -> tuple[Part, ...]:
 def _parse_part(text: str) -> Part:
     if "~" not in text:
         return text
-    kind, digits = text[:2], text[2:]
-    makers: dict[str, Callable[[int], Part]] = {"~i": int, "~l": ListIndex, "~t": TupleIndex, "~r": RankIndex}
-    if kind in makers:
-        number = int(digits)
-        if str(number) != digits or (kind != "~i" and not 0 <= number < _MAX_INDEX):
-            raise ValueError(f"not a part of a path: {text!r}")
-        return makers[kind](number)
-    plain = text.replace("~1", "/").replace("~0", "~")
-    if join("", plain) != "/" + text:
+    kind = _KINDS.get(text[:2])
+    part: Part = kind(int(text[2:])) if kind is not None else text.replace("~1", "/").replace("~0", "~")
+    if join("", part) != "/" + text or (kind not in (None, int) and not 0 <= _number(part) < _MAX_INDEX):
         raise ValueError(f"not a part of a path: {text!r}")
-    return plain
+    return part
+
+
+def _number(part: Part) -> int:
+    return part if type(part) is int else part[0]  # type: ignore[index, return-value]
 
 
 def is_own(path: str) -> bool:
@@ -166,7 +163,7 @@ def plain_key(path: str) -> str:
     """A path's parts joined by dots: its flat key unless another path has the same, and what messages call it."""
     if "~" not in path:
         return path[1:].replace("/", ".")
-    return ".".join(str(part if type(part) in (str, int) else part[0]) for part in parse_path(path))  # type: ignore[index]
+    return ".".join(part if isinstance(part, str) else str(_number(part)) for part in parse_path(path))
 
 
 def plain_keys(paths: Sequence[str]) -> list[str]:
@@ -181,8 +178,6 @@ def _escaped(path: str) -> str:
     for part in parse_path(path):
         if isinstance(part, str):
             words.append(part.replace("\\", "\\\\").replace(".", "\\."))
-        elif isinstance(part, (ListIndex, TupleIndex, RankIndex)):
-            words.append(f"\\{_SIGNS[type(part)][1]}{part.at}")
         else:
-            words.append(f"\\i{part}")
+            words.append(f"\\{_SIGNS[type(part)][1]}{_number(part)}")
     return ".".join(words)

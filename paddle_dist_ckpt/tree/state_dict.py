@@ -49,8 +49,8 @@ class Leaves:
     objects: list[OpenedObject] = field(default_factory=list)
 
 
-class ObjectAdapter(Protocol):
-    """What is to be known of a framework's objects to take a state_dict apart and to put it together again."""
+class Adapter(TensorAdapter, Protocol):
+    """All that a save or a load needs to know of a framework: its tensors, and its objects with states of their own."""
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """What kind an object (as :func:`.objects.is_stateful` has it) is of, and its state_dict.
@@ -76,10 +76,6 @@ class ObjectAdapter(Protocol):
     def token(self, tensor: Any) -> int:
         """What a tensor and an optimizer's parameter have in common if they are the same."""
         ...
-
-
-class Adapter(TensorAdapter, ObjectAdapter, Protocol):
-    """All that a save or a load needs to know of a framework: its tensors and its objects."""
 
 
 def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
@@ -209,11 +205,7 @@ def _odd_keys(keys: Iterable[Any]) -> list[Any]:
     """Those that cannot stand above a tensor."""
     if set(map(type, keys)) == {str}:
         return []
-    return [key for key in keys if not _is_plain_key(key)]
-
-
-def _is_plain_key(key: Any) -> bool:
-    return type(key) is str or (type(key) is int and key in _INT64)
+    return [key for key in keys if type(key) is not str and (type(key) is not int or key not in _INT64)]
 
 
 def _shown(key: Any) -> str:
@@ -280,26 +272,39 @@ def assign(state_dict: dict[Any, Any], values: Mapping[str, Any]) -> None:
     """Set the leaves at these paths. Dicts and lists are changed in place; a tuple is replaced by a new one."""
     if "" in values:  # all of it is one value: an object's state without entries
         state_dict.update(values[""])
-    elif values:
-        tree: dict[Any, Any] = {}
-        for path, value in values.items():
-            node = tree
-            parts = parse_path(path)
-            for part in parts[:-1]:
-                node = node.setdefault(part, {})
-            node[parts[-1]] = _Set(value)
-        _assign(state_dict, tree)
+    else:
+        _assign(state_dict, _nested(values.items()))
 
 
-class _Set(NamedTuple):
+class _Leaf(NamedTuple):
     value: Any
+
+
+def _nested(leaves: Iterable[tuple[str, Any]]) -> dict[Part, Any]:
+    """Leaves at paths as nested dicts by part of the path.
+
+    Raises:
+        ValueError: a path is both a leaf's and a container's, or twice a leaf's.
+    """
+    root: dict[Part, Any] = {}
+    for path, value in leaves:
+        node = root
+        *containers, last = parse_path(path)
+        for part in containers:
+            node = node.setdefault(part, {})
+            if isinstance(node, _Leaf):
+                raise ValueError(f"{path}: both a leaf and a container")
+        if last in node:
+            raise ValueError(f"{path}: twice a leaf, or both a leaf and a container")
+        node[last] = _Leaf(value)
+    return root
 
 
 def _assign(container: Any, changes: dict[Part, Any]) -> Any:
     copy: Any = list(container) if isinstance(container, tuple) else container
     for part, change in changes.items():
         index = part.at if isinstance(part, (ListIndex, TupleIndex)) else part
-        copy[index] = change.value if isinstance(change, _Set) else _assign(copy[index], change)
+        copy[index] = change.value if isinstance(change, _Leaf) else _assign(copy[index], change)
     return tuple(copy) if isinstance(container, tuple) else copy
 
 
@@ -308,24 +313,13 @@ def build_tree(leaves: Iterable[tuple[str, Any]]) -> Any:
 
     Places of a list or tuple that no path names hold None. A leaf at the empty path is the tree itself.
     """
-    root: dict[Part, Any] = {}
-    for path, value in leaves:
-        if path == "":
-            return value
-        node = root
-        parts = parse_path(path)
-        for part in parts[:-1]:
-            node = node.setdefault(part, {})
-            if isinstance(node, _Set):
-                raise ValueError(f"{path}: both a leaf and a container")
-        if parts[-1] in node:
-            raise ValueError(f"{path}: twice a leaf, or both a leaf and a container")
-        node[parts[-1]] = _Set(value)
-    return _settle(root)
+    pairs = list(leaves)
+    alone = [value for path, value in pairs if path == ""]
+    return alone[0] if alone else _settle(_nested(pairs))
 
 
 def _settle(node: Any) -> Any:
-    if isinstance(node, _Set):
+    if isinstance(node, _Leaf):
         return node.value
     kinds = {type(part) for part in node}
     if kinds == {RankIndex}:
