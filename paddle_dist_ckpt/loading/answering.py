@@ -59,7 +59,7 @@ class Answering:
         self._paths = sorted([*metadata.table.paths, *self._values])
         self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
-        self._match = NameMatch(Names(metadata.table.paths, metadata.table.names), metadata.table.index)
+        self._names = Names(metadata.table.paths, metadata.table.names)
         self._missing = 0
         self.asked: set[str] = set()
 
@@ -73,14 +73,14 @@ class Answering:
         moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         everything = [*wanted.tensors, *wanted.others]
         names = Names(everything, wanted.names or [None] * len(everything))
-        places = self._match.places(wanted.tensors, names, moved)
+        places = NameMatch(self._names, self._index, names, moved).places(wanted.tensors)
         for path in wanted.tensors:
             place = places.get(path)
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
                 if paths[place] != path:
                     found.stored[path] = paths[place]
-            elif not self._match.has_learning_rate and path in names.learning_rates:
+            elif not self._names.learning_rates and path in names.learning_rates:
                 found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
                 found.unfit[path] = self._what_is(moved.get(path, path))

@@ -23,11 +23,11 @@ another one's data.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from .names import Names, OptimizerVariable, container_of, may_be_optimizers
+from .names import Names, OptimizerVariable, container_of, containers_of, may_be_optimizers
 
 __all__ = ["NameMatch"]
 
@@ -36,35 +36,31 @@ class NameMatch:
     """Finds the stored tensors for wanted ones.
 
     Args:
-        stored: What is stored.
-        index: The number of each stored tensor by its path.
+        stored: What the stored tensors are called.
+        index: The number of each by its path.
+        wanted: What the wanted ones, and others of the same state_dict, are called.
+        moved: Where the user says that some of these are stored.
     """
 
-    def __init__(self, stored: Names, index: Mapping[str, int]) -> None:
-        self._stored, self._index = stored, index
+    def __init__(self, stored: Names, index: Mapping[str, int], wanted: Names, moved: Mapping[str, str]) -> None:
+        self._stored, self._index, self._wanted, self._moved = stored, index, wanted, moved
 
-    def places(self, paths: Iterable[str], wanted: Names, moved: Mapping[str, str]) -> dict[str, int]:
-        """The number of the stored tensor for each wanted path, without those for which there is none.
-
-        Args:
-            paths: The wanted tensors.
-            wanted: What they, and others of the same state_dict, are called.
-            moved: Where the user says that some are stored.
-        """
-        index = self._index
-        if not moved and (self._is_alike(wanted) or not any(map(may_be_optimizers, wanted.paths))):
+    def places(self, paths: Iterable[str]) -> dict[str, int]:
+        """The number of the stored tensor for each of these wanted paths, without those for which there is none."""
+        index, moved = self._index, self._moved
+        if not moved and (self._is_alike() or not any(map(may_be_optimizers, self._wanted.paths))):
             return {path: index[path] for path in paths if path in index}
-        names = _Asked(wanted, moved)
         found: dict[str, int] = {}
         by_name: dict[str, int] = {}
+        stored = self._stored.variables
         for path in paths:
             own = moved.get(path, path)
-            place, variable = index.get(own), names.variable(path)
-            if place is not None and (path in moved or self._may_be(own, variable)):
+            place, variable = index.get(own), self._variables.get(path)
+            if place is not None and (path in moved or variable is None or stored.get(own) == variable):
                 found[path] = place
-            elif (named := self._by_name(path, own, variable, names)) is not None:
+            elif (named := self._by_name(path, own, variable)) is not None:
                 by_name[path] = named
-            elif place is not None and own not in self._stored.variables:
+            elif place is not None and own not in stored:
                 found[path] = place  # it is not known which parameter that is of, so only its key speaks for it
         counts, taken = Counter(by_name.values()), set(found.values())
         for path, place in by_name.items():
@@ -72,23 +68,30 @@ class NameMatch:
                 found[path] = place
         return found
 
-    def _is_alike(self, wanted: Names) -> bool:
+    @cached_property
+    def _variables(self) -> Mapping[str, OptimizerVariable]:
+        """The wanted optimizer variables, with the paths at which their parameters are stored."""
+        variables, moved = self._wanted.variables, self._moved
+        if not moved:
+            return variables
+        return {
+            path: OptimizerVariable(tuple(sorted(moved.get(one, one) for one in parameters)), accumulator)
+            for path, (parameters, accumulator) in variables.items()
+        }
+
+    def _is_alike(self) -> bool:
         """Whether the same names are at the same paths, so that equal keys mean the same."""
-        index, names = self._index, self._stored.names
+        index, names, wanted = self._index, self._stored.names, self._wanted
         if wanted.paths == self._stored.paths and wanted.names == names:
             return True  # as nearly always; this is seen faster
         return all(
             path in index and names[index[path]] == name for path, name in zip(wanted.paths, wanted.names, strict=True)
         )
 
-    def _may_be(self, path: str, variable: OptimizerVariable | None) -> bool:
-        """Whether what is stored under a path can be a variable: nothing speaks against it, and something for it."""
-        return variable is None or self._stored.variables.get(path) == variable
-
-    def _by_name(self, path: str, own: str, variable: OptimizerVariable | None, names: _Asked) -> int | None:
+    def _by_name(self, path: str, own: str, variable: OptimizerVariable | None) -> int | None:
         if _tail(own) != _tail(path):  # the user has named something else
             return None
-        if path in names.learning_rates:
+        if path in self._wanted.learning_rates:
             return self._learning_rate(own)
         alone = variable is None
         if variable is None:  # its parameter may be stored, though it is not wanted
@@ -100,21 +103,23 @@ class NameMatch:
         same = [other for other in found if container_of(other) == container]
         if len(same) > 1 and own in same and self._stored.variables[own] == variable:
             same = [own]
-        if not same and not alone and self._is_beside(container, variable, names):
+        if not same and not alone and self._is_beside(container, variable):
             same = found
         return self._index[same[0]] if len(same) == 1 else None
 
     def _of_variable(self, variable: OptimizerVariable) -> list[str]:
         """The stored paths of a variable: of just its parameters, or else of some of them."""
         accumulator = variable.accumulator
-        found = {path: None for one in variable.parameters for path in self._by_variable.get((one, accumulator), ())}
+        found = {
+            path: None for one in variable.parameters for path in self._stored.by_variable.get((one, accumulator), ())
+        }
         exact = [path for path in found if self._stored.variables[path] == variable]
         return exact or list(found)
 
-    def _is_beside(self, container: str, variable: OptimizerVariable, names: _Asked) -> bool:
+    def _is_beside(self, container: str, variable: OptimizerVariable) -> bool:
         """Whether either side has optimizer variables in the parameters' own container, and neither has others."""
-        stored = set().union(*(self._containers.get(one, ()) for one in variable.parameters))
-        wanted = set().union(*(names.containers.get(one, ()) for one in variable.parameters))
+        stored = set().union(*(self._stored.containers.get(one, ()) for one in variable.parameters))
+        wanted = set().union(*(self._wanted_containers.get(one, ()) for one in variable.parameters))
         beside = set(map(container_of, variable.parameters))
         return len(stored) == len(wanted) == 1 and (container in beside or not stored.isdisjoint(beside))
 
@@ -124,53 +129,9 @@ class NameMatch:
         found = [other for other in rates if container_of(other) == container_of(path)] or rates
         return self._index[found[0]] if len(found) == 1 else None
 
-    @property
-    def has_learning_rate(self) -> bool:
-        """Whether there is a learning rate of a static-graph program."""
-        return bool(self._stored.learning_rates)
-
     @cached_property
-    def _by_variable(self) -> Mapping[tuple[str, str], list[str]]:
-        """Where the variables are, by parameter and accumulator."""
-        places: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for path, (parameters, accumulator) in self._stored.variables.items():
-            for one in parameters:
-                places[one, accumulator].append(path)
-        return places
-
-    @cached_property
-    def _containers(self) -> Mapping[str, set[str]]:
-        return _containers_of(self._stored, {})
-
-
-def _containers_of(names: Names, moved: Mapping[str, str]) -> Mapping[str, set[str]]:
-    """Where the variables of each parameter are, both as they are stored."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for path, (parameters, _) in names.variables.items():
-        for one in parameters:
-            found[moved.get(one, one)].add(container_of(moved.get(path, path)))
-    return found
-
-
-class _Asked:
-    """What is wanted, in terms of the stored parameters' paths."""
-
-    def __init__(self, names: Names, moved: Mapping[str, str]) -> None:
-        self._names, self._moved = names, moved
-        self.learning_rates = set(names.learning_rates)
-
-    def variable(self, path: str) -> OptimizerVariable | None:
-        """Which optimizer variable a path is."""
-        found = self._names.variables.get(path)
-        if found is None or not self._moved:
-            return found
-        stored = sorted(self._moved.get(one, one) for one in found.parameters)
-        return OptimizerVariable(tuple(stored), found.accumulator)
-
-    @cached_property
-    def containers(self) -> Mapping[str, set[str]]:
-        """Where the variables of each parameter are."""
-        return _containers_of(self._names, self._moved)
+    def _wanted_containers(self) -> Mapping[str, set[str]]:
+        return containers_of(self._variables, self._moved)
 
 
 def _tail(path: str) -> str:

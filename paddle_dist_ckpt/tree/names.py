@@ -32,6 +32,7 @@ __all__ = [
     "OptimizerVariable",
     "canonical_paths",
     "container_of",
+    "containers_of",
     "is_of_run",
     "may_be_optimizers",
 ]
@@ -113,11 +114,10 @@ def _ambiguous_containers(found: Iterable[tuple[str, _Variable]], homes: Mapping
     members: dict[str, set[str]] = defaultdict(set)
     for home in homes.values():
         members[_place(home)].add(_last(home))
-    return {container for container, group in models.items() if _share([members[place] for place in group])}
-
-
-def _share(groups: Sequence[set[str]]) -> bool:
-    return len(set().union(*groups)) < sum(len(group) for group in groups)
+    counts = {
+        container: Counter(key for place in group for key in members[place]) for container, group in models.items()
+    }
+    return {container for container, count in counts.items() if max(count.values()) > 1}
 
 
 class Names:
@@ -224,10 +224,33 @@ class Names:
         return places
 
     @cached_property
+    def by_variable(self) -> Mapping[tuple[str, str], list[str]]:
+        """The optimizer variables' paths, by parameter and accumulator."""
+        places: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for path, (parameters, accumulator) in self.variables.items():
+            for one in parameters:
+                places[one, accumulator].append(path)
+        return places
+
+    @cached_property
+    def containers(self) -> Mapping[str, set[str]]:
+        """:func:`containers_of` the optimizer variables."""
+        return containers_of(self.variables, {})
+
+    @cached_property
     def learning_rates(self) -> list[str]:
         """The paths of static-graph programs' learning rates: that are called so and are under that name."""
         pairs = zip(self.paths, self.names, strict=True)
         return [path for path, name in pairs if name and _LEARNING_RATE.search(path) and _last(path) == name]
+
+
+def containers_of(variables: Mapping[str, OptimizerVariable], moved: Mapping[str, str]) -> Mapping[str, set[str]]:
+    """Where the variables of each parameter are; ``moved`` has the paths of variables that are elsewhere."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, (parameters, _) in variables.items():
+        for one in parameters:
+            found[one].add(container_of(moved.get(path, path)))
+    return found
 
 
 def may_be_optimizers(path: str) -> bool:

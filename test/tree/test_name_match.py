@@ -50,8 +50,8 @@ def below(prefix: str, entries: Entries) -> Entries:
 def match(stored: Entries, wanted: Entries, moved: dict[str, str] | None = None) -> dict[str, str | None]:
     """The stored path that each wanted one gets."""
     paths = list(stored)
-    names = NameMatch(Names(paths, list(stored.values())), {path: i for i, path in enumerate(paths)})
-    places = names.places(list(wanted), Names(list(wanted), list(wanted.values())), moved or {})
+    names, asked = Names(paths, list(stored.values())), Names(list(wanted), list(wanted.values()))
+    places = NameMatch(names, {path: i for i, path in enumerate(paths)}, asked, moved or {}).places(list(wanted))
     return {path: paths[places[path]] if path in places else None for path in wanted}
 
 

@@ -67,8 +67,11 @@ def test_no_tensor_gets_another_ones_data(own_names: bool) -> None:
         if stored is None or wanted is None:
             continue
         paths = list(stored)
-        match = NameMatch(Names(paths, [stored[path][0] for path in paths]), {path: i for i, path in enumerate(paths)})
-        places = match.places(list(wanted), Names(list(wanted), [name for name, _ in wanted.values()]), {})
+        names, asked = Names(paths, [stored[path][0] for path in paths]), list(wanted)
+        match = NameMatch(
+            names, {path: i for i, path in enumerate(paths)}, Names(asked, [n for n, _ in wanted.values()]), {}
+        )
+        places = match.places(asked)
         there = {meaning for _, meaning in stored.values()}
         for path, (_, meaning) in wanted.items():
             if path in places:
