@@ -64,7 +64,7 @@ def decode_value(data: bytes) -> Any:
     return from_jsonable(tree)
 
 
-def to_jsonable(value: object, key: str, depth: int = 0) -> Any:
+def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:
     """A value as a tree of JSON types, with tags where JSON has no type of its own."""
     kind = type(value)
     if value is None or kind is bool:
@@ -75,16 +75,14 @@ def to_jsonable(value: object, key: str, depth: int = 0) -> Any:
     if depth >= _MAX_DEPTH:
         raise UnsupportedValueError(f"{key}: nested deeper than {_MAX_DEPTH} levels")
     if kind is list or kind is tuple:
-        elements: Any = value
-        items = [to_jsonable(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(elements)]
+        items = [to_jsonable(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if isinstance(value, dict):
         return {"dict": [_encode_item(key, k, v, depth + 1) for k, v in value.items()]}
     if isinstance(value, np.generic):
         return {"numpy": [_numpy_dtype(value.dtype, key), _base64(value.tobytes()[: value.dtype.itemsize])]}
     if kind is np.ndarray:
-        array: Any = value
-        return {"array": [_numpy_dtype(array.dtype, key), list(array.shape), _base64(array.tobytes())]}
+        return {"array": [_numpy_dtype(value.dtype, key), list(value.shape), _base64(value.tobytes())]}
     raise UnsupportedValueError(
         f"{key}: a {kind.__module__}.{kind.__qualname__} cannot be stored; store numbers, strings, bytes, None, numpy "
         "values, tensors, or lists, tuples and dicts of them"
@@ -128,37 +126,32 @@ def _base64(data: bytes) -> str:
 
 
 def _numpy_dtype(dtype: np.dtype[Any], key: str) -> str:
-    if dtype.kind not in _ARRAY_KINDS or dtype.hasobject or (dtype.kind in "fc" and dtype.itemsize > 16):
-        raise UnsupportedValueError(f"{key}: numpy values of dtype {dtype} cannot be stored")
-    if dtype.kind == "f" and dtype.itemsize == 16:  # x87's long double: its layout differs between machines
+    largest = {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize)  # long doubles' layout differs between machines
+    if dtype.kind not in _ARRAY_KINDS or dtype.hasobject or dtype.itemsize > largest:
         raise UnsupportedValueError(f"{key}: numpy values of dtype {dtype} cannot be stored")
     return str(dtype.str)
 
 
-def from_jsonable(tree: Any) -> Any:
+def from_jsonable(tree: Any, depth: int = 0) -> Any:
     """The value of a tree that :func:`to_jsonable` made.
 
     Raises:
         CheckpointCorruptedError: it is not such a tree.
     """
-    return _decode(tree, 0)
-
-
-def _decode(tree: Any, depth: int) -> Any:
     kind = type(tree)
     if kind is not list and kind is not dict:
         return tree
     if depth > _MAX_DEPTH + 2:  # a dict's tag and pairs are levels of the tree, but not of the value
         raise CheckpointCorruptedError(f"a stored value is nested deeper than {_MAX_DEPTH} levels")
     if kind is list:
-        return [_decode(item, depth + 1) for item in tree]
+        return [from_jsonable(item, depth + 1) for item in tree]
     try:
         ((tag, content),) = tree.items()
         if tag == "tuple":
-            return tuple(_decode(item, depth + 1) for item in _checked_list(content))
+            return tuple(from_jsonable(item, depth + 1) for item in _checked_list(content))
         if tag == "dict":
             pairs = [_checked_list(pair) for pair in _checked_list(content)]
-            return {_decode(k, depth + 1): _decode(v, depth + 1) for k, v in pairs}
+            return {from_jsonable(k, depth + 1): from_jsonable(v, depth + 1) for k, v in pairs}
         return _SCALARS[tag](content)
     except (ValueError, TypeError, KeyError, OverflowError, SystemError) as error:
         raise CheckpointCorruptedError("a stored value is not well-formed") from error
@@ -192,7 +185,7 @@ def _decode_complex(content: Any) -> complex:
 def _decode_array(content: Any) -> Any:
     name, shape, text = content
     data = base64.b64decode(text, validate=True)
-    dtype = np.dtype(_checked_dtype(name))
+    dtype = _decode_dtype(name)
     if math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError("size and shape differ")
     return np.frombuffer(bytearray(data), dtype).reshape(shape) if data else np.zeros(shape, dtype)
@@ -201,7 +194,7 @@ def _decode_array(content: Any) -> Any:
 def _decode_numpy(content: Any) -> Any:
     name, text = content
     data = base64.b64decode(text, validate=True)
-    dtype = np.dtype(_checked_dtype(name))
+    dtype = _decode_dtype(name)
     if len(data) != dtype.itemsize:
         raise ValueError("size and dtype differ")
     if dtype.kind == "S":  # numpy's own arrays drop NULs at the end
@@ -211,13 +204,10 @@ def _decode_numpy(content: Any) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-def _checked_dtype(name: Any) -> str:
-    if not _DTYPE.fullmatch(name):  # numpy evaluates some strings
+def _decode_dtype(name: Any) -> np.dtype[Any]:
+    if not _DTYPE.fullmatch(name) or np.dtype(name).str != name:  # numpy evaluates some strings
         raise ValueError(name)
-    dtype = np.dtype(name)
-    if dtype.str != name:
-        raise ValueError(name)
-    return str(dtype.str)
+    return np.dtype(name)
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
