@@ -179,13 +179,6 @@ class DeviceArray:
         self.read(0, self.nbytes, data, copies)
         return data.view(self.dtype).reshape(self.shape)
 
-    def write_scattered(self, data: npt.NDArray[Any], copies: Copies) -> None:
-        """Fill it by way of a copy that has what lies between its elements, which must not be written meanwhile."""
-        for index, request, view in self._surroundings(copies):
-            view[...] = data[index]
-            copies.write([request])
-            copies.mark().wait()
-
     def clear(self, copies: Copies) -> None:
         """Fill it with zeros; returns when that is done."""
         rows = max(1, _SPAN_BYTES // max(1, self.itemsize))
@@ -194,10 +187,6 @@ class DeviceArray:
             for box in cut_flat_range(self.shape, start, min(start + rows, size)):
                 write_all([(self.part(box), np.zeros(box.shape, self.dtype))], copies)
             copies.mark().wait()
-
-    def request(self, data: npt.NDArray[Any]) -> Request:
-        """The copy from or to contiguous items in host memory, if it is contiguous itself."""
-        return self._memory, self._start, data.reshape(-1).view(np.uint8)
 
     def is_contiguous(self) -> bool:
         """Whether its elements stand one behind the other."""
@@ -243,7 +232,10 @@ Scattered = tuple[DeviceArray, Bytes1D]
 
 
 def write_all(pairs: Iterable[tuple[DeviceArray, npt.NDArray[Any]]], copies: Copies) -> None:
-    """Queue copies that fill arrays. Where one is not contiguous, this waits.
+    """Queue copies that fill arrays.
+
+    Where one is not contiguous, it is filled by way of a copy that has what lies between its elements, which must not
+    be written meanwhile, and this waits.
 
     Args:
         pairs: Each array, and its contiguous raw items in host memory, which must stay as they are until a mark behind
@@ -251,10 +243,13 @@ def write_all(pairs: Iterable[tuple[DeviceArray, npt.NDArray[Any]]], copies: Cop
         copies: The queue.
     """
     pairs = list(pairs)
-    copies.write([array.request(data) for array, data in pairs if array.is_contiguous()])
+    together = [(array, data) for array, data in pairs if array.is_contiguous()]
+    copies.write([(array._memory, array._start, data.reshape(-1).view(np.uint8)) for array, data in together])
     for array, data in pairs:
-        if not array.is_contiguous():
-            array.write_scattered(data, copies)
+        for index, request, view in () if array.is_contiguous() else array._surroundings(copies):
+            view[...] = data[index]
+            copies.write([request])
+            copies.mark().wait()
 
 
 def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

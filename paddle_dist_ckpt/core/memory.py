@@ -82,14 +82,9 @@ class _Memory:
 def array_at(
     address: int, shape: Sequence[int], strides: Sequence[int] | None, raw: np.dtype[np.generic], owner: Any
 ) -> npt.NDArray[Any]:
-    """An array that looks at memory.
+    """An array that looks at memory from an address on, and holds on to the owner, which keeps that memory alive.
 
-    Args:
-        address: Where its first element is.
-        shape: Its shape.
-        strides: Bytes from one element to the next, one a dimension; None if it is contiguous.
-        raw: The items' type.
-        owner: What keeps the memory alive; the array will hold on to it.
+    Its strides are in bytes; None means that it is contiguous.
     """
     if 0 in shape:
         return np.empty(shape, raw)

@@ -125,9 +125,7 @@ def shared_layouts(
 def file_key(file: IntArray, itemsize: IntArray) -> IntArray:
     """What to sort shards by to have them file by file, and in each the larger items first, as files hold them.
 
-    Args:
-        file: The number of each one's file, or of the rank that writes it, ``[n]``.
-        itemsize: Bytes of its elements, ``[n]``.
+    All are ``[n]``; ``file`` may also be the rank that writes each.
     """
     return file * _LARGEST_ITEM + (_LARGEST_ITEM - 1 - itemsize)
 

@@ -16,10 +16,9 @@ from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names
-from ..tree.paths import is_own, plain_key
+from ..tree.paths import is_own, parent_of, plain_key
 from .key_map import path_of_key
 from .messages import LoadAnswer, WantedPaths
-from .own_values import parent_of
 
 __all__ = ["Answering"]
 

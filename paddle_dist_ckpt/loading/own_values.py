@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..tree.paths import RankIndex, own_among, parse_path, plain_key
+from ..tree.paths import RankIndex, own_among, parent_of, parse_path, plain_key
 
-__all__ = ["OwnValues", "parent_of"]
-
-
-def parent_of(path: str) -> str:
-    """The path at which each rank has its own value."""
-    return path.rpartition("/")[0]
+__all__ = ["OwnValues"]
 
 
 @dataclass(slots=True)

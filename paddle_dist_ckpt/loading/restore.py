@@ -6,11 +6,10 @@ import bisect
 import copy
 from typing import Any
 
-from ..tree.paths import is_own
+from ..tree.paths import is_own, parent_of
 from ..tree.state_dict import PerRank, build_tree
 from ..tree.values import decode_value, from_jsonable
 from .messages import LoadAnswer
-from .own_values import parent_of
 from .targets import Targets
 from .wanted import WantedState
 

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from .names import Names, OptimizerVariable, container_of, containers_of, may_be_optimizers
+from .names import Names, OptimizerVariable, container_of, may_be_optimizers, variable_containers
 
 __all__ = ["NameMatch"]
 
@@ -131,7 +131,7 @@ class NameMatch:
 
     @cached_property
     def _wanted_containers(self) -> Mapping[str, set[str]]:
-        return containers_of(self._variables, self._moved)
+        return variable_containers(self._variables, self._moved)
 
 
 def _tail(path: str) -> str:

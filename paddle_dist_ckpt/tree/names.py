@@ -25,16 +25,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from .paths import join, plain_key
+from .paths import join, parent_of, plain_key
 
 __all__ = [
     "Names",
     "OptimizerVariable",
     "canonical_paths",
     "container_of",
-    "containers_of",
     "is_of_run",
     "may_be_optimizers",
+    "variable_containers",
 ]
 
 _DIST = ".dist"
@@ -91,13 +91,13 @@ def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[s
     if not any(map(_may_be_variable, paths)):
         return {}
     table = Names(paths, names)
-    homes = {name: own[0] for name, own in table.parameters.items() if len(set(map(_place, own))) == 1}
+    homes = {name: own[0] for name, own in table.parameters.items() if len(set(map(parent_of, own))) == 1}
     of_run = ((path, table.of_run(path)) for path in paths)
     found = [(path, one) for path, one in of_run if one is not None and one.parameter in homes]
     ambiguous = _ambiguous_containers(found, homes)
     translated: dict[str, str] = {}
     for path, (parameter, accumulator) in found:
-        container, model, name = container_of(path), _place(homes[parameter]), _last(homes[parameter])
+        container, model, name = container_of(path), parent_of(homes[parameter]), _last(homes[parameter])
         if model and container in ambiguous:
             name = f"{_last(model)}.{name}"
         translated[path] = join(container, f"{name}.{accumulator}")
@@ -110,10 +110,10 @@ def _ambiguous_containers(found: Iterable[tuple[str, _Variable]], homes: Mapping
     """The optimizers' containers with entries of parameters from several containers that share structured names."""
     models: dict[str, set[str]] = defaultdict(set)
     for path, (parameter, _) in found:
-        models[container_of(path)].add(_place(homes[parameter]))
+        models[container_of(path)].add(parent_of(homes[parameter]))
     members: dict[str, set[str]] = defaultdict(set)
     for home in homes.values():
-        members[_place(home)].add(_last(home))
+        members[parent_of(home)].add(_last(home))
     counts = {
         container: Counter(key for place in group for key in members[place]) for container, group in models.items()
     }
@@ -174,7 +174,7 @@ class Names:
         """Which variable a path is, if it ends in Paddle's own name of one of a parameter that is among these."""
         parameters, parsed = self._table
         key = _last(path)
-        if _place(path).endswith(_MASTERS):
+        if parent_of(path).endswith(_MASTERS):
             parameter = _table_name(key, parameters)
             return None if parameter is None else _Variable(parameter, _MASTER)
         variable = parsed[key] if key in parsed else _parse(key, parameters)
@@ -192,7 +192,7 @@ class Names:
             return None
         own = last[: -len(end)]
         group = parameters[variable.parameter]
-        exact = [other for other in group if own in (_last(other), f"{_last(_place(other))}.{_last(other)}")]
+        exact = [other for other in group if own in (_last(other), f"{_last(parent_of(other))}.{_last(other)}")]
         # Without one, the names are of several ranks that count for themselves, and this one says nothing.
         return OptimizerVariable(tuple(exact), variable.accumulator) if exact else None
 
@@ -208,7 +208,7 @@ class Names:
             return None
         candidates = self._by_key.get(_last(path[: match.start()]), [])
         if len(candidates) > 1:
-            candidates = [other for other in candidates if _place(other) == _place(path)]
+            candidates = [other for other in candidates if parent_of(other) == parent_of(path)]
         if len(candidates) != 1 or candidates[0] == path:
             return None
         return OptimizerVariable((candidates[0],), _MASTER if match[1] is None else match[1])
@@ -217,7 +217,7 @@ class Names:
     def _by_key(self) -> Mapping[str, list[str]]:
         places: dict[str, list[str]] = defaultdict(list)
         for path in self.paths:
-            container, key = _place(path), _last(path)
+            container, key = parent_of(path), _last(path)
             places[key].append(path)
             if container:
                 places[f"{_last(container)}.{key}"].append(path)
@@ -234,8 +234,8 @@ class Names:
 
     @cached_property
     def containers(self) -> Mapping[str, set[str]]:
-        """:func:`containers_of` the optimizer variables."""
-        return containers_of(self.variables, {})
+        """:func:`variable_containers` the optimizer variables."""
+        return variable_containers(self.variables, {})
 
     @cached_property
     def learning_rates(self) -> list[str]:
@@ -244,7 +244,7 @@ class Names:
         return [path for path, name in pairs if name and _LEARNING_RATE.search(path) and _last(path) == name]
 
 
-def containers_of(variables: Mapping[str, OptimizerVariable], moved: Mapping[str, str]) -> Mapping[str, set[str]]:
+def variable_containers(variables: Mapping[str, OptimizerVariable], moved: Mapping[str, str]) -> Mapping[str, set[str]]:
     """Where the variables of each parameter are; ``moved`` has the paths of variables that are elsewhere."""
     found: dict[str, set[str]] = defaultdict(set)
     for path, (parameters, _) in variables.items():
@@ -292,7 +292,7 @@ def _table_name(name: str, parameters: Mapping[str, object]) -> str | None:
 
 def container_of(path: str) -> str:
     """Where an entry is; that of a master weight in a dict of its own is its optimizer's."""
-    return _place(path).removesuffix(_MASTERS)
+    return parent_of(path).removesuffix(_MASTERS)
 
 
 def _last(path: str) -> str:
@@ -303,14 +303,10 @@ def _last(path: str) -> str:
 
 def _is_variables(path: str, name: str, variable: _Variable | None) -> bool:
     """Whether a path is that of an optimizer variable, if its variable's name is so, and says so."""
-    if _place(path).endswith(_MASTERS):
+    if parent_of(path).endswith(_MASTERS):
         return True
     last = _last(path)
     return variable is not None and (last == name or last.endswith(_ends_of(variable.accumulator)))
-
-
-def _place(path: str) -> str:
-    return path.rpartition("/")[0]
 
 
 def _ends_of(accumulator: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ flat key, each of them is escaped instead (:func:`flat_keys`).
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -30,6 +31,7 @@ __all__ = [
     "join_all",
     "mixed_containers",
     "own_among",
+    "parent_of",
     "parse_path",
     "plain_key",
     "plain_keys",
@@ -79,10 +81,7 @@ def join_all(parent: str, parts: Collection[Part]) -> list[str]:
 
 def format_path(parts: Iterable[Part]) -> str:
     """A path as a string."""
-    path = ""
-    for part in parts:
-        path = join(path, part)
-    return path
+    return functools.reduce(join, parts, "")
 
 
 def parse_path(path: str) -> tuple[Part, ...]:
@@ -110,6 +109,11 @@ def _number(part: Part) -> int:
     return part if type(part) is int else part[0]  # type: ignore[index, return-value]
 
 
+def parent_of(path: str) -> str:
+    """The path of the container that a path leads to a part of; nothing for the outermost one."""
+    return path.rpartition("/")[0]
+
+
 def is_own(path: str) -> bool:
     """Whether it is the path of one rank's own value. Its parent is where each rank has its own."""
     return path.rpartition("/")[2].startswith("~r")
@@ -123,10 +127,8 @@ def own_among(paths: Iterable[str]) -> list[str]:
 def containers_of(paths: Iterable[str]) -> set[str]:
     """The paths of all containers that these paths lead through."""
     found: set[str] = set()
-    fresh = {path.rpartition("/")[0] for path in paths} - {""}
-    while fresh:
-        found |= fresh
-        fresh = {path.rpartition("/")[0] for path in fresh} - {""} - found
+    while paths := set(map(parent_of, paths)) - {""} - found:
+        found |= paths
     return found
 
 

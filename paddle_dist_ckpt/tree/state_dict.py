@@ -12,7 +12,7 @@ from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
 from .names import canonical_paths
 from .objects import ObjectKind, OpenedObject, is_stateful
-from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parse_path, plain_key
+from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parent_of, parse_path, plain_key
 
 __all__ = ["Adapter", "Leaves", "PerRank", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
 
@@ -230,7 +230,7 @@ def owner_of(path: str, objects: Mapping[str, OpenedObject]) -> str | None:
     while path:
         if path in objects:
             return path
-        path = path.rpartition("/")[0]
+        path = parent_of(path)
     return None
 
 
@@ -253,7 +253,7 @@ def assign_all(
         for path, value in (*zip(leaves.tensor_paths, leaves.tensors, strict=True), *inner):
             if isinstance(value, np.ndarray):  # like a value, it is as it was stored
                 continue
-            owner = owner_of(path if path not in objects else path.rpartition("/")[0], objects)
+            owner = owner_of(path if path not in objects else parent_of(path), objects)
             if owner in free:
                 by_owner[owner].setdefault(path, value)
     found = []
