@@ -42,11 +42,6 @@ class Boxes:
         return cls(table[:, :dimensions], table[:, dimensions:])
 
     @classmethod
-    def between(cls, low: IntArray, high: IntArray) -> Boxes:
-        """The boxes that start at ``low`` and end before ``high``, each ``[n, d]``."""
-        return cls(low, high - low)
-
-    @classmethod
     def wholes(cls, shape: IntArray) -> Boxes:
         """The boxes that are whole tensors of these shapes, ``[n, d]``."""
         return cls(np.zeros_like(shape), shape)
@@ -105,7 +100,8 @@ class Boxes:
 
     def common(self, others: Boxes) -> Boxes:
         """What each has in common with the other of its row; of rows that do, only."""
-        return Boxes.between(np.maximum(self.offset, others.offset), np.minimum(self.high, others.high))
+        low = np.maximum(self.offset, others.offset)
+        return Boxes(low, np.minimum(self.high, others.high) - low)
 
     def same_as_before(self) -> Mask:
         """Whether each but the first is equal to the one before it, ``[n - 1]``."""

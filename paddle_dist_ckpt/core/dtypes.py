@@ -84,11 +84,8 @@ def arithmetic_dtype(dtype: DType) -> np.dtype[np.generic]:
     if dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         import ml_dtypes  # costs 10 ms, and only casts and partial tensors need it
 
-        name = getattr(ml_dtypes, dtype.name)
-    else:
-        name = dtype.name
-    found: np.dtype[np.generic] = np.dtype(name)
-    return found
+        return np.dtype(getattr(ml_dtypes, dtype.name))
+    return np.dtype(dtype.name)
 
 
 def can_cast(stored: DType, wanted: DType) -> bool:

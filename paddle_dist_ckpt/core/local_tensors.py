@@ -54,18 +54,16 @@ class LocalTensors:
         """Append a tensor."""
         geometry, addresses, owner, name = view
         number = self._numbers.get(id(geometry))
-        self.geometry.append(self._number(geometry) if number is None else number)
+        if number is None:
+            number = self._equal.setdefault(geometry, len(self.geometries))
+            if number == len(self.geometries):
+                self.geometries.append(geometry)  # and so stays alive, and its id its own
+                self._numbers[id(geometry)] = number
+        self.geometry.append(number)
         self.paths.append(path)
         self.names.append(name)
         self.addresses += addresses
         self.owners.append(owner)
-
-    def _number(self, geometry: Geometry) -> int:
-        number = self._equal.setdefault(geometry, len(self.geometries))
-        if number == len(self.geometries):
-            self.geometries.append(geometry)  # and so stays alive, and its id its own
-            self._numbers[id(geometry)] = number
-        return number
 
 
 class LocalShards:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -97,6 +97,7 @@ def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
     flattening = _Flattening(adapter)
     flattening.add("", state_dict, 0)
     flattening.open_objects()
+    flattening.name_after_parameters()
     return flattening.leaves
 
 
@@ -163,12 +164,10 @@ class _Flattening:
 
     def open_objects(self) -> None:
         """Replace the objects by their state_dicts."""
-        leaves, named = self.leaves, []
+        leaves = self.leaves
         while self._found:
             path, value, depth = self._found.pop(0)
             kind, state = self._adapter.open_object(value, plain_key(path))
-            if kind in (ObjectKind.OPTIMIZER, ObjectKind.PROGRAM):
-                named.append((path, value if kind is ObjectKind.OPTIMIZER else None))
             leaves.objects.append(OpenedObject(path, value, kind, state))
             below = self._children(path, state, depth)
             if below is not None:
@@ -176,26 +175,27 @@ class _Flattening:
             else:
                 leaves.value_paths.append(path)
                 leaves.values.append(dict(state))
-        if named:
-            self._name_after_parameters(named)
 
-    def _name_after_parameters(self, named: Sequence[tuple[str, Any | None]]) -> None:
-        """Rename the entries of optimizers, given with their paths, and of programs.
+    def name_after_parameters(self) -> None:
+        """Rename the entries of optimizers and of programs.
 
         The parameters of an optimizer are those that it steps, if they are in the state_dict; or else any.
         """
         leaves, adapter = self.leaves, self._adapter
+        named = [opened for opened in leaves.objects if opened.kind in (ObjectKind.OPTIMIZER, ObjectKind.PROGRAM)]
+        if not named:
+            return
         names = adapter.names(leaves.tensors)
         paths = list(leaves.tensor_paths)
         numbers: dict[int, int] = {}
         for i in sorted(range(len(paths)), key=paths.__getitem__):
             numbers.setdefault(adapter.token(leaves.tensors[i]), i)
-        for place, optimizer in named:
-            inside = [i for i, path in enumerate(paths) if path.startswith(place + "/")]
-            own: list[int] = []
-            if optimizer is not None:
-                own = [numbers[token] for token in adapter.parameters(optimizer) if token in numbers]
-            rest = sorted({*inside, *own}) if own or optimizer is None else range(len(paths))
+        for opened in named:
+            inside = [i for i, path in enumerate(paths) if path.startswith(opened.path + "/")]
+            is_optimizer = opened.kind is ObjectKind.OPTIMIZER
+            tokens = adapter.parameters(opened.value) if is_optimizer else []
+            own = [numbers[token] for token in tokens if token in numbers]
+            rest = range(len(paths)) if is_optimizer and not own else sorted({*inside, *own})
             canonical = canonical_paths([paths[i] for i in rest], [names[i] for i in rest])
             for i in inside:
                 leaves.tensor_paths[i] = canonical.get(paths[i], paths[i])

@@ -48,7 +48,7 @@ def random_tiles(seed: int, count: int) -> tuple[IntArray, IntArray]:
 
 def test_many_boxes_are_split_and_every_pair_is_found_once() -> None:
     (a_low, a_high), (b_low, b_high) = random_tiles(1, 30), random_tiles(2, 25)
-    i, j = overlapping_pairs(Boxes.between(a_low, a_high), Boxes.between(b_low, b_high))
+    i, j = overlapping_pairs(Boxes(a_low, a_high - a_low), Boxes(b_low, b_high - b_low))
     hit = (np.maximum(a_low[:, None], b_low) < np.minimum(a_high[:, None], b_high)).all(axis=2)
     expected = np.nonzero(hit)
     assert np.array_equal(i, expected[0])
