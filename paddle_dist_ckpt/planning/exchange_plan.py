@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,17 +136,16 @@ def _in_rounds(units: list[tuple[Unit, int]], ranks: int) -> list[list[Unit]]:
     queues: dict[int, list[tuple[Unit, int]]] = {}
     for pair in units:
         queues.setdefault(pair[0].reader, []).append(pair)
-    turns = sorted((i, reader) for reader, queue in queues.items() for i in range(len(queue)))
+    turns = itertools.zip_longest(*(queue for _, queue in sorted(queues.items())))
     rounds: list[list[Unit]] = []
     traffic = [0] * ranks
-    for i, reader in turns:
-        unit, itemsize = queues[reader][i]
+    for unit, itemsize in filter(None, itertools.chain.from_iterable(turns)):
         moved = _traffic(unit, itemsize, ranks)
-        if not rounds or max(a + b for a, b in zip(traffic, moved, strict=True)) > _ROUND_BYTES:
-            rounds.append([])
-            traffic = [0] * ranks
-        rounds[-1].append(unit)
         traffic = [a + b for a, b in zip(traffic, moved, strict=True)]
+        if not rounds or max(traffic) > _ROUND_BYTES:
+            rounds.append([])
+            traffic = moved
+        rounds[-1].append(unit)
     return rounds
 
 

@@ -26,7 +26,7 @@ def overlapping_pairs(a: Boxes, b: Boxes) -> tuple[IntArray, IntArray]:
     Returns:
         The pairs as two columns, ordered by i, then j.
     """
-    found: list[tuple[IntArray, IntArray]] = []
+    found: list[tuple[IntArray, IntArray]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
     a_low, a_high, b_low, b_high = a.offset, a.high, b.offset, b.high
     bottom = np.full(a.dimensions, np.iinfo(np.int64).min)
     top = np.full(a.dimensions, np.iinfo(np.int64).max)
@@ -46,7 +46,9 @@ def overlapping_pairs(a: Boxes, b: Boxes) -> tuple[IntArray, IntArray]:
         left_high[d] = right_low[d] = at
         stack.append((some[a_low[some, d] < at], others[b_low[others, d] < at], low, left_high))
         stack.append((some[a_high[some, d] > at], others[b_high[others, d] > at], right_low, high))
-    return _ordered(found)
+    i, j = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.lexsort((j, i))
+    return i[order], j[order]
 
 
 def _best_cut(a: Span, b: Span) -> tuple[int, int] | None:
@@ -78,11 +80,3 @@ def _compare(a: Span, b: Span, cell: Span) -> tuple[IntArray, IntArray]:
         i, j = np.nonzero(hit)
         parts.append((i + start, j))
     return np.concatenate([i for i, _ in parts]), np.concatenate([j for _, j in parts])
-
-
-def _ordered(found: list[tuple[IntArray, IntArray]]) -> tuple[IntArray, IntArray]:
-    if not found:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    i, j = np.concatenate([f[0] for f in found]), np.concatenate([f[1] for f in found])
-    order = np.lexsort((j, i))
-    return i[order].astype(np.int64), j[order].astype(np.int64)
