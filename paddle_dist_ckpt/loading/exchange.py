@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..core.box import Box
 from ..core.dtypes import DTYPES
 from ..core.memory import Bytes1D, fresh_pages
 from ..core.protocols import Transport
 from ..files.reader import Consumer, StoredEntry, read_entries
 from ..files.runs import OpenFile
-from .messages import ExchangeRound, Incoming, UnitRead
+from ..planning.exchange_plan import ALL
+from .context import LoadContext
+from .fit import Fit
+from .messages import ExchangeRound, ParcelOrder, ShardOrder, UnitOrder
 
 __all__ = ["Exchange"]
 
-Array = npt.NDArray[Any]
-_ALL = -1
-_Address = tuple[int, int]
-"""A message: the position it goes to, or all of them, and which of several."""
+_ALONE_BYTES = 256 << 10
+_RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}
+_Address = tuple[int, int, int]
+"""A message: the position that sends it, the one that it goes to, or ALL, and which of several."""
+_Part = tuple[UnitOrder, ParcelOrder]
 
 
 @dataclass(slots=True)
@@ -31,167 +33,168 @@ class Exchange:
     """One rank's part.
 
     Attributes:
-        ranks: The global rank at each position.
-        place: This rank's position.
-        files: The files that this rank reads, by name.
-        consumer: Makes a consumer for (need, box in the shard), for this rank's own needs.
+        context: This rank's surroundings.
+        fit: Its needs.
+        files: The files that it reads, by name.
         transport: How bytes travel.
         within: Around each round, by its number: makes the memory of its targets accessible.
         staging_bytes: The most memory of a device that the transport may use.
-        block_bytes, threads, check, progress: See :func:`.reader.read_entries`.
+        block_bytes, progress: See :func:`.reader.read_entries`.
         failure: The first error in reading. The exchange goes on all the same, with arbitrary bytes, so that no other
             rank waits for ever; whoever runs it raises the error afterwards.
         received: Bytes that came from other ranks.
     """
 
-    ranks: Sequence[int]
-    place: int
+    context: LoadContext
+    fit: Fit
     files: Mapping[str, OpenFile]
-    consumer: Callable[[int, Box], Consumer]
     transport: Transport
     within: Callable[[int], AbstractContextManager[None]]
     staging_bytes: int
     block_bytes: int
-    threads: int
-    check: Callable[[], None]
     progress: Callable[[int], None]
     failure: Exception | None = None
-    received: int = field(default=0)
+    received: int = 0
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
 
     def run(self, rounds: Sequence[ExchangeRound]) -> None:
         """Run all rounds."""
         for i, one in enumerate(rounds):
             with self.within(i):
-                outgoing = self._read(one.reads)
-                self._broadcast(one.broadcasts, outgoing)
-                self._exchange(one, outgoing)
+                messages = _messages(one.units)
+                outgoing = self._read(messages)
+                self._broadcast(messages, outgoing)
+                self._exchange(one.senders, messages, outgoing)
 
-    def _read(self, units: Sequence[UnitRead]) -> dict[_Address, Bytes1D]:
+    @property
+    def _place(self) -> int:
+        return self.context.session.ranks.index(self.context.session.rank)
+
+    def _read(self, messages: Mapping[_Address, Sequence[_Part]]) -> dict[_Address, Bytes1D]:
         """Read this round's units; returns the messages with the bytes to be sent."""
-        sizes = self._outgoing_sizes(units)
+        place = self._place
         outgoing: dict[_Address, Bytes1D] = {}
-        at: dict[_Address, int] = {}
         entries: dict[tuple[str, int], tuple[StoredEntry, list[Consumer]]] = {}
-        for unit in units:
-            entry, consumers = entries.setdefault((unit.file, unit.start), (self._entry(unit), []))
-            for parcel in unit.parcels:
-                box, address = Box(*parcel.box), (parcel.destination, parcel.message)
-                mine = (
-                    self.consumer(parcel.row, box)
-                    if parcel.row >= 0 and parcel.destination in (_ALL, self.place)
-                    else None
-                )
-                if mine is not None:
-                    consumers.append(mine)
-                if parcel.destination == self.place:
-                    continue
-                memory = _whole_memory(mine) if parcel.message else None
-                if memory is not None:
-                    outgoing[address] = memory
-                    continue
-                if address not in outgoing:
-                    outgoing[address] = self._buffer(address, sizes[address])
-                consumers.append(self._packed(entry, box, outgoing, at, address))
+        for address, parts in messages.items():
+            source, destination, _ = address
+            if source != place:
+                continue
+            is_sent, in_place, at = destination != place, None, 0
+            if is_sent:
+                in_place = self._whole_target(parts)
+                outgoing[address] = self._buffer(address, _nbytes(parts)) if in_place is None else in_place
+            for unit, parcel in parts:
+                assert unit.shard is not None, "a reader is told what it reads"
+                box, shard = parcel.box, unit.shard
+                entry, consumers = entries.setdefault((shard.file, shard.start), (self._entry(shard), []))
+                if parcel.row >= 0:
+                    consumers.append(self.fit.consumer(parcel.row, box))
+                if is_sent and in_place is None:
+                    # A parcel may start anywhere in the message; numpy copies unaligned items as well.
+                    packed = np.frombuffer(outgoing[address], entry.dtype.raw, box.size, at).reshape(box.shape)
+                    consumers.append(Consumer(box, packed))
+                    at += packed.nbytes
         try:
             if self.failure is None:
                 # What lies between may be what another rank reads.
-                read_entries(entries.values(), self.block_bytes, self.threads, self.check, self.progress, joined=False)
+                check = self.context.session.check
+                read_entries(entries.values(), self.block_bytes, 1, check, self.progress, joined=False)
         except Exception as error:
             self.failure = error
         return outgoing
 
-    def _buffer(self, address: object, size: int) -> Bytes1D:
+    def _entry(self, shard: ShardOrder) -> StoredEntry:
+        file = self.files[shard.file]
+        return StoredEntry(file, shard.start, shard.first_block, shard.shape, DTYPES[shard.dtype], shard.key)
+
+    def _buffer(self, key: object, size: int) -> Bytes1D:
         """Memory for a message, its content arbitrary; the same for every round, since fresh pages are slow."""
-        buffer = self._buffers.get(address)
+        buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[address] = fresh_pages(size)
+            buffer = self._buffers[key] = fresh_pages(size)
         return buffer[:size]
 
-    def _outgoing_sizes(self, units: Sequence[UnitRead]) -> dict[_Address, int]:
-        sizes: dict[_Address, int] = {}
-        for unit in units:
-            for parcel in unit.parcels:
-                if parcel.destination != self.place:
-                    nbytes = Box(*parcel.box).size * DTYPES[unit.dtype].itemsize
-                    address = (parcel.destination, parcel.message)
-                    sizes[address] = sizes.get(address, 0) + nbytes
-        return sizes
+    def _whole_target(self, parts: Sequence[_Part]) -> Bytes1D | None:
+        """The target's memory if a message can be sent from it, or received in it, as it is."""
+        _, parcel = parts[0]
+        if len(parts) > 1 or parcel.row < 0:
+            return None
+        consumer = self.fit.consumer(parcel.row, parcel.box)
+        if consumer.convert is not None or not consumer.target.flags.c_contiguous:
+            return None
+        return consumer.target.reshape(-1).view(np.uint8)
 
-    def _entry(self, unit: UnitRead) -> StoredEntry:
-        file = self.files[unit.file]
-        return StoredEntry(file, unit.start, unit.first_block, unit.shape, DTYPES[unit.dtype], unit.key)
-
-    @staticmethod
-    def _packed(
-        entry: StoredEntry, box: Box, outgoing: Mapping[_Address, Bytes1D], at: dict[_Address, int], address: _Address
-    ) -> Consumer:
-        start = at.get(address, 0)
-        at[address] = start + box.size * entry.dtype.itemsize
-        # A parcel may start anywhere in the message; numpy copies unaligned items as well.
-        target = np.frombuffer(outgoing[address], entry.dtype.raw, box.size, start).reshape(box.shape)
-        return Consumer(box, target)
-
-    def _broadcast(self, incoming: Sequence[Incoming], outgoing: Mapping[_Address, Bytes1D]) -> None:
-        number: dict[int, int] = {}
-        for message in incoming:
-            source = self.ranks[message.source]
-            k = number[message.source] = number.get(message.source, -1) + 1
-            if not message.sizes:
+    def _broadcast(self, messages: Mapping[_Address, Sequence[_Part]], outgoing: Mapping[_Address, Bytes1D]) -> None:
+        """Send and receive what is for all."""
+        for address in sorted(messages):
+            source, destination, _ = address
+            if destination != ALL:
                 continue
-            if message.source == self.place:
-                self.transport.broadcast(outgoing[_ALL, k], source, self.staging_bytes)
+            parts, rank = messages[address], self.context.session.ranks[source]
+            if source == self._place:
+                self.transport.broadcast(outgoing[address], rank, self.staging_bytes)
                 continue
-            alone = len(message.rows) == 1 and message.rows[0] >= 0
-            memory = _whole_memory(self.consumer(message.rows[0], Box(*message.boxes[0]))) if alone else None
-            if memory is not None:
-                self.transport.broadcast(memory, source, self.staging_bytes)
-                self.received += len(memory)
-                continue
-            data = self._buffer("incoming", sum(message.sizes))
-            self.transport.broadcast(data, source, self.staging_bytes)
-            self._unpack(message, data)
-
-    def _exchange(self, one: ExchangeRound, outgoing: Mapping[_Address, Bytes1D]) -> None:
-        """Send and receive what is for single ranks, packed in one message for each pair of them."""
-        outgoing_parts = {self.ranks[to]: data for (to, _), data in outgoing.items() if to != _ALL}
-        incoming = {
-            self.ranks[message.source]: self._buffer(("incoming", message.source), sum(message.sizes))
-            for message in one.receives
-        }
-        senders = [(self.ranks[source], size) for source, size in one.scatters]
-        if senders:
-            self.transport.exchange(outgoing_parts, incoming, senders, self.staging_bytes)
-        for message in one.receives:
-            self._unpack(message, incoming[self.ranks[message.source]])
-
-    def _unpack(self, message: Incoming, data: Bytes1D) -> None:
-        at = 0
-        for row, corners, size in zip(message.rows, message.boxes, message.sizes, strict=True):
-            if row >= 0 and self.failure is None:
-                box = Box(*corners)
-                self._put(self.consumer(row, box), data[at : at + size])
-                self.received += size
-            at += size
-
-    def _put(self, consumer: Consumer, data: Bytes1D) -> None:
-        count = consumer.box.size
-        raw = np.dtype(_RAW_OF[len(data) // count])
-        items = np.frombuffer(data, raw).reshape(consumer.box.shape)
-        try:
-            if consumer.convert is not None:
-                consumer.convert(items, (slice(None),) * items.ndim)
+            in_place = self._whole_target(parts)
+            data = self._buffer("incoming", _nbytes(parts)) if in_place is None else in_place
+            self.transport.broadcast(data, rank, self.staging_bytes)
+            if in_place is None:
+                self._unpack(parts, data)
             else:
-                consumer.target[...] = items
+                self.received += len(data)
+
+    def _exchange(
+        self,
+        senders: Sequence[tuple[int, int]],
+        messages: Mapping[_Address, Sequence[_Part]],
+        outgoing: Mapping[_Address, Bytes1D],
+    ) -> None:
+        """Send and receive what is for single ranks, packed in one message for each pair of them."""
+        if not senders:
+            return
+        ranks, place = self.context.session.ranks, self._place
+        mine = {source: parts for (source, to, _), parts in messages.items() if to == place != source}
+        incoming = {ranks[source]: self._buffer(source, _nbytes(parts)) for source, parts in mine.items()}
+        outgoing_parts = {ranks[to]: data for (_, to, _), data in outgoing.items() if to != ALL}
+        sizes = [(ranks[source], size) for source, size in senders]
+        self.transport.exchange(outgoing_parts, incoming, sizes, self.staging_bytes)
+        for source, parts in mine.items():
+            self._unpack(parts, incoming[ranks[source]])
+
+    def _unpack(self, parts: Sequence[_Part], data: Bytes1D) -> None:
+        """Hand out what has come in a message; after a failure it means nothing."""
+        at = 0
+        try:
+            for unit, parcel in parts if self.failure is None else ():
+                size, box = parcel.box.size * unit.itemsize, parcel.box
+                if parcel.row >= 0:
+                    items = np.frombuffer(data[at : at + size], _RAW_OF[unit.itemsize]).reshape(box.shape)
+                    consumer = self.fit.consumer(parcel.row, box)
+                    if consumer.convert is not None:
+                        consumer.convert(items, (slice(None),) * items.ndim)
+                    else:
+                        consumer.target[...] = items
+                    self.received += size
+                at += size
         except Exception as error:
             self.failure = error
 
 
-def _whole_memory(consumer: Consumer | None) -> Bytes1D | None:
-    """A consumer's target as bytes if a message can be sent from it, or received in it, as it is."""
-    if consumer is None or consumer.convert is not None or not consumer.target.flags.c_contiguous:
-        return None
-    return consumer.target.reshape(-1).view(np.uint8)
+def _messages(units: Sequence[UnitOrder]) -> dict[_Address, list[_Part]]:
+    """What is sent together in a round, as far as this rank has a part in it.
+
+    Of the parcels for all a large one is sent alone, so that it can be sent from its target and received in its target.
+    """
+    messages: dict[_Address, list[_Part]] = {}
+    large: Counter[int] = Counter()
+    for unit in units:
+        for parcel in unit.parcels:
+            number = 0
+            if parcel.destination == ALL and parcel.box.size * unit.itemsize >= _ALONE_BYTES:
+                large[unit.reader] += 1
+                number = large[unit.reader]
+            messages.setdefault((unit.reader, parcel.destination, number), []).append((unit, parcel))
+    return messages
 
 
-_RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}
+def _nbytes(parts: Sequence[_Part]) -> int:
+    return sum(parcel.box.size * unit.itemsize for unit, parcel in parts)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..core.box import Box
 from ..files.metadata import Metadata
-from ..planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit, plan_exchange
-from .messages import ExchangeAnswer, ExchangeRound, Incoming, ShardNeed, UnitRead, WireParcel
+from ..planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
+from .messages import ExchangeAnswer, ExchangeRound, ParcelOrder, ShardNeed, ShardOrder, UnitOrder
 
 __all__ = ["ExchangePlanner"]
-
-_ALONE_BYTES = 256 << 10
 
 
 class ExchangePlanner:
@@ -36,7 +33,7 @@ class ExchangePlanner:
         for rank in ranks:
             for need in needs[rank]:
                 shard = int(table.first_shard[table.index[need.path]]) + need.shard
-                wanted = Need(self._place[rank], need.row, Box(*need.box))
+                wanted = Need(self._place[rank], need.row, need.box)
                 self._needs[need.staged].setdefault(shard, []).append(wanted)
         self._shards: dict[int, ExchangeShard] = {}
         for shard in (*self._needs[False], *self._needs[True]):
@@ -51,21 +48,21 @@ class ExchangePlanner:
 
     def orders(self) -> dict[int, ExchangeAnswer]:
         """Each rank's order, by global rank."""
-        plans = {
-            staged: plan_exchange(self._shards, needs, self._reach, len(self._ranks), self._metadata.block_bytes)
-            for staged, needs in self._needs.items()
+        staged, main = self._rounds(self._needs[True]), self._rounds(self._needs[False])
+        return {
+            rank: ExchangeAnswer(
+                staged=[ExchangeRound(self._told(units, place), senders) for units, senders in staged],
+                main=[ExchangeRound(self._told(units, place), senders) for units, senders in main],
+            )
+            for rank, place in self._place.items()
         }
-        rounds = {staged: [(units, self._scatters(units)) for units in plan] for staged, plan in plans.items()}
-        orders = {}
-        for rank, place in self._place.items():
-            units = [unit for rounds in plans.values() for units in rounds for unit in units if unit.reader == place]
-            files = sorted({self._metadata.files[self._shards[unit.shard].file].name for unit in units})
-            staged = [self._round(units, scatters, place) for units, scatters in rounds[True]]
-            main = [self._round(units, scatters, place) for units, scatters in rounds[False]]
-            orders[rank] = ExchangeAnswer(False, files, staged, main)
-        return orders
 
-    def _scatters(self, units: Sequence[Unit]) -> list[tuple[int, int]]:
+    def _rounds(self, needs: Mapping[int, Sequence[Need]]) -> list[tuple[list[Unit], list[tuple[int, int]]]]:
+        """The rounds of one pass, and who sends in each."""
+        plan = plan_exchange(self._shards, needs, self._reach, len(self._ranks), self._metadata.block_bytes)
+        return [(units, self._senders(units)) for units in plan]
+
+    def _senders(self, units: Sequence[Unit]) -> list[tuple[int, int]]:
         """The readers that send to single ranks in a round, each with the size of its largest message."""
         sizes: dict[tuple[int, int], int] = {}
         for unit in units:
@@ -78,64 +75,31 @@ class ExchangePlanner:
             largest[source] = max(largest.get(source, 0), size)
         return sorted(largest.items())
 
-    def _round(self, units: Sequence[Unit], scatters: list[tuple[int, int]], place: int) -> ExchangeRound:
-        broadcasts: dict[int, list[list[tuple[int, Parcel]]]] = {}
-        receives: dict[int, list[tuple[int, Parcel]]] = {}
-        reads = []
+    def _told(self, units: Sequence[Unit], place: int) -> list[UnitOrder]:
+        """What the rank at a place is told of a round."""
+        told = []
         for unit in units:
-            itemsize = self._shards[unit.shard].itemsize
-            messages = broadcasts.setdefault(unit.reader, [[]])
-            numbers = []
-            for parcel in unit.parcels:
-                numbers.append(_message(messages, itemsize, parcel) if parcel.destination == ALL else 0)
-                if parcel.destination == place and unit.reader != place:
-                    receives.setdefault(unit.reader, []).append((itemsize, parcel))
-            if unit.reader == place:
-                reads.append(self._read(unit, numbers))
-        return ExchangeRound(
-            reads,
-            [_incoming(source, parcels, place) for source in sorted(broadcasts) for parcels in broadcasts[source]],
-            [_incoming(source, receives[source], place) for source in sorted(receives)],
-            scatters,
-        )
+            reads = unit.reader == place
+            parcels = [
+                ParcelOrder(p.destination, p.rows.get(place, -1) if p.destination == ALL else -1, p.box)
+                if p.destination != place
+                else ParcelOrder(place, p.row, p.box)
+                for p in unit.parcels
+                if reads or p.destination in (ALL, place)
+            ]
+            if parcels:
+                shard = self._order(unit.shard) if reads else None
+                told.append(UnitOrder(unit.reader, self._shards[unit.shard].itemsize, parcels, shard))
+        return told
 
-    def _read(self, unit: Unit, messages: Sequence[int]) -> UnitRead:
+    def _order(self, shard: int) -> ShardOrder:
         table = self._metadata.table
-        tensor, box = table.shard_place(unit.shard)
-        parcels = [
-            WireParcel(
-                p.destination,
-                p.rows.get(unit.reader, -1) if p.destination == ALL else p.row,
-                (p.box.offset, p.box.shape),
-                message,
-            )
-            for p, message in zip(unit.parcels, messages, strict=True)
-        ]
-        return UnitRead(
-            file=self._metadata.files[table.shard_file[unit.shard]].name,
-            start=int(table.data_offsets[unit.shard]),
-            first_block=int(self._first_block[unit.shard]),
+        tensor, box = table.shard_place(shard)
+        return ShardOrder(
+            file=self._metadata.files[table.shard_file[shard]].name,
+            start=int(table.data_offsets[shard]),
+            first_block=int(self._first_block[shard]),
             shape=box.shape,
             dtype=table.dtypes[tensor].name,
             key=self._metadata.key(table.paths[tensor]),
-            parcels=parcels,
         )
-
-
-def _message(messages: list[list[tuple[int, Parcel]]], itemsize: int, parcel: Parcel) -> int:
-    """Put a parcel for all in one of its reader's messages: a large one alone, so that it can be sent from its target
-    and received in its target, and all others together in the first. Returns the message's number."""
-    if parcel.box.size * itemsize < _ALONE_BYTES:
-        messages[0].append((itemsize, parcel))
-        return 0
-    messages.append([(itemsize, parcel)])
-    return len(messages) - 1
-
-
-def _incoming(source: int, parcels: Sequence[tuple[int, Parcel]], place: int) -> Incoming:
-    return Incoming(
-        source,
-        [p.rows.get(place, -1) if p.destination == ALL else p.row for _, p in parcels],
-        [(p.box.offset, p.box.shape) for _, p in parcels],
-        [p.box.size * itemsize for itemsize, p in parcels],
-    )

@@ -237,10 +237,9 @@ class Fit:
         needs = []
         for need, shard in enumerate(self._shard.tolist()):
             row, _, entry_box = self._boxes(need)
-            corners = (entry_box.offset, entry_box.shape)
             number = shard - int(first[self.targets.tensor[row]])
             needs.append(
-                ShardNeed(self.targets.stored_path(row), number, need, corners, bool(self.targets.staged[row]))
+                ShardNeed(self.targets.stored_path(row), number, need, entry_box, bool(self.targets.staged[row]))
             )
         return needs
 

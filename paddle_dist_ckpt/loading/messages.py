@@ -6,13 +6,12 @@ from typing import Any
 
 import msgspec
 
+from ..core.box import Box
 from ..core.columns import Column
 from ..core.messages import prepare
 from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
 from ..storage.base import Folder
-
-Box2 = tuple[tuple[int, ...], tuple[int, ...]]
 
 __all__ = [
     "DecideAnswer",
@@ -22,17 +21,17 @@ __all__ = [
     "ExchangeRequest",
     "ExchangeRound",
     "GoOnAnswer",
-    "Incoming",
     "LoadAnswer",
     "LoadRequest",
     "OpenAnswer",
     "OpenRequest",
+    "ParcelOrder",
     "ReadAnswer",
     "ShardNeed",
+    "ShardOrder",
     "StagedRequest",
-    "UnitRead",
+    "UnitOrder",
     "WantedPaths",
-    "WireParcel",
 ]
 
 
@@ -127,7 +126,7 @@ class ShardNeed(msgspec.Struct, frozen=True, array_like=True):
     path: str
     shard: int
     row: int
-    box: Box2
+    box: Box
     staged: bool
 
 
@@ -138,21 +137,17 @@ class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
     needs: list[ShardNeed]
 
 
-class WireParcel(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`.planning.exchange_plan.Parcel` as its reader is told of it: a box of a shard on its way to a rank
-    position (-1: to all), for that rank's need ``row``.
-
-    ``message`` says, of what goes to all, in which of this reader's broadcasts of the round it goes.
-    """
+class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a shard on its way to a rank position (``ALL``: to all of them). ``row`` is the need that it is for, of
+    the rank that is told of it; -1 if it is for others alone."""
 
     destination: int
     row: int
-    box: Box2
-    message: int = 0
+    box: Box
 
 
-class UnitRead(msgspec.Struct, frozen=True, array_like=True):
-    """Something that a rank reads from a file: a stored shard, and the parcels that are wanted of it."""
+class ShardOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Where a stored shard is, for the rank that reads it."""
 
     file: str
     start: int
@@ -160,39 +155,40 @@ class UnitRead(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     key: str
-    parcels: list[WireParcel]
 
 
-class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """What comes from one rank position in one message: for each parcel its need's ``row`` (-1: not for this rank), its
-    box in the shard, and its size in bytes."""
+class UnitOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Something that the rank at a position reads, and parcels of it: all of them if that is the rank that is told,
+    which also hears of the shard; else those for the rank that is told, or for all. Items have ``itemsize`` bytes."""
 
-    source: int
-    rows: list[int]
-    boxes: list[Box2]
-    sizes: list[int]
+    reader: int
+    itemsize: int
+    parcels: list[ParcelOrder]
+    shard: ShardOrder | None
 
 
 class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part in one round of an exchange: what to read, what comes by broadcast, what comes for it alone.
+    """One rank's part in one round of an exchange, the units in the same order on all ranks.
 
-    ``scatters`` are the operations by which the latter comes, in which all ranks take part: each source, and the size
-    of its largest message.
+    ``senders`` are the positions that send to single ranks, each with the size of its largest message.
     """
 
-    reads: list[UnitRead]
-    broadcasts: list[Incoming]
-    receives: list[Incoming]
-    scatters: list[tuple[int, int]]
+    units: list[UnitOrder]
+    senders: list[tuple[int, int]]
 
 
 class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``exchange``: one rank's part: files that it reads, rounds of the staged pass and of the main one."""
+    """Round ``exchange``: one rank's part: rounds of the staged pass and of the main one."""
 
     restart: bool = False
-    files: list[str] = []
     staged: list[ExchangeRound] = []
     main: list[ExchangeRound] = []
+
+    @property
+    def files(self) -> set[str]:
+        """The files that the rank reads."""
+        units = (unit for one in (*self.staged, *self.main) for unit in one.units)
+        return {unit.shard.file for unit in units if unit.shard is not None}
 
 
 class OpenRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -25,7 +25,6 @@ from ..files.metadata import FileInfo
 from ..files.reader import entry_tasks
 from ..files.runs import OpenFile
 from ..options import LoadOptions
-from ..planning.exchange_plan import ALL
 from ..reports import Stopwatch
 from ..storage.base import Storage
 from .context import LoadContext
@@ -178,23 +177,19 @@ class Reading:
 
     def _exchange(self, rounds: Sequence[ExchangeRound], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
-        session, most = self.context.session, self.options.staging_bytes
-        place = session.ranks.index(session.rank)
-        rows = [self.fit.rows_on_device(_needs_of(one, place)) for one in rounds]
+        most = self.options.staging_bytes
+        rows = [self.fit.rows_on_device(_needs_of(one)) for one in rounds]
         staging = RoundStaging(self.fit.targets, self.copies, rows, most)
 
         def run(watch: CollectiveWatch) -> Exchange:
             exchange = Exchange(
-                ranks=session.ranks,
-                place=place,
+                context=self.context,
+                fit=self.fit,
                 files=self.opened,
-                consumer=self.fit.consumer,
                 transport=WatchedTransport(self.context.transport, watch),
                 within=staging.round,
                 staging_bytes=most,
                 block_bytes=self.block_bytes,
-                threads=1,
-                check=session.check,
                 progress=progress,
             )
             try:
@@ -203,14 +198,13 @@ class Reading:
                 staging.finish()
             return exchange
 
-        exchange = session.run_collectives(run)
+        exchange = self.context.session.run_collectives(run)
         self.tally.bytes_received += exchange.received
         if exchange.failure is not None:
             raise exchange.failure
 
 
-def _needs_of(one: ExchangeRound, place: int) -> IntArray:
-    """The needs that a round brings something for, at this rank's place."""
-    read = [p.row for unit in one.reads for p in unit.parcels if p.destination in (ALL, place)]
-    received = [row for message in (*one.broadcasts, *one.receives) for row in message.rows]
-    return np.array([need for need in (*read, *received) if need >= 0], np.int64)
+def _needs_of(one: ExchangeRound) -> IntArray:
+    """The needs that a round brings something for."""
+    rows = [parcel.row for unit in one.units for parcel in unit.parcels if parcel.row >= 0]
+    return np.array(rows, np.int64)

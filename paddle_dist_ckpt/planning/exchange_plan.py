@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..core.box import Box, cut_flat_range, intersect
 from .blocks import touched_blocks
 
-__all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
+__all__ = ["ALL", "ExchangeShard", "Need", "Unit", "plan_exchange"]
 
 ALL = -1
 _UNIT_BYTES = 8 << 20
