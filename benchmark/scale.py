@@ -36,7 +36,6 @@ from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.loading.answering import Answering
 from paddle_dist_ckpt.loading.fit import Fit
 from paddle_dist_ckpt.loading.messages import LoadAnswer, WantedPaths
-from paddle_dist_ckpt.loading.own_values import OwnValues
 from paddle_dist_ckpt.loading.wanted import WantedState
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
@@ -149,10 +148,10 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     )
     encoding, data = timed(lambda: encode_metadata(metadata))
     decoding, metadata = timed(lambda: decode_metadata(data, "0.metadata", 0))
-    giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(WantedPaths(table.paths, []))))
+    giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(WantedPaths(table.paths))))
     wanted = _wanted(table, ranks // 2)
-    own, adapter = OwnValues(), NumpyAdapter()
-    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False, own, adapter))
+    adapter = NumpyAdapter()
+    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False, (), adapter))
     assert not fit.problems
     return {
         "metadata_bytes": len(data),

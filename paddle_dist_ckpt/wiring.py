@@ -15,9 +15,9 @@ from .control.ranks import Ranks
 from .exporting.export import ExportRequest, check_free, export_checkpoint
 from .files.names import MOST_IDS
 from .folder.selection import Selection
-from .loading.context import LoadContext
 from .loading.load import load
 from .loading.merged import load_merged
+from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import ExportReport, LoadReport, SaveReport
@@ -109,8 +109,8 @@ def load_with(
         _check_bool("offload", offload)
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
-        context = LoadContext(as_storage(path), session, transport, adapter, threads, offload)
-        return load(state_dict, context, unique_id, options)
+        context = LoadContext(as_storage(path), session, transport, adapter, options, threads, offload)
+        return load(state_dict, context, unique_id)
 
 
 def load_whole(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..tree.paths import Part, format_path, parse_path
+from ..tree.paths import plain_key
 
 __all__ = ["Selection", "select"]
 
@@ -66,12 +66,9 @@ def _without(path: str, prefix: str | None) -> str | None:
     """What is left of a path below a prefix that is made of whole parts; None if it is not below it."""
     if prefix is None:
         return path
-    parts = parse_path(path)
-    for count in range(1, len(parts)):
-        if ".".join(map(_text, parts[:count])) == prefix:
-            return format_path(parts[count:])
+    end = path.find("/", 1)
+    while end > 0:
+        if plain_key(path[:end]) == prefix:
+            return path[end:]
+        end = path.find("/", end + 1)
     return None
-
-
-def _text(part: Part) -> str:
-    return str(part if isinstance(part, (str, int)) else part.at)

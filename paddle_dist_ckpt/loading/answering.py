@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,29 +27,24 @@ _MOST_HINTS = 20  # each costs a comparison with every key
 _SCHEDULER = "/LR_Scheduler"
 
 
+@dataclass(slots=True)
 class _Draft:
     """What was found so far for one rank, in terms of :class:`.messages.LoadAnswer`; tensors by place in the table."""
 
-    def __init__(self) -> None:
-        self.tensors: set[int] = set()
-        self.values: dict[str, Any] = {}
-        self.unfit: dict[str, str] = {}
-        self.skipped: dict[str, str] = {}
-        self.stored: dict[str, str] = {}
-        self.renamed: dict[str, list[str]] = {}
-
-    def add_entry(self, place: int, stored: str, wanted: str) -> None:
-        """A value, or an array of an object, that is an entry of a data file."""
-        self.tensors.add(place)
-        self.renamed.setdefault(stored, []).append(wanted)
+    tensors: set[int] = field(default_factory=set)
+    values: dict[str, Any] = field(default_factory=dict)
+    unfit: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Answering:
     """Looks up in one checkpoint what ranks want.
 
-    Args:
-        metadata: The checkpoint's.
-        ranks_on_host: For each rank, how many are on its host.
+    Attributes:
+        files: The data files, each with its number of blocks.
+        asked: The stored paths of what ranks were given.
     """
 
     def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int]) -> None:
@@ -56,7 +52,8 @@ class Answering:
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
         self._paths = sorted([*metadata.table.paths, *self._values])
-        self._first_block, self._block_counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
+        self._first_block, counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
+        self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self._names = Names(metadata.table.paths, metadata.table.names)
         self._missing = 0
@@ -70,8 +67,8 @@ class Answering:
         """What the checkpoint has of what a rank wants."""
         paths, found = self._metadata.table.paths, _Draft()
         moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
-        everything = [*wanted.tensors, *wanted.others]
-        names = Names(everything, wanted.names or [None] * len(everything))
+        own_names = wanted.names or [None] * len(wanted.tensors)
+        names = Names([*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()])
         places = NameMatch(self._names, self._index, names, moved).places(wanted.tensors)
         for path in wanted.tensors:
             place = places.get(path)
@@ -83,8 +80,8 @@ class Answering:
                 found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
                 found.unfit[path] = self._what_is(moved.get(path, path))
-        schedulers = {scheduler for path, _ in wanted.values if (scheduler := _scheduler_of(path)) is not None}
-        for path, present in wanted.values:
+        schedulers = {scheduler for path in wanted.values if (scheduler := _scheduler_of(path)) is not None}
+        for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             self._answer_value(path, source, present, found)
         self.asked.update(paths[t] for t in found.tensors)
@@ -92,47 +89,47 @@ class Answering:
 
     def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``."""
-        place = self._index.get(source)
         if present == "object":
             self._answer_object(path, source, found)
         elif present == "own":
             self._answer_own(path, source, found)
-        elif source in self._values:
-            if (present == "dict") != _is_dict(self._values[source]) and present != "none":
-                found.unfit[path] = "a dict" if _is_dict(self._values[source]) else "a value that is no dict"
-            else:
-                self._take(source, path, found)
-        elif place is not None and place in self._blobs:
-            found.add_entry(place, source, path)
+        elif source in self._values and present != "none" and (present == "dict") != _is_dict(self._values[source]):
+            found.unfit[path] = "a dict" if _is_dict(self._values[source]) else "a value that is no dict"
+        elif self._is_value(source):
+            self._take(source, path, found)
         elif present == "none":
             self._answer_subtree(path, source, found)
-        elif present == "dict" and place is None:
+        elif present == "dict" and source not in self._index:
             return  # an empty dict wants nothing
         elif present == "optional":
             found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:
             found.unfit[path] = self._what_is(source)
 
-    def _take(self, source: str, path: str, found: _Draft) -> None:
-        """Take a value that `.metadata` has."""
-        found.values[path] = self._values[source]
-        self.asked.add(source)
+    def _is_value(self, path: str) -> bool:
+        """Whether a value is stored at a path, in `.metadata` or as an entry of a data file."""
+        return path in self._values or self._index.get(path) in self._blobs
+
+    def _take(self, stored: str, wanted: str, found: _Draft) -> None:
+        """Take a value, or an array of an object."""
+        if stored in self._values:
+            found.values[wanted] = self._values[stored]
+            self.asked.add(stored)
+        else:
+            found.tensors.add(self._index[stored])
+            found.renamed.setdefault(stored, []).append(wanted)
 
     def _answer_object(self, path: str, source: str, found: _Draft) -> None:
         """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
-        whole = source in self._values or self._index.get(source) in self._blobs
-        below = [source] if whole else self._below(source)
+        below = [source] if self._is_value(source) else self._below(source)
         if not below or (source in self._values and not _is_dict(self._values[source])):
             found.unfit[path] = self._what_is(source)
             return
         for stored in below:
-            place = self._index.get(stored)
             wanted = path + stored[len(source) :]
-            if place is None:
+            if self._is_value(stored) or self._metadata.table.kinds[self._index[stored]] == Kind.ARRAY:
                 self._take(stored, wanted, found)
-            elif place in self._blobs or self._metadata.table.kinds[place] == Kind.ARRAY:
-                found.add_entry(place, stored, wanted)
-            elif place not in found.tensors:
+            elif self._index[stored] not in found.tensors:
                 found.unfit[wanted] = self._what_is(stored)
 
     def _answer_own(self, path: str, source: str, found: _Draft) -> None:
@@ -142,23 +139,19 @@ class Answering:
             found.unfit[path] = self._what_is(source)
             return
         for stored in below:
-            found.add_entry(self._index[stored], stored, path + stored[len(source) :])
+            self._take(stored, path + stored[len(source) :], found)
 
     def _answer_subtree(self, path: str, source: str, found: _Draft) -> None:
         """All that is below a path, if that is values alone."""
         below = self._below(source)
-        held = [p for p in below if p in self._index and self._index[p] not in self._blobs]
-        if not below or held:
-            found.unfit[path] = (
-                self._what_is(source) if not held else f"a container of tensors, such as {self._metadata.key(held[0])}"
-            )
-            return
-        for stored in below:
-            wanted = path + stored[len(source) :]
-            if stored in self._values:
-                self._take(stored, wanted, found)
-            else:
-                found.add_entry(self._index[stored], stored, wanted)
+        held = [stored for stored in below if not self._is_value(stored)]
+        if held:
+            found.unfit[path] = f"a container of tensors, such as {self._metadata.key(held[0])}"
+        elif not below:
+            found.unfit[path] = self._what_is(source)
+        else:
+            for stored in below:
+                self._take(stored, path + stored[len(source) :], found)
 
     def _scheduler_at(self, path: str, wanted: set[str]) -> str:
         """Where a value is stored: at its path; or in the only scheduler there is, which may be elsewhere than the only
@@ -179,11 +172,10 @@ class Answering:
         return self._paths[first:last]
 
     def _what_is(self, path: str) -> str:
-        place = self._index.get(path)
-        if path in self._values or place in self._blobs:
+        if self._is_value(path):
             return "a value"
-        if place is not None:
-            table = self._metadata.table
+        if path in self._index:
+            place, table = self._index[path], self._metadata.table
             shape = list(table.layouts[table.layout_of[place]].shape)
             return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
         if self._below(path):
@@ -207,19 +199,16 @@ class Answering:
         table, shards = metadata.table.select(sorted(found.tensors))
         used, renumbered = np.unique(table.shard_file, return_inverse=True)
         record = table_to_record(table)
-        files = [metadata.files[i] for i in used.tolist()]
         special = metadata.special_keys
         return LoadAnswer(
             unique_id=metadata.unique_id,
-            save_id=metadata.save_id,
             block_bytes=metadata.block_bytes,
-            files=files,
-            block_counts=pack_column(self._block_counts[used]),
+            files=[self.files[i] for i in used.tolist()],
             tensors=msgspec.structs.replace(record, shard_file=pack_column(renumbered.reshape(-1))),
             starts=pack_column(metadata.table.data_offsets[shards]),
             blocks=pack_column(self._first_block[shards]),
-            keys={path: special[path] for path in (*table.paths, *found.values) if path in special} if special else {},
-            values=sorted(found.values.items()),
+            keys={path: special[path] for path in table.paths if path in special} if special else {},
+            values=found.values,
             unfit=found.unfit,
             skipped=found.skipped,
             ranks_on_host=self._ranks_on_host,

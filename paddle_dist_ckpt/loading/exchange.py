@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..core.columns import IntArray
+from ..core.device_memory import Copies
 from ..core.dtypes import DTYPES
 from ..core.memory import Bytes1D, fresh_pages
-from ..core.protocols import Transport
+from ..core.protocols import ControlSession, Transport
 from ..files.reader import Consumer, StoredEntry, read_entries
-from ..files.runs import OpenFile
 from ..planning.exchange_plan import ALL
-from .context import LoadContext
 from .fit import Fit
 from .messages import ExchangeRound, ParcelOrder, ShardOrder, UnitOrder
+from .staging import RoundStaging
+
+if TYPE_CHECKING:
+    from .reading import DataFiles
 
 __all__ = ["Exchange"]
 
 _ALONE_BYTES = 256 << 10
 _RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}
 _Address = tuple[int, int, int]
-"""A message: the position that sends it, the one that it goes to, or ALL, and which of several."""
+"""A message: the rank that sends it, the one that it goes to, or ALL, and which of several."""
 _Part = tuple[UnitOrder, ParcelOrder]
 
 
@@ -33,53 +37,46 @@ class Exchange:
     """One rank's part.
 
     Attributes:
-        context: This rank's surroundings.
-        fit: Its needs.
-        files: The files that it reads, by name.
-        transport: How bytes travel.
-        within: Around each round, by its number: makes the memory of its targets accessible.
-        staging_bytes: The most memory of a device that the transport may use.
-        block_bytes, progress: See :func:`.reader.read_entries`.
+        staging_bytes: The most memory through which data go to tensors on a device; the transport may use as much of
+            a device's.
         failure: The first error in reading. The exchange goes on all the same, with arbitrary bytes, so that no other
             rank waits for ever; whoever runs it raises the error afterwards.
-        received: Bytes that came from other ranks.
     """
 
-    context: LoadContext
+    session: ControlSession
     fit: Fit
-    files: Mapping[str, OpenFile]
+    files: DataFiles
     transport: Transport
-    within: Callable[[int], AbstractContextManager[None]]
+    copies: Copies
     staging_bytes: int
-    block_bytes: int
     progress: Callable[[int], None]
     failure: Exception | None = None
-    received: int = 0
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
 
     def run(self, rounds: Sequence[ExchangeRound]) -> None:
         """Run all rounds."""
-        for i, one in enumerate(rounds):
-            with self.within(i):
-                messages = _messages(one.units)
-                outgoing = self._read(messages)
-                self._broadcast(messages, outgoing)
-                self._exchange(one.senders, messages, outgoing)
-
-    @property
-    def _place(self) -> int:
-        return self.context.session.ranks.index(self.context.session.rank)
+        rows = [self.fit.rows_on_device(_needs_of(one)) for one in rounds]
+        staging = RoundStaging(self.fit.targets, self.copies, rows, self.staging_bytes)
+        try:
+            for i, one in enumerate(rounds):
+                with staging.round(i):
+                    messages = _messages(one.units)
+                    outgoing = self._read(messages)
+                    self._broadcast(messages, outgoing)
+                    self._exchange(one.senders, messages, outgoing)
+        finally:
+            staging.finish()
 
     def _read(self, messages: Mapping[_Address, Sequence[_Part]]) -> dict[_Address, Bytes1D]:
         """Read this round's units; returns the messages with the bytes to be sent."""
-        place = self._place
+        me = self.session.rank
         outgoing: dict[_Address, Bytes1D] = {}
         entries: dict[tuple[str, int], tuple[StoredEntry, list[Consumer]]] = {}
         for address, parts in messages.items():
             source, destination, _ = address
-            if source != place:
+            if source != me:
                 continue
-            is_sent, in_place, at = destination != place, None, 0
+            is_sent, in_place, at = destination != me, None, 0
             if is_sent:
                 in_place = self._whole_target(parts)
                 outgoing[address] = self._buffer(address, _nbytes(parts)) if in_place is None else in_place
@@ -97,14 +94,14 @@ class Exchange:
         try:
             if self.failure is None:
                 # What lies between may be what another rank reads.
-                check = self.context.session.check
-                read_entries(entries.values(), self.block_bytes, 1, check, self.progress, joined=False)
+                check = self.session.check
+                read_entries(entries.values(), self.fit.answer.block_bytes, 1, check, self.progress, joined=False)
         except Exception as error:
             self.failure = error
         return outgoing
 
     def _entry(self, shard: ShardOrder) -> StoredEntry:
-        file = self.files[shard.file]
+        file = self.files.opened[shard.file]
         return StoredEntry(file, shard.start, shard.first_block, shard.shape, DTYPES[shard.dtype], shard.key)
 
     def _buffer(self, key: object, size: int) -> Bytes1D:
@@ -130,17 +127,14 @@ class Exchange:
             source, destination, _ = address
             if destination != ALL:
                 continue
-            parts, rank = messages[address], self.context.session.ranks[source]
-            if source == self._place:
-                self.transport.broadcast(outgoing[address], rank, self.staging_bytes)
-                continue
-            in_place = self._whole_target(parts)
+            parts, sends = messages[address], source == self.session.rank
+            in_place = outgoing[address] if sends else self._whole_target(parts)
             data = self._buffer("incoming", _nbytes(parts)) if in_place is None else in_place
-            self.transport.broadcast(data, rank, self.staging_bytes)
+            self.transport.broadcast(data, source, self.staging_bytes)
             if in_place is None:
                 self._unpack(parts, data)
-            else:
-                self.received += len(data)
+            elif not sends:
+                self.files.tally.bytes_received += len(data)
 
     def _exchange(
         self,
@@ -151,14 +145,13 @@ class Exchange:
         """Send and receive what is for single ranks, packed in one message for each pair of them."""
         if not senders:
             return
-        ranks, place = self.context.session.ranks, self._place
-        mine = {source: parts for (source, to, _), parts in messages.items() if to == place != source}
-        incoming = {ranks[source]: self._buffer(source, _nbytes(parts)) for source, parts in mine.items()}
-        outgoing_parts = {ranks[to]: data for (_, to, _), data in outgoing.items() if to != ALL}
-        sizes = [(ranks[source], size) for source, size in senders]
-        self.transport.exchange(outgoing_parts, incoming, sizes, self.staging_bytes)
+        me = self.session.rank
+        mine = {source: parts for (source, to, _), parts in messages.items() if to == me != source}
+        incoming = {source: self._buffer(source, _nbytes(parts)) for source, parts in mine.items()}
+        single = {to: data for (_, to, _), data in outgoing.items() if to != ALL}
+        self.transport.exchange(single, incoming, senders, self.staging_bytes)
         for source, parts in mine.items():
-            self._unpack(parts, incoming[ranks[source]])
+            self._unpack(parts, incoming[source])
 
     def _unpack(self, parts: Sequence[_Part], data: Bytes1D) -> None:
         """Hand out what has come in a message; after a failure it means nothing."""
@@ -173,7 +166,7 @@ class Exchange:
                         consumer.convert(items, (slice(None),) * items.ndim)
                     else:
                         consumer.target[...] = items
-                    self.received += size
+                    self.files.tally.bytes_received += size
                 at += size
         except Exception as error:
             self.failure = error
@@ -194,6 +187,12 @@ def _messages(units: Sequence[UnitOrder]) -> dict[_Address, list[_Part]]:
                 number = large[unit.reader]
             messages.setdefault((unit.reader, parcel.destination, number), []).append((unit, parcel))
     return messages
+
+
+def _needs_of(one: ExchangeRound) -> IntArray:
+    """The needs that a round brings something for."""
+    rows = [parcel.row for unit in one.units for parcel in unit.parcels if parcel.row >= 0]
+    return np.array(rows, np.int64)
 
 
 def _nbytes(parts: Sequence[_Part]) -> int:

@@ -73,23 +73,25 @@ class ExchangePlanner:
         largest: dict[int, int] = {}
         for (source, _), size in sizes.items():
             largest[source] = max(largest.get(source, 0), size)
-        return sorted(largest.items())
+        return [(self._ranks[source], size) for source, size in sorted(largest.items())]
 
     def _told(self, units: Sequence[Unit], place: int) -> list[UnitOrder]:
-        """What the rank at a place is told of a round."""
+        """What the rank at a position is told of a round."""
         told = []
         for unit in units:
             reads = unit.reader == place
             parcels = [
-                ParcelOrder(p.destination, p.rows.get(place, -1) if p.destination == ALL else -1, p.box)
-                if p.destination != place
-                else ParcelOrder(place, p.row, p.box)
+                ParcelOrder(
+                    ALL if p.destination == ALL else self._ranks[p.destination],
+                    p.row if p.destination == place else p.rows.get(place, -1),
+                    p.box,
+                )
                 for p in unit.parcels
                 if reads or p.destination in (ALL, place)
             ]
             if parcels:
                 shard = self._order(unit.shard) if reads else None
-                told.append(UnitOrder(unit.reader, self._shards[unit.shard].itemsize, parcels, shard))
+                told.append(UnitOrder(self._ranks[unit.reader], self._shards[unit.shard].itemsize, parcels, shard))
         return told
 
     def _order(self, shard: int) -> ShardOrder:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import cached_property
 
 import numpy as np
 
-from ..core.box import Box, flat_range
-from ..core.boxes import Boxes
+from ..core.box import Box
+from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray
 from ..core.grouping import group_rows
 from ..core.tensors import TensorAdapter
 from ..files.reader import Batch, Consumer, ItemKind, StoredEntry
 from ..files.runs import OpenFile
-from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
+from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
-from .own_values import OwnValues
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
@@ -30,20 +29,15 @@ __all__ = ["Fit"]
 class Fit:
     """A load's plan on one rank.
 
-    Its needs are the overlaps of targets with stored shards, numbered from 0. Its columns
-    have a row for each need (``[needs]``), or for needs that are alike in all their boxes (``[kinds, dimensions]``).
+    Its needs are the overlaps of targets with stored shards, numbered from 0. Its columns have a row for each need
+    (``[needs]``), or for needs that are alike in all their boxes (``[kinds, dimensions]``).
 
-    Args:
-        answer: What the checkpoint has of what this rank wants.
-        wanted: What this rank wants.
-        cast: Whether dtypes are converted.
-        own: Which values it takes of those that every rank has its own of.
-        adapter: Makes the memory of devices accessible.
+    ``left_out`` are stored values that this rank does not take.
 
     Attributes:
         targets: What is filled.
         problems: What does not fit, a line each.
-        skipped: What is left as it is although the load does not fail, a line each.
+        skipped: What is left as it is, if the load does not fail, a line each.
         stored: What is stored of it.
 
     Raises:
@@ -51,27 +45,35 @@ class Fit:
     """
 
     def __init__(
-        self, answer: LoadAnswer, wanted: WantedState, cast: bool, own: OwnValues, adapter: TensorAdapter
+        self, answer: LoadAnswer, wanted: WantedState, cast: bool, left_out: Container[str], adapter: TensorAdapter
     ) -> None:
+        self.answer, self.wanted = answer, wanted
         self.stored = StoredShards(answer)
-        self._block_bytes = answer.block_bytes
         self._table = self.stored.table
-        self.problems = wanted.problems + own.problems + _unfit(answer, wanted)
-        self.skipped = [f"{plain_key(path)}: {reason}" for path, reason in answer.skipped.items()]
         elsewhere = {**answer.stored, **dict.fromkeys((*answer.unfit, *answer.skipped))}
-        self.targets = Targets(wanted, self._table, cast, elsewhere, own.others, adapter)
+        self.problems = wanted.problems + _unfit(answer, wanted)
+        self.targets = Targets(wanted, self._table, cast, elsewhere, left_out, adapter)
         self.problems += self.targets.problems
         self._plan()
+        left = [f"{plain_key(path)}: {reason}" for path, reason in answer.skipped.items()]
+        self.skipped = self.problems + wanted.left + left
 
     def _plan(self) -> None:
         """Fill the columns: ``_target``, ``_shard`` and ``_like`` are ``[needs]``; the boxes' shape, where it starts in
         the shard and in the target, and the shard's shape, are ``[kinds, dimensions]``."""
-        targets = self.targets
+        targets, table = self.targets, self._table
         boxes = [piece.box for _, piece in targets.cells]
-        dimensions = max([1, *(len(box.shape) for box in boxes), *(len(x.shape) for x in self._table.layouts)])
+        dimensions = max([1, *(len(box.shape) for box in boxes), *(len(x.shape) for x in table.layouts)])
         wanted = WantedBoxes(targets.tensor, Boxes.of(boxes, dimensions).take(targets.cell))
-        plan = plan_load(self._table, wanted)
-        kept = self._covered(plan)
+        plan = plan_load(table, wanted)
+        filled = np.ones(len(targets), bool)
+        filled[plan.uncovered] = False
+        self.problems += [
+            f"{plain_key(targets.path(row))}: the checkpoint does not hold the region {targets.box(row)} exactly once"
+            for row in plan.uncovered.tolist()
+        ]
+        targets.stage_shared(np.flatnonzero(filled))
+        kept = filled[plan.wanted]
         self._target, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
         self._shape, self._entry_shape = plan.boxes.shape, plan.stored.shape
         self._in_entry = plan.boxes.offset - plan.stored.offset
@@ -79,52 +81,36 @@ class Fit:
         owner = np.zeros(len(plan.boxes), np.int64)
         owner[plan.like] = plan.wanted
         self._in_target = plan.boxes.offset - wanted.boxes.offset[owner]
+        itemsize = table.itemsizes[table.shard_tensor[self._shard]]
+        self._nbytes: IntArray = plan.boxes.volumes[self._like] * itemsize
+        self._entry_bytes: IntArray = plan.stored.volumes[self._like] * itemsize
 
-    def _covered(self, plan: Overlaps) -> IntArray:
-        """The needs of the targets that can be filled; the others become problems."""
-        for row in plan.uncovered.tolist():
-            self.problems.append(
-                f"{plain_key(self.targets.path(row))}: the checkpoint does not hold the region "
-                f"{self.targets.box(row)} exactly once"
-            )
-        if not len(plan.uncovered):
-            return np.arange(len(plan.wanted))
-        self.targets.without_shared(plan.uncovered)
-        return np.flatnonzero(~np.isin(plan.wanted, plan.uncovered))
+    @property
+    def untouched(self) -> set[str]:
+        """The paths of which nothing is loaded."""
+        return {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped}
 
     def needs(self, staged: bool) -> IntArray:
         """The needs whose targets are looked at before they are used, or all the others."""
         return np.flatnonzero(self.targets.staged[self._target] == staged)
 
-    @cached_property
-    def _itemsize(self) -> IntArray:
-        """The size of a stored element of each need's tensor, ``[needs]``."""
-        return self._table.itemsizes[self._table.shard_tensor[self._shard]]
-
-    def device_groups(self, most: int) -> list[IntArray]:
-        """The targets on a device that are read and not staged, in groups of at most ``most`` bytes each (or one)."""
-        rows = self.rows_on_device(np.arange(len(self._target)))
-        groups: list[list[int]] = []
+    def device_groups(self, needs: IntArray, most: int) -> tuple[IntArray, list[tuple[IntArray, IntArray]]]:
+        """Divide some needs: those of targets on the host, or staged; and targets on a device in groups of at most
+        ``most`` bytes each (or one), each group with its needs."""
+        rows = self.rows_on_device(needs)
+        starts: list[int] = []
         room = 0
-        for row, nbytes in zip(rows.tolist(), self.targets.sizes(rows).tolist(), strict=True):
-            if not groups or nbytes > room:
-                groups.append([])
+        for i, nbytes in enumerate(self.targets.nbytes[rows].tolist()):
+            if not starts or nbytes > room:
+                starts.append(i)
                 room = most
-            groups[-1].append(row)
             room -= nbytes
-        return [np.array(group, np.int64) for group in groups]
-
-    def needs_of(self, rows: IntArray) -> IntArray:
-        """The needs of some targets."""
-        order, first = self._by_row
-        spans = zip(first[rows].tolist(), first[rows + 1].tolist(), strict=True)
-        return np.sort(np.concatenate([np.zeros(0, np.int64), *(order[start:stop] for start, stop in spans)]))
-
-    @cached_property
-    def _by_row(self) -> tuple[IntArray, IntArray]:
-        """The needs by target, and where those of each target begin, and behind the last the end."""
-        order = np.argsort(self._target, kind="stable")
-        return order, np.searchsorted(self._target[order], np.arange(len(self.targets) + 1))
+        group = np.zeros(len(self.targets), np.int64)  # of each target, from 1; 0 for all others
+        group[rows] = np.searchsorted(starts, np.arange(len(rows)), side="right")
+        order = np.argsort(group[self._target[needs]], kind="stable")
+        firsts = np.searchsorted(group[self._target[needs[order]]], np.arange(1, len(starts) + 1))
+        on_host, *parts = np.split(needs[order], firsts)
+        return on_host, list(zip(np.split(rows, starts)[1:], parts, strict=True))
 
     def rows_on_device(self, needs: IntArray) -> IntArray:
         """The targets of some needs, as far as they are on a device and not staged."""
@@ -133,63 +119,47 @@ class Fit:
 
     def nbytes(self, needs: IntArray) -> int:
         """Bytes of these needs."""
-        return int((self._elements[self._like[needs]] * self._itemsize[needs]).sum())
+        return int(self._nbytes[needs].sum())
 
     def file_bytes(self) -> dict[str, int]:
         """How many bytes this rank would read of each file that holds some need.
 
         An estimate: all of an entry for a need that is not contiguous in it.
         """
-        shapes = zip(self._in_entry.tolist(), self._shape.tolist(), self._entry_shape.tolist(), strict=True)
-        contiguous = [flat_range(Box(tuple(offset), tuple(n)), entry) is not None for offset, n, entry in shapes]
-        elements = np.where(np.array(contiguous, bool), self._elements, self._entry_elements)
+        # A box is in one piece unless it is cut in some dimension and longer than 1 in one before that.
+        inner_cut = np.logical_or.accumulate((self._shape != self._entry_shape)[:, :0:-1], axis=1)[:, ::-1]
+        contiguous = ~(inner_cut & (self._shape[:, :-1] != 1)).any(axis=1)
         file = self._table.shard_file[self._shard]
         nbytes = np.zeros(int(file.max(initial=-1)) + 1, np.int64)
-        np.add.at(nbytes, file, elements[self._like] * self._itemsize)
+        np.add.at(nbytes, file, np.where(contiguous[self._like], self._nbytes, self._entry_bytes))
         return {self.stored.file_name(i): int(nbytes[i]) for i in np.unique(file).tolist()}
 
-    def split(self, needs: IntArray) -> tuple[IntArray, IntArray]:
-        """The needs that can be read in batches, and the others: those of large entries, or with a cast."""
-        entry_bytes = self._entry_elements[self._like[needs]] * self._itemsize[needs]
-        stored = self._table.dtype_of[self._table.shard_tensor[self._shard[needs]]]
-        wanted = self._cell_dtypes
-        alike = stored == wanted[self.targets.cell[self._target[needs]]] if len(needs) else np.zeros(0, bool)
-        small = (entry_bytes <= self._block_bytes) & alike
-        return needs[small], needs[~small]
-
     @cached_property
-    def _elements(self) -> IntArray:
-        """Elements of needs that are alike, ``[kinds]``."""
-        elements: IntArray = np.prod(self._shape, axis=1, dtype=np.int64)
-        return elements
-
-    @cached_property
-    def _entry_elements(self) -> IntArray:
-        """Elements of the shards that needs which are alike are from, ``[kinds]``."""
-        elements: IntArray = np.prod(self._entry_shape, axis=1, dtype=np.int64)
-        return elements
-
-    @cached_property
-    def _cell_dtypes(self) -> IntArray:
-        """Which of the table's element types each of the targets' cells has, -1 for one that is not there."""
+    def _is_batched(self) -> Mask:
+        """Which needs are read in batches: not those of large entries, or with a cast, ``[needs]``."""
         number = {dtype.name: i for i, dtype in enumerate(self._table.dtype_list)}
-        return np.array([number.get(geometry.dtype.name, -1) for geometry, _ in self.targets.cells], np.int64)
+        wanted = np.array([number.get(geometry.dtype.name, -1) for geometry, _ in self.targets.cells], np.int64)
+        stored = self._table.dtype_of[self._table.shard_tensor[self._shard]]
+        alike = stored == wanted[self.targets.cell[self._target]]
+        return alike & (self._entry_bytes <= self.answer.block_bytes)
 
     def batches(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[Batch]:
-        """These needs file by file, in the order in which they stand there. Needs that are alike share a kind."""
+        """Those of these needs that are read in batches, file by file, in the order in which they stand there. Needs
+        that are alike share a kind."""
+        needs = needs[self._is_batched[needs]]
         file, start = self._table.shard_file[self._shard[needs]], self.stored.starts[self._shard[needs]]
         needs = needs[np.lexsort((start, file))]
         kinds, kind = self._kinds(needs)
-        shard, addresses = self._shard[needs], self.targets.addresses_of(self._target[needs])
+        shard, addresses = self._shard[needs], self.targets.address[self._target[needs]]
         file, starts, blocks = self._table.shard_file[shard], self.stored.starts[shard], self.stored.blocks[shard]
-        stops = starts + np.array([one.entry_bytes for one in kinds], np.int64)[kind]
+        stops = starts + self._entry_bytes[needs]
         cuts = (np.flatnonzero(file[1:] != file[:-1]) + 1).tolist()
         batches = []
         for a, b in itertools.pairwise([0, *cuts, len(needs)] if len(needs) else []):
             key = functools.partial(self._key, shard[a:b])
             source = opened[self.stored.file_name(file[a])]
             columns = starts[a:b], stops[a:b], blocks[a:b]
-            batches.append(Batch(source, self._block_bytes, *columns, key, kind[a:b], addresses[a:b], kinds))
+            batches.append(Batch(source, self.answer.block_bytes, *columns, key, kind[a:b], addresses[a:b], kinds))
         return batches
 
     def _kinds(self, needs: IntArray) -> tuple[list[ItemKind], IntArray]:
@@ -199,32 +169,28 @@ class Fit:
         first, kind = group_rows(columns)
         kinds = []
         for i in needs[first].tolist():
-            target, box, entry_box = self._boxes(i)
+            target, box, entry_box, entry_shape = self._boxes(i)
             geometry, piece = self.targets.cells[self.targets.cell[target]]
             strides = self.targets.strides(target)
-            kinds.append(ItemKind(geometry.dtype, self._shape_of_shard(i), entry_box, piece.box.shape, box, strides))
+            kinds.append(ItemKind(geometry.dtype, entry_shape, entry_box, piece.box.shape, box, strides))
         return kinds, kind
 
-    def _boxes(self, need: int) -> tuple[int, Box, Box]:
-        """A need's target, and its box as counted from the target's corner and from the shard's."""
-        row = int(self._target[need])
+    def _boxes(self, need: int) -> tuple[int, Box, Box, tuple[int, ...]]:
+        """A need's target, its box as counted from the target's corner and from the shard's, the shard's shape."""
+        row, like = int(self._target[need]), self._like[need]
         ndim = len(self.targets.box(row).shape)
-        columns = self._shape, self._in_target, self._in_entry
-        shape, in_target, in_entry = (tuple(column[self._like[need]][:ndim].tolist()) for column in columns)
-        return row, Box(in_target, shape), Box(in_entry, shape)
-
-    def _shape_of_shard(self, need: int) -> tuple[int, ...]:
-        ndim = len(self.targets.box(int(self._target[need])).shape)
-        return tuple(self._entry_shape[self._like[need]][:ndim].tolist())
+        columns = self._shape, self._in_target, self._in_entry, self._entry_shape
+        shape, in_target, in_entry, entry_shape = (tuple(column[like, :ndim].tolist()) for column in columns)
+        return row, Box(in_target, shape), Box(in_entry, shape), entry_shape
 
     def entries(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
-        """The shards of these needs, each with who consumes it."""
+        """The shards of the others of these needs, each with who consumes it."""
         found: dict[int, tuple[StoredEntry, list[Consumer]]] = {}
-        for need in needs.tolist():
-            row, box, entry_box = self._boxes(need)
+        for need in needs[~self._is_batched[needs]].tolist():
+            row, box, entry_box, entry_shape = self._boxes(need)
             shard = int(self._shard[need])
             if shard not in found:
-                found[shard] = (self.stored.entry(shard, self._shape_of_shard(need), opened), [])
+                found[shard] = (self.stored.entry(shard, entry_shape, opened), [])
             found[shard][1].append(self.targets.consumer(row, box, entry_box))
         return list(found.values())
 
@@ -236,16 +202,15 @@ class Fit:
         first = self._table.first_shard
         needs = []
         for need, shard in enumerate(self._shard.tolist()):
-            row, _, entry_box = self._boxes(need)
+            row, _, entry_box, _ = self._boxes(need)
             number = shard - int(first[self.targets.tensor[row]])
-            needs.append(
-                ShardNeed(self.targets.stored_path(row), number, need, entry_box, bool(self.targets.staged[row]))
-            )
+            path = self._table.paths[self.targets.tensor[row]]
+            needs.append(ShardNeed(path, number, need, entry_box, bool(self.targets.staged[row])))
         return needs
 
     def consumer(self, need: int, entry_part: Box) -> Consumer:
         """The consumer of a part of a need; the part is counted from the shard's corner."""
-        row, box, entry_box = self._boxes(need)
+        row, box, entry_box, _ = self._boxes(need)
         shift = entry_part.relative_to(entry_box.offset).offset
         part = Box(tuple(a + b for a, b in zip(shift, box.offset, strict=True)), entry_part.shape)
         return self.targets.consumer(row, part, entry_part)

@@ -13,10 +13,12 @@ If files are gone because a save has replaced the checkpoint meanwhile, the load
 
 from __future__ import annotations
 
+import bisect
+import copy
 import functools
 import logging
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,11 +26,12 @@ import msgspec
 from ..control.rounds import Messages, ask, only_on
 from ..core.messages import encode
 from ..errors import CheckpointError
-from ..options import LoadOptions
+from ..files.metadata import Metadata
+from ..folder.checkpoint import read_checkpoint
 from ..reports import LoadReport
-from ..tree.paths import plain_key
-from ..tree.state_dict import Leaves, assign_all, flatten
-from .context import LoadContext
+from ..tree.paths import is_own, parent_of, plain_key
+from ..tree.state_dict import Leaves, PerRank, assign_all, build_tree, flatten
+from ..tree.values import from_jsonable
 from .fit import Fit
 from .load_coordinator import LoadCoordinator
 from .messages import (
@@ -40,18 +43,12 @@ from .messages import (
     GoOnAnswer,
     LoadAnswer,
     LoadRequest,
-    OpenAnswer,
-    OpenRequest,
-    ReadAnswer,
-    StagedRequest,
     WantedPaths,
 )
-from .own_values import OwnValues
-from .reading import DataFiles, Reading, Tally
-from .restore import collect_values
+from .reading import DataFiles, LoadContext, Reading
 from .wanted import WantedState, collect
 
-__all__ = ["load", "load_leaves"]
+__all__ = ["LeavesLoad", "load"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _PARTLY = "\nTargets are partly written: load again, or do not use them."
@@ -60,7 +57,7 @@ T = TypeVar("T")
 A = TypeVar("A", bound=msgspec.Struct)
 
 
-def load(state_dict: dict[Any, Any], context: LoadContext, unique_id: int | None, options: LoadOptions) -> LoadReport:
+def load(state_dict: dict[Any, Any], context: LoadContext, unique_id: int | None) -> LoadReport:
     """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
     scan = functools.cache(lambda: flatten(state_dict, context.adapter))
 
@@ -76,100 +73,101 @@ def load(state_dict: dict[Any, Any], context: LoadContext, unique_id: int | None
                     f"{type(error).__name__}: {error}"
                 ) from error
 
-    return load_leaves(scan, restore, context, unique_id, options, _PARTLY)
-
-
-def load_leaves(
-    scan: Callable[[], Leaves],
-    restore: Callable[[Mapping[str, Any], Container[str]], None],
-    context: LoadContext,
-    unique_id: int | None,
-    options: LoadOptions,
-    warning: str = "",
-) -> LoadReport:
-    """Fill the tensors among the leaves that ``scan`` finds, and have the values for the others restored.
-
-    Args:
-        scan: Finds what is to be filled. Called again if the load starts again; it must return the same then.
-        restore: Given the values by path; also the paths of which the checkpoint has nothing, or something else.
-        context: This rank's surroundings.
-        unique_id: Which checkpoint; None for the newest.
-        options: How to load.
-        warning: Added to the message of an error that came after a tensor may have been touched.
-    """
-    tally = Tally()
-    coordinator = LoadCoordinator(context.storage, context.session, options) if context.is_coordinator else None
-    while True:
-        with DataFiles(context.storage, context.session.rank, tally) as files:
-            try:
-                report = _Attempt(scan, restore, context, unique_id, options, warning, coordinator, files, tally).run()
-            except _Replaced:
-                continue
-        level = logging.INFO if context.is_coordinator else logging.DEBUG
-        _logger.log(level, "loaded id %d from %s: %s", report.unique_id, report.path, report)
-        return report
+    return LeavesLoad(scan, restore, context, unique_id, _PARTLY).run()
 
 
 class _Replaced(Exception):
     """The checkpoint was replaced meanwhile; raised on all ranks alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fitted:
-    """What this rank wants, what there is of it, and how the two fit."""
+@dataclass(slots=True)
+class LeavesLoad:
+    """One rank's part in a load that fills tensors among leaves, and has the values for the others restored.
 
-    wanted: WantedState
-    answer: LoadAnswer
-    fit: Fit
-    skipped: list[str]
-
-    @property
-    def untouched(self) -> set[str]:
-        """The paths of which nothing is loaded."""
-        return {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped}
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One rank's part in one attempt to load: a method a round. Each takes what the rounds before it have come to."""
+    Attributes:
+        scan: Finds the leaves. Called again if the load starts again.
+        restore: Given the values by path; also the paths of which the checkpoint has nothing, or something else.
+        context: This rank's surroundings.
+        unique_id: Which checkpoint; None for the newest.
+        warning: Added to the message of an error that came after a tensor may have been touched.
+        read: On the coordinator, reads the `.metadata` of the checkpoint with this unique_id; after ``scan``.
+    """
 
     scan: Callable[[], Leaves]
     restore: Callable[[Mapping[str, Any], Container[str]], None]
     context: LoadContext
     unique_id: int | None
-    options: LoadOptions
-    warning: str
-    coordinator: LoadCoordinator | None
-    files: DataFiles
-    tally: Tally
+    warning: str = ""
+    read: Callable[[int | None], Metadata] | None = None
+    _files: DataFiles = field(init=False)
+    _coordinator: LoadCoordinator | None = None
 
     def run(self) -> LoadReport:
-        """All rounds."""
-        with self.tally.phase("plan"):
+        """Load."""
+        context = self.context
+        if context.is_coordinator:
+            read = self.read or functools.partial(read_checkpoint, context.storage)
+            self._coordinator = LoadCoordinator(context, read)
+        with DataFiles(context) as self._files:
+            while True:
+                try:
+                    report = self._attempt()
+                except _Replaced:
+                    self._files.forget()
+                    continue
+                level = logging.INFO if context.is_coordinator else logging.DEBUG
+                _logger.log(level, "loaded id %d from %s: %s", report.unique_id, report.path, report)
+                return report
+
+    def _attempt(self) -> LoadReport:
+        """All rounds. Each takes what those before it have come to."""
+        tally = self._files.tally
+        with tally.phase("plan"):
             wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
             plan = functools.partial(self._plan, wanted, answer)
-            fitted, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
+            fit, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
         if decision.restart:
             raise _Replaced
-        self.files.look_into_cache(decision.shared)
-        order = self._agree_on_exchange(fitted.fit, decision) if decision.exchange else None
-        reading = self._reading(fitted)
-        skipped = list(fitted.skipped)
+        self._files.look_into_cache(decision.shared)
+        order = self._agree_on_exchange(fit, decision) if decision.exchange else None
+        reading = Reading(self.context, fit, self._files, order)
+
+        def read_staged() -> tuple[list[str], DoneRequest]:
+            reading.run(True)
+            problems = fit.targets.compare_shared()
+            return problems, DoneRequest(problems=problems)
+
+        def read() -> tuple[dict[str, Any], DoneRequest]:
+            reading.run(False)
+            fit.targets.finish(reading.copies)
+            return _values(fit), DoneRequest()
+
+        def restore() -> tuple[None, DoneRequest]:
+            self.restore(values, fit.untouched)
+            return None, DoneRequest()
+
+        skipped = list(fit.skipped)
         if decision.staged:
-            staged = functools.partial(self._read_staged, fitted, reading, order)
-            problems, _ = self._ask("staged", staged, GoOnAnswer, LoadCoordinator.staged)
-            skipped += problems
+            skipped += self._ask("staged", read_staged, GoOnAnswer, LoadCoordinator.done)[0]
         try:
-            with self.tally.phase("read"):
-                read = functools.partial(self._read, fitted, reading, order)
-                values, last = self._ask("read", read, ReadAnswer, LoadCoordinator.done)
-                self._restore(values, fitted.untouched, decision.objects)
+            with tally.phase("read"):
+                values, _ = self._ask("read", read, GoOnAnswer, LoadCoordinator.done)
+                if decision.objects:  # which may refuse their states
+                    self._ask("restore", restore, GoOnAnswer, LoadCoordinator.done)
+                else:
+                    restore()
         except CheckpointError as error:
             error.args = (f"{error.args[0]}{self.warning}",)
             raise
         except OSError as error:  # of a process that works alone; from several it comes as RankFailureError
             raise CheckpointError(f"reading failed: {error}{self.warning}") from error
-        return self._report(answer, skipped, last)
+        return LoadReport(
+            path=self.context.storage.location,
+            unique_id=answer.unique_id,
+            skipped=tuple(skipped),
+            unused_keys=tuple(decision.unused),
+            **asdict(tally),
+        )
 
     def _ask(
         self,
@@ -178,99 +176,67 @@ class _Attempt:
         kind: type[A],
         answer: Callable[[LoadCoordinator, Messages], Messages],
     ) -> tuple[T, A]:
-        return ask(self.context.session, name, local, kind, only_on(self.coordinator, answer))
+        return ask(self.context.session, name, local, kind, only_on(self._coordinator, answer))
 
     def _request(self) -> tuple[WantedState, LoadRequest]:
-        wanted = collect(self.scan(), self.context.adapter, self.options.key_map)
+        wanted = collect(self.scan(), self.context.adapter, self.context.options.key_map)
         try:
-            folder = self.context.folder()
+            folder = self.context.storage.identity()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
-        tensors, others = wanted.tensors, wanted.others
-        names = [*tensors.names, *others.values()]
-        paths = WantedPaths(tensors.paths, list(wanted.values.items()), list(others), names, wanted.moved)
-        choices = {name: str(getattr(self.options, name)) for name in _COMPARED}
+        tensors = wanted.tensors
+        paths = WantedPaths(tensors.paths, wanted.values, tensors.names, wanted.others, wanted.moved)
+        choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
         choices["offload"] = str(self.context.offload)
         return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths))
 
-    def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[_Fitted, DecideRequest]:
-        session, options = self.context.session, self.options
-        own = OwnValues.choose(
-            [path for path in answer.tensors.paths if path not in wanted.values],
-            answer.saved_by,
-            session.rank,
-            session.ranks,
-            options.per_rank,
-        )
-        fit = Fit(answer, wanted, options.cast, own, self.context.adapter)
+    def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
+        session, options = self.context.session, self.context.options
+        left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)
+        fit = Fit(answer, wanted, options.cast, left_out, self.context.adapter)
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if options.exchange != "always" or len(session.ranks) == 1:
-            unreachable = self.files.open({name: fit.stored.files[name] for name in needed})
-        fitted = _Fitted(wanted, answer, fit, fit.problems + own.skipped + fit.skipped)
+            unreachable = self._files.open([fit.stored.files[name] for name in needed])
         staged = bool(fit.targets.staged.any())
-        return fitted, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)
+        return fit, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)
 
     def _agree_on_exchange(self, fit: Fit, decision: DecideAnswer) -> ExchangeAnswer:
         """Rounds ``exchange`` and ``open``."""
-        counted = zip(decision.files, decision.block_counts, strict=True)
-        expected = {info.name: (info, count) for info, count in counted}
 
         def reach() -> tuple[None, ExchangeRequest]:
             if decision.probe:
-                self.files.open(expected)
-            return None, ExchangeRequest(sorted(self.files.opened.keys() & expected.keys()), fit.shard_needs())
+                self._files.open(decision.files)
+            asked = {info.name for info, _ in decision.files}
+            return None, ExchangeRequest(sorted(self._files.opened.keys() & asked), fit.shard_needs())
 
-        def open_mine() -> tuple[None, OpenRequest]:
-            return None, OpenRequest(self.files.open({name: expected[name] for name in order.files}))
+        def open_mine() -> tuple[None, DoneRequest]:
+            return None, DoneRequest(self._files.open([file for file in decision.files if file[0].name in order.files]))
 
-        with self.tally.phase("open"):
+        with self._files.tally.phase("open"):
             _, order = self._ask("exchange", reach, ExchangeAnswer, LoadCoordinator.exchange)
-            if order.restart or self._ask("open", open_mine, OpenAnswer, LoadCoordinator.opened)[1].restart:
+            if order.restart or self._ask("open", open_mine, GoOnAnswer, LoadCoordinator.done)[1].restart:
                 raise _Replaced
         return order
 
-    def _reading(self, fitted: _Fitted) -> Reading:
-        answer, rank = fitted.answer, self.context.session.rank
-        on_host = answer.ranks_on_host.get(rank, 1)
-        files, tally = self.files.opened, self.tally
-        return Reading(self.context, self.options, fitted.fit, files, answer.block_bytes, on_host, tally)
 
-    @staticmethod
-    def _read_staged(
-        fitted: _Fitted, reading: Reading, order: ExchangeAnswer | None
-    ) -> tuple[list[str], StagedRequest]:
-        reading.run(True, order.staged if order is not None else None)
-        problems = fitted.fit.targets.compare_shared()
-        return problems, StagedRequest(problems)
+def _values(fit: Fit) -> dict[str, Any]:
+    """The values by path: those of `.metadata`, and those that were read from entries of data files.
 
-    @staticmethod
-    def _read(fitted: _Fitted, reading: Reading, order: ExchangeAnswer | None) -> tuple[dict[str, Any], DoneRequest]:
-        reading.run(False, order.main if order is not None else None)
-        targets = fitted.fit.targets
-        targets.finish(reading.copies)
-        return collect_values(fitted.wanted, fitted.answer, targets), DoneRequest()
-
-    def _restore(self, values: Mapping[str, Any], untouched: Container[str], objects: bool) -> None:
-        """Hand the values over: in a round, if objects of some rank may refuse them."""
-
-        def restore() -> tuple[None, DoneRequest]:
-            self.restore(values, untouched)
-            return None, DoneRequest()
-
-        if objects:
-            self._ask("restore", restore, GoOnAnswer, LoadCoordinator.restored)
-        else:
-            restore()
-
-    def _report(self, answer: LoadAnswer, skipped: list[str], last: ReadAnswer) -> LoadReport:
-        return LoadReport(
-            path=self.context.storage.location,
-            unique_id=answer.unique_id,
-            bytes_read=self.tally.bytes_read,
-            bytes_received=self.tally.bytes_received,
-            files_opened=self.tally.files_opened,
-            skipped=tuple(skipped),
-            unused_keys=tuple(last.unused),
-            seconds=self.tally.seconds,
-        )
+    Where the state_dict has None at a path below which values are stored, they become one tree.
+    """
+    values = {path: from_jsonable(tree) for path, tree in fit.answer.values.items()}
+    values |= {
+        path: value if i == 0 else copy.deepcopy(value)
+        for stored, value in fit.targets.entries().items()
+        for i, path in enumerate(fit.answer.renamed.get(stored, [stored]))
+    }
+    for path in [path for path in values if is_own(path) and path not in fit.wanted.values]:
+        values[parent_of(path)] = PerRank(values.pop(path))
+    paths = sorted(values)
+    for path, present in fit.wanted.values.items():
+        if present == "none" and path not in values:
+            first, last = bisect.bisect_left(paths, path + "/"), bisect.bisect_left(paths, path + "0")
+            if first < last:
+                values[path] = build_tree((p[len(path) :], values.pop(p)) for p in paths[first:last])
+    return values

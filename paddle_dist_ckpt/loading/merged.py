@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..control import SoloHub
 from ..control.transports import NoTransport
 from ..core.dtypes import arithmetic_dtype
 from ..core.shards import Kind
-from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
+from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes, read_checkpoint
 from ..folder.selection import Selection, select
@@ -22,8 +21,8 @@ from ..options import LoadOptions
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
 from ..tree.state_dict import Adapter, Leaves, build_tree
-from .context import LoadContext
-from .load import load_leaves
+from .load import LeavesLoad
+from .reading import LoadContext
 
 __all__ = ["load_merged"]
 
@@ -39,46 +38,37 @@ def load_merged(
 ) -> dict[Any, Any]:
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
     restarts = Restarts(storage)
-    while True:
-        metadata = read_checkpoint(storage, unique_id)
-        chosen = select(metadata, selection)
-        try:
-            check_sizes(storage, metadata, _files_of(metadata, chosen))
-            filled = _load(storage, adapter, metadata, list(chosen), options, threads)
-        except (StateDictMismatchError, CheckpointCorruptedError):
-            if restarts.due(metadata):
-                continue
-            raise
-        if flat:
-            return dict(zip(flat_keys(list(chosen.values())), filled.values(), strict=True))
-        tree: dict[Any, Any] = build_tree((chosen[path], value) for path, value in filled.items())
-        return tree
-
-
-def _load(
-    storage: Storage,
-    adapter: Adapter,
-    metadata: Metadata,
-    paths: Sequence[str],
-    options: LoadOptions,
-    threads: int | None,
-) -> dict[str, Any]:
-    """The values and whole tensors at these paths."""
+    metadata: Metadata
+    chosen: dict[str, str]
+    leaves: Leaves
     values: dict[str, Any] = {}
 
-    @functools.cache
     def scan() -> Leaves:
-        leaves = Leaves()
-        for path in paths:
-            _add_leaf(leaves, metadata, path, adapter)
-        return leaves
+        nonlocal metadata, chosen, leaves
+        while True:
+            metadata = read_checkpoint(storage, unique_id)
+            chosen = select(metadata, selection)
+            try:
+                check_sizes(storage, metadata, _files_of(metadata, chosen))
+            except CheckpointCorruptedError:
+                if restarts.due(metadata):
+                    continue
+                raise
+            leaves = Leaves()
+            for path in chosen:
+                _add_leaf(leaves, metadata, path, adapter)
+            return leaves
 
     with SoloHub().session("load", options.timeout) as session:
-        context = LoadContext(storage, session, NoTransport(), adapter, threads=threads)
         options = dataclasses.replace(options, key_map=None)  # whole tensors are loaded under the keys that they have
-        load_leaves(scan, lambda found, _: values.update(found), context, metadata.unique_id, options)
-    tensors = dict(zip(scan().tensor_paths, scan().tensors, strict=True))
-    return {path: tensors[path] if path in tensors else values[path] for path in paths}
+        context = LoadContext(storage, session, NoTransport(), adapter, options, threads)
+        restore, read = (lambda found, _: values.update(found)), (lambda _: metadata)
+        LeavesLoad(scan, restore, context, unique_id, read=read).run()
+    values.update(zip(leaves.tensor_paths, leaves.tensors, strict=True))
+    if flat:
+        return dict(zip(flat_keys(list(chosen.values())), map(values.__getitem__, chosen), strict=True))
+    tree: dict[Any, Any] = build_tree((rest, values[path]) for path, rest in chosen.items())
+    return tree
 
 
 def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:

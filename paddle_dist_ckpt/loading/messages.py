@@ -11,7 +11,7 @@ from ..core.columns import Column
 from ..core.messages import prepare
 from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
-from ..storage.base import Folder
+from ..storage.base import FolderIdentity
 
 __all__ = [
     "DecideAnswer",
@@ -23,29 +23,26 @@ __all__ = [
     "GoOnAnswer",
     "LoadAnswer",
     "LoadRequest",
-    "OpenAnswer",
-    "OpenRequest",
     "ParcelOrder",
-    "ReadAnswer",
     "ShardNeed",
     "ShardOrder",
-    "StagedRequest",
     "UnitOrder",
     "WantedPaths",
 ]
 
 
 class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
-    """The paths that a rank's state_dict asks for: those of tensors, and of values with what stands there now.
+    """The paths that a rank's state_dict asks for: those of tensors, with their names (left out if they have none), and
+    of values with what stands there now.
 
-    ``names`` are the tensors' names, and those of ``others``: tensors of the same state_dict that are not wanted. All
-    are left out if there are none. ``moved`` has the stored flat key that the user gives for a wanted path.
+    ``others`` are names of tensors of the same state_dict that are not wanted, by their paths. ``moved`` has the stored
+    flat key that the user gives for a wanted path.
     """
 
     tensors: list[str]
-    values: list[tuple[str, str]]
-    others: list[str] = []
+    values: dict[str, str] = {}
     names: list[str | None] = []
+    others: dict[str, str | None] = {}
     moved: dict[str, str] = {}
 
 
@@ -54,7 +51,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
 
     unique_id: int | None
     options: dict[str, str]
-    folder: Folder | None
+    folder: FolderIdentity | None
     wanted: bytes
 
 
@@ -62,23 +59,21 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Round ``request``: what the checkpoint has of the wanted paths: a table of the tensors (and of values that are
     stored as entries), and the small values themselves.
 
-    ``starts`` and ``blocks`` say for each shard where it starts in its file's data section and which is its first
-    block; ``block_counts`` says for each file how many blocks it has, ``ranks_on_host`` for each rank how many are on
-    its host. ``unfit`` tells what stands at wanted paths where no tensor is, or no value; ``skipped`` why some wanted
-    paths are left as they are. ``stored`` has the stored path of tensors that are not stored under the wanted one,
-    ``renamed`` the wanted paths of other entries of data files. ``saved_by`` is how many ranks have saved.
+    ``files`` has the number of blocks with each file. ``starts`` and ``blocks`` say for each shard where it starts in
+    its file's data section and which is its first block, ``ranks_on_host`` for each rank how many are on its host.
+    ``unfit`` tells what stands at wanted paths where no tensor is, or no value; ``skipped`` why some wanted paths are
+    left as they are. ``stored`` has the stored path of tensors that are not stored under the wanted one, ``renamed``
+    the wanted paths of other entries of data files. ``saved_by`` is how many ranks have saved.
     """
 
     unique_id: int
-    save_id: str
     block_bytes: int
-    files: list[FileInfo]
-    block_counts: Column
+    files: list[tuple[FileInfo, int]]
     tensors: TableRecord
     starts: Column
     blocks: Column
     keys: dict[str, str]
-    values: list[tuple[str, Any]]
+    values: dict[str, Any]
     unfit: dict[str, str]
     ranks_on_host: dict[int, int]
     skipped: dict[str, str] = {}
@@ -100,21 +95,22 @@ class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``decide``: how the load goes on: ``restart``, or with an exchange of these files or without it, with a
-    pass for staged targets first or not.
+    """Round ``decide``: how the load goes on: ``restart``, or with an exchange of these files (each with its number of
+    blocks) or without it, with a pass for staged targets first or not.
 
     ``probe`` tells a rank to find out which of the files its folder has. ``shared`` are files of which ranks of one
-    host read the same data. ``objects``: the load ends with round ``restore``.
+    host read the same data. ``objects``: the load ends with round ``restore``. ``unused`` are the flat keys that no
+    rank has asked for.
     """
 
     restart: bool = False
     exchange: bool = False
     staged: bool = False
-    files: list[FileInfo] = []
-    block_counts: list[int] = []
+    files: list[tuple[FileInfo, int]] = []
     probe: bool = False
     shared: list[str] = []
     objects: bool = False
+    unused: list[str] = []
 
 
 class ShardNeed(msgspec.Struct, frozen=True, array_like=True):
@@ -138,8 +134,8 @@ class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a shard on its way to a rank position (``ALL``: to all of them). ``row`` is the need that it is for, of
-    the rank that is told of it; -1 if it is for others alone."""
+    """A box of a shard on its way to a rank (``ALL``: to all of them). ``row`` is the need that it is for, of the rank
+    that is told of it; -1 if it is for others alone."""
 
     destination: int
     row: int
@@ -158,8 +154,8 @@ class ShardOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnitOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Something that the rank at a position reads, and parcels of it: all of them if that is the rank that is told,
-    which also hears of the shard; else those for the rank that is told, or for all. Items have ``itemsize`` bytes."""
+    """Something that a rank reads, and parcels of it: all of them if that is the rank that is told, which also hears of
+    the shard; else those for the rank that is told, or for all. Items have ``itemsize`` bytes."""
 
     reader: int
     itemsize: int
@@ -170,7 +166,7 @@ class UnitOrder(msgspec.Struct, frozen=True, array_like=True):
 class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part in one round of an exchange, the units in the same order on all ranks.
 
-    ``senders`` are the positions that send to single ranks, each with the size of its largest message.
+    ``senders`` are the ranks that send to single ranks, each with the size of its largest message.
     """
 
     units: list[UnitOrder]
@@ -191,36 +187,19 @@ class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
         return {unit.shard.file for unit in units if unit.shard is not None}
 
 
-class OpenRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``open``: the files that a rank was to read and could not open, with the reasons."""
-
-    gone: dict[str, str]
-
-
-class OpenAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``open``: whether the load starts again, since files are gone of a checkpoint that was replaced."""
-
-    restart: bool = False
-
-
-class StagedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``staged``: what does not fit, found in the staged pass."""
-
-    problems: list[str]
-
-
 class DoneRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Of rounds in which a rank has only to say that it has done its part."""
+    """Rounds ``open``, ``staged``, ``read`` and ``restore``: a rank has done its part; files that it was to read and
+    could not open, with the reasons, and what it found not to fit."""
+
+    gone: dict[str, str] = {}
+    problems: list[str] = []
 
 
 class GoOnAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Of rounds after which the coordinator has only to say that all ranks have done their parts."""
+    """All ranks have done their parts; or, of round ``open``, the load starts again, since files are gone of a
+    checkpoint that was replaced."""
 
-
-class ReadAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``read``, when all targets are filled on all ranks: the flat keys that no rank asked for."""
-
-    unused: list[str]
+    restart: bool = False
 
 
 prepare(list(vars().values()))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from ..control.transports import WatchedTransport
 from ..core.buffers import Buffers
@@ -24,18 +22,32 @@ from ..files.datafile import read_header
 from ..files.metadata import FileInfo
 from ..files.reader import entry_tasks
 from ..files.runs import OpenFile
+from ..folder.context import Context
 from ..options import LoadOptions
 from ..reports import Stopwatch
-from ..storage.base import Storage
-from .context import LoadContext
 from .exchange import Exchange
 from .fit import Fit
-from .messages import ExchangeRound
-from .staging import GroupStaging, RoundStaging, group_bytes
+from .messages import ExchangeAnswer, ExchangeRound
+from .staging import GroupStaging, group_bytes
 
-__all__ = ["DataFiles", "Reading", "Tally"]
+__all__ = ["DataFiles", "LoadContext", "Reading"]
 
 Task = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext(Context):
+    """One rank's surroundings in a load.
+
+    Attributes:
+        options: How to load.
+        threads: How many threads it reads with; None for this rank's part of the host's cores.
+        offload: Whether its transport was chosen for host memory.
+    """
+
+    options: LoadOptions
+    threads: int | None = None
+    offload: bool = False
 
 
 @dataclass(slots=True)
@@ -47,42 +59,31 @@ class Tally(Stopwatch):
     files_opened: int = 0
 
 
-class DataFiles:
-    """The data files that one attempt to load has opened; a context manager that closes them.
+class DataFiles(ExitStack):
+    """The data files that a load has opened, and what it counts; a context manager that closes them."""
 
-    Args:
-        storage: Where they are.
-        rank: This rank, for messages.
-        tally: Counts the files.
-    """
-
-    def __init__(self, storage: Storage, rank: int, tally: Tally) -> None:
-        self._storage, self._rank, self._tally = storage, rank, tally
-        self._closing = ExitStack()
+    def __init__(self, context: LoadContext) -> None:
+        super().__init__()
+        self._storage, self._rank = context.storage, context.session.rank
+        self.tally = Tally()
         self.opened: dict[str, OpenFile] = {}
 
-    def __enter__(self) -> DataFiles:
-        return self
+    def forget(self) -> None:
+        """Close all, since the load starts again."""
+        self.opened.clear()
+        self.close()
 
-    def __exit__(self, *error: object) -> None:
-        self._closing.close()
-
-    def open(self, expected: Mapping[str, tuple[FileInfo, int]]) -> dict[str, str]:
-        """Open files that are not open yet, and check their headers.
-
-        Args:
-            expected: What `.metadata` says of each, with its number of blocks, by name.
-
-        Returns:
-            Those that cannot be read, with the reasons.
-        """
+    def open(self, expected: Sequence[tuple[FileInfo, int]]) -> dict[str, str]:
+        """Open files that are not open yet, and check their headers by what `.metadata` says of each, and by its number
+        of blocks; returns those that cannot be read, with the reasons, by name."""
         failed: dict[str, str] = {}
-        for name, (info, blocks) in expected.items():
+        for info, blocks in expected:
+            name = info.name
             if name in self.opened:
                 continue
             try:
                 file = self._storage.open(name)
-                self._closing.callback(file.close)
+                self.callback(file.close)
                 hashes, data_start = read_header(file, info, blocks)
             except (OSError, CheckpointCorruptedError) as error:
                 if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -92,7 +93,7 @@ class DataFiles:
                 failed[name] = f"rank {self._rank}: {error}"
                 continue
             self.opened[name] = OpenFile(f"{self._storage.location}/{name}", file, data_start, hashes)
-            self._tally.files_opened += 1
+            self.tally.files_opened += 1
         return failed
 
     def look_into_cache(self, shared: Sequence[str]) -> None:
@@ -106,42 +107,27 @@ class DataFiles:
 class Reading:
     """Reads a load's needs in one or two passes: first those of staged targets, if there are any.
 
-    Attributes:
-        context: This rank's surroundings.
-        options: How to load.
-        fit: What this rank needs, and where it goes.
-        opened: The data files that this rank reads, by name.
-        block_bytes: Bytes of a block.
-        ranks_on_host: How many ranks share this rank's host.
-        tally: Counts what is read and received.
+    ``order`` is this rank's part in an exchange; None if it reads for itself.
     """
 
     context: LoadContext
-    options: LoadOptions
     fit: Fit
-    opened: Mapping[str, OpenFile]
-    block_bytes: int
-    ranks_on_host: int
-    tally: Tally
+    files: DataFiles
+    order: ExchangeAnswer | None
 
-    def run(self, staged: bool, rounds: Sequence[ExchangeRound] | None) -> None:
-        """One pass.
-
-        Args:
-            staged: Whether it is for the staged targets, or for all others.
-            rounds: The rounds of the exchange; None if this rank reads for itself.
-        """
+    def run(self, staged: bool) -> None:
+        """One pass: for the staged targets, or for all others."""
         needs = self.fit.needs(staged)
-        shown, is_coordinator = self.options.progress, self.context.is_coordinator
-        with Progress("load", self.fit.nbytes(needs), shown, is_coordinator) as progress:
-            if rounds is not None:
-                self._exchange(rounds, progress)
+        context = self.context
+        with Progress("load", self.fit.nbytes(needs), context.options.progress, context.is_coordinator) as progress:
+            if self.order is not None:
+                self._exchange(self.order.staged if staged else self.order.main, progress)
             else:
                 try:
-                    run_all(self._tasks(needs, staged, progress), self._threads, self.context.session.check)
+                    run_all(self._tasks(needs, progress), self._threads, context.session.check)
                 finally:
                     self.copies.mark().wait()
-        self.tally.bytes_read += progress.done
+        self.files.tally.bytes_read += progress.done
 
     @cached_property
     def copies(self) -> Copies:
@@ -153,58 +139,39 @@ class Reading:
     def _threads(self) -> int:
         if self.context.threads is not None:
             return self.context.threads
-        return io_threads(self.ranks_on_host, any(opened.once for opened in self.opened.values()))
+        on_host = self.fit.answer.ranks_on_host.get(self.context.session.rank, 1)
+        return io_threads(on_host, any(opened.once for opened in self.files.opened.values()))
 
-    def _tasks(self, needs: IntArray, staged: bool, progress: Progress) -> Iterator[Task]:
+    def _tasks(self, needs: IntArray, progress: Progress) -> Iterator[Task]:
         """What has to be done to read needs: first those that go to host memory, then those that go to a device."""
         fit, buffers = self.fit, Buffers(self._threads)
-        groups = [] if staged else fit.device_groups(group_bytes(self.options.staging_bytes, self.block_bytes))
-        later = np.concatenate([np.zeros(0, np.int64), *(fit.needs_of(group) for group in groups)])
-        yield from self._read_tasks(np.setdiff1d(needs, later), buffers, progress)
+        on_host, groups = fit.device_groups(
+            needs, group_bytes(self.context.options.staging_bytes, fit.answer.block_bytes)
+        )
+        yield from self._read_tasks(on_host, buffers, progress)
         devices = self.context.adapter.devices
         if devices is None:
             return
         staging = GroupStaging(fit.targets, self.copies, devices.host_memory)
-        for group in groups:
-            make_tasks = functools.partial(self._read_tasks, fit.needs_of(group), buffers, progress)
-            yield from staging.through(group, make_tasks)
+        for rows, group in groups:
+            yield from staging.through(rows, functools.partial(self._read_tasks, group, buffers, progress))
 
     def _read_tasks(self, needs: IntArray, buffers: Buffers, progress: Progress) -> Iterator[Task]:
-        small, others = self.fit.split(needs)
-        for batch in self.fit.batches(small, self.opened):
+        fit, opened, block_bytes = self.fit, self.files.opened, self.fit.answer.block_bytes
+        for batch in fit.batches(needs, opened):
             yield from batch.tasks(buffers, progress)
-        yield from entry_tasks(self.fit.entries(others, self.opened), self.block_bytes, buffers, progress)
+        yield from entry_tasks(fit.entries(needs, opened), block_bytes, buffers, progress)
 
     def _exchange(self, rounds: Sequence[ExchangeRound], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
-        most = self.options.staging_bytes
-        rows = [self.fit.rows_on_device(_needs_of(one)) for one in rounds]
-        staging = RoundStaging(self.fit.targets, self.copies, rows, most)
+        context = self.context
 
         def run(watch: CollectiveWatch) -> Exchange:
-            exchange = Exchange(
-                context=self.context,
-                fit=self.fit,
-                files=self.opened,
-                transport=WatchedTransport(self.context.transport, watch),
-                within=staging.round,
-                staging_bytes=most,
-                block_bytes=self.block_bytes,
-                progress=progress,
-            )
-            try:
-                exchange.run(rounds)
-            finally:
-                staging.finish()
+            transport, most = WatchedTransport(context.transport, watch), context.options.staging_bytes
+            exchange = Exchange(context.session, self.fit, self.files, transport, self.copies, most, progress)
+            exchange.run(rounds)
             return exchange
 
-        exchange = self.context.session.run_collectives(run)
-        self.tally.bytes_received += exchange.received
+        exchange = context.session.run_collectives(run)
         if exchange.failure is not None:
             raise exchange.failure
-
-
-def _needs_of(one: ExchangeRound) -> IntArray:
-    """The needs that a round brings something for."""
-    rows = [parcel.row for unit in one.units for parcel in unit.parcels if parcel.row >= 0]
-    return np.array(rows, np.int64)

@@ -45,13 +45,7 @@ def group_bytes(staging_bytes: int, block_bytes: int) -> int:
 
 
 class GroupStaging:
-    """Groups of rows on their way through buffers, of which there are four.
-
-    Args:
-        targets: What is to be filled.
-        copies: Copies to the devices.
-        allocate: Makes a buffer.
-    """
+    """Groups of rows on their way through buffers, of which there are four."""
 
     def __init__(self, targets: Targets, copies: Copies, allocate: Callable[[int], Bytes1D]) -> None:
         self._targets, self._copies, self._allocate = targets, copies, allocate
@@ -61,13 +55,16 @@ class GroupStaging:
         self._lock = threading.Lock()
 
     def through(self, rows: IntArray, make_tasks: Callable[[], Iterable[Task]]) -> Iterator[Task]:
-        """The tasks that fill a group, of which the last to end sends it to the device.
-
-        Args:
-            rows: The group.
-            make_tasks: Called when there is memory for the rows.
-        """
-        buffer = self._open(rows)
+        """The tasks that fill a group, of which the last to end sends it to the device; they are made when there is
+        memory for the rows."""
+        buffer, mark = self._buffers.get()
+        if mark is not None:
+            mark.wait()
+        sizes = self._targets.nbytes[rows]
+        starts = np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT).tolist()])
+        memory = self._allocate(int(starts[-1])) if buffer is None or len(buffer) < starts[-1] else buffer
+        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=False):
+            self._targets.place(row, memory[start : start + size])
         tasks = list(make_tasks())
         left = itertools.count(len(tasks) - 1, -1)
 
@@ -78,44 +75,20 @@ class GroupStaging:
                 self._buffers.put((None, None))  # whoever waits for one must not wait for ever
                 raise
             if next(left) == 0:
-                self._close(rows, buffer)
+                with self._lock:
+                    _write(self._targets, rows.tolist(), self._copies)
+                    mark = self._copies.mark()
+                self._buffers.put((memory, mark))  # to be had again when the rows have arrived
 
         for task in tasks:
             yield functools.partial(run, task)
-        if not tasks:
-            self._close(rows, buffer)
-
-    def _open(self, rows: IntArray) -> Bytes1D:
-        """Give rows memory on the host; waits for it."""
-        buffer, mark = self._buffers.get()
-        if mark is not None:
-            mark.wait()
-        sizes = self._targets.sizes(rows)
-        starts = np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT).tolist()])
-        if buffer is None or len(buffer) < starts[-1]:
-            buffer = self._allocate(int(starts[-1]))
-        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=False):
-            self._targets.place(row, buffer[start : start + size])
-        return buffer
-
-    def _close(self, rows: IntArray, buffer: Bytes1D) -> None:
-        """Send rows to the device, and let go of their memory when they have arrived."""
-        with self._lock:
-            _write(self._targets, rows.tolist(), self._copies)
-            mark = self._copies.mark()
-        self._buffers.put((buffer, mark))
 
 
 class RoundStaging:
     """The rows of an exchange, in host memory from the first round that brings something for them to the last.
 
-    If there are more than the bound allows, some go to the device before they are complete, and come back later.
-
-    Args:
-        targets: What is to be filled.
-        copies: Copies to and from the devices.
-        rows: The rows on a device that each round brings something for.
-        most: The most bytes at a time, unless a single round needs more.
+    If there are more than ``most`` bytes, some go to the device before they are complete, and come back later; more are
+    there only if a single round needs them. ``rows`` are those on a device that each round brings something for.
     """
 
     def __init__(self, targets: Targets, copies: Copies, rows: Sequence[IntArray], most: int) -> None:
@@ -131,7 +104,7 @@ class RoundStaging:
         """Within it the round's rows are on the host."""
         rows = self._rows[number]
         missing = [row for row in rows.tolist() if row not in self._open]
-        sizes = dict(zip(missing, self._targets.sizes(np.array(missing, np.int64)).tolist(), strict=True))
+        sizes = dict(zip(missing, self._targets.nbytes[missing].tolist(), strict=True))
         for row in rows.tolist():
             if row in self._open:
                 self._open[row] = self._open.pop(row)

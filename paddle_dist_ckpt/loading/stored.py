@@ -41,10 +41,7 @@ class StoredShards:
         shards = len(self.table.shard_file)
         self.starts: IntArray = unpack_column(answer.starts, shards, _MANY, "starts")
         self.blocks: IntArray = unpack_column(answer.blocks, shards, _MANY, "blocks")
-        counts = unpack_column(answer.block_counts, len(answer.files), _MANY, "block_counts").tolist()
-        self.files: dict[str, tuple[FileInfo, int]] = {
-            info.name: (info, count) for info, count in zip(answer.files, counts, strict=True)
-        }
+        self.files: dict[str, tuple[FileInfo, int]] = {info.name: (info, count) for info, count in answer.files}
 
     def key(self, shard: int) -> str:
         """The flat key of a shard's tensor."""
@@ -53,7 +50,7 @@ class StoredShards:
 
     def file_name(self, file: int) -> str:
         """The name of a file of the table."""
-        return self._files[file].name
+        return self._files[file][0].name
 
     def entry(self, shard: int, shape: tuple[int, ...], opened: Mapping[str, OpenFile]) -> StoredEntry:
         """A shard of this shape as an entry of one of the opened files."""

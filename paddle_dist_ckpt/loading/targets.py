@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,17 @@ import numpy.typing as npt
 from ..core.box import Box, whole
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, DeviceArray, write_all
-from ..core.dtypes import DType, arithmetic_dtype, cast_array
-from ..core.local_tensors import LocalShards
-from ..core.memory import address_of, array_at
+from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
+from ..core.grouping import group_rows
+from ..core.local_tensors import LocalShards, LocalTensors
+from ..core.memory import Bytes1D, address_of, array_at
 from ..core.shards import Kind, ShardTable
-from ..core.tensors import Geometry, LocalShard, TensorAdapter
+from ..core.tensors import Geometry, LocalShard, TensorAdapter, TensorView
 from ..errors import CheckpointError
 from ..files.reader import Consumer, view_at
 from ..tree.paths import plain_key
-from .mismatch import find_mismatches
-from .shared_memory import find_shared_memory
+from ..tree.values import decode_value
+from .shared_memory import SharedMemory, find_shared_memory
 from .wanted import WantedState
 
 __all__ = ["Targets"]
@@ -34,7 +34,7 @@ class Targets:
     buffer for a stored value.
 
     Args:
-        wanted: What the state_dict asks for.
+        wanted: What the state_dict asks for. Its tensors get the buffers for stored values as well.
         table: What the checkpoint has of it.
         cast: Whether dtypes are converted.
         stored: The stored paths of tensors that are stored under another than the wanted one; None for those of which
@@ -46,10 +46,10 @@ class Targets:
         cells: The different targets: the geometry of the tensor, and which local shard of it.
         tensor: The place of each target's tensor in the table, ``[rows]``.
         cell: Which of the cells it is, ``[rows]``.
+        nbytes: Its size, ``[rows]``.
+        address: Where its data go, ``[rows]``.
         staged: Whether it goes to a buffer that is looked at before anything else is touched, ``[rows]``.
-        on_device: Whether it is in a device's memory, ``[rows]``.
-        zeros: Memory of addends that are to become zero (see :meth:`_without_addends`).
-        shared: Memory that several keys have.
+        on_device: Whether its tensor is in a device's memory, ``[rows]``.
         problems: What does not fit, a line each.
     """
 
@@ -62,84 +62,64 @@ class Targets:
         left_out: Container[str],
         adapter: TensorAdapter,
     ) -> None:
-        self._wanted, self._table, self._devices = wanted, table, adapter.devices
+        self._table, self._devices = table, adapter.devices
         self.problems: list[str] = []
-        self.zeros: list[Array | DeviceArray] = []
         self._buffers: dict[int, Array] = {}
-        tensors = wanted.tensors
-        pieces = LocalShards(tensors.geometries, np.array(tensors.geometry, np.int64))
-        self.cells = list(pieces.cells)
+        self._shared: list[SharedMemory] = []
+        tensors = self._tensors = wanted.tensors
         places: dict[str | None, int] = {None: -1}
         places.update(table.index)
         place = np.array([places.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
-        for tensor, reason in find_mismatches(tensors, table, place, cast).items():
+        for tensor, reason in _find_mismatches(tensors, table, place, cast).items():
             self.problems.append(f"{plain_key(tensors.paths[tensor])}: {reason}")
             place[tensor] = -1
-        rows = np.flatnonzero(place[pieces.tensor] >= 0)
-        not_empty = np.array([0 not in piece.box.shape for _, piece in self.cells], bool)
-        rows = rows[not_empty[pieces.cell[rows]]]
+        self._values = self._add_values(left_out, set(place.tolist()))
+        first_value, place = len(place), np.append(place, np.array([t for t, _ in self._values], np.int64))
+
+        pieces = LocalShards(tensors.geometries, np.array(tensors.geometry, np.int64))
+        self.cells = pieces.cells
+        # The addend at position 0 of a sum gets the value and the others zeros; where equal addends reduce to
+        # themselves, as for max or avg, each gets the value.
+        is_zero = np.array([_becomes_zero(geometry) for geometry, _ in self.cells], bool)[pieces.cell]
+        is_empty = np.array([0 in piece.box.shape for _, piece in self.cells], bool)[pieces.cell]
+        found = (place[pieces.tensor] >= 0) & ~is_empty
+        rows, zeros = np.flatnonzero(found & ~is_zero), np.flatnonzero(found & is_zero)
+        addresses = np.array(tensors.addresses, np.int64)
         self._owner: IntArray = pieces.tensor[rows]
         self.tensor: IntArray = place[self._owner]
         self.cell: IntArray = pieces.cell[rows]
-        self._address: IntArray = np.array(tensors.addresses, np.int64)[rows]
-        self.staged = np.zeros(len(rows), bool)
-        self._without_addends()
-        on_device = np.array([geometry.on_device for geometry, _ in self.cells], bool)
-        self.on_device: npt.NDArray[np.bool_] = on_device[self.cell]
-        self._add_values(left_out, set(place.tolist()))
-        self.shared = find_shared_memory(self)
+        self._address: IntArray = addresses[rows]
+        self.address = self._address.copy()
+        self.staged = self._owner >= first_value
+        self.on_device = np.array([geometry.on_device for geometry, _ in self.cells], bool)[self.cell]
+        sizes = [piece.box.size * geometry.dtype.itemsize for geometry, piece in self.cells]
+        self.nbytes = np.array(sizes, np.int64)[self.cell]
+        columns = (pieces.tensor[zeros].tolist(), pieces.cell[zeros].tolist(), addresses[zeros].tolist())
+        self._zeros = [self._memory(*row) for row in zip(*columns, strict=True)]
 
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def _without_addends(self) -> None:
-        """The addend at position 0 of a sum gets the value and the others zeros; where equal addends reduce to
-        themselves, as for max or avg, each gets the value."""
-        is_zero = np.array([_becomes_zero(geometry) for geometry, _ in self.cells], bool)
-        if is_zero.any():
-            zero = is_zero[self.cell]
-            self.zeros = [self.memory(row) for row in np.flatnonzero(zero).tolist()]
-            self._keep(np.flatnonzero(~zero))
-
-    def _keep(self, rows: IntArray) -> None:
-        for name in ("_owner", "tensor", "cell", "_address", "staged"):
-            setattr(self, name, getattr(self, name)[rows])
-
-    def _add_values(self, left_out: Container[str], filled: Container[int]) -> None:
+    def _add_values(self, left_out: Container[str], filled: Container[int]) -> list[tuple[int, Array]]:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
-        that it belongs to."""
-        values = np.flatnonzero(self._table.kinds != Kind.TENSOR).tolist()
-        added = [t for t in values if t not in filled and self._table.paths[t] not in left_out]
-        first_row, first_cell = len(self), len(self.cells)
-        for row, t in enumerate(added, first_row):
-            shape, dtype = self._table.layouts[self._table.layout_of[t]].shape, self._table.dtypes[t]
-            geometry = Geometry(Kind(int(self._table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
-            self.cells.append((geometry, geometry.shards[0]))
-            self._buffers[row] = np.empty(shape, dtype.raw)
-        count = len(added)
-        self.tensor = np.append(self.tensor, np.array(added, np.int64))
-        self.cell = np.append(self.cell, np.arange(first_cell, first_cell + count))
-        self.staged = np.append(self.staged, np.ones(count, bool))
-        self.on_device = np.append(self.on_device, np.zeros(count, bool))
-        self._owner = np.append(self._owner, np.full(count, -1))
-        self._address = np.append(self._address, np.zeros(count, np.int64))
+        that it belongs to; returns their places in the table and the buffers."""
+        table, added = self._table, []
+        for t in np.flatnonzero(table.kinds != Kind.TENSOR).tolist():
+            if t not in filled and table.paths[t] not in left_out:
+                shape, dtype = table.layouts[table.layout_of[t]].shape, table.dtypes[t]
+                buffer: Array = np.empty(shape, dtype.raw)
+                geometry = Geometry(Kind(int(table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
+                self._tensors.add(table.paths[t], TensorView(geometry, (address_of(buffer),), buffer, None))
+                added.append((t, buffer))
+        return added
 
     def path(self, row: int) -> str:
         """The path of a row's tensor, as it is wanted; of a stored value, as it is stored."""
-        owner = self._owner[row]
-        return self._table.paths[self.tensor[row]] if owner < 0 else self._wanted.tensors.paths[owner]
-
-    def stored_path(self, row: int) -> str:
-        """The path of a row's tensor in the checkpoint."""
-        return self._table.paths[self.tensor[row]]
+        return self._tensors.paths[self._owner[row]]
 
     def box(self, row: int) -> Box:
         """Where a row lies in its global tensor."""
         return self.cells[self.cell[row]][1].box
-
-    def dtypes(self, row: int) -> tuple[DType, DType]:
-        """The stored element type, and the wanted one."""
-        return self._table.dtypes[self.tensor[row]], self.cells[self.cell[row]][0].dtype
 
     def array(self, row: int) -> Array:
         """Where a row's data go, as raw items of the wanted type."""
@@ -151,47 +131,25 @@ class Targets:
 
     def memory(self, row: int) -> Array | DeviceArray:
         """The memory of a row's tensor."""
-        geometry, piece = self.cells[self.cell[row]]
-        owner = self._wanted.tensors.owners[self._owner[row]]
+        return self._memory(int(self._owner[row]), int(self.cell[row]), int(self._address[row]))
+
+    def _memory(self, tensor: int, cell: int, address: int) -> Array | DeviceArray:
+        (geometry, piece), owner = self.cells[cell], self._tensors.owners[tensor]
         if geometry.on_device:
             assert self._devices is not None, "what is on a device can be reached"
             data = self._devices.memory_of(owner)
-            start = int(self._address[row]) - data.base
-            return DeviceArray(data, start, piece.box.shape, piece.strides, geometry.dtype.raw)
-        return array_at(int(self._address[row]), piece.box.shape, piece.strides, geometry.dtype.raw, owner)
-
-    def addresses_of(self, rows: IntArray) -> IntArray:
-        """Where the data of some rows go."""
-        addresses: IntArray = self._address[rows]
-        buffered = np.flatnonzero(self.staged[rows] | self.on_device[rows])
-        for i, row in zip(buffered.tolist(), rows[buffered].tolist(), strict=True):
-            if row in self._buffers:
-                addresses[i] = address_of(self._buffers[row])
-        return addresses
+            return DeviceArray(data, address - data.base, piece.box.shape, piece.strides, geometry.dtype.raw)
+        return array_at(address, piece.box.shape, piece.strides, geometry.dtype.raw, owner)
 
     def strides(self, row: int) -> tuple[int, ...] | None:
         """Bytes from one element to the next where a row's data go; None if that is contiguous."""
         return None if row in self._buffers else self.cells[self.cell[row]][1].strides
 
-    def stage(self, row: int) -> Array:
-        """Give a row a buffer of its own; returns the buffer."""
-        geometry, piece = self.cells[self.cell[row]]
-        buffer = self._buffers[row] = np.empty(piece.box.shape, geometry.dtype.raw)
-        self.staged[row] = True
-        return buffer
-
-    def sizes(self, rows: IntArray) -> IntArray:
-        """Bytes of some rows."""
-        return self._cell_bytes[self.cell[rows]]
-
-    @cached_property
-    def _cell_bytes(self) -> IntArray:
-        return np.array([piece.box.size * geometry.dtype.itemsize for geometry, piece in self.cells], np.int64)
-
-    def place(self, row: int, memory: npt.NDArray[np.uint8]) -> None:
+    def place(self, row: int, memory: Bytes1D) -> None:
         """Let a row be filled in host memory for the time being."""
         geometry, piece = self.cells[self.cell[row]]
         self._buffers[row] = memory.view(geometry.dtype.raw).reshape(piece.box.shape)
+        self.address[row] = address_of(memory)
 
     def displace(self, row: int) -> Array:
         """Undo :meth:`place`; returns what is there."""
@@ -203,30 +161,20 @@ class Targets:
         assert isinstance(memory, DeviceArray)
         return memory
 
-    def values(self) -> Mapping[str, bytes]:
-        """The values that were stored as entries, after they are read: JSON by path."""
-        return {path: buffer.tobytes() for path, buffer, kind in self._added() if kind == Kind.VALUE}
-
-    def arrays(self) -> Mapping[str, Array]:
-        """The arrays of objects, after they are read, by path."""
-        return {path: buffer for path, buffer, kind in self._added() if kind == Kind.ARRAY}
-
-    def _added(self) -> Iterator[tuple[str, Array, int]]:
-        for row in np.flatnonzero(self._owner < 0).tolist():
-            tensor = self.tensor[row]
-            buffer = self._buffers[row].view(arithmetic_dtype(self._table.dtypes[tensor]))
-            yield self._table.paths[tensor], buffer, int(self._table.kinds[tensor])
+    def entries(self) -> dict[str, Any]:
+        """The values that were stored as entries, and the arrays of objects, after they are read, by path."""
+        table = self._table
+        return {
+            table.paths[t]: decode_value(buffer.tobytes())
+            if table.kinds[t] == Kind.VALUE
+            else buffer.view(arithmetic_dtype(table.dtypes[t]))
+            for t, buffer in self._values
+        }
 
     def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:
-        """The consumer of a part.
-
-        Args:
-            row: Which target.
-            box: The part, counted from the target's corner.
-            entry_box: The same part, counted from the stored shard's corner.
-        """
+        """The consumer of a part, a box from the target's corner, and the same from the stored shard's corner."""
         part = view_at(self.array(row), box.slices)
-        stored, wanted = self.dtypes(row)
+        stored, wanted = self._table.dtypes[self.tensor[row]], self.cells[self.cell[row]][0].dtype
         if stored is wanted:
             return Consumer(entry_box, part)
 
@@ -238,17 +186,19 @@ class Targets:
 
         return Consumer(entry_box, part, convert)
 
-    def without_shared(self, rows: IntArray) -> None:
-        """Forget that some rows, which are not read, share memory with others."""
-        gone = set(rows.tolist())
-        self.shared = [shared.without(gone) for shared in self.shared]
+    def stage_shared(self, rows: IntArray) -> None:
+        """Give buffers to those among some rows, all that are filled, that share memory with others."""
+        self._shared = find_shared_memory(self, rows[~self.staged[rows]])
+        for row in (row for shared in self._shared for row in shared.rows):
+            self.place(row, np.empty(self.nbytes[row], np.uint8))
+            self.staged[row] = True
 
     def compare_shared(self) -> list[str]:
         """The problems with targets that share memory: stored data that differ. Such memory is not filled."""
         problems: list[str] = []
         agreeing = []
-        for shared in self.shared:
-            differing = shared.differing()
+        for shared in self._shared:
+            differing = shared.differing(self)
             if not differing:
                 agreeing.append(shared)
             others = ", ".join(sorted({plain_key(self.path(row)) for row in shared.rows}))
@@ -256,22 +206,53 @@ class Targets:
                 f"{plain_key(self.path(row))}: shares memory with others of {others}, but the stored data differ"
                 for row in differing
             ]
-        self.shared = agreeing
+        self._shared = agreeing
         return problems
 
     def finish(self, copies: Copies) -> None:
         """Fill what is not filled from files: shared memory from buffers, addends of zero."""
-        for shared in self.shared:
-            shared.fill()
-            for row, filled in zip(shared.rows, shared.memories, strict=True):
-                if self.on_device[row]:
-                    write_all([(self.device_memory(row), np.ascontiguousarray(filled))], copies)
-                    copies.mark().wait()
-        for array in self.zeros:
-            if isinstance(array, DeviceArray):
-                array.clear(copies)
+        for row in (row for shared in self._shared for row in shared.rows):
+            memory = self.memory(row)
+            if isinstance(memory, DeviceArray):
+                write_all([(memory, self._buffers[row])], copies)
+                copies.mark().wait()
             else:
-                array[...] = 0
+                memory[...] = self._buffers[row]
+        for memory in self._zeros:
+            if isinstance(memory, DeviceArray):
+                memory.clear(copies)
+            else:
+                memory[...] = 0
+
+
+def _find_mismatches(tensors: LocalTensors, table: ShardTable, place: IntArray, cast: bool) -> dict[int, str]:
+    """The wanted tensors that cannot be filled from what is stored for them, with the reasons.
+
+    Tensors that are alike, and stored alike, are judged once. ``place`` is that of each in the table, -1 for one of
+    which there is nothing, ``[tensors]``.
+    """
+    found = np.flatnonzero(place >= 0)
+    geometry = np.array(tensors.geometry, np.int64)[found]
+    columns = np.column_stack([geometry, table.layout_of[place[found]], table.dtype_of[place[found]]])
+    first, alike = group_rows(columns)
+    reasons = [_mismatch(tensors.geometries[geometry[i]], table, int(place[found[i]]), cast) for i in first.tolist()]
+    unfit = np.flatnonzero(np.array([reason is not None for reason in reasons], bool)[alike])
+    return {int(found[i]): reasons[alike[i]] or "" for i in unfit.tolist()}
+
+
+def _mismatch(geometry: Geometry, table: ShardTable, tensor: int, cast: bool) -> str | None:
+    """Why a tensor cannot be filled from what is stored, if it cannot."""
+    stored, layout = table.dtypes[tensor], table.layouts[table.layout_of[tensor]]
+    if not geometry.writable:
+        return "the target array is read-only"
+    if layout.shape != geometry.shape:
+        return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
+    if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):
+        more = ", a cast that is not done" if cast else ""
+        return f"the target has dtype {geometry.dtype.name}, the checkpoint {stored.name}{more}"
+    if geometry.reduction is not None and geometry.reduction.operation == "prod":
+        return "loading into a partial tensor of products is not supported"
+    return None
 
 
 def _becomes_zero(geometry: Geometry) -> bool:

@@ -11,8 +11,10 @@ from ..core.local_tensors import LocalTensors
 from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
 from ..tree.objects import ObjectKind
+from ..tree.paths import RankIndex, own_among, parent_of, parse_path, plain_key
 from ..tree.state_dict import Leaves, PerRank, owner_of
 from . import key_map
+from .messages import LoadAnswer
 
 __all__ = ["WantedState", "collect"]
 
@@ -29,6 +31,7 @@ class WantedState:
         others: The names of tensors that are not filled, by their paths.
         moved: The stored flat key of each path that the key_map says is stored under another.
         skipped: The paths that the key_map says are left as they are.
+        left: What else is left as it is, by choice, a line each.
         has_objects: Whether there are objects to be given their states in the end.
     """
 
@@ -38,17 +41,39 @@ class WantedState:
     others: dict[str, str | None] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
     has_objects: bool = False
+
+    def choose_own(self, answer: LoadAnswer, rank: int, ranks: tuple[int, ...], choice: str) -> set[str]:
+        """Choose which rank's value this rank takes, of those of which every rank keeps its own, by what
+        ``LoadOptions.per_rank`` says. Returns the stored paths that it does not take."""
+        stored: dict[str, dict[int, str]] = {}
+        for path in own_among(path for path in answer.tensors.paths if path not in self.values):
+            part = parse_path(path)[-1]
+            assert isinstance(part, RankIndex)
+            stored.setdefault(parent_of(path), {})[part.at] = path
+        same_size, others = answer.saved_by == len(ranks), set[str]()
+        for parent, own in stored.items():
+            key, taken = plain_key(parent), None
+            if rank in own and (same_size or choice == "by_rank"):
+                taken = own[rank]
+            elif same_size and own.keys() <= set(ranks):
+                self.problems.append(f"{key}: rank {rank} has saved no value of its own, only {_listed(own)} have")
+            elif choice == "coordinator":
+                taken = own[min(own)]
+            elif choice == "by_rank":
+                self.left.append(f"{key}: left as it is, for no rank {rank} has saved its own")
+            else:
+                self.problems.append(
+                    f"{key}: every rank has saved its own, on {answer.saved_by} ranks ({_listed(own)}), and now there "
+                    f"are {len(ranks)}; LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
+                )
+            others |= {path for path in own.values() if path != taken}
+        return others
 
 
 def collect(leaves: Leaves, adapter: TensorAdapter, mapping: key_map.KeyMap | None) -> WantedState:
-    """Look at what a load was called with.
-
-    Args:
-        leaves: The state_dict's tensors, values and objects.
-        adapter: Makes the tensors accessible.
-        mapping: ``LoadOptions.key_map``.
-    """
+    """Look at what a load was called with; ``mapping`` is its ``LoadOptions.key_map``."""
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
     moved, skipped = key_map.apply(mapping, list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *free])))
@@ -61,10 +86,10 @@ def collect(leaves: Leaves, adapter: TensorAdapter, mapping: key_map.KeyMap | No
         except UnsupportedValueError as error:
             wanted.problems.append(str(error))
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
-        if path not in skipped and (not free or owner_of(path, objects) not in free):
-            owner = objects.get(owner_of(path, objects) or "") if objects else None
-            is_optional = owner is not None and owner.kind is ObjectKind.PROGRAM
-            wanted.values[path] = "optional" if is_optional else _present(value)
+        owner = objects.get(owner_of(path, objects) or "") if objects else None
+        kind = owner.kind if owner is not None else None
+        if path not in skipped and kind is not ObjectKind.FREE:
+            wanted.values[path] = "optional" if kind is ObjectKind.PROGRAM else _present(value)
     if len(wanted.tensors.paths) < len(leaves.tensor_paths):
         names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
         filled = set(wanted.tensors.paths)
@@ -77,3 +102,9 @@ def _present(value: Any) -> str:
     if value is None:
         return "none"
     return "dict" if isinstance(value, dict) else "own" if isinstance(value, PerRank) else "other"
+
+
+def _listed(stored: dict[int, str]) -> str:
+    ranks = sorted(stored)
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
