@@ -96,11 +96,8 @@ class Board:
     def close(self, session: MemberSession) -> None:
         """Close a session: the others no longer count on this rank in it."""
         with self.changed:
-            if self._table is not None and session.verdict is None:
-                self._table.dispel(session.number)
             del self._sessions[session.number]
-            if not session.late:
-                self.post(wire.Bye(session.number))
+            self.post(wire.Bye(session.number))
 
     def post(self, message: ToCoordinator, payload: bytes = b"") -> None:
         """Send to the coordinator, which may be this rank."""
@@ -139,23 +136,16 @@ class Board:
     def parts(self, session: MemberSession) -> Mapping[int, bytes] | None:
         """On the coordinator: every rank's answer to the current round, once they are there."""
         assert self._table is not None
-        state = self._table.find(session.number)
+        state = self._table.sessions.get(session.number)
         return None if state is None else state.parts()
 
     def reply(self, session: MemberSession, replies: Mapping[int, bytes]) -> None:
         """On the coordinator: end the round."""
         assert self._table is not None
         with self.changed:
-            state = self._table.find(session.number)
+            state = self._table.sessions.get(session.number)
             if state is not None:
                 state.reply(replies)
-            self._carrier.flush()
-
-    def end(self, session: MemberSession, error: ErrorRecord) -> None:
-        """On the coordinator: end the session because ``combine`` raised."""
-        assert self._table is not None
-        with self.changed:
-            self._table.end(session.number, error)
             self._carrier.flush()
 
     def wait(

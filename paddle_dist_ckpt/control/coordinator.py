@@ -30,6 +30,11 @@ class CoordinatorSession:
         coordinator: One of them.
         emit: Sends to a rank.
         now: Monotonic time, in seconds. Silence is counted from here: from the first news of it.
+
+    Attributes:
+        kinds: What each rank that has opened it says that it is doing.
+        resume: The number of the session that ranks open after this one has failed, if it is not the next.
+        verdict: Why it has failed, once that is decided.
     """
 
     def __init__(self, number: int, ranks: tuple[int, ...], coordinator: int, emit: Emit, now: float) -> None:
@@ -40,7 +45,7 @@ class CoordinatorSession:
         self._timeout = math.inf
         self._next_beat = math.inf
         self._heard = dict.fromkeys(ranks, now)
-        self._kinds: dict[int, str] = {}
+        self.kinds: dict[int, str] = {}
         self._left: set[int] = set()
         self._round = 0
         self._names: dict[int, str] = {}
@@ -53,15 +58,6 @@ class CoordinatorSession:
         self.verdict: ErrorRecord | None = None
 
     @property
-    def left_out(self) -> bool:
-        """Whether some rank never opened it."""
-        return any(rank not in self._kinds for rank in self._ranks)
-
-    def has_opened(self, rank: int) -> bool:
-        """Whether ``rank`` has opened it."""
-        return rank in self._kinds
-
-    @property
     def abandoned(self) -> bool:
         """The coordinator has closed it, and no verdict is being awaited."""
         return self._coordinator in self._left and not self.failing
@@ -69,7 +65,7 @@ class CoordinatorSession:
     @property
     def failing(self) -> bool:
         """Something has gone wrong; the verdict is there or awaits the other ranks' errors."""
-        return self.verdict is not None or not math.isinf(self._judged_at)
+        return not math.isinf(self._judged_at)
 
     def handle(self, rank: int, message: Message, payload: bytes, now: float) -> None:
         """Take in a message."""
@@ -86,13 +82,13 @@ class CoordinatorSession:
         self._judge_if_due(now)
 
     def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
-        self._kinds[rank] = message.kind
+        self.kinds[rank] = message.kind
         # The first to arrive waits longest: its timeout counts until the coordinator's own is known.
         if rank == self._coordinator or math.isinf(self._timeout):
             self._timeout = message.timeout
         if rank == self._coordinator:
             self._next_beat = now
-        if len(set(self._kinds.values())) > 1:
+        if len(set(self.kinds.values())) > 1:
             self._begin_judging(now)
 
     def _on_answer(self, rank: int, message: wire.Answer, payload: bytes, now: float) -> None:
@@ -179,22 +175,17 @@ class CoordinatorSession:
     def _accounted_for(self, rank: int, missing: set[int]) -> bool:
         if rank in self._failures or rank in self._left or rank in missing:
             return True
-        return rank in (self._kinds if len(set(self._kinds.values())) > 1 else self._answers)
+        return rank in (self.kinds if len(set(self.kinds.values())) > 1 else self._answers)
 
     def judge(self, now: float) -> None:
         """Decide on the session's failure and tell every rank."""
-        self._push(self._disagreement() or self._failure(now))
-
-    def _push(self, verdict: ErrorRecord) -> None:
-        if self.verdict is not None:
-            return
-        self.verdict = verdict
+        self.verdict = self._disagreement() or self._failure(now)
         for rank in self._ranks:
-            if rank in self._kinds and rank not in self._left:
-                self._emit(rank, wire.Verdict(self._number, verdict, resume=self.resume), b"")
+            if rank in self.kinds and rank not in self._left:
+                self._emit(rank, wire.Verdict(self._number, self.verdict, self.resume), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
-        for said, what in ((self._kinds, f"session {self._number}"), (self._names, f"round {self._round}")):
+        for said, what in ((self.kinds, f"session {self._number}"), (self._names, f"round {self._round}")):
             if len(set(said.values())) > 1:
                 lines = ", ".join(f"rank {rank} calls {said[rank]!r}" for rank in sorted(said))
                 advice = "all ranks must make the same calls in the same order"
@@ -202,7 +193,10 @@ class CoordinatorSession:
         return None
 
     def _failure(self, now: float) -> ErrorRecord:
-        kind = next(iter(self._kinds.values()), "session")
+        own = self._failures.get(self._coordinator)
+        if own is not None and own.shared and self._coordinator in self._answers:
+            return own  # raised by its combine, about what all ranks have said
+        kind = next(iter(self.kinds.values()), "session")
         name = next(iter(self._names.values()), "")
         place = f" in round {name!r}" if name and not self._outside_rounds else ""
         missing = self._missing(now) - self._failures.keys()
@@ -225,9 +219,3 @@ class CoordinatorSession:
         self._names, self._answers = {}, {}
         for rank in self._ranks:
             self._emit(rank, wire.Reply(self._number, finished), replies[rank])
-
-    def fail_combine(self, error: ErrorRecord) -> None:
-        """End the session because ``combine`` raised."""
-        name = next(iter(self._names.values()), "")
-        doing = f"{self._kinds[self._coordinator]} failed in round {name!r}"
-        self._push(error if error.shared else failures.failure_of_ranks(doing, {self._coordinator: error}, self._ranks))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass
 
 from . import failures, wire
 from .coordinator import BEATS_PER_TIMEOUT, CoordinatorSession, Emit
@@ -31,14 +30,6 @@ _LATE_GRACE = 1.0
 """Longest wait, in seconds, of a rank that opens a session which is over, for the others to open a newer one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Late:
-    """Why a session is over that a rank has opened only now, and until when the answer to the rank can wait."""
-
-    error: ErrorRecord
-    until: float
-
-
 class CoordinatorTable:
     """All sessions of a hub, on its coordinator.
 
@@ -47,6 +38,9 @@ class CoordinatorTable:
         coordinator: One of them.
         lost: Those without a connection, as it changes.
         emit: Sends to a rank.
+
+    Attributes:
+        sessions: Those that are not over, by number.
     """
 
     def __init__(self, ranks: tuple[int, ...], coordinator: int, lost: Set[int], emit: Emit) -> None:
@@ -54,11 +48,12 @@ class CoordinatorTable:
         self._coordinator = coordinator
         self._lost = lost
         self._emit = emit
-        self._sessions: dict[int, CoordinatorSession] = {}
+        self.sessions: dict[int, CoordinatorSession] = {}
         self._verdicts: dict[int, ErrorRecord] = {}
-        self._late: dict[tuple[int, int], _Late] = {}  # by rank and session
+        # By rank and session: why it is over that the rank has opened only now, until when the answer can wait.
+        self._late: dict[tuple[int, int], tuple[ErrorRecord, float]] = {}
         self._opened = 0
-        self._doubted: int | None = None
+        self._doubted = -1
 
     def handle(
         self, rank: int, message: wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye, payload: bytes, now: float
@@ -71,7 +66,7 @@ class CoordinatorTable:
         number = message.session
         if rank == self._coordinator and isinstance(message, wire.Open):
             self._opened = number + 1
-        session = self._sessions.get(number)
+        session = self.sessions.get(number)
         if session is None:
             session = self._begin(rank, message, now)
         if session is None:
@@ -91,11 +86,12 @@ class CoordinatorTable:
         if over is None and number < self._opened and rank != self._coordinator:
             over = failures.record(f"the coordinator has closed session {number} ({message.kind}) already")
         if over is not None:
-            self._late[rank, number] = _Late(over, now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT))
+            until = now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT)
+            self._late[rank, number] = failures.late(over, rank), until
             self._put_in_step(now)
             return None
         session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now)
-        self._sessions[number] = session
+        self.sessions[number] = session
         for lost in self._lost:
             session.lose(lost, now)
         return session
@@ -109,11 +105,11 @@ class CoordinatorTable:
         call by call.
         """
         apart: set[int] = set()
-        for number, session in sorted(self._sessions.items()):
+        for number, session in sorted(self.sessions.items()):
             for rank in () if session.failing else self._ranks:
                 at = [n for r, n in self._late if r == rank and n < number]
-                at += [n for n in self._opened_by(rank) if n > number or n in apart]
-                if at and not session.has_opened(rank):
+                at += [n for n, s in self.sessions.items() if rank in s.kinds and (n > number or n in apart)]
+                if at and rank not in session.kinds:
                     where = (
                         f"{number - at[0]} call(s) behind the"
                         if at[0] < number
@@ -123,70 +119,55 @@ class CoordinatorTable:
                     session.fail_rank(rank, failures.record(text), now)
                     apart.add(number)
         for number in apart:
-            self._sessions[number].resume = max(self._sessions) + 1
-        for (rank, number), late in list(self._late.items()):
-            newer = [n for n, session in self._sessions.items() if n > number and not session.has_opened(rank)]
-            if newer or now >= late.until:
+            self.sessions[number].resume = max(self.sessions) + 1
+        for (rank, number), (error, until) in list(self._late.items()):
+            newer = [n for n, session in self.sessions.items() if n > number and rank not in session.kinds]
+            if newer or now >= until:
                 del self._late[rank, number]
-                resume = max(newer) + 1 if newer else 0
-                self._emit(rank, wire.Verdict(number, late.error, late=True, resume=resume), b"")
-
-    def _opened_by(self, rank: int) -> list[int]:
-        return [number for number, session in self._sessions.items() if session.has_opened(rank)]
+                self._emit(rank, wire.Verdict(number, error, max(newer) + 1 if newer else 0), b"")
 
     def _retire(self) -> None:
         """Forget the sessions that are over, but for why."""
-        for number, session in list(self._sessions.items()):
+        for number, session in list(self.sessions.items()):
             if session.verdict is not None:
-                if session.left_out:
-                    self._doubted = max(number, self._doubted or 0)
+                if len(session.kinds) < len(self._ranks):
+                    self._doubted = max(number, self._doubted)
                 self._verdicts[number] = session.verdict
                 if len(self._verdicts) > _REMEMBERED:
                     del self._verdicts[min(self._verdicts)]
-            if session.verdict is not None or session.abandoned:
-                del self._sessions[number]
+            elif session.abandoned:
+                # One that was opened before others were given up says nothing about those.
+                if number > self._doubted:
+                    self._doubted = -1
+            else:
+                continue
+            del self.sessions[number]
 
     @property
     def doubtful(self) -> bool:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
-        return self._doubted is not None
-
-    def dispel(self, number: int) -> None:
-        """A session has succeeded. One that was opened before others were given up says nothing about those."""
-        if self._doubted is not None and number > self._doubted:
-            self._doubted = None
+        return self._doubted >= 0
 
     @property
     def failing(self) -> bool:
         """A verdict is due soon."""
-        return any(session.failing for session in self._sessions.values())
-
-    def find(self, number: int) -> CoordinatorSession | None:
-        """The session, unless it is over."""
-        return self._sessions.get(number)
-
-    def end(self, number: int, error: ErrorRecord) -> None:
-        """End a session because ``combine`` raised ``error``."""
-        session = self._sessions.get(number)
-        if session is not None:
-            session.fail_combine(error)
-            self._retire()
+        return any(session.failing for session in self.sessions.values())
 
     def lose(self, rank: int, now: float) -> None:
         """The connection to ``rank`` is lost: sessions that need it fail, now and until it is back."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             session.lose(rank, now)
         self._retire()
 
     def tick(self, now: float) -> float:
         """Let time pass in every session; returns when to call again."""
         self._put_in_step(now)
-        due = [session.tick(now) for session in self._sessions.values()]
+        due = [session.tick(now) for session in self.sessions.values()]
         self._retire()
-        return min([math.inf, *due, *(late.until for late in self._late.values())])
+        return min([math.inf, *due, *(until for _, until in self._late.values())])
 
     def close(self, now: float) -> None:
         """Tell every rank of the failures that still wait for their grace to pass."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             if session.failing:
                 session.judge(now)

@@ -18,6 +18,7 @@ __all__ = [
     "copy_of",
     "describe",
     "failure_of_ranks",
+    "late",
     "local_error",
     "raisable",
     "record",
@@ -103,18 +104,20 @@ def copy_of(error: ErrorRecord) -> errors.CheckpointError:
     return kind(error.message)
 
 
-def raisable(error: ErrorRecord, rank: int, own: BaseException | None, late: bool) -> Exception:
+def late(error: ErrorRecord, rank: int) -> ErrorRecord:
+    """What ``rank`` is told that opened a session only after it had failed with ``error``."""
+    text = f"{error.message} (rank {rank} arrived late: by then the other ranks had given it up)"
+    return msgspec.structs.replace(error, message=_clip(text))
+
+
+def raisable(error: ErrorRecord, rank: int, own: BaseException | None) -> Exception:
     """Make the exception that ``rank`` raises for a session's failure.
 
     Args:
         error: The session's verdict.
         rank: This rank.
         own: What this rank itself raised, if it did. It becomes the cause, and this rank's entry of ``failures``.
-        late: This rank opened the session only after it had failed.
     """
-    if late:
-        text = f"{error.message} (rank {rank} arrived late: by then the other ranks had given it up)"
-        error = msgspec.structs.replace(error, message=_clip(text))
     builtin = _BUILTIN.get(error.type_name)
     made = builtin(error.message) if builtin is not None else copy_of(error)
     if own is not None:

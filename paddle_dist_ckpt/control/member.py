@@ -34,8 +34,8 @@ class MemberSession:
 
     Attributes:
         verdict: Why the session has failed, once it has.
-        late: It had failed before this rank opened it.
         own_error: What this rank itself raised, if it did.
+        round_name: Of the round that this rank is in; empty between rounds.
         moved_since: Tells whether this rank gets on with work that may block in collectives.
         group_moved: When some rank last said that it does, as monotonic time.
     """
@@ -44,7 +44,6 @@ class MemberSession:
         self.number = number
         self.kind = kind
         self.verdict: ErrorRecord | None = None
-        self.late = False
         self.own_error: BaseException | None = None
         self._rank = rank
         self._coordinator = coordinator
@@ -55,7 +54,7 @@ class MemberSession:
         self.group_moved = now
         self._coordinator_left = False
         self._round = -1
-        self._awaiting = ""
+        self.round_name = ""
         self._replies: dict[int, bytes] = {}
 
     def handle(self, message: Message, payload: bytes, now: float) -> None:
@@ -66,15 +65,14 @@ class MemberSession:
         if isinstance(message, wire.Reply):
             self._replies[message.round] = payload
         elif isinstance(message, wire.Verdict):
-            self.fail(message.error, late=message.late)
+            self.fail(message.error)
         elif isinstance(message, wire.Bye):
             self._coordinator_left = True
             self._give_up_on_round()
 
-    def fail(self, error: ErrorRecord, late: bool = False) -> None:
+    def fail(self, error: ErrorRecord) -> None:
         """End the session; the first verdict counts."""
-        if self.verdict is None:
-            self.verdict, self.late = error, late
+        self.verdict = self.verdict or error
 
     def lose_coordinator(self) -> None:
         """The connection to the coordinator is lost. Nothing to a session that the coordinator has closed."""
@@ -84,18 +82,13 @@ class MemberSession:
     def begin_round(self, name: str) -> int:
         """Number the next round. It fails at once if the coordinator has closed the session."""
         self._round += 1
-        self._awaiting = name
+        self.round_name = name
         self._give_up_on_round()
         return self._round
 
-    @property
-    def round_name(self) -> str:
-        """The name of the round that this rank is in; empty between rounds."""
-        return self._awaiting
-
     def _give_up_on_round(self) -> None:
-        if self._coordinator_left and self._awaiting and self._round not in self._replies:
-            self._fail_for_coordinator(f"closed the session before the end of round {self._awaiting!r}")
+        if self._coordinator_left and self.round_name and self._round not in self._replies:
+            self._fail_for_coordinator(f"closed the session before the end of round {self.round_name!r}")
 
     def _fail_for_coordinator(self, text: str) -> None:
         failed = {self._coordinator: failures.record(text)}
@@ -132,10 +125,10 @@ class MemberSession:
         """The reply of the round, which ends it for this rank; None if it has not come."""
         reply = self._replies.pop(self._round, None)
         if reply is not None:
-            self._awaiting = ""
+            self.round_name = ""
         return reply
 
     def error(self) -> Exception:
         """A fresh exception for the verdict, as this rank raises it."""
         assert self.verdict is not None
-        return failures.raisable(self.verdict, self._rank, self.own_error, self.late)
+        return failures.raisable(self.verdict, self._rank, self.own_error)

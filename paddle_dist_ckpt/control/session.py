@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from . import failures, wire
 from .board import LONGEST_WAIT, Board
 from .member import MemberSession, never
+from .wire import ErrorRecord
 
 __all__ = ["Session", "check_payload", "check_replies"]
 
@@ -81,7 +82,7 @@ class Session:
     ) -> None:
         member = self._member
         if error is not None and member.verdict is None and member.own_error is None:
-            self._report(error, member.round_name)
+            self._report(error)
         self._board.close(member)
 
     def check(self) -> None:
@@ -102,47 +103,32 @@ class Session:
         with board.changed:
             number = member.begin_round(name)
         self.check()
-        data = self._run_local(name, local)
+        data = self._run(lambda: check_payload(local(), "what local returns"), failures.local_error)
         board.post(wire.Answer(member.number, number, name), data)
         if self.rank == self.coordinator:
             parts = board.wait(member, lambda: board.parts(member))
-            board.reply(member, self._run_combine(parts, combine))
+            replies = self._run(lambda: check_replies(combine(parts), self.ranks), failures.combine_error)
+            board.reply(member, replies)
         return board.wait(member, member.take_reply)
 
-    def _run_local(self, name: str, local: Callable[[], bytes]) -> bytes:
+    def _run(self, work: Callable[[], T], record: Callable[[BaseException], ErrorRecord]) -> T:
+        """Do this rank's part of a round. If it fails, every rank raises the verdict, so that all raise the same."""
         try:
-            return check_payload(local(), "what local returns")
+            return work()
         except BaseException as error:
-            self._report(error, name)
+            self._report(error, record)
             if not isinstance(error, Exception):
                 raise
-        # Every rank raises the verdict, so that all raise the same.
-        return self._board.wait(self._member, self._nothing)
+        return self._board.wait(self._member, lambda: None)
 
-    def _report(self, error: BaseException, name: str) -> None:
+    def _report(
+        self, error: BaseException, record: Callable[[BaseException], ErrorRecord] = failures.local_error
+    ) -> None:
         """Tell the coordinator that this rank failed, unless it only raised what made the session fail."""
         member = self._member
-        if member.verdict is not None:
-            return
-        member.own_error = error
-        self._board.post(wire.Fail(member.number, name, failures.local_error(error)))
-
-    @staticmethod
-    def _nothing() -> bytes | None:
-        return None
-
-    def _run_combine(
-        self, parts: Mapping[int, bytes], combine: Callable[[Mapping[int, bytes]], Mapping[int, bytes]]
-    ) -> Mapping[int, bytes]:
-        try:
-            return check_replies(combine(parts), self.ranks)
-        except BaseException as error:
-            self._member.own_error = error
-            self._board.end(self._member, failures.combine_error(error))
-            if not isinstance(error, Exception):
-                raise
-        self._board.wait(self._member, self._nothing)
-        raise AssertionError("the board ends a session whose combine failed")
+        if member.verdict is None:
+            member.own_error = error
+            self._board.post(wire.Fail(member.number, member.round_name, record(error)))
 
     def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
@@ -167,7 +153,7 @@ class Session:
         still = now - max(now if task.since is None else task.since, self._member.group_moved)
         if still > self._timeout and self._member.own_error is None:
             text = f"a collective made no progress for {still:.1f} s"
-            self._report(CheckpointError(text), self._member.round_name)
+            self._report(CheckpointError(text))
         return min(max(self._timeout - still, self._timeout / 10), LONGEST_WAIT)
 
 

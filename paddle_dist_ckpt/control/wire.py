@@ -130,13 +130,11 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class Verdict(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The session has failed, on every rank, with this error.
 
-    ``late``: it had before you opened it. ``resume``: the number of the session that you open next, if it is not the
-    one after this.
+    ``resume``: the number of the session that you open next, if it is not the one after this.
     """
 
     session: Number
     error: ErrorRecord
-    late: bool = False
     resume: Number = 0
 
 

@@ -36,7 +36,7 @@ RECORD = wire.ErrorRecord("OSError", "x", True, ("p",), (1,), ((2, wire.ErrorRec
         wire.Beat(3),
         wire.Bye(3),
         wire.Reply(3, 1),
-        wire.Verdict(3, RECORD, late=True),
+        wire.Verdict(3, RECORD, 5),
         wire.Whereabouts(("steps", 2), 1, 7, -1),
         wire.Appointed(("steps", 2), 1, True, 1, 7, 9),
     ],
