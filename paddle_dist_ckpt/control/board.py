@@ -1,55 +1,51 @@
-"""One rank's switchboard: numbers sessions, routes messages to state machines, and lets user threads wait for those.
+"""A hub but for what carries its messages: numbers sessions, routes messages to state machines, lets user threads wait.
 
-It knows neither sockets nor threads: a :class:`Carrier` moves what it sends, and whoever drives the carrier calls
-:meth:`Board.deliver`, :meth:`Board.lose`, :meth:`Board.regain` and :meth:`Board.tick`.
+It knows neither sockets nor threads: a subclass moves what it sends, and calls :meth:`Board.deliver`,
+:meth:`Board.lose`, :meth:`Board.regain` and :meth:`Board.tick`.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
+from ..errors import CheckpointError
 from . import failures, wire
-from .appointment import Appointer, Attendance, Attendances
+from .appointment import Appointer, Attendances
 from .coordinator_table import CoordinatorTable
 from .member import MemberSession
+from .session import BoardAppointments, Session
 from .wire import ErrorRecord, Message
 
-__all__ = ["LONGEST_WAIT", "Board"]
+__all__ = ["Board"]
 
 T = TypeVar("T")
-LONGEST_WAIT = 3600.0
-"""In seconds: what the operating system takes as a timeout is bounded."""
 ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye | wire.Whereabouts
 
 
-class Carrier(Protocol):
-    """Moves messages to other ranks, in order for each. Called with the board's lock held; must not block."""
-
-    def send(self, destination: int, message: Message, payload: bytes) -> None: ...
-
-    def flush(self) -> None:
-        """See that what was sent arrives, and what has come is delivered."""
-        ...
-
-    def reschedule(self) -> None:
-        """Tick again: a deadline may have come nearer."""
-        ...
-
-
-class Board:
-    """The sessions and appointments of one rank; on the coordinator also the state machines that decide on both.
+class Board(ABC):
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub`. A process forked from this one cannot use it.
 
     Args:
         rank: This rank.
         ranks: The members of every session.
-        coordinator: One of them.
-        carrier: Moves messages.
+        coordinator: One of them, on which the state machines are that decide.
         lock: Guards the board; simulated ranks of one process share one.
         opened: How many sessions this rank has opened, or has tried to.
+        on_abandon: Called when ``run_collectives`` gives up on work that is still running, and goes on running: what it
+            runs on must not be used again.
+
+    Attributes:
+        changed: Guards the board; notified when there is news for user threads.
+        attendances: This rank's part in appointments.
+        lost: The ranks whose connections are lost.
+        broken: Why no session can succeed any more, if so.
     """
 
     def __init__(
@@ -57,21 +53,61 @@ class Board:
         rank: int,
         ranks: tuple[int, ...],
         coordinator: int,
-        carrier: Carrier,
         lock: threading.RLock | None = None,
         opened: int = 0,
+        on_abandon: Callable[[], None] | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.coordinator = coordinator
         self.changed = threading.Condition(lock)
-        self._carrier = carrier
-        self._lost: set[int] = set()
-        self._table = CoordinatorTable(ranks, coordinator, self._lost, self._emit) if rank == coordinator else None
-        self._attendances = Attendances(self._lead)
+        self.on_abandon = on_abandon
+        self.lost: set[int] = set()
+        self.attendances = Attendances(self._lead)
+        self.broken: ErrorRecord | None = None
+        self._table = CoordinatorTable(ranks, coordinator, self.lost, self._emit) if rank == coordinator else None
         self._sessions: dict[int, MemberSession] = {}
         self._opened = opened
-        self._broken: ErrorRecord | None = None
+        self._pid = os.getpid()
+
+    def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
+
+        Raises:
+            CheckpointError: this process was forked from the one that made the hub.
+        """
+        self._check_process()
+        return Session(self, kind, timeout)
+
+    def appointments(self, topic: str, timeout: float) -> BoardAppointments:
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlHub`.
+
+        Raises:
+            CheckpointError: this process was forked from the one that made the hub.
+            ValueError: the topic is too long.
+        """
+        self._check_process()
+        return BoardAppointments(self, topic, timeout)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise CheckpointError("the control hub belongs to the process that this one was forked from; make another")
+
+    def close(self) -> None:
+        """End the connection. Sessions that are open fail, here and on the other ranks."""
+        self.shut(failures.record("the control hub was closed"))
+
+    @abstractmethod
+    def _carry(self, destination: int, message: Message, payload: bytes) -> None:
+        """Move a message to another rank, in order for each. Called with the lock held; must not block."""
+
+    @abstractmethod
+    def _flush(self, sooner: bool) -> None:
+        """See that what was sent arrives, and what has come is delivered. Called with the lock held.
+
+        Args:
+            sooner: A deadline may have come nearer: tick again.
+        """
 
     def open(self, kind: str, timeout: float) -> MemberSession:
         """Open the next session and announce it. One that is over already is returned as failed."""
@@ -80,11 +116,11 @@ class Board:
             session = MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, now)
             self._opened += 1
             self._sessions[session.number] = session
-            if self._broken is not None:
-                session.fail(self._broken)
+            if self.broken is not None:
+                session.fail(self.broken)
             else:
                 self.post(wire.Open(session.number, kind, timeout))
-                if self.coordinator in self._lost:
+                if self.coordinator in self.lost:
                     session.lose_coordinator()
             return session
 
@@ -93,7 +129,7 @@ class Board:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         return self._table is not None and self._table.doubtful
 
-    def close(self, session: MemberSession) -> None:
+    def leave(self, session: MemberSession) -> None:
         """Close a session: the others no longer count on this rank in it."""
         with self.changed:
             del self._sessions[session.number]
@@ -103,24 +139,23 @@ class Board:
         """Send to the coordinator, which may be this rank."""
         with self.changed:
             self._post(message, payload)
-            self._settle(not isinstance(message, wire.Answer))
+            self.settle(not isinstance(message, wire.Answer))
 
-    def _settle(self, rescheduled: bool = False) -> None:
-        self._carrier.flush()
-        if rescheduled or (self._table is not None and self._table.failing):
-            self._carrier.reschedule()
+    def settle(self, sooner: bool = False) -> None:
+        """After messages were sent, with the lock held: see :meth:`_flush`."""
+        self._flush(sooner or (self._table is not None and self._table.failing))
 
     def _post(self, message: ToCoordinator, payload: bytes = b"") -> None:
         if self._table is not None:
             self._handle(self.rank, message, payload)
         else:
-            self._carrier.send(self.coordinator, message, payload)
+            self._carry(self.coordinator, message, payload)
 
     def _handle(self, source: int, message: ToCoordinator, payload: bytes) -> None:
         """On the coordinator: take in a message from any rank. User threads there wait for whole rounds only."""
         assert self._table is not None
         if isinstance(message, wire.Whereabouts):
-            lead = self._attendances.at(message.label).lead
+            lead = self.attendances.at(message.label).lead
             assert lead is not None
             lead.handle(source, message)
         elif self._table.handle(source, message, payload, time.monotonic()):
@@ -131,7 +166,7 @@ class Board:
         if destination == self.rank:
             self._receive(message, payload)
         else:
-            self._carrier.send(destination, message, payload)
+            self._carry(destination, message, payload)
 
     def parts(self, session: MemberSession) -> Mapping[int, bytes] | None:
         """On the coordinator: every rank's answer to the current round, once they are there."""
@@ -146,7 +181,7 @@ class Board:
             state = self._table.sessions.get(session.number)
             if state is not None:
                 state.reply(replies)
-            self._carrier.flush()
+            self.settle()
 
     def wait(
         self, session: MemberSession, result: Callable[[], T | None], watch: Callable[[], float] | None = None
@@ -177,14 +212,14 @@ class Board:
                 self._receive(message, payload)
             elif isinstance(message, ToCoordinator):
                 self._handle(source, message, payload)
-            self._settle()
+            self.settle()
 
     def _receive(self, message: Message, payload: bytes) -> None:
         """Take in a message from the coordinator."""
         if isinstance(message, (wire.Hello, wire.Whereabouts)):
             return
         if isinstance(message, wire.Appointed):
-            attendance = self._attendances.at(message.label)
+            attendance = self.attendances.at(message.label)
             if attendance.handle(message):
                 self._post(attendance.whereabouts())
             self.changed.notify_all()
@@ -201,72 +236,32 @@ class Board:
     def lose(self, rank: int) -> None:
         """The connection to ``rank`` is lost."""
         with self.changed:
-            self._lost.add(rank)
+            self.lost.add(rank)
             if self._table is not None:
                 self._table.lose(rank, time.monotonic())
-                for attendance in self._attendances:
+                for attendance in self.attendances:
                     if attendance.lead is not None:
                         attendance.lead.lose()
             elif rank == self.coordinator:
                 for session in self._sessions.values():
                     session.lose_coordinator()
             self.changed.notify_all()
-            self._settle()
+            self.settle()
 
     def regain(self, rank: int) -> None:
         """``rank`` is connected, for the first time or again."""
         with self.changed:
-            self._lost.discard(rank)
-            for attendance in self._attendances:
+            self.lost.discard(rank)
+            for attendance in self.attendances:
                 if attendance.lead is not None:
                     attendance.lead.regain(rank)
                 else:
                     self._post(attendance.whereabouts())
-            self._settle()
-
-    def attend(self, topic: str) -> Attendance:
-        """This rank's part in the topic's next appointments."""
-        with self.changed:
-            return self._attendances.next(topic)
-
-    def reach(self, attendance: Attendance, step: int, wish: bool, timeout: float) -> bool:
-        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
-        until = 0.0
-        with self.changed:
-            while not attendance.may_reach(step):
-                until = until or time.monotonic() + timeout
-                left = until - time.monotonic()
-                error = self._hindrance(attendance, timeout, left <= 0)
-                if error is not None:
-                    raise failures.copy_of(error)
-                self.changed.wait(min(left, LONGEST_WAIT))
-            due = attendance.reach(step)
-            if wish and not due:
-                attendance.wish()
-                self.post(attendance.whereabouts())
-            return due
-
-    def _hindrance(self, attendance: Attendance, timeout: float, over: bool) -> ErrorRecord | None:
-        """Why no decision is to be expected, if so."""
-        if self._broken is not None:
-            return self._broken
-        waiting = f"waiting for the decision about {attendance.label[0]!r}"
-        if self.coordinator in self._lost:
-            lost = {self.coordinator: failures.record("connection lost")}
-            return failures.failure_of_ranks(f"{waiting} failed", lost, self.ranks)
-        silent = [self.coordinator] if attendance.lead is None else attendance.lead.silent
-        return failures.timeout_error(waiting, silent, timeout) if over else None
-
-    def end_attendance(self, attendance: Attendance) -> None:
-        """On the coordinator: no rank has an appointment any more, beyond where the coordinator is."""
-        with self.changed:
-            if attendance.lead is not None:
-                attendance.lead.end(attendance.step)
-            self._carrier.flush()
+            self.settle()
 
     def _lead(self, label: wire.Label) -> Appointer | None:
         leads = self.rank == self.coordinator
-        return Appointer(label, self.ranks, self._lost, self._emit) if leads else None
+        return Appointer(label, self.ranks, self.lost, self._emit) if leads else None
 
     def tick(self) -> float:
         """Send the beats that are due and see who has been silent for too long.
@@ -292,8 +287,8 @@ class Board:
         with self.changed:
             if self._table is not None:
                 self._table.close(time.monotonic())
-            self._broken = self._broken or error
+            self.broken = self.broken or error
             for session in self._sessions.values():
                 session.fail(error)
             self.changed.notify_all()
-            self._carrier.flush()
+            self.settle()

@@ -1,4 +1,8 @@
-"""The hub between processes: one I/O thread, which owns the sockets and outlives sessions."""
+"""The hub between processes: one I/O thread, which owns the sockets and outlives sessions.
+
+zmq sockets may be used by one thread at a time: the hub's lock guards them. The thread sleeps on their descriptors,
+without the lock. User threads send directly, which saves a thread switch.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from . import bootstrap, failures
 from .board import Board
-from .board_hub import BoardHub
 from .bootstrap import BootstrapStore
+from .session import LONGEST_WAIT
 from .wire import Message
 from .zmq_ports import DealerPort, RouterPort
 
@@ -23,10 +27,9 @@ __all__ = ["ZmqHub"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _CLOSE_SECONDS = 15.0  # more than zmq lingers
-_LONGEST_SLEEP = 3600.0  # seconds; what epoll takes as a timeout is bounded
 
 
-class ZmqHub(BoardHub):
+class ZmqHub(Board):
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` over TCP.
 
     Every rank makes one. It does not wait for the others, except for the coordinator's address. It must be closed;
@@ -42,7 +45,7 @@ class ZmqHub(BoardHub):
             default route.
         bootstrap_timeout: Seconds to wait for the coordinator's address.
         opened: How many sessions this rank has opened before, or has tried to, without a hub.
-        on_abandon: Called when ``run_collectives`` gives up on work that goes on running; see :class:`Session`.
+        on_abandon: See :class:`Board`.
 
     Raises:
         CheckpointTimeoutError: the coordinator did not leave its address in time.
@@ -65,92 +68,71 @@ class ZmqHub(BoardHub):
         for member, name in ((rank, "rank"), (coordinator, "coordinator")):
             if member not in ranks:
                 raise ValueError(f"{name} {member} is not one of the group's ranks {sorted(ranks)}")
-        port: RouterPort | DealerPort
-        if rank == coordinator:
-            token = bootstrap.new_token()
-            port = RouterPort(rank, tuple(ranks), token, bind_host)
-            bootstrap.publish(store, key, port.endpoint, token)
-        else:
-            port = DealerPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator))
-        self._io = _IoThread(port)
-        super().__init__(Board(rank, tuple(ranks), coordinator, self._io, opened=opened), on_abandon)
-        self._io.start(self._board)
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """See :class:`BoardHub`."""
-        atexit.unregister(self.close)
-        if os.getpid() == self._pid:
-            super().close()
-            self._io.close()
-
-
-class _IoThread:
-    """Implements :class:`Carrier` with a thread that moves messages between the board and a port.
-
-    zmq sockets may be used by one thread at a time: the board's lock guards them. The thread sleeps on their file
-    descriptors, without the lock. User threads send directly, which saves a thread switch.
-
-    Args:
-        port: The sockets.
-    """
-
-    def __init__(self, port: RouterPort | DealerPort) -> None:
-        self._port = port
+        super().__init__(rank, tuple(ranks), coordinator, opened=opened, on_abandon=on_abandon)
+        self._port = self._open_port(store, key, bind_host, bootstrap_timeout)
         self._closing = False
         self._closed = False
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        for readable in (port.socket.FD, port.monitor.FD, self._woken.fileno()):
+        for readable in (self._port.socket.FD, self._port.monitor.FD, self._woken.fileno()):
             self._selector.register(readable, selectors.EVENT_READ)
-
-    def start(self, board: Board) -> None:
-        """Start moving messages to and from ``board``."""
-        self._board = board
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt control hub", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
+
+    def _open_port(
+        self, store: BootstrapStore, key: str, bind_host: str | None, timeout: float
+    ) -> RouterPort | DealerPort:
+        if self.rank != self.coordinator:
+            return DealerPort(self.rank, self.coordinator, bootstrap.fetch(store, key, timeout, self.coordinator))
+        token = bootstrap.new_token()
+        port = RouterPort(self.rank, self.ranks, token, bind_host)
+        bootstrap.publish(store, key, port.endpoint, token)
+        return port
 
     def close(self) -> None:
-        """End the thread, which closes the sockets. One that does not end is left behind: nobody may wait for ever."""
-        with self._board.changed:
+        """End the connection, and the thread, which closes the sockets. Sessions that are open fail, on all ranks."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._pid:
+            return
+        super().close()
+        with self.changed:
             self._closing = True
-            self.reschedule()
+            self._flush(sooner=True)
+        # One that does not end is left behind: nobody may wait for ever.
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             _logger.warning("the control hub's thread has not ended within %d s and is left behind", _CLOSE_SECONDS)
 
-    def send(self, destination: int, message: Message, payload: bytes) -> None:
+    def _carry(self, destination: int, message: Message, payload: bytes) -> None:
         if not self._closed:
             self._port.send(destination, message, payload)
 
-    def flush(self) -> None:
-        # Sending may have taken the sign that something has arrived, for which the thread sleeps.
-        if not self._closed and self._port.pending():
-            self.reschedule()
-
-    def reschedule(self) -> None:
+    def _flush(self, sooner: bool) -> None:
         # The thread itself looks at the time anyway before it sleeps again.
         if self._closed or threading.current_thread() is self._thread:
             return
-        try:
-            self._wake.send(b"\0")
-        except BlockingIOError:
-            return  # the buffer is full of earlier wake-ups, which will do
+        # Sending may have taken the sign that something has arrived, for which the thread sleeps.
+        if sooner or self._port.pending():
+            try:
+                self._wake.send(b"\0")
+            except BlockingIOError:
+                return  # the buffer is full of earlier wake-ups, which will do
 
     def _run(self) -> None:
         try:
             due = math.inf
             while not self._closing:
                 self._sleep(due)
-                with self._board.changed:
+                with self.changed:
                     due = self._step()
         except Exception as error:
             _logger.exception("the control hub's thread failed")
-            self._board.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
+            self.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
         finally:
-            with self._board.changed:
+            with self.changed:
                 self._closed = True
             self._port.close()
             self._selector.close()
@@ -158,15 +140,15 @@ class _IoThread:
             self._wake.close()
 
     def _sleep(self, due: float) -> None:
-        sleep = None if math.isinf(due) else min(max(0.0, due - time.monotonic()), _LONGEST_SLEEP)
+        sleep = None if math.isinf(due) else min(max(0.0, due - time.monotonic()), LONGEST_WAIT)
         for key, _ in self._selector.select(sleep):
             if key.fd == self._woken.fileno():
                 self._woken.recv(4096)
 
     def _step(self) -> float:
         """Do what there is to do; returns when to do it again."""
-        self._port.receive(self._board)
+        self._port.receive(self)
         for event in self._port.events():
-            self._port.on_event(event, self._board)
-        due = min(self._board.tick(), self._port.tick())
+            self._port.on_event(event, self)
+        due = min(self.tick(), self._port.tick())
         return 0.0 if self._port.pending() else due

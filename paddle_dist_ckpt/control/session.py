@@ -1,4 +1,4 @@
-"""A session as user threads use it: rounds and collectives over a :class:`Board`, whatever carries the messages."""
+"""Sessions and appointments as user threads use them, over a :class:`Board`, whatever carries the messages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..core.protocols import CollectiveWatch
 from ..errors import CheckpointError
 from . import failures, wire
-from .board import LONGEST_WAIT, Board
 from .member import MemberSession, never
 from .wire import ErrorRecord
 
-__all__ = ["Session", "check_payload", "check_replies"]
+if TYPE_CHECKING:
+    from .board import Board
+
+__all__ = ["LONGEST_WAIT", "BoardAppointments", "Session", "check_payload", "check_replies", "check_topic"]
 
 T = TypeVar("T")
+LONGEST_WAIT = 3600.0
+"""In seconds: what the operating system takes as a timeout is bounded."""
+
+
+def check_topic(topic: str) -> str:
+    """Return ``topic`` if it can be one.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    if len(topic) > wire.MAX_TOPIC:
+        raise ValueError(f"the topic has {len(topic)} characters; a topic may have {wire.MAX_TOPIC}")
+    return topic
 
 
 def check_payload(data: object, what: str) -> bytes:
@@ -58,16 +73,13 @@ class Session:
         board: This rank's switchboard.
         kind: What is being done; the same on every rank.
         timeout: Longest silence of a rank, in seconds.
-        on_abandon: Called when :meth:`run_collectives` gives up on work that is still running, and goes on running:
-            what it runs on must not be used again.
     """
 
-    def __init__(self, board: Board, kind: str, timeout: float, on_abandon: Callable[[], None] | None) -> None:
+    def __init__(self, board: Board, kind: str, timeout: float) -> None:
         self.rank, self.ranks, self.coordinator = board.rank, board.ranks, board.coordinator
         self._board = board
         self._kind = kind
         self._timeout = timeout
-        self._on_abandon = on_abandon
 
     @property
     def doubtful(self) -> bool:
@@ -83,7 +95,7 @@ class Session:
         member = self._member
         if error is not None and member.verdict is None and member.own_error is None:
             self._report(error)
-        self._board.close(member)
+        self._board.leave(member)
 
     def check(self) -> None:
         """Raise if the session has failed on any rank. Cheap; long work in ``local`` should call it now and then."""
@@ -141,8 +153,8 @@ class Session:
             return task.result()
         except BaseException:
             # Work that hangs, or that raised half-way, has left out operations that the other ranks count on.
-            if self._on_abandon is not None:
-                self._on_abandon()
+            if self._board.on_abandon is not None:
+                self._board.on_abandon()
             raise
         finally:
             self._member.moved_since = never  # the work holds on to all that it was for
@@ -209,3 +221,64 @@ class _Task(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._values[0]
+
+
+class BoardAppointments:
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Appointments`.
+
+    Args:
+        board: This rank's switchboard.
+        topic: What they are about.
+        timeout: Longest wait, in seconds.
+    """
+
+    def __init__(self, board: Board, topic: str, timeout: float) -> None:
+        self._board = board
+        self._timeout = timeout
+        with board.changed:
+            self._attendance = board.attendances.next(check_topic(topic))
+        self._closed = False
+
+    @property
+    def leads(self) -> bool:
+        return self._board.rank == self._board.coordinator
+
+    def reach(self, step: int, wish: bool = False) -> bool:
+        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
+        board, attendance, until = self._board, self._attendance, 0.0
+        if self._closed:
+            return False
+        with board.changed:
+            while not attendance.may_reach(step):
+                until = until or time.monotonic() + self._timeout
+                left = until - time.monotonic()
+                error = self._hindrance(left <= 0)
+                if error is not None:
+                    raise failures.copy_of(error)
+                board.changed.wait(min(left, LONGEST_WAIT))
+            due = attendance.reach(step)
+            if wish and not due:
+                attendance.wish()
+                board.post(attendance.whereabouts())
+            return due
+
+    def _hindrance(self, over: bool) -> ErrorRecord | None:
+        """Why no decision is to be expected, if so."""
+        board, (topic, _), lead = self._board, self._attendance.label, self._attendance.lead
+        if board.broken is not None:
+            return board.broken
+        waiting = f"waiting for the decision about {topic!r}"
+        if board.coordinator in board.lost:
+            lost = {board.coordinator: failures.record("connection lost")}
+            return failures.failure_of_ranks(f"{waiting} failed", lost, board.ranks)
+        silent = [board.coordinator] if lead is None else lead.silent
+        return failures.timeout_error(waiting, silent, self._timeout) if over else None
+
+    def close(self) -> None:
+        """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
+        lead = self._attendance.lead
+        with self._board.changed:
+            if lead is not None and not self._closed:
+                lead.end(self._attendance.step)
+                self._board.settle()
+            self._closed = True

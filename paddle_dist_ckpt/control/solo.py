@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from ..core.protocols import CollectiveWatch
-from .board_hub import check_topic
-from .session import check_payload, check_replies
+from .session import check_payload, check_replies, check_topic
 
 __all__ = ["SoloHub"]
 

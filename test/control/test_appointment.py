@@ -10,7 +10,7 @@ import pytest
 
 from paddle_dist_ckpt.control import failures
 from paddle_dist_ckpt.control.appointment import Appointer, Attendance, Attendances
-from paddle_dist_ckpt.control.board_hub import BoardAppointments
+from paddle_dist_ckpt.control.session import BoardAppointments
 from paddle_dist_ckpt.control.wire import Appointed, Message, Whereabouts
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from paddle_dist_ckpt.testing.in_process import InProcessWorld

@@ -224,7 +224,7 @@ def test_ranks_need_not_begin_at_0_nor_the_coordinator_be_the_first() -> None:
 
 def test_a_rank_that_is_ahead_fails_the_calls_concerned_at_once_and_is_in_step_then() -> None:
     world = InProcessWorld(3)
-    world._boards[1]._opened = 2  # as if two of its calls had failed before it had a hub
+    world._hubs[1]._opened = 2  # as if two of its calls had failed before it had a hub
 
     def work(rank: int) -> tuple[BaseException | None, bytes]:
         failed: BaseException | None = None

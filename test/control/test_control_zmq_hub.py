@@ -373,7 +373,7 @@ def test_a_failure_of_the_thread_is_not_a_hang(hubs: list[ZmqHub], monkeypatch: 
     def explode(*arguments: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(hubs[0]._io._port, "receive", explode)
+    monkeypatch.setattr(hubs[0]._port, "receive", explode)
     for _ in range(2):
         with pytest.raises(CheckpointError, match="RuntimeError: boom"):
             one_round(hubs[0])
