@@ -22,8 +22,7 @@ from benchmark.machine import reset_peak_memory, used_memory
 from benchmark.report import duration, goal, goals_section, heading, megabytes, table
 from benchmark.session import Session, say
 from paddle_dist_ckpt import LocalStorage, SaveOptions
-from paddle_dist_ckpt.control import SoloHub
-from paddle_dist_ckpt.control.transports import NoTransport
+from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import pack_column, pack_signed

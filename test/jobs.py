@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from paddle_dist_ckpt import list_checkpoints, read_metadata
-from paddle_dist_ckpt.control import SoloHub
-from paddle_dist_ckpt.control.transports import NoTransport
+from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.folder.selection import Selection

@@ -2,6 +2,6 @@
 
 from .bootstrap import BootstrapStore
 from .hub import ZmqHub
-from .solo import SoloHub
+from .solo import NoTransport, SoloHub
 
-__all__ = ["BootstrapStore", "SoloHub", "ZmqHub"]
+__all__ = ["BootstrapStore", "NoTransport", "SoloHub", "ZmqHub"]

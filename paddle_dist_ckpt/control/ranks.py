@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.protocols import ControlHub, Transport
-from .solo import SoloHub
-from .transports import NoTransport
+from .solo import NoTransport, SoloHub
 
 __all__ = ["Ranks"]
 

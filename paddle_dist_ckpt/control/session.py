@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ..core.protocols import CollectiveWatch
+from ..core.memory import Bytes1D
+from ..core.protocols import Transport
 from ..errors import CheckpointError
 from . import failures, wire
 from .member import MemberSession, never
@@ -142,15 +144,15 @@ class Session:
             member.own_error = error
             self._board.post(wire.Fail(member.number, member.round_name, record(error)))
 
-    def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
+    def run_collectives(self, transport: Transport, work: Callable[[Transport], T]) -> T:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         self.check()
-        task = _Task(work, self._board.changed)
+        task = _Collectives(transport)
         self._member.moved_since = task.moved_since
-        task.start()
+        result = task.start(work, self._board.changed)
         try:
-            self._board.wait(self._member, task.ended, lambda: self._watch(task))
-            return task.result()
+            self._board.wait(self._member, lambda: result.done() or None, lambda: self._watch(task))
+            return result.result()
         except BaseException:
             # Work that hangs, or that raised half-way, has left out operations that the other ranks count on.
             if self._board.on_abandon is not None:
@@ -159,7 +161,7 @@ class Session:
         finally:
             self._member.moved_since = never  # the work holds on to all that it was for
 
-    def _watch(self, task: _Task[T]) -> float:
+    def _watch(self, task: _Collectives) -> float:
         """Fail if the task's collective hangs, on every rank; returns in how many seconds to look again."""
         now = time.monotonic()
         still = now - max(now if task.since is None else task.since, self._member.group_moved)
@@ -169,58 +171,64 @@ class Session:
         return min(max(self._timeout - still, self._timeout / 10), LONGEST_WAIT)
 
 
-class _Task(Generic[T]):
-    """Work on a thread of its own, which may never come back.
-
-    Args:
-        work: What to run; it is given this task as its watch.
-        changed: Notified when it has ended.
+class _Collectives:
+    """Implements Transport by another one for work on a thread of its own, which may never come back.
 
     Attributes:
         since: Since when it has been in a collective, as monotonic time; None while it is not in one.
     """
 
-    def __init__(self, work: Callable[[CollectiveWatch], T], changed: threading.Condition) -> None:
-        self._work = work
-        self._changed = changed
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self.since: float | None = None
-        self._values: list[T] = []
-        self._error: BaseException | None = None
+        self._ended = False
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="paddle_dist_ckpt collectives", daemon=True).start()
+    def start(self, work: Callable[[Transport], T], changed: threading.Condition) -> Future[T]:
+        """Begin the work; ``changed`` is notified when its result is there."""
+        result: Future[T] = Future()
 
-    def _run(self) -> None:
-        try:
-            self._values.append(self._work(self))
-        except BaseException as error:
-            self._error = error  # raised by result() on the thread that waits
-        with self._changed:
-            self._changed.notify_all()
+        def run() -> None:
+            try:
+                value = work(self)
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+            self._ended = True
+            with changed:
+                changed.notify_all()
+
+        threading.Thread(target=run, name="paddle_dist_ckpt collectives", daemon=True).start()
+        return result
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """See :class:`paddle_dist_ckpt.core.protocols.CollectiveWatch`."""
+    def _waiting(self) -> Iterator[None]:
         self.since = time.monotonic()
         try:
             yield
         finally:
             self.since = None
 
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """See :class:`..core.protocols.Transport`."""
+        with self._waiting():
+            self._transport.broadcast(data, source, most)
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
+        """See :class:`..core.protocols.Transport`."""
+        with self._waiting():
+            self._transport.exchange(outgoing, incoming, senders, most)
+
     def moved_since(self, then: float) -> bool:
         """Whether it works outside of collectives, or has begun one since ``then``. One that has ended does neither."""
         since = self.since
-        return self.ended() is None and (since is None or since > then)
-
-    def ended(self) -> bool | None:
-        """True once it has ended; None before."""
-        return True if self._values or self._error is not None else None
-
-    def result(self) -> T:
-        """What the work returned, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
-        return self._values[0]
+        return not self._ended and (since is None or since > then)
 
 
 class BoardAppointments:

@@ -1,17 +1,34 @@
-"""A hub for one rank that works alone: the same calls, no messages, and errors as they are."""
+"""A hub and a transport for one rank that works alone: the same calls, no messages, and errors as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from ..core.protocols import CollectiveWatch
+from ..core.memory import Bytes1D
+from ..core.protocols import Transport
 from .session import check_payload, check_replies, check_topic
 
-__all__ = ["SoloHub"]
+__all__ = ["NoTransport", "SoloHub"]
 
 T = TypeVar("T")
+
+
+class NoTransport:
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Transport` for one rank: there is nobody to send to."""
+
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """Does nothing."""
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
+        """Does nothing."""
 
 
 class SoloSession:
@@ -36,16 +53,9 @@ class SoloSession:
         data = check_payload(local(), "what local returns")
         return check_replies(combine({self.rank: data}), self.ranks)[self.rank]
 
-    def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
+    def run_collectives(self, transport: Transport, work: Callable[[Transport], T]) -> T:
         """Run ``work`` here and now."""
-        return work(_NoWatch())
-
-
-class _NoWatch:
-    """Implements :class:`paddle_dist_ckpt.core.protocols.CollectiveWatch` where there is nobody to wait for."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return work(transport)
 
 
 class SoloAppointments:

@@ -11,17 +11,9 @@ from typing import Protocol, TypeVar
 
 from .memory import Bytes1D
 
-__all__ = ["Appointments", "CollectiveWatch", "ControlHub", "ControlSession", "Transport"]
+__all__ = ["Appointments", "ControlHub", "ControlSession", "Transport"]
 
 T = TypeVar("T")
-
-
-class CollectiveWatch(Protocol):
-    """Knows whether a rank is in a collective, where it may wait for others, or works for itself."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Around each collective."""
-        ...
 
 
 class ControlSession(Protocol):
@@ -75,12 +67,14 @@ class ControlSession(Protocol):
         """Raise if the session has failed elsewhere, so that long work can stop early."""
         ...
 
-    def run_collectives(self, work: Callable[[CollectiveWatch], T]) -> T:
+    def run_collectives(self, transport: Transport, work: Callable[[Transport], T]) -> T:
         """Run ``work``, which may block in collectives, on a helper thread, watching the other ranks meanwhile.
 
         Args:
-            work: Must say when it is in a collective. If it is in one for longer than the session's timeout, while no
-                rank of the session begins another or works outside of one, the collective is taken to hang.
+            transport: Whose operations are the collectives.
+            work: Is given a transport that does the same, and is watched. If it is in an operation for longer than the
+                session's timeout, while no rank of the session begins another or works outside of one, the collective
+                is taken to hang.
 
         Raises:
             What ``work`` raised; or what made the session fail on another rank while ``work`` was still blocked.

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..control import SoloHub
-from ..control.transports import NoTransport
+from ..control import NoTransport, SoloHub
 from ..core.dtypes import arithmetic_dtype
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError

@@ -10,12 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..control.transports import WatchedTransport
 from ..core.buffers import Buffers
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, NoCopies
 from ..core.progress import Progress
-from ..core.protocols import CollectiveWatch
+from ..core.protocols import Transport
 from ..core.threads import io_threads, run_all
 from ..errors import CheckpointCorruptedError
 from ..files.datafile import read_header
@@ -166,12 +165,12 @@ class Reading:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
         context = self.context
 
-        def run(watch: CollectiveWatch) -> Exchange:
-            transport, most = WatchedTransport(context.transport, watch), context.options.staging_bytes
+        def run(transport: Transport) -> Exchange:
+            most = context.options.staging_bytes
             exchange = Exchange(context.session, self.fit, self.files, transport, self.copies, most, progress)
             exchange.run(rounds)
             return exchange
 
-        exchange = context.session.run_collectives(run)
+        exchange = context.session.run_collectives(context.transport, run)
         if exchange.failure is not None:
             raise exchange.failure

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ..control.transports import WatchedTransport
 from ..core.box import Box
 from ..core.messages import decode, encode
 from ..core.progress import Progress
+from ..core.protocols import Transport
 from ..core.threads import io_threads
 from ..files.contents import AHEAD, TensorContents
 from ..files.names import data_file_name
@@ -92,10 +92,11 @@ class RankFiles:
         boxes = [pair for part in known.files for pair in part.partial_boxes(state)]
         if not known.transfers and not boxes:
             return {}
-        rank, transport = self._context.session.rank, self._context.transport
-        return self._context.session.run_collectives(
-            lambda watch: reduce_partials(known.transfers, rank, state, boxes, WatchedTransport(transport, watch))
-        )
+
+        def reduce(transport: Transport) -> dict[tuple[int, Box], Any]:
+            return reduce_partials(known.transfers, self._context.session.rank, state, boxes, transport)
+
+        return self._context.session.run_collectives(self._context.transport, reduce)
 
     def _take_snapshot(self, state: LocalState) -> None:
         """Copy what will be written; write at once what the snapshot has no room for."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.control import SoloHub, failures, wire
+from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, wire
 from paddle_dist_ckpt.control.member import MemberSession
 from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transport
 from paddle_dist_ckpt.errors import (
@@ -126,7 +126,7 @@ def test_solo_calls_straight_through() -> None:
 
         assert session.gather_scatter("r", lambda: b"mine", combine) == b"reply"
         assert seen == [{3: b"mine"}]
-        assert session.run_collectives(lambda watch: threading.get_ident()) == threading.get_ident()
+        assert session.run_collectives(NoTransport(), lambda transport: threading.get_ident()) == threading.get_ident()
     hub.close()
 
 

@@ -14,9 +14,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_dist_ckpt import SaveOptions, UnsupportedValueError, load_merged_state_dict, read_metadata
-from paddle_dist_ckpt.control import SoloHub
+from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.control.ranks import Ranks
-from paddle_dist_ckpt.control.transports import NoTransport
 from paddle_dist_ckpt.core.tensors import Identity
 from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
 from paddle_dist_ckpt.saving.save_memory import SaveMemory

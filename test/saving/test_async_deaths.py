@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from paddle_dist_ckpt import list_checkpoints
-from paddle_dist_ckpt.control import ZmqHub
-from paddle_dist_ckpt.control.transports import NoTransport
+from paddle_dist_ckpt.control import NoTransport, ZmqHub
 from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.files.names import parse_data_file
 from paddle_dist_ckpt.testing import SimulatedRank

@@ -7,9 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ...core.protocols import CollectiveWatch
+from ...control import NoTransport
+from ...core.memory import Bytes1D
+from ...core.protocols import Transport
 from ...errors import CheckpointError, RankFailureError
 from .cases import (
     AT_ONCE,
@@ -27,6 +30,22 @@ from .cases import (
 )
 
 __all__ = ["LossTests"]
+
+
+class Meeting(NoTransport):
+    """A transport on which every rank waits for an event."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """Wait."""
+        self._event.wait(60)
+
+    @staticmethod
+    def attend(transport: Transport) -> None:
+        """Do a collective."""
+        transport.broadcast(np.zeros(0, np.uint8), 0, 1)
 
 
 class LossTests:
@@ -163,10 +182,10 @@ class LossTests:
     def test_collectives_return_or_raise_what_the_work_does(self, group: HubGroup) -> None:
         def work(hub: Any, rank: int) -> object:
             with hub.session("load", LONG) as session:
-                got = session.run_collectives(lambda watch: rank + 10)
-                assert session.run_collectives(lambda watch: None) is None
+                got = session.run_collectives(None, lambda transport: rank + 10)
+                assert session.run_collectives(None, lambda transport: None) is None
                 with pytest.raises(ZeroDivisionError):
-                    session.run_collectives(lambda watch: 1 // 0)
+                    session.run_collectives(None, lambda transport: 1 // 0)
                 session.gather_scatter("end", lambda: b"", echo)
                 return got
 
@@ -183,7 +202,7 @@ class LossTests:
                     if rank == 1:
                         time.sleep(0.1)
                         raise OSError("no")
-                    session.run_collectives(lambda watch: never.wait(60))
+                    session.run_collectives(None, lambda transport: never.wait(60))
                     return b""
 
                 return session.gather_scatter("exchange", local, echo)
@@ -202,12 +221,8 @@ class LossTests:
         never = threading.Event()
 
         def work(hub: Any, rank: int) -> object:
-            def stuck(watch: CollectiveWatch) -> object:
-                with watch.waiting():
-                    return never.wait(60)
-
             with hub.session("load", SHORT) as session:
-                return session.run_collectives(stuck)
+                return session.run_collectives(Meeting(never), Meeting.attend)
 
         outcomes = run(group, work)
         never.set()
@@ -221,16 +236,15 @@ class LossTests:
         meeting = threading.Event()
 
         def work(hub: Any, rank: int) -> object:
-            def slow(watch: CollectiveWatch) -> str:
+            def slow(transport: Transport) -> str:
                 if rank == 2:
                     time.sleep(2 * SHORT)  # works, and the others wait for it in a collective
                     meeting.set()
-                with watch.waiting():
-                    meeting.wait(60)
+                Meeting.attend(transport)
                 return "done"
 
             with hub.session("load", SHORT) as session:
-                return session.run_collectives(slow)
+                return session.run_collectives(Meeting(meeting), slow)
 
         assert run(group, work) == dict.fromkeys(range(RANKS), "done")
 
@@ -259,7 +273,7 @@ class LossTests:
                 with pytest.raises(RankFailureError, match="OSError: no"):
                     session.gather_scatter("b", lambda: b"", echo)
                 with pytest.raises(RankFailureError):
-                    session.run_collectives(lambda watch: None)
+                    session.run_collectives(None, lambda transport: None)
                 return "seen"
 
         assert run(group, work) == dict.fromkeys(range(RANKS), "seen")
