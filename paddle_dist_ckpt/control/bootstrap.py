@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 from typing import Annotated, Protocol
@@ -10,7 +11,7 @@ import msgspec
 
 from ..errors import CheckpointError, CheckpointTimeoutError
 
-__all__ = ["BootstrapStore", "Rendezvous", "fetch", "local_address", "new_token", "publish"]
+__all__ = ["PROTOCOL", "BootstrapStore", "Rendezvous", "fetch", "local_address", "new_token", "publish"]
 
 PROTOCOL = 1
 _TOKEN_BYTES = 16
@@ -51,25 +52,18 @@ def new_token() -> bytes:
 
 def local_address() -> str:
     """This host's address as others see it: that of the interface behind the default route, else loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Connecting a datagram socket sends nothing; it picks the interface. (TEST-NET-1 of RFC 5737.)
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return _address_of_hostname()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it picks the interface. (TEST-NET-1 of RFC 5737.)
+        probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
-
-
-def _address_of_hostname() -> str:
-    try:
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    return "127.0.0.1"
 
 
-def publish(store: BootstrapStore, key: str, endpoint: str, token: bytes) -> None:
+def publish(store: BootstrapStore, key: str, rendezvous: Rendezvous) -> None:
     """Tell the other ranks where the coordinator is."""
-    store.set(key, msgspec.msgpack.encode(Rendezvous(PROTOCOL, endpoint, token)))
+    store.set(key, msgspec.msgpack.encode(rendezvous))
 
 
 def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> Rendezvous:

@@ -7,6 +7,7 @@ without the lock. User threads send directly, which saves a thread switch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -69,7 +70,12 @@ class ZmqHub(Board):
             if member not in ranks:
                 raise ValueError(f"{name} {member} is not one of the group's ranks {sorted(ranks)}")
         super().__init__(rank, tuple(ranks), coordinator, opened=opened, on_abandon=on_abandon)
-        self._port = self._open_port(store, key, bind_host, bootstrap_timeout)
+        self._port: RouterPort | DealerPort
+        if rank == coordinator:
+            self._port = RouterPort(rank, self.ranks, bind_host)
+            bootstrap.publish(store, key, self._port.rendezvous)
+        else:
+            self._port = DealerPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator))
         self._closing = False
         self._closed = False
         self._woken, self._wake = socket.socketpair()
@@ -81,16 +87,6 @@ class ZmqHub(Board):
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt control hub", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-
-    def _open_port(
-        self, store: BootstrapStore, key: str, bind_host: str | None, timeout: float
-    ) -> RouterPort | DealerPort:
-        if self.rank != self.coordinator:
-            return DealerPort(self.rank, self.coordinator, bootstrap.fetch(store, key, timeout, self.coordinator))
-        token = bootstrap.new_token()
-        port = RouterPort(self.rank, self.ranks, token, bind_host)
-        bootstrap.publish(store, key, port.endpoint, token)
-        return port
 
     def close(self) -> None:
         """End the connection, and the thread, which closes the sockets. Sessions that are open fail, on all ranks."""
@@ -116,18 +112,20 @@ class ZmqHub(Board):
             return
         # Sending may have taken the sign that something has arrived, for which the thread sleeps.
         if sooner or self._port.pending():
-            try:
+            with contextlib.suppress(BlockingIOError):  # the buffer is full of earlier wake-ups, which will do
                 self._wake.send(b"\0")
-            except BlockingIOError:
-                return  # the buffer is full of earlier wake-ups, which will do
 
     def _run(self) -> None:
         try:
             due = math.inf
             while not self._closing:
-                self._sleep(due)
+                for key, _ in self._selector.select(min(max(0.0, due - time.monotonic()), LONGEST_WAIT)):
+                    if key.fd == self._woken.fileno():
+                        self._woken.recv(4096)
                 with self.changed:
-                    due = self._step()
+                    due = min(self._port.receive(self), self.tick())
+                    if self._port.pending():
+                        due = 0.0
         except Exception as error:
             _logger.exception("the control hub's thread failed")
             self.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
@@ -138,17 +136,3 @@ class ZmqHub(Board):
             self._selector.close()
             self._woken.close()
             self._wake.close()
-
-    def _sleep(self, due: float) -> None:
-        sleep = None if math.isinf(due) else min(max(0.0, due - time.monotonic()), LONGEST_WAIT)
-        for key, _ in self._selector.select(sleep):
-            if key.fd == self._woken.fileno():
-                self._woken.recv(4096)
-
-    def _step(self) -> float:
-        """Do what there is to do; returns when to do it again."""
-        self._port.receive(self)
-        for event in self._port.events():
-            self._port.on_event(event, self)
-        due = min(self.tick(), self._port.tick())
-        return 0.0 if self._port.pending() else due

@@ -32,9 +32,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from . import wire
+from . import bootstrap, wire
 from .board import Board
-from .bootstrap import Rendezvous, local_address
+from .bootstrap import Rendezvous
 from .wire import Message
 
 __all__ = ["DealerPort", "RouterPort"]
@@ -60,6 +60,8 @@ class Port:
         monitor: Tells about its connections.
     """
 
+    _linger = _LINGER_MS
+
     def __init__(self, kind: int, rank: int, token: bytes) -> None:
         self._context = zmq.Context(io_threads=1)
         self.socket = self._context.socket(kind)
@@ -77,42 +79,41 @@ class Port:
         frames = (*route, self._token, wire.encode(self._rank, message), payload)
         self.socket.send_multipart(frames, zmq.DONTWAIT, copy=len(payload) < _COPY_BELOW)
 
-    def _incoming(self) -> Iterator[list[bytes]]:
+    def _incoming(self, route_frames: int) -> Iterator[tuple[list[bytes], int, Message, bytes]]:
+        """The route, the sender's rank, the message and the payload of all that has arrived from ranks.
+
+        What is from others is dropped, with a warning.
+        """
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            yield frames
-
-    def _open(self, frames: list[bytes]) -> tuple[int, Message, bytes] | None:
-        """Return the sender's rank, the message and the payload; None, and a warning, if it is not from a rank."""
-        if len(frames) != 3 or not hmac.compare_digest(frames[0], self._token):
-            _logger.warning("rank %d dropped a message without the hub's token", self._rank)
-            return None
-        try:
-            source, message = wire.decode(frames[1])
-        except (msgspec.DecodeError, RecursionError) as error:
-            _logger.warning("rank %d dropped a message that it does not understand: %s", self._rank, error)
-            return None
-        return source, message, frames[2]
-
-    def events(self) -> Iterator[int]:
-        """What has happened to connections since the last call."""
-        while True:
+            route, content = frames[:route_frames], frames[route_frames:]
+            if len(content) != 3 or not hmac.compare_digest(content[0], self._token):
+                _logger.warning("rank %d dropped a message without the hub's token", self._rank)
+                continue
             try:
-                yield recv_monitor_message(self.monitor, zmq.DONTWAIT)["event"]
-            except zmq.Again:
-                return
+                source, message = wire.decode(content[1])
+            except (msgspec.DecodeError, RecursionError) as error:
+                _logger.warning("rank %d dropped a message that it does not understand: %s", self._rank, error)
+                continue
+            yield route, source, message, content[2]
+
+    def _events(self) -> Iterator[int]:
+        """What has happened to connections since the last call."""
+        while int(self.monitor.events) & zmq.POLLIN:
+            yield recv_monitor_message(self.monitor)["event"]
 
     def pending(self) -> bool:
         """Whether there is something to receive. After any use of the socket, its file descriptor may not tell."""
-        return self.socket.getsockopt(zmq.EVENTS) in (zmq.POLLIN, zmq.POLLIN | zmq.POLLOUT)
+        return bool(int(self.socket.events) & zmq.POLLIN)
 
-    def _close(self, linger: int) -> None:
+    def close(self) -> None:
+        """Let what was sent go out, to those who still read, and close."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.socket.close(linger=linger)
+        self.socket.close(linger=self._linger)
         self._context.term()
 
 
@@ -124,27 +125,29 @@ class RouterPort(Port):
     Args:
         rank: This rank, the coordinator.
         ranks: All ranks.
-        token: The secret that each message carries.
         bind_host: Address or name of the interface to listen on; None for the one behind the default route.
+
+    Attributes:
+        rendezvous: What the other ranks must know to connect.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], token: bytes, bind_host: str | None) -> None:
-        super().__init__(zmq.ROUTER, rank, token)
+    def __init__(self, rank: int, ranks: tuple[int, ...], bind_host: str | None) -> None:
+        super().__init__(zmq.ROUTER, rank, bootstrap.new_token())
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._others = frozenset(ranks) - {rank}
         self._routes: dict[int, bytes] = {}
         self._unreachable: dict[int, bytes] = {}
         self._probes: list[float] = []
-        self.endpoint = self._bind(bind_host)
+        self.rendezvous = Rendezvous(bootstrap.PROTOCOL, self._bind(bind_host), self._token)
 
     def _bind(self, host: str | None) -> str:
-        family, *_, name = socket.getaddrinfo(host or local_address(), None, type=socket.SOCK_STREAM)[0]
+        family, *_, name = socket.getaddrinfo(host or bootstrap.local_address(), None, type=socket.SOCK_STREAM)[0]
         address = str(name[0])
         if family == socket.AF_INET6:
             self.socket.setsockopt(zmq.IPV6, 1)
         bound = f"[{address}]" if family == socket.AF_INET6 else address
         port = self.socket.bind_to_random_port(f"tcp://{bound}")
-        return f"tcp://{local_address() if address in _ANYWHERE else bound}:{port}"
+        return f"tcp://{bootstrap.local_address() if address in _ANYWHERE else bound}:{port}"
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
         """Send to a rank, if it is connected; else it will hear what it missed when it is, or opens the session."""
@@ -162,56 +165,39 @@ class RouterPort(Port):
         """Whether there is something to receive, or a lost connection to tell about."""
         return bool(self._unreachable) or super().pending()
 
-    def receive(self, board: Board) -> None:
-        """Deliver all that has arrived, then say whose connection is lost."""
+    def receive(self, board: Board) -> float:
+        """Deliver all that has arrived, then say whose connection is lost; returns when to call again."""
         self._deliver(board)
-        if not self._unreachable:
-            return
-        # IMPORTANT: what a rank sent before its connection ended counts, a farewell above all.
-        self._deliver(board)
-        gone, self._unreachable = self._unreachable, {}
-        for rank, route in gone.items():
-            if self._routes.get(rank) == route:
-                del self._routes[rank]
-                board.lose(rank)
+        if self._unreachable:
+            # IMPORTANT: what a rank sent before its connection ended counts, a farewell above all.
+            self._deliver(board)
+            gone, self._unreachable = self._unreachable, {}
+            for rank, route in gone.items():
+                if self._routes.get(rank) == route:
+                    del self._routes[rank]
+                    board.lose(rank)
+        now = time.monotonic()
+        if zmq.Event.DISCONNECTED in list(self._events()):
+            # zmq does not say whose connection has ended, and may not know yet. So probe, repeatedly.
+            self._probes = [now + after for after in _PROBE_AFTER]
+        if self._probes and now >= self._probes[0]:
+            self._probes.pop(0)
+            for rank in self._routes:
+                self.send(rank, wire.Hello(), b"")
+        return self._probes[0] if self._probes else math.inf
 
     def _deliver(self, board: Board) -> None:
-        for route, *frames in self._incoming():
-            opened = self._open(frames)
-            if opened is None:
-                continue
-            source, message, payload = opened
+        for (route,), source, message, payload in self._incoming(1):
             if source not in self._others:
                 _logger.warning("rank %d dropped a message from rank %d, which is not in its group", self._rank, source)
                 continue
             if self._routes.get(source) != route:
-                self._welcome(source, route, board)
+                if source in self._routes:
+                    # What was under way on the old connection may be lost, so the open sessions cannot go on.
+                    board.lose(source)
+                self._routes[source] = route
+                board.regain(source)
             board.deliver(source, message, payload)
-
-    def _welcome(self, rank: int, route: bytes, board: Board) -> None:
-        if rank in self._routes:
-            # What was under way on the old connection may be lost, so the sessions that were open cannot go on.
-            board.lose(rank)
-        self._routes[rank] = route
-        board.regain(rank)
-
-    def on_event(self, event: int, board: Board) -> None:
-        """A connection has ended; zmq does not say whose, and may not know yet. So probe, repeatedly."""
-        if event == zmq.Event.DISCONNECTED:
-            now = time.monotonic()
-            self._probes = [now + after for after in _PROBE_AFTER]
-
-    def tick(self) -> float:
-        """Send the probes that are due; returns when to call again."""
-        if self._probes and time.monotonic() >= self._probes[0]:
-            self._probes.pop(0)
-            for rank in tuple(self._routes):
-                self.send(rank, wire.Hello(), b"")
-        return self._probes[0] if self._probes else math.inf
-
-    def close(self) -> None:
-        """Let what was sent go out, to those who still read, and close."""
-        self._close(linger=_LINGER_MS)
 
 
 class DealerPort(Port):
@@ -223,10 +209,11 @@ class DealerPort(Port):
         rendezvous: Where that is.
     """
 
+    _linger = 0
+
     def __init__(self, rank: int, coordinator: int, rendezvous: Rendezvous) -> None:
         super().__init__(zmq.DEALER, rank, rendezvous.token)
         self._coordinator = coordinator
-        self._connected = False
         self.socket.setsockopt(zmq.IPV6, int("[" in rendezvous.endpoint))
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
         self.socket.connect(rendezvous.endpoint)
@@ -235,28 +222,21 @@ class DealerPort(Port):
         """Send to the coordinator; until the connection stands, zmq keeps it."""
         self._send((), message, payload)
 
-    def receive(self, board: Board) -> None:
-        """Deliver all that has arrived."""
-        for frames in self._incoming():
-            opened = self._open(frames)
-            if opened is not None:
-                board.deliver(self._coordinator, *opened[1:])
-
-    def on_event(self, event: int, board: Board) -> None:
-        """The connection stands, or has ended."""
-        self._connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
-        if self._connected:
-            # The coordinator must know this connection, to notice its end, before the first session.
-            self._send((), wire.Hello(), b"")
-            board.regain(self._coordinator)
-        else:
-            self.receive(board)
-            board.lose(self._coordinator)
-
-    def tick(self) -> float:
-        """Nothing is ever due."""
+    def receive(self, board: Board) -> float:
+        """Deliver all that has arrived, and say whether the connection stands; returns when to call again: never."""
+        self._deliver(board)
+        for event in self._events():
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._linger = _LINGER_MS
+                # The coordinator must know this connection, to notice its end, before the first session.
+                self._send((), wire.Hello(), b"")
+                board.regain(self._coordinator)
+            else:
+                self._linger = 0
+                self._deliver(board)
+                board.lose(self._coordinator)
         return math.inf
 
-    def close(self) -> None:
-        """Let what was sent go out, if the coordinator is there to take it, and close."""
-        self._close(linger=_LINGER_MS if self._connected else 0)
+    def _deliver(self, board: Board) -> None:
+        for _, _, message, payload in self._incoming(0):
+            board.deliver(self._coordinator, message, payload)
