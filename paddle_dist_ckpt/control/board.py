@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -120,6 +120,8 @@ class Board(ABC):
                 session.fail(self.broken)
             else:
                 self.post(wire.Open(session.number, kind, timeout))
+                if self._table is not None:
+                    session.lead = self._table.sessions.get(session.number)
                 if self.coordinator in self.lost:
                     session.lose_coordinator()
             return session
@@ -167,21 +169,6 @@ class Board(ABC):
             self._receive(message, payload)
         else:
             self._carry(destination, message, payload)
-
-    def parts(self, session: MemberSession) -> Mapping[int, bytes] | None:
-        """On the coordinator: every rank's answer to the current round, once they are there."""
-        assert self._table is not None
-        state = self._table.sessions.get(session.number)
-        return None if state is None else state.parts()
-
-    def reply(self, session: MemberSession, replies: Mapping[int, bytes]) -> None:
-        """On the coordinator: end the round."""
-        assert self._table is not None
-        with self.changed:
-            state = self._table.sessions.get(session.number)
-            if state is not None:
-                state.reply(replies)
-            self.settle()
 
     def wait(
         self, session: MemberSession, result: Callable[[], T | None], watch: Callable[[], float] | None = None

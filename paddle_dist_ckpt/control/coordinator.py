@@ -24,12 +24,7 @@ Emit = Callable[[int, Message, bytes], None]
 class CoordinatorSession:
     """One session: who has arrived, the current round's answers, and what has gone wrong.
 
-    Args:
-        number: Of the session.
-        ranks: Its members.
-        coordinator: One of them.
-        emit: Sends to a rank.
-        now: Monotonic time, in seconds. Silence is counted from here: from the first news of it.
+    Times are monotonic, in seconds. Silence is counted from the first news of the session, ``now``.
 
     Attributes:
         kinds: What each rank that has opened it says that it is doing.
@@ -44,9 +39,8 @@ class CoordinatorSession:
         self._emit = emit
         self._timeout = math.inf
         self._next_beat = math.inf
-        self._heard = dict.fromkeys(ranks, now)
+        self._heard = dict.fromkeys(ranks, now)  # but for ranks that have closed it
         self.kinds: dict[int, str] = {}
-        self._left: set[int] = set()
         self._round = 0
         self._names: dict[int, str] = {}
         self._answers: dict[int, bytes] = {}
@@ -60,7 +54,7 @@ class CoordinatorSession:
     @property
     def abandoned(self) -> bool:
         """The coordinator has closed it, and no verdict is being awaited."""
-        return self._coordinator in self._left and not self.failing
+        return self._coordinator not in self._heard and not self.failing
 
     @property
     def failing(self) -> bool:
@@ -68,7 +62,9 @@ class CoordinatorSession:
         return not math.isinf(self._judged_at)
 
     def handle(self, rank: int, message: Message, payload: bytes, now: float) -> None:
-        """Take in a message."""
+        """Take in a message. A rank that has closed the session sends nothing more in it."""
+        if rank not in self._heard:
+            return
         self._heard[rank] = now
         self._moved = self._moved or (isinstance(message, wire.Beat) and message.moved)
         if isinstance(message, wire.Open):
@@ -110,18 +106,17 @@ class CoordinatorSession:
         self.fail_rank(rank, message.error, now)
 
     def _on_bye(self, rank: int, now: float) -> None:
-        self._left.add(rank)
+        del self._heard[rank]
         if rank == self._coordinator and not self.failing:
-            for other in self._ranks:
-                if other not in self._left:
-                    self._emit(other, wire.Bye(self._number), b"")
+            for other in self._heard:
+                self._emit(other, wire.Bye(self._number), b"")
         self._blame_those_who_left(now)
 
     def _blame_those_who_left(self, now: float) -> None:
         """A rank that has closed the session is no failure, unless a round still waits for it."""
-        if not self._answers:
+        if not self._answers or len(self._heard) == len(self._ranks):
             return
-        for rank in self._left - self._answers.keys():
+        for rank in set(self._ranks) - self._heard.keys() - self._answers.keys():
             name = next(iter(self._names.values()))
             self.fail_rank(rank, failures.record(f"closed the session before round {name!r}"), now)
 
@@ -132,7 +127,7 @@ class CoordinatorSession:
 
     def lose(self, rank: int, now: float) -> None:
         """Note that the connection to ``rank`` is lost. Nothing to a session that the rank has closed."""
-        if rank not in self._left:
+        if rank in self._heard:
             self.fail_rank(rank, failures.record("connection lost"), now)
             self._judge_if_due(now)
 
@@ -145,19 +140,17 @@ class CoordinatorSession:
         Returns:
             When to call again, as monotonic time.
         """
-        if any(now - heard > self._timeout for rank, heard in self._heard.items() if rank not in self._left):
+        if any(now - heard > self._timeout for heard in self._heard.values()):
             self._begin_judging(now)
         self._judge_if_due(now)
         if self.verdict is not None or self.abandoned:
             return math.inf
         if now >= self._next_beat:
             self._next_beat = now + self._timeout / BEATS_PER_TIMEOUT
-            for rank in self._ranks:
-                if rank not in self._left:
-                    self._emit(rank, wire.Beat(self._number, self._moved), b"")
+            for rank in self._heard:
+                self._emit(rank, wire.Beat(self._number, self._moved), b"")
             self._moved = False
-        silent_at = min((heard for rank, heard in self._heard.items() if rank not in self._left), default=math.inf)
-        return min(self._next_beat, self._judged_at, silent_at + self._timeout)
+        return min(self._next_beat, self._judged_at, min(self._heard.values(), default=math.inf) + self._timeout)
 
     def _judge_if_due(self, now: float) -> None:
         if self.verdict is not None or not self.failing:
@@ -169,19 +162,19 @@ class CoordinatorSession:
     def _missing(self, now: float) -> set[int]:
         """The silent ranks. One that fell silent together with them may have sent its last beat an interval later."""
         silence = self._timeout * (1 - 1 / BEATS_PER_TIMEOUT)
-        late = {rank for rank, heard in self._heard.items() if rank not in self._left and now - heard > silence}
+        late = {rank for rank, heard in self._heard.items() if now - heard > silence}
         return late if any(now - self._heard[rank] > self._timeout for rank in late) else set()
 
     def _accounted_for(self, rank: int, missing: set[int]) -> bool:
-        if rank in self._failures or rank in self._left or rank in missing:
+        if rank in self._failures or rank not in self._heard or rank in missing:
             return True
         return rank in (self.kinds if len(set(self.kinds.values())) > 1 else self._answers)
 
     def judge(self, now: float) -> None:
         """Decide on the session's failure and tell every rank."""
         self.verdict = self._disagreement() or self._failure(now)
-        for rank in self._ranks:
-            if rank in self.kinds and rank not in self._left:
+        for rank in self._heard:
+            if rank in self.kinds:
                 self._emit(rank, wire.Verdict(self._number, self.verdict, self.resume), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
@@ -208,14 +201,14 @@ class CoordinatorSession:
         return failures.failure_of_ranks(f"{kind} failed{place}", failed, self._ranks)
 
     def parts(self) -> Mapping[int, bytes] | None:
-        """The current round's answers, once every rank's is there."""
-        return self._answers if len(self._answers) == len(self._ranks) else None
+        """The current round's answers, once every rank's is there and nothing has failed."""
+        return self._answers if len(self._answers) == len(self._ranks) and not self.failing else None
 
     def reply(self, replies: Mapping[int, bytes]) -> None:
         """End the round with a reply for every rank. After a failure nothing is sent: the verdict is the reply."""
         if self.failing:
             return
-        finished, self._round = self._round, self._round + 1
-        self._names, self._answers = {}, {}
         for rank in self._ranks:
-            self._emit(rank, wire.Reply(self._number, finished), replies[rank])
+            self._emit(rank, wire.Reply(self._number, self._round), replies[rank])
+        self._round += 1
+        self._names, self._answers = {}, {}

@@ -14,21 +14,22 @@ from .. import errors
 from .wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
 
 __all__ = [
-    "combine_error",
+    "SHARED_IN_COMBINE",
+    "SHARED_IN_LOCAL",
     "copy_of",
-    "describe",
     "failure_of_ranks",
     "late",
-    "local_error",
     "raisable",
     "record",
+    "record_of",
     "timeout_error",
 ]
 
 _OURS: Mapping[str, type[errors.CheckpointError]] = {name: getattr(errors, name) for name in errors.__all__}
 _BUILTIN: Mapping[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
-_SHARED_IN_LOCAL = frozenset({"UnsupportedValueError", "StateDictMismatchError", "ValueError", "TypeError"})
-_SHARED_IN_COMBINE = frozenset(
+SHARED_IN_LOCAL = frozenset({"UnsupportedValueError", "StateDictMismatchError", "ValueError", "TypeError"})
+"""The errors of one rank's own work that are about what all ranks share."""
+SHARED_IN_COMBINE = frozenset(
     {
         "CheckpointNotFoundError",
         "CheckpointCorruptedError",
@@ -37,16 +38,7 @@ _SHARED_IN_COMBINE = frozenset(
         "ValueError",
     }
 )
-
-
-def local_error(error: BaseException) -> ErrorRecord:
-    """Record what one rank's own work raised."""
-    return _record_of(error, _SHARED_IN_LOCAL)
-
-
-def combine_error(error: BaseException) -> ErrorRecord:
-    """Record what ``combine`` raised on the coordinator."""
-    return _record_of(error, _SHARED_IN_COMBINE)
+"""Those that ``combine`` raises on the coordinator."""
 
 
 def record(message: str) -> ErrorRecord:
@@ -54,9 +46,15 @@ def record(message: str) -> ErrorRecord:
     return ErrorRecord("CheckpointError", _clip(message))
 
 
-def _record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> ErrorRecord:
-    name = _wire_name(type(error))
-    text = str(error) if name == type(error).__name__ else f"{type(error).__name__}: {error}"
+def record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> ErrorRecord:
+    """Record an error, which concerns all ranks alike if its class is one of ``shared``.
+
+    Its name is that of our nearest class that it derives from, else its own. A builtin counts only as itself: a
+    UnicodeDecodeError is a ValueError too, but not one about an argument.
+    """
+    kind = type(error)
+    name = next((base.__name__ for base in kind.__mro__ if base in _OURS.values()), kind.__name__)
+    text = str(error) if name == kind.__name__ else f"{kind.__name__}: {error}"
     # A failure within a failure says enough; deeper ones would be their ranks' copies of each other.
     inner = error.failures.items() if isinstance(error, errors.RankFailureError) and depth == 0 else ()
     return ErrorRecord(
@@ -65,16 +63,8 @@ def _record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> 
         shared=name in shared,
         problems=_clip_all(error.problems) if isinstance(error, errors.StateDictMismatchError) else (),
         missing_ranks=error.missing_ranks if isinstance(error, errors.CheckpointTimeoutError) else (),
-        failures=tuple((rank, _record_of(failure, frozenset(), depth + 1)) for rank, failure in inner),
+        failures=tuple((rank, record_of(failure, frozenset(), depth + 1)) for rank, failure in inner),
     )
-
-
-def _wire_name(kind: type[BaseException]) -> str:
-    """Our nearest class that ``kind`` derives from, else its own name.
-
-    A builtin counts only as itself: a UnicodeDecodeError is a ValueError too, but not one about an argument.
-    """
-    return next((base.__name__ for base in kind.__mro__ if base in _OURS.values()), kind.__name__)
 
 
 def _clip(text: str) -> str:
@@ -92,9 +82,9 @@ def _clip_all(lines: tuple[str, ...]) -> tuple[str, ...]:
 
 def copy_of(error: ErrorRecord) -> errors.CheckpointError:
     """Rebuild an exception: ours by name, any other as ``CheckpointError("TypeName: message")``."""
-    if error.type_name not in _OURS:
-        return errors.CheckpointError(describe(error))
-    kind = _OURS[error.type_name]
+    kind = _OURS.get(error.type_name)
+    if kind is None:
+        return errors.CheckpointError(_describe(error))
     if issubclass(kind, errors.StateDictMismatchError):
         return kind(error.message, error.problems)
     if issubclass(kind, errors.CheckpointTimeoutError):
@@ -129,12 +119,12 @@ def raisable(error: ErrorRecord, rank: int, own: BaseException | None) -> Except
     return made
 
 
-def describe(error: ErrorRecord) -> str:
+def _describe(error: ErrorRecord) -> str:
     """``TypeName: message``, or the message alone for a plain CheckpointError."""
     return error.message if error.type_name == "CheckpointError" else f"{error.type_name}: {error.message}"
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
+def _name_ranks(ranks: Iterable[int]) -> str:
     """``rank 2`` or ``ranks 2, 3``, ascending."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
@@ -144,7 +134,7 @@ def timeout_error(doing: str, missing: Iterable[int], timeout: float) -> ErrorRe
     """Record that ``missing`` ranks were silent for too long while the others were ``doing``."""
     missing = tuple(sorted(missing))
     text = (
-        f"{doing} timed out: {name_ranks(missing)} not heard of for {timeout:g} s; see whether they are alive and "
+        f"{doing} timed out: {_name_ranks(missing)} not heard of for {timeout:g} s; see whether they are alive and "
         f"make the same calls in the same order, or raise options.timeout"
     )
     return ErrorRecord("CheckpointTimeoutError", text, missing_ranks=missing)
@@ -159,22 +149,16 @@ def failure_of_ranks(doing: str, failures: Mapping[int, ErrorRecord], ranks: tup
         ranks: All ranks of the session.
     """
     kinds = {error.type_name for error in failures.values()}
-    if len(kinds) == 1 and all(error.shared for error in failures.values()):
-        return _shared_failure(kinds.pop(), failures, ranks)
-    if kinds == {"CheckpointTimeoutError"}:
-        missing = {rank for error in failures.values() for rank in error.missing_ranks}
-        text = _by_text({rank: error.message for rank, error in failures.items()})
-        return ErrorRecord("CheckpointTimeoutError", _clip(text), missing_ranks=tuple(sorted(missing)))
-    text = f"{doing} {_by_text({rank: describe(error) for rank, error in failures.items()})}"
-    return ErrorRecord("RankFailureError", _clip(text), failures=tuple(sorted(failures.items())))
-
-
-def _shared_failure(kind: str, failures: Mapping[int, ErrorRecord], ranks: tuple[int, ...]) -> ErrorRecord:
+    shared = all(error.shared for error in failures.values())
+    if len(kinds) > 1 or not (shared or kinds == {"CheckpointTimeoutError"}):
+        text = f"{doing} {_by_text({rank: _describe(error) for rank, error in failures.items()})}"
+        return ErrorRecord("RankFailureError", _clip(text), failures=tuple(sorted(failures.items())))
     texts = {rank: error.message for rank, error in failures.items()}
-    everyone = set(failures) == set(ranks) and len(set(texts.values())) == 1
-    problems = dict.fromkeys(problem for _, error in sorted(failures.items()) for problem in error.problems)
+    everyone = shared and set(failures) == set(ranks) and len(set(texts.values())) == 1
     text = next(iter(texts.values())) if everyone else _by_text(texts)
-    return ErrorRecord(kind, _clip(text), shared=True, problems=_clip_all(tuple(problems)))
+    problems = dict.fromkeys(problem for _, error in sorted(failures.items()) for problem in error.problems)
+    missing = {rank for error in failures.values() for rank in error.missing_ranks}
+    return ErrorRecord(kinds.pop(), _clip(text), shared, _clip_all(tuple(problems)), tuple(sorted(missing)))
 
 
 def _by_text(texts: Mapping[int, str]) -> str:
@@ -182,4 +166,4 @@ def _by_text(texts: Mapping[int, str]) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks_by_text.setdefault(texts[rank], []).append(rank)
-    return "; ".join(f"on {name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+    return "; ".join(f"on {_name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from . import failures, wire
-from .coordinator import BEATS_PER_TIMEOUT, GRACE
+from .coordinator import BEATS_PER_TIMEOUT, GRACE, CoordinatorSession
 from .wire import ErrorRecord, Message
 
 __all__ = ["MemberSession", "never"]
@@ -22,25 +22,19 @@ _COORDINATOR_MARGIN = GRACE + 0.1
 
 
 class MemberSession:
-    """What this rank has heard in a session, and whether the session has failed.
-
-    Args:
-        number: Of the session.
-        kind: What is being done.
-        rank: This rank.
-        coordinator: Whom it listens to; may be itself.
-        timeout: Longest silence, in seconds.
-        now: Monotonic time, in seconds.
+    """What this rank has heard in a session, and whether the session has failed. Times are monotonic, in seconds.
 
     Attributes:
+        lead: If this rank is the coordinator, that side of the session, unless it was over when this rank opened it.
         verdict: Why the session has failed, once it has.
         own_error: What this rank itself raised, if it did.
         round_name: Of the round that this rank is in; empty between rounds.
         moved_since: Tells whether this rank gets on with work that may block in collectives.
-        group_moved: When some rank last said that it does, as monotonic time.
+        group_moved: When some rank last said that it does.
     """
 
     def __init__(self, number: int, kind: str, rank: int, coordinator: int, timeout: float, now: float) -> None:
+        self.lead: CoordinatorSession | None = None
         self.number = number
         self.kind = kind
         self.verdict: ErrorRecord | None = None
@@ -99,7 +93,7 @@ class MemberSession:
         """Let time pass.
 
         Returns:
-            What to send to the coordinator, and when to call again, as monotonic time.
+            What to send to the coordinator, and when to call again.
         """
         if self.verdict is not None:
             return None, math.inf
@@ -127,6 +121,11 @@ class MemberSession:
         if reply is not None:
             self.round_name = ""
         return reply
+
+    def led_parts(self) -> tuple[CoordinatorSession, Mapping[int, bytes]] | None:
+        """On the coordinator: that side of the session and all ranks' answers to its round, once they are there."""
+        parts = None if self.lead is None else self.lead.parts()
+        return None if self.lead is None or parts is None else (self.lead, parts)
 
     def error(self) -> Exception:
         """A fresh exception for the verdict, as this rank raises it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -21,17 +20,13 @@ Messages = Mapping[int, bytes]
 
 
 def only_on(coordinator: C | None, answer: Callable[[C, Messages], Messages]) -> Callable[[Messages], Messages]:
-    """How a round is answered.
+    """How a round is answered: by a method of an object that there is on the coordinator alone."""
 
-    Args:
-        coordinator: The object whose method answers; there is one on the coordinator alone.
-        answer: The method.
-    """
-    return _never if coordinator is None else functools.partial(answer, coordinator)
+    def combine(messages: Messages) -> Messages:
+        assert coordinator is not None, "only the coordinator answers"
+        return answer(coordinator, messages)
 
-
-def _never(messages: Messages) -> Messages:
-    raise AssertionError("only the coordinator answers")
+    return combine
 
 
 def ask(

@@ -117,32 +117,32 @@ class Session:
         with board.changed:
             number = member.begin_round(name)
         self.check()
-        data = self._run(lambda: check_payload(local(), "what local returns"), failures.local_error)
+        data = self._run(lambda: check_payload(local(), "what local returns"), failures.SHARED_IN_LOCAL)
         board.post(wire.Answer(member.number, number, name), data)
         if self.rank == self.coordinator:
-            parts = board.wait(member, lambda: board.parts(member))
-            replies = self._run(lambda: check_replies(combine(parts), self.ranks), failures.combine_error)
-            board.reply(member, replies)
+            lead, parts = board.wait(member, member.led_parts)
+            replies = self._run(lambda: check_replies(combine(parts), self.ranks), failures.SHARED_IN_COMBINE)
+            with board.changed:
+                lead.reply(replies)
+                board.settle()
         return board.wait(member, member.take_reply)
 
-    def _run(self, work: Callable[[], T], record: Callable[[BaseException], ErrorRecord]) -> T:
+    def _run(self, work: Callable[[], T], shared: frozenset[str]) -> T:
         """Do this rank's part of a round. If it fails, every rank raises the verdict, so that all raise the same."""
         try:
             return work()
         except BaseException as error:
-            self._report(error, record)
+            self._report(error, shared)
             if not isinstance(error, Exception):
                 raise
         return self._board.wait(self._member, lambda: None)
 
-    def _report(
-        self, error: BaseException, record: Callable[[BaseException], ErrorRecord] = failures.local_error
-    ) -> None:
+    def _report(self, error: BaseException, shared: frozenset[str] = failures.SHARED_IN_LOCAL) -> None:
         """Tell the coordinator that this rank failed, unless it only raised what made the session fail."""
         member = self._member
         if member.verdict is None:
             member.own_error = error
-            self._board.post(wire.Fail(member.number, member.round_name, record(error)))
+            self._board.post(wire.Fail(member.number, member.round_name, failures.record_of(error, shared)))
 
     def run_collectives(self, transport: Transport, work: Callable[[Transport], T]) -> T:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""

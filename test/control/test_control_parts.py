@@ -70,7 +70,7 @@ def test_hostile_frames_are_refused(frame: bytes) -> None:
 
 
 def there_and_back(error: BaseException) -> CheckpointError:
-    sent = wire.Fail(0, "r", failures.local_error(error))
+    sent = wire.Fail(0, "r", failures.record_of(error, failures.SHARED_IN_LOCAL))
     received = wire.decode(wire.encode(1, sent))[1]
     assert isinstance(received, wire.Fail)
     return failures.copy_of(received.error)
