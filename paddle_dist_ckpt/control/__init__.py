@@ -2,6 +2,6 @@
 
 from .bootstrap import BootstrapStore
 from .hub import ZmqHub
-from .solo import NoTransport, SoloHub
+from .ranks import NoTransport, SoloHub
 
 __all__ = ["BootstrapStore", "NoTransport", "SoloHub", "ZmqHub"]

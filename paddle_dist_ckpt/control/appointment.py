@@ -31,11 +31,8 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 class Attendance:
     """Any rank's side: how far it is, what it has promised, and which appointments are ahead of it.
 
-    Args:
-        label: Of the appointments: their topic, and a number among those of the topic.
-        lead: If this rank is the coordinator, that side of them.
-
     Attributes:
+        lead: If this rank is the coordinator, that side of them.
         step: The furthest step that the rank has come to.
     """
 
@@ -85,14 +82,8 @@ class Attendance:
 class Appointer:
     """The coordinator's side.
 
-    A question that a rank cannot answer, for its connection is lost, is taken back: nobody shall wait for it. It is
-    asked again when the rank is back.
-
-    Args:
-        label: Of the appointments.
-        ranks: All of them.
-        lost: Those without a connection, as it changes.
-        emit: Sends to a rank.
+    A question that a rank cannot answer, for it is one of ``lost``, those without a connection as it changes, is taken
+    back: nobody shall wait for it. It is asked again when the rank is back.
     """
 
     def __init__(self, label: Label, ranks: tuple[int, ...], lost: Set[int], emit: Emit) -> None:
@@ -146,10 +137,7 @@ class Attendances:
     """The attendances of one rank, by label; the labels of a topic are numbered.
 
     One may be made by a message, before this rank comes to its number. Of those, the oldest are forgotten if there are
-    too many.
-
-    Args:
-        lead: On the coordinator, makes its side of a label's appointments.
+    too many. On the coordinator, ``lead`` makes its side of a label's appointments.
     """
 
     def __init__(self, lead: Callable[[Label], Appointer | None]) -> None:

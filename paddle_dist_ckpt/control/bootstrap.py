@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 from typing import Annotated, Protocol
 
@@ -11,10 +10,10 @@ import msgspec
 
 from ..errors import CheckpointError, CheckpointTimeoutError
 
-__all__ = ["PROTOCOL", "BootstrapStore", "Rendezvous", "fetch", "local_address", "new_token", "publish"]
+__all__ = ["PROTOCOL", "TOKEN_BYTES", "BootstrapStore", "Rendezvous", "fetch", "local_address", "publish"]
 
 PROTOCOL = 1
-_TOKEN_BYTES = 16
+TOKEN_BYTES = 16
 
 
 class BootstrapStore(Protocol):
@@ -42,12 +41,7 @@ class Rendezvous(msgspec.Struct, array_like=True, frozen=True):
 
     protocol: int
     endpoint: Annotated[str, msgspec.Meta(max_length=1024)]
-    token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
-
-
-def new_token() -> bytes:
-    """A fresh secret."""
-    return secrets.token_bytes(_TOKEN_BYTES)
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 def local_address() -> str:

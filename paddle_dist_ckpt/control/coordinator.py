@@ -140,7 +140,7 @@ class CoordinatorSession:
         Returns:
             When to call again, as monotonic time.
         """
-        if any(now - heard > self._timeout for heard in self._heard.values()):
+        if self._missing(now):
             self._begin_judging(now)
         self._judge_if_due(now)
         if self.verdict is not None or self.abandoned:
@@ -155,20 +155,17 @@ class CoordinatorSession:
     def _judge_if_due(self, now: float) -> None:
         if self.verdict is not None or not self.failing:
             return
-        missing = self._missing(now)
-        if now >= self._judged_at or all(self._accounted_for(rank, missing) for rank in self._ranks):
+        said = self.kinds if len(set(self.kinds.values())) > 1 else self._answers
+        awaited = self._heard.keys() - self._failures.keys() - said.keys() - self._missing(now)
+        if now >= self._judged_at or not awaited:
             self.judge(now)
 
     def _missing(self, now: float) -> set[int]:
         """The silent ranks. One that fell silent together with them may have sent its last beat an interval later."""
+        if now - min(self._heard.values(), default=now) <= self._timeout:
+            return set()
         silence = self._timeout * (1 - 1 / BEATS_PER_TIMEOUT)
-        late = {rank for rank, heard in self._heard.items() if now - heard > silence}
-        return late if any(now - self._heard[rank] > self._timeout for rank in late) else set()
-
-    def _accounted_for(self, rank: int, missing: set[int]) -> bool:
-        if rank in self._failures or rank not in self._heard or rank in missing:
-            return True
-        return rank in (self.kinds if len(set(self.kinds.values())) > 1 else self._answers)
+        return {rank for rank, heard in self._heard.items() if now - heard > silence}
 
     def judge(self, now: float) -> None:
         """Decide on the session's failure and tell every rank."""
@@ -195,10 +192,8 @@ class CoordinatorSession:
         missing = self._missing(now) - self._failures.keys()
         if not self._failures:
             return failures.timeout_error(f"{kind}{place}", missing, self._timeout)
-        failed = dict(self._failures)
-        for rank in missing:
-            failed[rank] = failures.timeout_error("it", [rank], self._timeout)
-        return failures.failure_of_ranks(f"{kind} failed{place}", failed, self._ranks)
+        silent = {rank: failures.timeout_error("it", [rank], self._timeout) for rank in missing}
+        return failures.failure_of_ranks(f"{kind} failed{place}", self._failures | silent, self._ranks)
 
     def parts(self) -> Mapping[int, bytes] | None:
         """The current round's answers, once every rank's is there and nothing has failed."""

@@ -31,13 +31,7 @@ _LATE_GRACE = 1.0
 
 
 class CoordinatorTable:
-    """All sessions of a hub, on its coordinator.
-
-    Args:
-        ranks: The members of every session.
-        coordinator: One of them.
-        lost: Those without a connection, as it changes.
-        emit: Sends to a rank.
+    """All sessions of a hub, on its coordinator. ``lost`` are the ranks without a connection, as it changes.
 
     Attributes:
         sessions: Those that are not over, by number.

@@ -70,11 +70,6 @@ class Session:
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlSession`.
 
     A context manager: it opens on entry and closes on exit. If its body raises, the other ranks fail too.
-
-    Args:
-        board: This rank's switchboard.
-        kind: What is being done; the same on every rank.
-        timeout: Longest silence of a rank, in seconds.
     """
 
     def __init__(self, board: Board, kind: str, timeout: float) -> None:
@@ -232,13 +227,7 @@ class _Collectives:
 
 
 class BoardAppointments:
-    """Implements :class:`paddle_dist_ckpt.core.protocols.Appointments`.
-
-    Args:
-        board: This rank's switchboard.
-        topic: What they are about.
-        timeout: Longest wait, in seconds.
-    """
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
 
     def __init__(self, board: Board, topic: str, timeout: float) -> None:
         self._board = board

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hmac
 import logging
 import math
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -49,11 +50,6 @@ _ANYWHERE = ("0.0.0.0", "::")
 
 class Port:
     """What both kinds of socket have in common.
-
-    Args:
-        kind: zmq.ROUTER or zmq.DEALER.
-        rank: This rank.
-        token: The secret that each message carries.
 
     Attributes:
         socket: Carries the messages.
@@ -122,17 +118,12 @@ class RouterPort(Port):
 
     zmq names each connection; which rank's it is follows from the messages that come through it.
 
-    Args:
-        rank: This rank, the coordinator.
-        ranks: All ranks.
-        bind_host: Address or name of the interface to listen on; None for the one behind the default route.
-
     Attributes:
         rendezvous: What the other ranks must know to connect.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], bind_host: str | None) -> None:
-        super().__init__(zmq.ROUTER, rank, bootstrap.new_token())
+        super().__init__(zmq.ROUTER, rank, secrets.token_bytes(bootstrap.TOKEN_BYTES))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._others = frozenset(ranks) - {rank}
         self._routes: dict[int, bytes] = {}
@@ -201,13 +192,7 @@ class RouterPort(Port):
 
 
 class DealerPort(Port):
-    """The socket of a rank that is not the coordinator. It connects again when the connection ends.
-
-    Args:
-        rank: This rank.
-        coordinator: The rank at the other end.
-        rendezvous: Where that is.
-    """
+    """The socket of a rank that is not the coordinator. It connects again when the connection ends."""
 
     _linger = 0
 
