@@ -43,6 +43,7 @@ class Board(ABC):
 
     Attributes:
         changed: Guards the board; notified when there is news for user threads.
+        table: All ranks' sessions, on the coordinator.
         attendances: This rank's part in appointments.
         lost: The ranks whose connections are lost.
         broken: Why no session can succeed any more, if so.
@@ -61,11 +62,11 @@ class Board(ABC):
         self.ranks = ranks
         self.coordinator = coordinator
         self.changed = threading.Condition(lock)
-        self.on_abandon = on_abandon
+        self.on_abandon = on_abandon or (lambda: None)
         self.lost: set[int] = set()
         self.attendances = Attendances(self._lead)
         self.broken: ErrorRecord | None = None
-        self._table = CoordinatorTable(ranks, coordinator, self.lost, self._emit) if rank == coordinator else None
+        self.table = CoordinatorTable(ranks, coordinator, self.lost, self._emit) if rank == coordinator else None
         self._sessions: dict[int, MemberSession] = {}
         self._opened = opened
         self._pid = os.getpid()
@@ -120,16 +121,11 @@ class Board(ABC):
                 session.fail(self.broken)
             else:
                 self.post(wire.Open(session.number, kind, timeout))
-                if self._table is not None:
-                    session.lead = self._table.sessions.get(session.number)
+                if self.table is not None:
+                    session.lead = self.table.sessions.get(session.number)
                 if self.coordinator in self.lost:
                     session.lose_coordinator()
             return session
-
-    @property
-    def doubtful(self) -> bool:
-        """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
-        return self._table is not None and self._table.doubtful
 
     def leave(self, session: MemberSession) -> None:
         """Close a session: the others no longer count on this rank in it."""
@@ -145,22 +141,22 @@ class Board(ABC):
 
     def settle(self, sooner: bool = False) -> None:
         """After messages were sent, with the lock held: see :meth:`_flush`."""
-        self._flush(sooner or (self._table is not None and self._table.failing))
+        self._flush(sooner or (self.table is not None and self.table.failing))
 
     def _post(self, message: ToCoordinator, payload: bytes = b"") -> None:
-        if self._table is not None:
+        if self.table is not None:
             self._handle(self.rank, message, payload)
         else:
             self._carry(self.coordinator, message, payload)
 
     def _handle(self, source: int, message: ToCoordinator, payload: bytes) -> None:
         """On the coordinator: take in a message from any rank. User threads there wait for whole rounds only."""
-        assert self._table is not None
+        assert self.table is not None
         if isinstance(message, wire.Whereabouts):
             lead = self.attendances.at(message.label).lead
             assert lead is not None
             lead.handle(source, message)
-        elif self._table.handle(source, message, payload, time.monotonic()):
+        elif self.table.handle(source, message, payload, time.monotonic()):
             self.changed.notify_all()
 
     def _emit(self, destination: int, message: Message, payload: bytes) -> None:
@@ -195,7 +191,7 @@ class Board(ABC):
     def deliver(self, source: int, message: Message, payload: bytes) -> None:
         """Take in a message from another rank."""
         with self.changed:
-            if self._table is None:
+            if self.table is None:
                 self._receive(message, payload)
             elif isinstance(message, ToCoordinator):
                 self._handle(source, message, payload)
@@ -203,20 +199,16 @@ class Board(ABC):
 
     def _receive(self, message: Message, payload: bytes) -> None:
         """Take in a message from the coordinator."""
-        if isinstance(message, (wire.Hello, wire.Whereabouts)):
-            return
         if isinstance(message, wire.Appointed):
             attendance = self.attendances.at(message.label)
             if attendance.handle(message):
                 self._post(attendance.whereabouts())
-            self.changed.notify_all()
-            return
-        if isinstance(message, wire.Verdict):
-            self._opened = max(self._opened, message.resume)
-        session = self._sessions.get(message.session)
-        if session is None:
-            return
-        session.handle(message, payload, time.monotonic())
+        elif not isinstance(message, (wire.Hello, wire.Whereabouts)):
+            if isinstance(message, wire.Verdict):
+                self._opened = max(self._opened, message.resume)
+            session = self._sessions.get(message.session)
+            if session is not None:
+                session.handle(message, payload, time.monotonic())
         if not isinstance(message, wire.Beat):
             self.changed.notify_all()
 
@@ -224,8 +216,8 @@ class Board(ABC):
         """The connection to ``rank`` is lost."""
         with self.changed:
             self.lost.add(rank)
-            if self._table is not None:
-                self._table.lose(rank, time.monotonic())
+            if self.table is not None:
+                self.table.lose(rank, time.monotonic())
                 for attendance in self.attendances:
                     if attendance.lead is not None:
                         attendance.lead.lose()
@@ -262,18 +254,18 @@ class Board(ABC):
             for session in self._sessions.values():
                 message, again = session.tick(now)
                 due = min(due, again)
-                if isinstance(message, (wire.Beat, wire.Fail)):
+                if message is not None:
                     self._post(message)
-            if self._table is not None:
-                due = min(due, self._table.tick(now))
+            if self.table is not None:
+                due = min(due, self.table.tick(now))
             self.changed.notify_all()  # a session may have failed
             return due
 
     def shut(self, error: ErrorRecord) -> None:
         """Fail every session on this rank with ``error``, and those opened later."""
         with self.changed:
-            if self._table is not None:
-                self._table.close(time.monotonic())
+            if self.table is not None:
+                self.table.close(time.monotonic())
             self.broken = self.broken or error
             for session in self._sessions.values():
                 session.fail(error)

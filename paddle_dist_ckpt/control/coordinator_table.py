@@ -21,7 +21,7 @@ from collections.abc import Set
 
 from . import failures, wire
 from .coordinator import BEATS_PER_TIMEOUT, CoordinatorSession, Emit
-from .wire import ErrorRecord, Message
+from .wire import ErrorRecord
 
 __all__ = ["CoordinatorTable"]
 
@@ -57,24 +57,23 @@ class CoordinatorTable:
         Returns:
             Whether it completes a round, so that ``combine`` can run.
         """
-        number = message.session
-        if rank == self._coordinator and isinstance(message, wire.Open):
-            self._opened = number + 1
-        session = self.sessions.get(number)
-        if session is None:
-            session = self._begin(rank, message, now)
-        if session is None:
-            return False
-        session.handle(rank, message, payload, now)
-        self._put_in_step(now)
+        if isinstance(message, wire.Open):
+            self._on_open(rank, message, now)
+        session = self.sessions.get(message.session)
+        if session is not None:
+            session.handle(rank, message, payload, now)
+        if isinstance(message, wire.Open):
+            self._put_in_step(now)
         self._retire()
-        return isinstance(message, wire.Answer) and session.parts() is not None
+        return isinstance(message, wire.Answer) and session is not None and session.parts() is not None
 
-    def _begin(self, rank: int, message: Message, now: float) -> CoordinatorSession | None:
-        """Begin the session that ``message`` opens; if it is over already, say so to whom it came late."""
-        if not isinstance(message, wire.Open):
-            return None
+    def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
+        """Begin the session, if it is new; if it is over already, note that ``rank`` came late to it."""
         number = message.session
+        if rank == self._coordinator:
+            self._opened = number + 1
+        if number in self.sessions:
+            return
         over = self._verdicts.get(number)
         # Only the coordinator's own Open, just counted, may begin a session below ``_opened``.
         if over is None and number < self._opened and rank != self._coordinator:
@@ -82,13 +81,11 @@ class CoordinatorTable:
         if over is not None:
             until = now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT)
             self._late[rank, number] = failures.late(over, rank), until
-            self._put_in_step(now)
-            return None
+            return
         session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now)
         self.sessions[number] = session
         for lost in self._lost:
             session.lose(lost, now)
-        return session
 
     def _put_in_step(self, now: float) -> None:
         """Fail the sessions that ranks are not in together, so that the next is the same for all.
@@ -100,15 +97,12 @@ class CoordinatorTable:
         """
         apart: set[int] = set()
         for number, session in sorted(self.sessions.items()):
-            for rank in () if session.failing else self._ranks:
+            for rank in () if session.failing else set(self._ranks) - session.kinds.keys():
                 at = [n for r, n in self._late if r == rank and n < number]
                 at += [n for n, s in self.sessions.items() if rank in s.kinds and (n > number or n in apart)]
-                if at and rank not in session.kinds:
-                    where = (
-                        f"{number - at[0]} call(s) behind the"
-                        if at[0] < number
-                        else f"{at[0] - number} call(s) ahead of"
-                    )
+                if at:
+                    ahead = at[0] - number
+                    where = f"{ahead} call(s) ahead of" if ahead > 0 else f"{-ahead} call(s) behind the"
                     text = f"is {where} other ranks; from the next call on, all are in step"
                     session.fail_rank(rank, failures.record(text), now)
                     apart.add(number)

@@ -9,13 +9,7 @@ from . import failures, wire
 from .coordinator import BEATS_PER_TIMEOUT, GRACE, CoordinatorSession
 from .wire import ErrorRecord, Message
 
-__all__ = ["MemberSession", "never"]
-
-
-def never(_: float) -> bool:
-    """There is no work that may block in collectives."""
-    return False
-
+__all__ = ["MemberSession"]
 
 _COORDINATOR_MARGIN = GRACE + 0.1
 """Extra silence, in seconds, that the coordinator may keep: if it lives, its own verdict names who is missing."""
@@ -29,7 +23,7 @@ class MemberSession:
         verdict: Why the session has failed, once it has.
         own_error: What this rank itself raised, if it did.
         round_name: Of the round that this rank is in; empty between rounds.
-        moved_since: Tells whether this rank gets on with work that may block in collectives.
+        moved_since: Tells whether work that may block in collectives gets on here since some time; None without any.
         group_moved: When some rank last said that it does.
     """
 
@@ -44,7 +38,7 @@ class MemberSession:
         self._timeout = timeout
         self._heard = now
         self._next_beat = now + timeout / BEATS_PER_TIMEOUT
-        self.moved_since: Callable[[float], bool] = never
+        self.moved_since: Callable[[float], bool] | None = None
         self.group_moved = now
         self._coordinator_left = False
         self._round = -1
@@ -89,7 +83,7 @@ class MemberSession:
         # Of several ranks at least, so that this is RankFailureError.
         self.fail(failures.failure_of_ranks(f"{self.kind} failed", failed, (self._coordinator, self._rank)))
 
-    def tick(self, now: float) -> tuple[Message | None, float]:
+    def tick(self, now: float) -> tuple[wire.Beat | wire.Fail | None, float]:
         """Let time pass.
 
         Returns:
@@ -97,23 +91,20 @@ class MemberSession:
         """
         if self.verdict is not None:
             return None, math.inf
-        silence_ends = self._silence_ends()
+        listens = self._rank != self._coordinator and not self._coordinator_left
+        silence_ends = self._heard + self._timeout + _COORDINATOR_MARGIN if listens else math.inf
         if now > silence_ends:
             error = failures.timeout_error(self.kind, [self._coordinator], self._timeout)
             self.fail(error)
             # IMPORTANT: should the coordinator wake up, this is what keeps it from going on without this rank.
             return wire.Fail(self.number, "", error), math.inf
+        beat = None
         if now >= self._next_beat:
             interval = self._timeout / BEATS_PER_TIMEOUT
             self._next_beat = now + interval
-            moved = self.moved_since(now - 1.5 * interval)
-            return wire.Beat(self.number, moved), min(self._next_beat, silence_ends)
-        return None, min(self._next_beat, silence_ends)
-
-    def _silence_ends(self) -> float:
-        if self._coordinator_left or self._rank == self._coordinator:
-            return math.inf
-        return self._heard + self._timeout + _COORDINATOR_MARGIN
+            moved = self.moved_since is not None and self.moved_since(now - 1.5 * interval)
+            beat = wire.Beat(self.number, moved)
+        return beat, min(self._next_beat, silence_ends)
 
     def take_reply(self) -> bytes | None:
         """The reply of the round, which ends it for this rank; None if it has not come."""

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.memory import Bytes1D
 from ..core.protocols import Transport
 from ..errors import CheckpointError
 from . import failures, wire
-from .member import MemberSession, never
+from .member import MemberSession
 from .wire import ErrorRecord
 
 if TYPE_CHECKING:
@@ -80,15 +79,13 @@ class Session:
 
     @property
     def doubtful(self) -> bool:
-        return self._board.doubtful
+        return self._board.table is not None and self._board.table.doubtful
 
     def __enter__(self) -> Session:
         self._member: MemberSession = self._board.open(self._kind, self._timeout)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         member = self._member
         if error is not None and member.verdict is None and member.own_error is None:
             self._report(error)
@@ -150,19 +147,17 @@ class Session:
             return result.result()
         except BaseException:
             # Work that hangs, or that raised half-way, has left out operations that the other ranks count on.
-            if self._board.on_abandon is not None:
-                self._board.on_abandon()
+            self._board.on_abandon()
             raise
         finally:
-            self._member.moved_since = never  # the work holds on to all that it was for
+            self._member.moved_since = None  # the work holds on to all that it was for
 
     def _watch(self, task: _Collectives) -> float:
         """Fail if the task's collective hangs, on every rank; returns in how many seconds to look again."""
         now = time.monotonic()
         still = now - max(now if task.since is None else task.since, self._member.group_moved)
         if still > self._timeout and self._member.own_error is None:
-            text = f"a collective made no progress for {still:.1f} s"
-            self._report(CheckpointError(text))
+            self._report(CheckpointError(f"a collective made no progress for {still:.1f} s"))
         return min(max(self._timeout - still, self._timeout / 10), LONGEST_WAIT)
 
 
@@ -242,12 +237,11 @@ class BoardAppointments:
 
     def reach(self, step: int, wish: bool = False) -> bool:
         """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
-        board, attendance, until = self._board, self._attendance, 0.0
+        board, attendance, until = self._board, self._attendance, time.monotonic() + self._timeout
         if self._closed:
             return False
         with board.changed:
             while not attendance.may_reach(step):
-                until = until or time.monotonic() + self._timeout
                 left = until - time.monotonic()
                 error = self._hindrance(left <= 0)
                 if error is not None:

@@ -46,7 +46,6 @@ MAX_PROBLEMS = 100_000
 MAX_RANKS = 1 << 20
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
-Step = int
 BEFORE = -1
 """A step before all others."""
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -147,8 +146,8 @@ class Whereabouts(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     label: Label
     answered: Number
-    step: Step
-    wish: Step
+    step: int
+    wish: int
 
 
 class Appointed(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -162,8 +161,8 @@ class Appointed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     asked: Number = 0
     open: bool = False
     decided: Number = 0
-    after: Step = BEFORE
-    end: Step | None = None
+    after: int = BEFORE
+    end: int | None = None
 
 
 Message = Hello | Open | Answer | Fail | Beat | Bye | Reply | Verdict | Whereabouts | Appointed
