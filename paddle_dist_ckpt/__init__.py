@@ -1,14 +1,12 @@
 """Distributed checkpoints for PaddlePaddle: save on one layout, load on any other.
 
-The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.drop_in`, :mod:`.manager`, :mod:`.options`,
-:mod:`.reports`, :mod:`.errors`, :mod:`.storage`, :mod:`.files.metadata`, :mod:`.saving.async_save` and
+The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.export_calls`, :mod:`.drop_in`, :mod:`.manager`,
+:mod:`.options`, :mod:`.reports`, :mod:`.errors`, :mod:`.storage`, :mod:`.files.metadata`, :mod:`.saving.async_save` and
 :mod:`.tree.state_dict`.
 Importing the package does not import paddle.
 """
 
 from .api import (
-    export,
-    export_state_dict,
     list_checkpoints,
     load_merged_state_dict,
     load_state_dict,
@@ -29,6 +27,7 @@ from .errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
+from .export_calls import export, export_state_dict
 from .files.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
 from .manager import CheckpointManager
 from .one_call import load, save

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import Any, Literal, overload
 
-from .core.dtypes import DTYPES
-from .exporting.export import FORMATS, ExportRequest
 from .files.metadata import Metadata
 from .folder.checkpoint import read_checkpoint
 from .folder.ids import committed_ids
 from .folder.rebuild import rebuild
-from .folder.selection import Selection
+from .folder.selection import Selection, checked_keys
 from .folder.verify import verify_checkpoint
-from .options import LoadOptions, SaveOptions, as_integer, checked
-from .reports import ExportReport, LoadReport, SaveReport, VerifyReport
+from .options import LoadOptions, SaveOptions, checked
+from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_storage
 from .wiring import (
     checked_id,
     connected,
-    export_state_with,
-    export_with,
     load_whole,
     load_with,
-    members,
     paddles,
     save_with,
 )
 
 __all__ = [
-    "export",
-    "export_state_dict",
     "list_checkpoints",
     "load_merged_state_dict",
     "load_state_dict",
@@ -189,133 +181,8 @@ def load_merged_state_dict(
     unique_id = checked_id(unique_id)
     checked("prefix", prefix, str)
     return load_whole(
-        path, unique_id, Selection(prefix, _checked_keys(keys)), flat, options, place="cpu" if offload else None
+        path, unique_id, Selection(prefix, checked_keys(keys)), flat, options, place="cpu" if offload else None
     )
-
-
-def export(
-    path: Any,
-    out: str | os.PathLike[str],
-    format: str = "safetensors",
-    *,
-    unique_id: int | None = None,
-    prefix: str | None = None,
-    keys: str | Collection[str] | None = None,
-    dtype: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    process_group: Any = None,
-    options: LoadOptions | None = None,
-) -> ExportReport:
-    """Write the whole tensors of a checkpoint in a format that others read.
-
-    Values that the format has no place for are left out, and reported.
-
-    The bytes are streamed, in memory of a few windows of 16 MiB. In a job, all ranks of the group call it, and each
-    writes some of the files. ``out`` appears whole or not at all. Needs Paddle only in a job of several ranks.
-
-    Args:
-        path: The checkpoint's folder: a str, a PathLike, or a :class:`Storage`.
-        out: The folder to make, or the file; it must not exist, or be an empty folder. In a job, all ranks must see it.
-        format: ``"safetensors"``: as Hugging Face lays it out, ``model.safetensors``, or several files with an index.
-            ``"paddle"``: as Paddle's own ``dist.save_state_dict`` writes it, which its ``load_state_dict`` reads on any
-            ranks. ``"pdparams"``: one file with the nested state_dict, values too, for ``paddle.load``.
-        unique_id: Which checkpoint; None for the newest.
-        prefix: Export what is below these whole parts of the path, joined by dots; names are without them.
-        keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
-        dtype: Convert floating-point tensors to this type, such as ``"bfloat16"``; None leaves all bits as they are.
-        max_shard_bytes: The most bytes of tensors in a file, if there are several. A larger tensor has its own.
-        process_group: The Paddle group whose ranks export together; None for the default group.
-        options: ``timeout``, ``no_dist`` and ``progress`` are used.
-
-    Returns:
-        What was written.
-
-    Raises:
-        CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
-        CheckpointCorruptedError: stored bytes are not what was written.
-        UnsupportedValueError: the format cannot hold something; or, with ``dtype``, a finite value.
-        TypeError, ValueError: an argument is not what it should be, or ``out`` is there already.
-        RankFailureError, CheckpointTimeoutError: another rank failed, or fell silent.
-        OSError: this process, alone, could not read or write. Whatever is raised, there is no ``out``.
-
-    Example:
-        >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP
-    """
-    options = checked("options", options, LoadOptions) or LoadOptions()
-    request = _export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
-    return export_with(members(process_group, options), path, request, options)
-
-
-def export_state_dict(
-    state_dict: dict[Any, Any],
-    out: str | os.PathLike[str],
-    format: str = "safetensors",
-    process_group: Any = None,
-    coordinator_rank: int = 0,
-    *,
-    prefix: str | None = None,
-    keys: str | Collection[str] | None = None,
-    dtype: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    options: SaveOptions | None = None,
-) -> ExportReport:
-    """Write the whole tensors of a state_dict that is spread over ranks in a format that others read.
-
-    Every rank of the group calls it with its own state_dict. It is saved to a hidden folder beside ``out``, as
-    :func:`save_state_dict` does it, and exported from there, so for a while it takes twice the room.
-
-    Args:
-        state_dict: See :func:`save_state_dict`.
-        out: See :func:`export`, as for the arguments that are not explained here. All ranks must see it.
-        format: See :func:`export`.
-        process_group: The Paddle group whose ranks export together; None for the default group.
-        coordinator_rank: Global rank of the one that plans; the same on every rank.
-        prefix: See :func:`export`.
-        keys: See :func:`export`.
-        dtype: See :func:`export`.
-        max_shard_bytes: See :func:`export`.
-        options: See :class:`SaveOptions`.
-
-    Returns:
-        What was written.
-
-    Raises:
-        What :func:`save_state_dict` and :func:`export` raise. Then there is no ``out``.
-    """
-    options = checked("options", options, SaveOptions) or SaveOptions()
-    request = _export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)
-    ranks = connected(process_group, coordinator_rank, options)
-    return export_state_with(ranks, state_dict, request, options)
-
-
-def _export_request(
-    out: str | os.PathLike[str],
-    format: str,
-    unique_id: int | None,
-    prefix: str | None,
-    keys: str | Collection[str] | None,
-    dtype: str | None,
-    max_shard_bytes: int,
-) -> ExportRequest:
-    checked("prefix", prefix, str)
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
-    if checked("dtype", dtype, str) is not None and (dtype not in DTYPES or DTYPES[dtype].category != "float"):
-        raise ValueError(f"dtype must be None or a floating-point type, not {dtype!r}")
-    if (as_integer(max_shard_bytes) or 0) < 1:
-        raise ValueError(f"max_shard_bytes must be a number of bytes above 0, not {max_shard_bytes!r}")
-    wanted = _checked_keys(keys)
-    place, number = os.path.abspath(os.fspath(out)), checked_id(unique_id)
-    return ExportRequest(
-        place, format, number, prefix, None if wanted is None else list(wanted), dtype, int(max_shard_bytes)
-    )
-
-
-def _checked_keys(keys: str | Collection[str] | None) -> Collection[str] | None:
-    wanted = [keys] if isinstance(keys, str) else keys
-    if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
-        raise TypeError(f"keys must be a str or several, not {keys!r}")
-    return wanted
 
 
 def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:

@@ -77,7 +77,8 @@ class CoordinatorTable:
         over = self._verdicts.get(number)
         # Only the coordinator's own Open, just counted, may begin a session below ``_opened``.
         if over is None and number < self._opened and rank != self._coordinator:
-            over = failures.record(f"the coordinator has closed session {number} ({message.kind}) already")
+            self._emit(rank, wire.Bye(number), b"")  # closed without a round; nothing to a rank that had none either
+            return
         if over is not None:
             until = now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT)
             self._late[rank, number] = failures.late(over, rank), until

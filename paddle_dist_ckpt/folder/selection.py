@@ -10,7 +10,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..tree.paths import plain_key
 
-__all__ = ["Selection", "select"]
+__all__ = ["Selection", "checked_keys", "select"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,18 @@ class Selection:
 
     prefix: str | None = None
     keys: Collection[str] | None = None
+
+
+def checked_keys(keys: str | Collection[str] | None) -> Collection[str] | None:
+    """Keys or patterns as a user may give them, several or one.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    wanted = [keys] if isinstance(keys, str) else keys
+    if wanted is not None and not (isinstance(wanted, Collection) and all(isinstance(key, str) for key in wanted)):
+        raise TypeError(f"keys must be a str or several, not {keys!r}")
+    return wanted
 
 
 def select(metadata: Metadata, selection: Selection) -> dict[str, str]:

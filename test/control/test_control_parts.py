@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, wire
+from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
 from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transport
 from paddle_dist_ckpt.errors import (
@@ -243,3 +244,22 @@ def test_a_rank_that_is_ahead_fails_the_calls_concerned_at_once_and_is_in_step_t
     assert "on rank 1: is 2 call(s) ahead of other ranks" in str(errors[0])
     assert str(errors[2]) == str(errors[0])
     assert "2 call(s) behind the other ranks" in str(errors[1])
+
+
+def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
+    """However late the news of it comes to a coordinator that is in the next one already."""
+    sent: list[tuple[int, wire.Message]] = []
+    table = CoordinatorTable((0, 1), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    for rank, message in [
+        (0, wire.Open(0, "save", 100.0)),
+        (0, wire.Bye(0)),
+        (0, wire.Open(1, "save", 100.0)),
+        (1, wire.Open(0, "save", 100.0)),
+        (1, wire.Bye(0)),
+        (1, wire.Open(1, "save", 100.0)),
+    ]:
+        table.handle(rank, message, b"", 0.0)
+        table.tick(0.0)
+    assert not any(isinstance(message, wire.Verdict) for _, message in sent)
+    assert table.sessions[1].kinds.keys() == {0, 1}
+    assert not table.sessions[1].failing
