@@ -4,9 +4,10 @@ Nothing that is read is executed, and of tensors' data nothing is read.
 """
 
 from .catalog import Reader
+from .paddle import PaddleReader
 from .safetensors import SafetensorsReader
 
 __all__ = ["READERS"]
 
-READERS: tuple[Reader, ...] = (SafetensorsReader(),)
+READERS: tuple[Reader, ...] = (PaddleReader(), SafetensorsReader())
 """The readers of all formats."""

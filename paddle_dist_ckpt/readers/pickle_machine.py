@@ -136,9 +136,11 @@ class Machine:
         return self.window.line(_MOST_LINE).decode(encoding)
 
     def quoted(self) -> str:
-        line = self.line("unicode_escape")
+        line = self.line("latin1")
         if len(line) < 2 or line[0] != line[-1] or line[0] not in "\"'":
             raise ValueError("a string without quotes")
+        if "\\" in line:
+            raise Refused("has a string of protocol 0, which is not read")
         return line[1:-1]
 
     # -- numbers

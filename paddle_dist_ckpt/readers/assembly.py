@@ -1,0 +1,147 @@
+"""Puts a catalog together from what was found in files, none of which is believed before it has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from ..core.box import Box
+from ..core.dtypes import DType
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from ..storage.base import Storage
+from ..tree.paths import Part
+from .catalog import Catalog, Piece, StoredFile, StoredTensor
+from .checks import check_name, check_shape, first_overlap, shown
+
+__all__ = ["Assembly"]
+
+_MOST_PARTS = 64
+_INT64 = range(-(2**63), 2**63)
+
+
+def text_of(path: Iterable[Part]) -> str:
+    """A path for messages."""
+    return shown(".".join(str(part if type(part) in (str, int) else part[0]) for part in path))  # type: ignore[index]
+
+
+class Assembly:
+    """The files, tensors and values of one catalog.
+
+    Attributes:
+        files: The files that tensors may lie in.
+    """
+
+    def __init__(self, storage: Storage, names: Collection[str]) -> None:
+        self.files: list[StoredFile] = []
+        self._storage, self._names = storage, set(names)
+        self._numbers: dict[str, int] = {}
+        self._tensors: list[StoredTensor] = []
+        self._values: list[tuple[tuple[Part, ...], Any]] = []
+        self._leaves: set[tuple[Part, ...]] = set()
+        self._containers: set[tuple[Part, ...]] = set()
+
+    def file(self, name: object, where: str) -> int:
+        """The number of a file that ``where`` speaks of.
+
+        Raises:
+            CheckpointCorruptedError: there is none of that name, or it is no plain name.
+        """
+        if not isinstance(name, str) or name not in self._numbers:
+            checked = check_name(name, self._names, where)
+            try:
+                size = self._storage.size(checked)
+            except FileNotFoundError as error:
+                raise CheckpointCorruptedError(f"{where} names {shown(checked)}, which is missing") from error
+            self._numbers[checked] = len(self.files)
+            self.files.append(StoredFile(checked, size))
+            return self._numbers[checked]
+        return self._numbers[name]
+
+    def add_tensor(
+        self,
+        where: str,
+        path: tuple[Part, ...],
+        dtype: DType,
+        shape: Sequence[int],
+        name: str | None,
+        pieces: Iterable[Piece],
+    ) -> None:
+        """Add a tensor. Pieces without elements are left out, and of those of one box all but the first.
+
+        Raises:
+            CheckpointCorruptedError: pieces are not in their file or in the tensor, or overlap; there is something else
+                at its path.
+            UnsupportedValueError: its path or its shape is one that no tensor can have.
+        """
+        where = f"{where}: {text_of(path)}"
+        self._add_leaf(where, path)
+        if any(type(n) is not int or n < 0 for n in shape):
+            raise CheckpointCorruptedError(f"{where} has the shape {shown(list(shape))}")
+        check_shape(shape, dtype.itemsize, where)
+        found: dict[Box, Piece] = {}
+        for piece in pieces:
+            self._check_piece(where, shape, dtype.itemsize, piece)
+            if piece.box.size:
+                found.setdefault(piece.box, piece)
+        if len(found) > 1:
+            overlap = first_overlap(list(found))
+            if overlap is not None:
+                raise CheckpointCorruptedError(f"{where} has the parts {overlap[0]} and {overlap[1]}, which overlap")
+        self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, [found[box] for box in sorted(found)]))
+
+    def add_value(self, where: str, path: tuple[Part, ...], value: Any) -> None:
+        """Add a value.
+
+        Raises:
+            CheckpointCorruptedError: there is something else at its path.
+            UnsupportedValueError: its path is one that no value can have.
+        """
+        self._add_leaf(f"{where}: {text_of(path)}", path)
+        self._values.append((path, value))
+
+    def catalog(self, kind: str, unique_id: int, world_size: int, version: str | None = None) -> Catalog:
+        """All that was added.
+
+        Raises:
+            CheckpointCorruptedError: a path leads through another.
+        """
+        for path in self._leaves & self._containers:
+            raise CheckpointCorruptedError(f"{text_of(path)} is an entry, and has entries below it")
+        return Catalog(
+            format=kind,
+            unique_id=unique_id,
+            world_size=world_size,
+            files=self.files,
+            tensors=self._tensors,
+            values=self._values,
+            version=version,
+        )
+
+    def _add_leaf(self, where: str, path: tuple[Part, ...]) -> None:
+        if not 0 < len(path) <= _MOST_PARTS:
+            raise UnsupportedValueError(f"{where} is {len(path)} levels deep; 1 to {_MOST_PARTS} are possible")
+        for part in path:
+            if isinstance(part, str):
+                if not part.isascii() and any("\ud800" <= sign <= "\udfff" for sign in part):
+                    raise UnsupportedValueError(f"{where} has a key that is no text")
+            elif type(part) is int and part not in _INT64:
+                raise UnsupportedValueError(f"{where} has a key beyond 64 bits")
+        if path in self._leaves:
+            raise CheckpointCorruptedError(f"{where} is there twice")
+        self._leaves.add(path)
+        self._containers.update(path[:end] for end in range(1, len(path)))
+
+    def _check_piece(self, where: str, shape: Sequence[int], itemsize: int, piece: Piece) -> None:
+        (offset, extent), number, position = piece
+        if not len(offset) == len(extent) == len(shape):
+            raise CheckpointCorruptedError(f"{where} has {len(shape)} dimensions, and a part of {len(extent)}")
+        if any(o < 0 or n < 0 or o + n > most for o, n, most in zip(offset, extent, shape, strict=True)):
+            raise CheckpointCorruptedError(
+                f"{where} has the part {shown(str(piece.box))}, outside of its shape {shown(list(shape))}"
+            )
+        nbytes = piece.box.size * itemsize
+        if nbytes and not 0 <= position <= self.files[number].size - nbytes:
+            raise CheckpointCorruptedError(
+                f"{where} has {nbytes} bytes at {position} of {self.files[number].name}, which has "
+                f"{self.files[number].size}"
+            )

@@ -1,0 +1,240 @@
+"""Reads checkpoints of Paddle's own `dist.save_state_dict`, of all versions since 2.6.
+
+A checkpoint of number i is a file `i.metadata`, a pickle of Paddle's class Metadata, and for each rank r a data file
+`r_i.distcp` (a pickled dict of arrays) or `r_i.safetensors`. Which shards there are, of what shape and type, is in
+`state_dict_metadata`; in which file each lies in `storage_metadata`; where in the nested state_dict each tensor was in
+`flat_mapping` (since 3.0).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..core.box import Box
+from ..core.dtypes import DTYPES, DType
+from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
+from ..storage.base import Storage
+from ..tree.paths import Part
+from .assembly import Assembly
+from .catalog import Catalog, Piece
+from .checks import shown
+from .numpy_pickles import PickledArray
+from .paddle_pickles import PADDLE, Record, flat_pieces, meant
+from .pickle_machine import ENDURED
+from .pickles import walk
+from .safetensors_header import read_safetensors_header
+from .window import WindowedFile
+
+__all__ = ["PaddleReader"]
+
+_METADATA = re.compile(r"(0|[1-9]\d{0,17})\.metadata")
+_DATA = re.compile(r"(0|[1-9]\d{0,8})_(0|[1-9]\d{0,17})\.(?:distcp|safetensors)")
+_NAMES = "StructuredToParameterName@@"
+_MOST = 1 << 62
+_MOST_DIMENSIONS = 32
+
+
+class PaddleReader:
+    """Reads Paddle's distributed checkpoints."""
+
+    format = "paddle"
+    title = "Paddle's distributed checkpoint"
+
+    def found(self, names: Collection[str]) -> list[int]:
+        with_metadata = {int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
+        with_data = {int(match[2]) for name in names if (match := _DATA.fullmatch(name))}
+        return sorted(with_metadata & with_data)
+
+    def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
+        if unique_id not in self.found(names):
+            raise CheckpointNotFoundError(f"{storage.location} has no checkpoint of Paddle's with the id {unique_id}")
+        name = f"{unique_id}.metadata"
+        described = _Described(name)
+        try:
+            described.take(_walked(storage, name))
+        except ENDURED as error:
+            raise CheckpointCorruptedError(f"{name}: it is not as Paddle writes it ({str(error)[:200]})") from error
+        ranks = [int(match[1]) for file in names if (match := _DATA.fullmatch(file)) and int(match[2]) == unique_id]
+        assembly = Assembly(storage, names)
+        described.add_to(assembly, storage)
+        return assembly.catalog(self.format, unique_id, 1 + max(ranks))
+
+
+class _Shard(NamedTuple):
+    """A shard of a tensor as the metadata have it: its box, and which of the box's elements there are (None: all)."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    elements: tuple[int, int] | None
+
+
+class _Stored(NamedTuple):
+    """A tensor of a data file: its element type, shape and place, and the name of its variable."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    position: int
+    name: str | None
+
+
+class _Described:
+    """What the metadata say, tensor by tensor."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: dict[tuple[str, _Shard], set[tuple[int, ...]]] = {}  # shapes, by shards without
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._types: dict[str, str] = {}
+        self._places: dict[str, list[tuple[_Shard, Any]]] = defaultdict(list)
+        self._paths: dict[str, tuple[Part, ...]] = {}
+
+    def take(self, metadata: Any) -> None:
+        """Read the unpickled object. What it lacks may be raised as any of ENDURED."""
+        fields = _fields(metadata, "Metadata")
+        for key, shards in _checked(fields["state_dict_metadata"], dict).items():
+            key = _checked(key, str)
+            for shard in _checked(shards, list):
+                self._take_shard(key, _fields(shard, "LocalTensorMetadata"))
+        for index, file in _checked(fields["storage_metadata"], dict).items():
+            place = _fields(index, "LocalTensorIndex")
+            self._places[_checked(place["tensor_key"], str)].append((_shard_of(place), file))
+        for key, path in _checked(fields.get("flat_mapping") or {}, dict).items():
+            self._paths[key] = tuple(_checked(part, str) for part in _checked(path, tuple))
+
+    def _take_shard(self, key: str, fields: Mapping[str, Any]) -> None:
+        shard = _shard_of(fields)
+        if shard.shape is None:
+            raise ValueError("a shard without a shape")
+        self._known.setdefault((key, shard._replace(shape=None)), set()).add(shard.shape)
+        if fields.get("global_shape") is not None:
+            shape = _numbers(fields["global_shape"])
+        else:  # what all shards reach
+            before = self._shapes.get(key, (0,) * len(shard.shape))
+            ends = (o + n for o, n in zip(shard.offset, shard.shape, strict=True))
+            shape = tuple(max(pair) for pair in zip(before, ends, strict=True))
+        self._shapes[key] = shape
+        if fields.get("dtype") is not None:
+            self._types[key] = _checked(fields["dtype"], str)
+
+    def add_to(self, assembly: Assembly, storage: Storage) -> None:
+        """Look up all that is described in the data files."""
+        files: dict[int, Mapping[str, _Stored]] = {}
+        for key, shape in self._shapes.items():
+            where = f"{self._name}: {shown(key)}"
+            dtype, name, pieces = None, None, []
+            for shard, file in self._places.get(key, ()):
+                number = assembly.file(file, where)
+                if number not in files:
+                    files[number] = _stored(storage, assembly.files[number].name)
+                stored = files[number].get(key)
+                if stored is None:
+                    raise CheckpointCorruptedError(f"{assembly.files[number].name} has no {shown(key)}")
+                dtype = self._type_of(key, stored, dtype, assembly.files[number].name)
+                name = name or stored.name
+                pieces += self._pieces(key, shard, stored, number, assembly.files[number].name)
+            if dtype is None:
+                dtype = self._type_of(key, None, None, self._name)
+            assembly.add_tensor(self._name, self._paths.get(key, (key,)), dtype, shape, name, pieces)
+        for key in self._places.keys() - self._shapes.keys():
+            raise CheckpointCorruptedError(f"{self._name} has a file for {shown(key)}, but no shape")
+
+    def _type_of(self, key: str, stored: _Stored | None, before: DType | None, file: str) -> DType:
+        said = self._types.get(key)
+        if said is not None and said.removeprefix("paddle.") not in DTYPES:
+            raise UnsupportedValueError(f"{self._name}: {shown(key)} has the dtype {shown(said)}, which cannot be held")
+        if stored is None:
+            if said is None:
+                raise CheckpointCorruptedError(f"{self._name} has no file for {shown(key)}")
+            return DTYPES[said.removeprefix("paddle.")]
+        dtype = meant(stored.dtype, said)
+        if dtype is None or before not in (None, dtype):
+            raise CheckpointCorruptedError(
+                f"{file}: {shown(key)} is of {stored.dtype.name}, where {said or (before and before.name)} is due"
+            )
+        return dtype
+
+    def _pieces(self, key: str, shard: _Shard, stored: _Stored, number: int, file: str) -> list[Piece]:
+        known = self._known.get((key, shard._replace(shape=None)), set())
+        shape = shard.shape if shard.shape is not None else next(iter(known), None)
+        if shape is None or shape not in known:
+            raise CheckpointCorruptedError(f"{self._name} has a file for a shard of {shown(key)} that it does not know")
+        if shard.elements is None:
+            if stored.shape != shape:
+                raise CheckpointCorruptedError(
+                    f"{file}: {shown(key)} has the shape {list(stored.shape)}, where {shown(list(shape))} is due"
+                )
+            return [Piece(Box(shard.offset, shape), number, stored.position)]
+        start, stop = shard.elements
+        if math.prod(stored.shape) != stop - start or not 0 <= start <= stop <= math.prod(shape):
+            raise CheckpointCorruptedError(
+                f"{file}: {shown(key)} has {math.prod(stored.shape)} elements, where {start} to {stop} of the shape "
+                f"{shown(list(shape))} are due"
+            )
+        box = Box(shard.offset, shape)
+        return list(flat_pieces(box, start, stop, number, stored.position, stored.dtype.itemsize))
+
+
+def _shard_of(fields: Mapping[str, Any]) -> _Shard:
+    offset, elements = _numbers(fields["global_offset"]), None
+    shape = None if fields.get("local_shape") is None else _numbers(fields["local_shape"])
+    if shape is not None and len(shape) != len(offset):
+        raise ValueError("a shard of another number of dimensions than its offset")
+    if fields.get("is_flattened") and fields.get("flattened_range") is not None:
+        start, stop = _numbers(fields["flattened_range"])
+        elements = start, stop
+    return _Shard(offset, shape, elements)
+
+
+def _stored(storage: Storage, name: str) -> Mapping[str, _Stored]:
+    """The tensors of a data file."""
+    with WindowedFile(storage, name) as file:
+        if name.endswith(".safetensors"):
+            entries = read_safetensors_header(file).entries
+            return {key: _Stored(dtype, shape, position, None) for key, (dtype, shape, position) in entries.items()}
+        arrays = walk(file.window(), PADDLE)
+        if type(arrays) is not dict:
+            raise CheckpointCorruptedError(f"{name}: it holds no dict")
+        return dict(_opened(arrays, file))
+
+
+def _opened(arrays: dict[Any, Any], file: WindowedFile) -> Iterator[tuple[str, _Stored]]:
+    variables = arrays.pop(_NAMES, {})
+    if type(variables) is not dict:
+        raise CheckpointCorruptedError(f"{file.name}: its names of variables are no dict")
+    for key, array in arrays.items():
+        if not isinstance(key, str) or not isinstance(array, PickledArray):
+            raise CheckpointCorruptedError(f"{file.name}: {shown(key)} is no tensor")
+        variable = variables.get(key)
+        name = variable if type(variable) is str else None
+        yield key, _Stored(*array.opened(f"{file.name}: {shown(key)}", file.size), name)
+
+
+def _walked(storage: Storage, name: str) -> Any:
+    with WindowedFile(storage, name) as file:
+        return walk(file.window(), PADDLE)
+
+
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(record, Record) or record.kind != kind:
+        raise TypeError(f"{type(record).__name__} where {kind} is due")
+    return record.fields
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{type(value).__name__} where {kind.__name__} is due")
+    return value
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    if (
+        type(value) not in (tuple, list)
+        or len(value) > 32
+        or any(type(n) is not int or not 0 <= n < _MOST for n in value)
+    ):
+        raise TypeError("no list of sizes")
+    return tuple(value)

@@ -1,0 +1,282 @@
+"""Paddle's own distributed checkpoints are read as they were written."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
+from paddle_dist_ckpt.readers.catalog import Catalog
+from paddle_dist_ckpt.readers.paddle import PaddleReader
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing.catalogs import read_catalog
+from paddle_dist_ckpt.testing.faults import FaultyStorage
+from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
+from test.readers.golden import GOLDEN, expected_arrays
+
+FOLDERS = sorted(path.name for path in GOLDEN.glob("paddle-*"))
+READER = PaddleReader()
+
+
+def golden(name: str) -> ForeignCheckpoint:
+    """A checkpoint that some version of Paddle wrote."""
+    return ForeignCheckpoint.of_folder(GOLDEN / name, without=("expected.npz",), arrays=expected_arrays(name))
+
+
+class TestOfPaddle(ReaderTests):
+    """Checkpoints of different versions and kinds."""
+
+    @pytest.fixture
+    def reader(self) -> PaddleReader:
+        return READER
+
+    @pytest.fixture(params=["paddle-2.6.2", "paddle-3.3.1-flattened", "paddle-3.3.1-safetensors"])
+    def checkpoint(self, request: pytest.FixtureRequest) -> ForeignCheckpoint:
+        return golden(request.param)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_each_golden_is_read_as_it_was_written(name: str) -> None:
+    storage = LocalStorage(GOLDEN / name)
+    names = storage.names()
+    assert READER.found(names) == [0]
+    catalog = READER.read(storage, names, 0)
+    check_catalog(storage, catalog)
+    arrays, expected = read_catalog(storage, catalog), expected_arrays(name)
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        assert arrays[key].tobytes() == array.tobytes(), key
+    assert (catalog.format, catalog.unique_id, catalog.world_size, catalog.values) == ("paddle", 0, 2, [])
+    dtypes = {tensor.path[-1]: tensor.dtype.name for tensor in catalog.tensors}
+    assert dtypes.get("layers.0.mlp.weight_bf16", "bfloat16") == "bfloat16"
+    if "nested" in name:
+        assert ("optimizer", "head.w_0_moment1_0") in [tensor.path for tensor in catalog.tensors]
+    assert all((tensor.name is None) == ("safetensors" in name) for tensor in catalog.tensors)
+
+
+def test_a_flattened_range_is_several_boxes_one_behind_the_other() -> None:
+    storage = LocalStorage(GOLDEN / "paddle-3.3.1-flattened")
+    (tensor,) = READER.read(storage, storage.names(), 0).tensors
+    assert [piece.box for piece in tensor.pieces] == [
+        Box((0, 0), (3, 5)),
+        Box((3, 0), (1, 2)),
+        Box((3, 2), (1, 3)),
+        Box((4, 0), (3, 5)),
+    ]
+    first, second, third, fourth = tensor.pieces
+    assert second.position - first.position == 15 * 4
+    assert (third.file, fourth.position - third.position) == (1, 3 * 4)
+
+
+def test_checkpoints_are_found_by_their_own_names() -> None:
+    names = ["3.metadata", "0_3.distcp", "12.metadata", "0_12.safetensors", "flex-ckpt.auto_generated.metadata"]
+    assert READER.found(names) == [3, 12]
+    for other in (
+        ["3.metadata"],
+        ["0_3.distcp"],
+        ["3.metadata", "0_4.distcp", "0_3.distcp.tmp"],
+        ["03.metadata", "0_03.distcp"],
+        ["4.metadata", "0_4.be8af92b1c5edefe.0.safetensors"],
+        ["flex-ckpt.auto_generated.metadata", "0_0.distcp"],
+    ):
+        assert READER.found(other) == [], other
+
+
+# What Paddle's metadata look like, to write others: pickled under the names of Paddle's classes.
+
+
+@dataclass
+class Metadata:
+    state_dict_metadata: Any = None
+    storage_metadata: Any = None
+    flat_mapping: Any = None
+
+
+@dataclass(frozen=True)
+class LocalTensorMetadata:
+    global_offset: Any
+    local_shape: Any
+    dtype: Any = "float32"
+    global_shape: Any = None
+    is_flattened: bool = False
+    flattened_range: Any = None
+
+
+@dataclass(frozen=True)
+class LocalTensorIndex:
+    tensor_key: Any
+    global_offset: Any
+    is_flattened: bool = False
+    flattened_range: Any = None
+    replica_id: Any = None
+    local_shape: Any = None
+
+
+def write(
+    path: Path, metadata: Metadata, files: dict[str, dict[str, Any]], unique_id: int = 0, protocol: int = 4
+) -> LocalStorage:
+    """A checkpoint of these metadata and data files."""
+    data = pickle.dumps(metadata, 2).replace(f"c{__name__}\n".encode(), b"cpaddle.distributed.checkpoint.metadata\n")
+    (path / f"{unique_id}.metadata").write_bytes(data)
+    for name, arrays in files.items():
+        (path / name).write_bytes(pickle.dumps(arrays, protocol))
+    return LocalStorage(path)
+
+
+def read(storage: LocalStorage, unique_id: int = 0) -> Catalog:
+    """The catalog, checked."""
+    catalog = READER.read(storage, storage.names(), unique_id)
+    check_catalog(storage, catalog)
+    return catalog
+
+
+WEIGHT = np.arange(24, dtype=np.float32).reshape(6, 4)
+
+
+def halves(**changes: Any) -> tuple[Metadata, dict[str, dict[str, Any]]]:
+    """A tensor of two shards, one in each file, with other things said of the second."""
+    what = {"offset": (3, 0), "shape": (3, 4), "dtype": "float32", "file": "1_0.distcp", "data": WEIGHT[3:], **changes}
+    first, second = (
+        LocalTensorMetadata((0, 0), (3, 4)),
+        LocalTensorMetadata(what["offset"], what["shape"], what["dtype"]),
+    )
+    metadata = Metadata(
+        {"w": [first, second]},
+        {LocalTensorIndex("w", (0, 0)): "0_0.distcp", LocalTensorIndex("w", what["offset"]): what["file"]},
+        what.get("mapping"),
+    )
+    return metadata, {"0_0.distcp": {"w": WEIGHT[:3]}, "1_0.distcp": {"w": what["data"]}}
+
+
+def test_shards_that_others_describe_are_read(tmp_path: Path) -> None:
+    storage = write(tmp_path, *halves(mapping={"w": ("model", "layer", "w")}))
+    catalog = read(storage)
+    (tensor,) = catalog.tensors
+    assert (tensor.path, tensor.shape, tensor.name) == (("model", "layer", "w"), (6, 4), None)
+    assert np.array_equal(read_catalog(storage, catalog)["model.layer.w"].view(np.float32), WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"file": "../1_0.distcp"}, CheckpointCorruptedError, "no name of a file"),
+        ({"file": "/etc/passwd"}, CheckpointCorruptedError, "no name of a file"),
+        ({"file": "2_0.distcp"}, CheckpointCorruptedError, "2_0.distcp"),
+        ({"file": 7}, CheckpointCorruptedError, "no name of a file"),
+        ({"offset": (2, 0)}, CheckpointCorruptedError, "overlap"),
+        ({"offset": (-3, 0)}, CheckpointCorruptedError, "0.metadata"),
+        ({"offset": (3,)}, CheckpointCorruptedError, "0.metadata"),
+        ({"offset": (2**70, 0)}, CheckpointCorruptedError, "0.metadata"),
+        ({"offset": (2**61, 0)}, UnsupportedValueError, "0.metadata: 'w'"),
+        ({"offset": "ab"}, CheckpointCorruptedError, "0.metadata"),
+        ({"shape": (3, 5)}, CheckpointCorruptedError, r"1_0.distcp: 'w' has the shape \[3, 4\], where \[3, 5\] is"),
+        ({"shape": None}, CheckpointCorruptedError, "0.metadata"),
+        ({"dtype": "int32"}, CheckpointCorruptedError, "float32, where int32 is due"),
+        ({"dtype": "float4"}, UnsupportedValueError, "'w' has the dtype 'float4'"),
+        ({"dtype": 5}, CheckpointCorruptedError, "0.metadata"),
+        ({"data": WEIGHT[3:].astype(np.float64)}, CheckpointCorruptedError, "float64"),
+        ({"data": WEIGHT[3:].astype(">f4")}, UnsupportedValueError, "1_0.distcp: 'w' has elements whose bytes"),
+        ({"data": np.asfortranarray(WEIGHT[3:])}, UnsupportedValueError, "1_0.distcp: 'w' has its elements in Fortran"),
+        ({"data": np.array([None])}, UnsupportedValueError, "1_0.distcp: 'w' has elements of numpy's dtype 'O8'"),
+        ({"data": np.zeros(3, "f4,i4")}, UnsupportedValueError, "1_0.distcp: 'w' has elements of numpy's dtype 'V'"),
+        ({"data": 3}, CheckpointCorruptedError, "'w' is no tensor"),
+        ({"mapping": {"w": ()}}, UnsupportedValueError, "0 levels deep"),
+        ({"mapping": {"w": ("a",) * 100}}, UnsupportedValueError, "100 levels deep"),
+        ({"mapping": {"w": "w"}}, CheckpointCorruptedError, "0.metadata"),
+        ({"mapping": []}, None, None),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    changes: dict[str, Any], error: type[Exception] | None, message: str | None, tmp_path: Path
+) -> None:
+    storage = write(tmp_path, *halves(**changes))
+    if error is None:
+        read(storage)
+    else:
+        with pytest.raises(error, match=message):
+            read(storage)
+
+
+def test_nothing_else_is_opened_than_what_belongs_to_it(tmp_path: Path) -> None:
+    write(tmp_path, *halves(), unique_id=7)
+    for name in ("0_0.distcp", "1_0.distcp"):
+        (tmp_path / name).rename(tmp_path / name.replace("_0", "_7"))
+    metadata, files = halves()
+    moved = {index: file.replace("_0.", "_12.") for index, file in metadata.storage_metadata.items()}
+    write(tmp_path, Metadata(metadata.state_dict_metadata, moved), {}, unique_id=12)
+    for name, arrays in files.items():
+        (tmp_path / name.replace("_0.", "_12.")).write_bytes(pickle.dumps(arrays))
+    opened: list[str] = []
+    storage = FaultyStorage(tmp_path, lambda operation, name: opened.append(name) if operation == "open" else None)
+    assert READER.found(storage.names()) == [7, 12]
+    catalog = READER.read(storage, storage.names(), 12)
+    assert set(opened) == {"12.metadata", "0_12.distcp", "1_12.distcp"}
+    assert [file.name for file in catalog.files] == ["0_12.distcp", "1_12.distcp"]
+    with pytest.raises(CheckpointNotFoundError):
+        READER.read(storage, storage.names(), 1)
+
+
+def test_metadata_that_would_run_code_are_refused(tmp_path: Path) -> None:
+    storage = write(tmp_path, *halves())
+    (tmp_path / "0.metadata").write_bytes(b"cposix\nsystem\n(S'touch /tmp/run'\ntR.")
+    with pytest.raises(UnsupportedValueError, match="0.metadata: asks for posix.system, which is not read"):
+        read(storage)
+
+
+def test_large_data_are_not_read(tmp_path: Path) -> None:
+    arrays = {f"w{i}": np.full((100, 1000), i, np.float32) for i in range(20)}
+    metadata = Metadata(
+        {key: [LocalTensorMetadata((0, 0), (100, 1000))] for key in arrays},
+        {LocalTensorIndex(key, (0, 0)): "0_0.distcp" for key in arrays},
+    )
+    nbytes = 0
+    storage = write(tmp_path, metadata, {"0_0.distcp": arrays})
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self._file = LocalStorage(tmp_path).open(name)
+            self.size = self._file.size
+            self.close = self._file.close
+
+        def read_into(self, buffers: Any, offset: int, once: bool = False) -> None:
+            nonlocal nbytes
+            nbytes += sum(map(len, buffers))
+            self._file.read_into(buffers, offset, once)
+
+    class Counting(LocalStorage):
+        def open(self, name: str) -> Any:
+            return Counted(name)
+
+    found = READER.read(Counting(tmp_path), storage.names(), 0)
+    assert nbytes < 20 * 4096 + storage.size("0.metadata") + 8192
+    assert all((read_catalog(storage, found)[key].view(np.float32) == arrays[key]).all() for key in arrays)
+
+
+def test_what_the_installed_paddle_saves_is_read(tmp_path: Path) -> None:
+    paddle = pytest.importorskip("paddle")
+    weight = paddle.arange(12, dtype="float32").reshape([3, 4])
+    state = {
+        "model": {"w": weight, "b": weight.astype("bfloat16"), "f8": weight.astype("float8_e4m3fn")},
+        "scalar": paddle.to_tensor(2.5),
+        "flags": weight > 3,
+    }
+    paddle.distributed.save_state_dict(state, str(tmp_path))
+    storage = LocalStorage(tmp_path)
+    catalog = read(storage)
+    assert {tensor.path: (tensor.dtype.name, tensor.shape) for tensor in catalog.tensors} == {
+        ("model", "w"): ("float32", (3, 4)),
+        ("model", "b"): ("bfloat16", (3, 4)),
+        ("model", "f8"): ("float8_e4m3fn", (3, 4)),
+        ("scalar",): ("float32", ()),
+        ("flags",): ("bool", (3, 4)),
+    }
+    arrays = read_catalog(storage, catalog)
+    assert np.array_equal(arrays["model.w"].view(np.float32), weight.numpy())
+    assert np.array_equal(arrays["model.b"], weight.astype("bfloat16").numpy().view(np.uint16))
+    assert arrays["scalar"].view(np.float32) == 2.5
