@@ -5,9 +5,11 @@ Nothing that is read is executed, and of tensors' data nothing is read.
 
 from .catalog import Reader
 from .paddle import PaddleReader
+from .pdparams import PdparamsReader
 from .safetensors import SafetensorsReader
+from .static_auto import PaddleStaticReader
 
 __all__ = ["READERS"]
 
-READERS: tuple[Reader, ...] = (PaddleReader(), SafetensorsReader())
+READERS: tuple[Reader, ...] = (PaddleReader(), PaddleStaticReader(), PdparamsReader(), SafetensorsReader())
 """The readers of all formats."""

@@ -13,7 +13,7 @@ from ..tree.paths import Part
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
 from .checks import check_name, check_shape, first_overlap, shown
 
-__all__ = ["Assembly"]
+__all__ = ["Assembly", "text_of"]
 
 _MOST_PARTS = 64
 _INT64 = range(-(2**63), 2**63)

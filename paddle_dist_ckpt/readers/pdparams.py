@@ -1,0 +1,150 @@
+"""Reads what `paddle.save` writes: `.pdparams` and `.pdopt`, each one pickle of a state_dict.
+
+Arrays of uint16 are bfloat16, as `paddle.load` takes them. Of float8 tensors Paddle writes int8, and so they are read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from typing import Any
+
+from ..core.box import whole
+from ..core.dtypes import DType
+from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
+from ..storage.base import Storage
+from ..tree.paths import Part
+from .assembly import Assembly
+from .catalog import Catalog, Piece
+from .checks import shown
+from .numpy_pickles import PickledArray
+from .paddle_pickles import PADDLE, flat_pieces, meant
+from .pickled_tree import leaves
+from .pickles import walk
+from .window import WindowedFile
+
+__all__ = ["PdparamsReader", "PickledState"]
+
+_NAME = re.compile(r".+\.(?:pdparams|pdopt)", re.DOTALL)
+_OF_RANK = re.compile(r"(.*_dist\d+)\.(?:pdparams|pdopt)", re.DOTALL)
+_NAMES = "StructuredToParameterName@@"
+_UNPACKED = "UnpackBigParamInfor@@"
+
+
+class PdparamsReader:
+    """Reads the files of one folder as one checkpoint, of id 0.
+
+    If there is one file, which a caller has who leaves only its name among ``names``, paths are those in its
+    state_dict: ``("linear.weight",)``. Where there are several, the file's name comes first: ``("model.pdparams",
+    "linear.weight")``. Files that ranks of a static program wrote, which have a `.pdattr` beside them, are not of
+    this format.
+    """
+
+    format = "pdparams"
+    title = "paddle.save's .pdparams and .pdopt"
+
+    def found(self, names: Collection[str]) -> list[int]:
+        return [0] if self._files(names) else []
+
+    def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
+        files = self._files(names)
+        if unique_id != 0 or not files:
+            raise CheckpointNotFoundError(f"{storage.location} has no .pdparams or .pdopt of the id {unique_id}")
+        assembly = Assembly(storage, names)
+        for name in files:
+            prefix = (name,) if len(files) > 1 else ()
+            with WindowedFile(storage, name) as file:
+                PickledState(file).add_to(assembly, prefix)
+        return assembly.catalog(self.format, 0, 1)
+
+    @staticmethod
+    def _files(names: Collection[str]) -> list[str]:
+        all_names = set(names)
+        return sorted(
+            name
+            for name in all_names
+            if _NAME.fullmatch(name) and not ((match := _OF_RANK.fullmatch(name)) and f"{match[1]}.pdattr" in all_names)
+        )
+
+
+class PickledState:
+    """The state_dict of an open file.
+
+    Raises:
+        CheckpointCorruptedError: it is no pickle, or not of a dict.
+        UnsupportedValueError: it asks for something that is not read.
+    """
+
+    def __init__(self, file: WindowedFile) -> None:
+        tree = walk(file.window(), PADDLE)
+        if type(tree) is not dict:
+            raise UnsupportedValueError(f"{file.name} holds no state_dict, but {type(tree).__name__}")
+        self.tree: dict[Any, Any] = tree
+        self._file = file
+
+    def names(self) -> dict[Any, Any]:
+        """The names of variables by key, which are taken out of the state_dict."""
+        return self._table(_NAMES)
+
+    def opened(self, path: tuple[Part, ...], array: PickledArray) -> tuple[DType, tuple[int, ...], int]:
+        """A tensor's element type, its shape, and where its data begin."""
+        where = f"{self._file.name}: {shown('.'.join(map(str, path)))}"
+        dtype, shape, position = array.opened(where, self._file.size)
+        return meant(dtype) or dtype, shape, position
+
+    def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = ()) -> None:
+        """Add all tensors and values, with these parts before their paths."""
+        file, number = self._file.name, assembly.file(self._file.name, self._file.name)
+        names, unpacked = self.names(), self._table(_UNPACKED)
+        for key, told in unpacked.items():
+            self._add_joined(assembly, prefix, key, told, names.get(key))
+        for path, value, name in leaves(self.tree, self._file):
+            full = (*prefix, *path)
+            if not isinstance(value, PickledArray):
+                if path:
+                    assembly.add_value(file, full, value)
+                continue
+            dtype, shape, position = self.opened(path, value)
+            name = name or (names.get(path[0]) if len(path) == 1 else None)
+            name = name if isinstance(name, str) else None
+            assembly.add_tensor(file, full, dtype, shape, name, [Piece(whole(shape), number, position)])
+
+    def _add_joined(self, assembly: Assembly, prefix: tuple[Part, ...], key: Any, told: Any, name: Any) -> None:
+        """A tensor of more than a GiB, which protocols 2 and 3 have in slices of its elements."""
+        file, number = self._file.name, assembly.file(self._file.name, self._file.name)
+        where = f"{file}: {shown(key)}"
+        shape = told.get("OriginShape") if type(told) is dict else None
+        slices = told.get("slices") if type(told) is dict else None
+        if (
+            not isinstance(key, str)
+            or type(slices) is not list
+            or type(shape) is not tuple
+            or len(shape) > 32
+            or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape)
+        ):
+            raise CheckpointCorruptedError(f"{where} was cut into slices, but does not say how")
+        start, most = 0, math.prod(shape)
+        pieces: list[Piece] = []
+        dtypes: set[DType] = set()
+        for part in slices:
+            array = self.tree.pop(part, None) if isinstance(part, str) else None
+            if not isinstance(array, PickledArray):
+                raise CheckpointCorruptedError(f"{where} lacks its slice {shown(part)}")
+            dtype, part_shape, position = self.opened((part,), array)
+            stop = start + math.prod(part_shape)
+            if stop > most:
+                raise CheckpointCorruptedError(f"{where} has more elements than its shape {shown(list(shape))}")
+            pieces += flat_pieces(whole(shape), start, stop, number, position, dtype.itemsize)
+            dtypes.add(dtype)
+            start = stop
+        if start != most or len(dtypes) != 1:
+            raise CheckpointCorruptedError(f"{where} has {start} elements in slices, where {most} are due")
+        name = name if isinstance(name, str) else None
+        assembly.add_tensor(file, (*prefix, key), dtypes.pop(), shape, name, pieces)
+
+    def _table(self, key: str) -> dict[Any, Any]:
+        table = self.tree.pop(key, {})
+        if type(table) is not dict:
+            raise CheckpointCorruptedError(f"{self._file.name}: {key} is no dict")
+        return table
