@@ -12,4 +12,4 @@ from .static_auto import PaddleStaticReader
 __all__ = ["READERS"]
 
 READERS: tuple[Reader, ...] = (PaddleReader(), PaddleStaticReader(), PdparamsReader(), SafetensorsReader())
-"""The readers of all formats."""
+"""The readers of all formats. Where several find a checkpoint among the same names, the first of them is meant."""

@@ -19,7 +19,7 @@ from .window import FileWindow
 
 __all__ = ["walk"]
 
-_U1, _U2, _U4, _U8, _I4, _F8 = map(struct.Struct, ("<B", "<H", "<I", "<Q", "<i", ">d"))
+_U2, _U4, _U8, _I4, _F8 = map(struct.Struct, ("<H", "<I", "<Q", "<i", ">d"))
 
 
 def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -56,9 +56,9 @@ def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[A
 
 
 def _run(machine: Machine) -> Any:
-    take = machine.window.take
+    byte = machine.window.byte
     while True:
-        code = take(1)[0]
+        code = byte()
         if code == 0x2E:  # STOP
             (result,) = machine.stack
             if machine.below:
@@ -76,6 +76,11 @@ _Step = Callable[[Machine], object]
 def _counted(layout: struct.Struct, step: Callable[[Machine, int], None]) -> _Step:
     """A step for an instruction that has a number behind it."""
     return lambda machine: step(machine, machine.window.unpack(layout))
+
+
+def _short(step: Callable[[Machine, int], None]) -> _Step:
+    """The same for a number of one byte."""
+    return lambda machine: step(machine, machine.window.byte())
 
 
 def _pushes(value: Callable[[Machine], Any]) -> _Step:
@@ -102,25 +107,25 @@ _BY_CODE: dict[bytes, _Step] = {
     b"N": _pushes(lambda machine: None),
     b"\x88": _pushes(lambda machine: True),
     b"\x89": _pushes(lambda machine: False),
-    b"K": _pushes(lambda machine: machine.window.take(1)[0]),
+    b"K": _pushes(lambda machine: machine.window.byte()),
     b"M": _counted(_U2, lambda machine, number: machine.stack.append(number)),
     b"J": _counted(_I4, lambda machine, number: machine.stack.append(number)),
     b"I": _pushes(Machine.decimal),
     b"L": _pushes(Machine.decimal),
-    b"\x8a": _counted(_U1, Machine.long),
+    b"\x8a": _short(Machine.long),
     b"\x8b": _counted(_I4, Machine.long),
     b"F": _pushes(lambda machine: float(machine.line())),
     b"G": _counted(_F8, lambda machine, number: machine.stack.append(number)),
     # strings
     b"S": _pushes(Machine.quoted),
-    b"U": _counted(_U1, Machine.old_string),
+    b"U": _short(Machine.old_string),
     b"T": _counted(_I4, Machine.old_string),
-    b"C": _counted(_U1, Machine.byte_string),
+    b"C": _short(Machine.byte_string),
     b"B": _counted(_U4, Machine.byte_string),
     b"\x8e": _counted(_U8, Machine.byte_string),
     b"\x96": _counted(_U8, Machine.byte_string),
     b"V": _pushes(lambda machine: machine.line("raw_unicode_escape")),
-    b"\x8c": _counted(_U1, Machine.text),
+    b"\x8c": _short(Machine.text),
     b"X": _counted(_U4, Machine.text),
     b"\x8d": _counted(_U8, Machine.text),
     # containers
@@ -142,11 +147,11 @@ _BY_CODE: dict[bytes, _Step] = {
     b"\x91": _refuses("a frozenset"),
     # the memo
     b"p": lambda machine: machine.keep(int(machine.line())),
-    b"q": _counted(_U1, Machine.keep),
+    b"q": _short(Machine.keep),
     b"r": _counted(_U4, Machine.keep),
     b"\x94": Machine.memoize,
     b"g": lambda machine: machine.get(int(machine.line())),
-    b"h": _counted(_U1, Machine.get),
+    b"h": _short(Machine.get),
     b"j": _counted(_U4, Machine.get),
     # names, calls, states
     b"c": _pushes(lambda machine: machine.named(machine.line(), machine.line())),
@@ -165,7 +170,7 @@ _BY_CODE: dict[bytes, _Step] = {
     b"\x97": _refuses("a buffer that is not in it"),
     b"\x98": _refuses("a buffer that is not in it"),
     # the pickle itself
-    b"\x80": lambda machine: machine.protocol(machine.window.take(1)[0]),
+    b"\x80": lambda machine: machine.protocol(machine.window.byte()),
     b"\x95": _counted(_U8, lambda machine, nbytes: machine.window.check(nbytes)),
 }
 _STEPS: list[_Step | None] = [_BY_CODE.get(bytes([code])) for code in range(256)]

@@ -132,6 +132,8 @@ class _Variables:
     def __init__(self, assembly: Assembly, is_program: bool) -> None:
         self._assembly, self._is_program = assembly, is_program
         self._cuts: dict[str, _Cut] = {}
+        self._places: dict[tuple[int, ...], Mapping[int, int]] = {}
+        self._groups: dict[int, Mapping[int, int]] = {}  # the same by the objects of one file
         self._locals: dict[str, dict[int, _Local]] = defaultdict(dict)
         self._values: set[tuple[Part, ...]] = set()
 
@@ -142,10 +144,11 @@ class _Variables:
             told = told.get(_MODEL, {})
         if type(told) is not dict:
             raise CheckpointCorruptedError(f"{file.name} has no dict of distributed attributes")
+        self._groups.clear()
         for name, attributes in told.items():
             try:
                 if name not in self._cuts:
-                    self._cuts[name] = _cut(attributes)
+                    self._cuts[name] = self._cut(attributes)
             except ENDURED as error:
                 raise CheckpointCorruptedError(
                     f"{file.name}: the distributed attributes of {shown(name)} are damaged ({str(error)[:200]})"
@@ -177,6 +180,25 @@ class _Variables:
             self._add(name, parts)
         return self._assembly
 
+    def _cut(self, attributes: Any) -> _Cut:
+        """How a variable is cut. What is wrong with its attributes may be raised as any of ENDURED."""
+        mesh, group = _numbers(attributes["process_shape"]), attributes["process_group"]
+        if id(group) not in self._groups:  # which variables may share
+            ranks = _numbers(group)
+            if ranks not in self._places:
+                self._places[ranks] = {rank: place for place, rank in enumerate(ranks)}
+            self._groups[id(group)] = self._places[ranks]
+        places = self._groups[id(group)]
+        if len(mesh) > _MOST_DIMENSIONS or math.prod(mesh) != len(group) or len(places) != len(group):
+            raise ValueError(f"a mesh of {len(mesh)} dimensions that does not fit {len(group)} ranks")
+        along = []
+        for dimension in attributes["dims_mapping"]:
+            along.append(() if dimension == -1 else _numbers([dimension] if type(dimension) is int else dimension))
+        used = [m for dimensions in along for m in dimensions]
+        if len(set(used)) != len(used) or any(m >= len(mesh) for m in used):
+            raise ValueError("a dimension of the mesh that is not there, or used twice")
+        return _Cut(mesh, places, tuple(along))
+
     def _add(self, name: str, parts: Mapping[int, _Local]) -> None:
         first = next(iter(parts.values()))
         where = self._assembly.files[first.file].name
@@ -186,11 +208,10 @@ class _Variables:
         held = {rank: local for rank, local in parts.items() if rank in cut.places}
         if any(local.dtype != first.dtype or len(local.shape) != len(cut.along) for local in held.values()):
             raise CheckpointCorruptedError(f"{where}: of {shown(name)} ranks have different types or dimensions")
-        missing = {cut.part(rank): rank for rank in cut.places}
-        for rank in held:
-            missing.pop(cut.part(rank), None)
-        if missing:
-            raise CheckpointCorruptedError(f"{where}: {shown(name)} lacks what rank {min(missing.values())} had of it")
+        parts_held = {cut.part(rank) for rank in held}
+        if len(parts_held) < math.prod(cut.counts()):
+            lost = min(rank for rank in cut.places if cut.part(rank) not in parts_held)
+            raise CheckpointCorruptedError(f"{where}: {shown(name)} lacks what rank {lost} had of it")
         starts = self._starts(f"{where}: {shown(name)}", cut, held)
         pieces = []
         for rank, local in held.items():
@@ -211,19 +232,6 @@ class _Variables:
             [0, *itertools.accumulate(extents[d][number] for number in range(count))]
             for d, count in enumerate(cut.counts())
         ]
-
-
-def _cut(attributes: Any) -> _Cut:
-    mesh, ranks = (_numbers(attributes[name]) for name in ("process_shape", "process_group"))
-    if len(mesh) > _MOST_DIMENSIONS or math.prod(mesh) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise ValueError(f"a mesh of {len(mesh)} dimensions that does not fit {len(ranks)} ranks")
-    along = []
-    for dimension in attributes["dims_mapping"]:
-        along.append(() if dimension == -1 else _numbers([dimension] if type(dimension) is int else dimension))
-    used = [m for dimensions in along for m in dimensions]
-    if len(set(used)) != len(used) or any(m >= len(mesh) for m in used):
-        raise ValueError("a dimension of the mesh that is not there, or used twice")
-    return _Cut(mesh, {rank: place for place, rank in enumerate(ranks)}, tuple(along))
 
 
 def _numbers(value: Any) -> tuple[int, ...]:

@@ -56,6 +56,8 @@ class WindowedFile:
             self._file.read_into([buffer], position)
         except EOFError as error:
             raise CheckpointCorruptedError(f"{self.name}: it has become shorter than {self.size} bytes") from error
+        except IsADirectoryError as error:
+            raise CheckpointCorruptedError(f"{self.name}: it is a folder, not a file") from error
         return buffer.tobytes()
 
     def window(self, start: int = 0, stop: int | None = None) -> FileWindow:
@@ -110,6 +112,20 @@ class FileWindow:
         taken = self._data[self._at : end]
         self._at = end
         return taken
+
+    def byte(self) -> int:
+        """The next byte.
+
+        Raises:
+            CheckpointCorruptedError: there is none.
+        """
+        at = self._at
+        try:
+            value = self._data[at]
+        except IndexError:
+            return self.take(1)[0]
+        self._at = at + 1
+        return value
 
     def unpack(self, layout: struct.Struct) -> Any:
         """The number that the next bytes are, by a layout of one."""

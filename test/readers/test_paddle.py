@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import time
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,53 @@ def test_large_data_are_not_read(tmp_path: Path) -> None:
     found = READER.read(Counting(tmp_path), storage.names(), 0)
     assert nbytes < 20 * 4096 + storage.size("0.metadata") + 8192
     assert all((read_catalog(storage, found)[key].view(np.float32) == arrays[key]).all() for key in arrays)
+
+
+def many(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...], copies: bool) -> Metadata:
+    """One tensor of many shards, all of which are the same data of a file."""
+    shards = [LocalTensorMetadata(offset, extent, global_shape=shape) for offset, extent in boxes]
+    places = {
+        LocalTensorIndex("w", offset, replica_id=i if copies else None): "0_0.distcp"
+        for i, (offset, _) in enumerate(boxes)
+    }
+    return Metadata({"w": shards}, places)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (many([((i,), (4,)) for i in range(0, 16_000, 4)], (16_000,), False), None),
+        (many([((i,), (4,)) for i in range(0, 32_000, 8)], (32_000,), False), None),
+        (many([((i,), (4,)) for i in range(4000)], (4003,), False), "overlap"),
+        (many([((i, j), (2, 2)) for i in range(0, 128, 2) for j in range(0, 128, 2)], (128, 128), False), None),
+        (many([((i, j), (2, 2)) for i in range(0, 80, 2) for j in range(100)], (80, 101), False), "overlap"),
+        (many([((0,), (4,))] * 4000, (4,), True), None),
+    ],
+    ids=["tiles", "gaps", "overlaps", "grid", "overlaps in a grid", "replicas"],
+)
+def test_many_shards_take_time_and_memory_in_proportion(
+    metadata: Metadata, message: str | None, tmp_path: Path
+) -> None:
+    shape = next(iter(metadata.state_dict_metadata.values()))[0].local_shape
+    storage = write(tmp_path, metadata, {"0_0.distcp": {"w": np.zeros(shape, np.float32)}})
+    names, size = storage.names(), storage.size("0.metadata")
+
+    def work() -> None:
+        if message is None:
+            READER.read(storage, names, 0)
+        else:
+            with pytest.raises(CheckpointCorruptedError, match=message):
+                READER.read(storage, names, 0)
+
+    start = time.process_time()
+    work()
+    assert time.process_time() - start < 1 + 5e-6 * size, "a few times what it takes on a slow machine"
+    tracemalloc.start()
+    try:
+        work()
+        assert tracemalloc.get_traced_memory()[1] < 30 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_the_installed_paddle_saves_is_read(tmp_path: Path) -> None:
