@@ -16,12 +16,18 @@ from .checks import check_name, check_shape, first_overlap, shown
 __all__ = ["Assembly", "text_of"]
 
 _MOST_PARTS = 64
+_MOST_CHARACTERS = 4096  # of a path
+_MOST_SHOWN = 200  # characters of a key in a message
 _INT64 = range(-(2**63), 2**63)
 
 
 def text_of(path: Iterable[Part]) -> str:
     """A path for messages."""
-    return shown(".".join(str(part if type(part) in (str, int) else part[0]) for part in path))  # type: ignore[index]
+    return shown(".".join(part[:_MOST_SHOWN] if isinstance(part, str) else _number(part) for part in path))
+
+
+def _number(part: Part) -> str:
+    return str(part if type(part) is int else part[0])  # type: ignore[index]
 
 
 class Assembly:
@@ -120,10 +126,14 @@ class Assembly:
     def _add_leaf(self, where: str, path: tuple[Part, ...]) -> None:
         if not 0 < len(path) <= _MOST_PARTS:
             raise UnsupportedValueError(f"{where} is {len(path)} levels deep; 1 to {_MOST_PARTS} are possible")
+        if sum(len(part) for part in path if isinstance(part, str)) > _MOST_CHARACTERS:
+            raise UnsupportedValueError(f"{where} is a path of more than {_MOST_CHARACTERS} characters")
         for part in path:
             if isinstance(part, str):
-                if not part.isascii() and any("\ud800" <= sign <= "\udfff" for sign in part):
-                    raise UnsupportedValueError(f"{where} has a key that is no text")
+                try:
+                    part.encode()
+                except UnicodeEncodeError as error:
+                    raise UnsupportedValueError(f"{where} has a key that is no text") from error
             elif type(part) is int and part not in _INT64:
                 raise UnsupportedValueError(f"{where} has a key beyond 64 bits")
         if path in self._leaves:

@@ -99,10 +99,14 @@ class PickledArray(Built):
 
     def _opened(self) -> tuple[DType, tuple[int, ...]]:
         shape = self._shape
-        if type(shape) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape):
+        if type(shape) is not tuple:
             raise ValueError("it has no shape")
-        if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) >= 1 << 58:
-            raise Refused(f"the shape {str(shape)[:200]}, which no array has")
+        if len(shape) > _MOST_DIMENSIONS:
+            raise Refused(f"{len(shape)} dimensions, which no array has")
+        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape):
+            raise ValueError("it has no sizes for a shape")
+        if math.prod(n or 1 for n in shape) >= 1 << 58:
+            raise Refused(f"the shape {list(shape)}, which no array has")
         if not isinstance(self._element, _ElementType):
             raise TypeError("it has no dtype")
         dtype = self._element.dtype

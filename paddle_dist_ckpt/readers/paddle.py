@@ -53,9 +53,8 @@ class PaddleReader:
         if unique_id not in self.found(names):
             raise CheckpointNotFoundError(f"{storage.location} has no checkpoint of Paddle's with the id {unique_id}")
         name = f"{unique_id}.metadata"
-        described = _Described(name)
         try:
-            described.take(_walked(storage, name))
+            described = _Described(name, *_walked(storage, name))
         except ENDURED as error:
             raise CheckpointCorruptedError(f"{name}: it is not as Paddle writes it ({str(error)[:200]})") from error
         ranks = [int(match[1]) for file in names if (match := _DATA.fullmatch(file)) and int(match[2]) == unique_id]
@@ -84,7 +83,15 @@ class _Stored(NamedTuple):
 class _Described:
     """What the metadata say, tensor by tensor."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, metadata: Any, size: int) -> None:
+        """Read the unpickled object. What it lacks may be raised as any of ENDURED.
+
+        Args:
+            name: The file's name.
+            metadata: What it holds.
+            size: How many bytes it has. So many shards and parts of paths may be in it, each counted as often as it
+                refers to it.
+        """
         self._name = name
         self._known: dict[tuple[str, _Shard], set[tuple[int, ...]]] = {}  # shapes, by shards without
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -92,17 +99,19 @@ class _Described:
         self._places: dict[str, list[tuple[_Shard, Any]]] = defaultdict(list)
         self._paths: dict[str, tuple[Part, ...]] = {}
 
-    def take(self, metadata: Any) -> None:
-        """Read the unpickled object. What it lacks may be raised as any of ENDURED."""
         fields = _fields(metadata, "Metadata")
-        for key, shards in _checked(fields["state_dict_metadata"], dict).items():
+        shards = _checked(fields["state_dict_metadata"], dict)
+        paths = _checked(fields.get("flat_mapping") or {}, dict)
+        if sum(len(part) for parts in (shards, paths) for part in parts.values()) > size:
+            raise ValueError("it refers to more than it has")
+        for key, parts in shards.items():
             key = _checked(key, str)
-            for shard in _checked(shards, list):
+            for shard in _checked(parts, list):
                 self._take_shard(key, _fields(shard, "LocalTensorMetadata"))
         for index, file in _checked(fields["storage_metadata"], dict).items():
             place = _fields(index, "LocalTensorIndex")
             self._places[_checked(place["tensor_key"], str)].append((_shard_of(place), file))
-        for key, path in _checked(fields.get("flat_mapping") or {}, dict).items():
+        for key, path in paths.items():
             self._paths[key] = tuple(_checked(part, str) for part in _checked(path, tuple))
 
     def _take_shard(self, key: str, fields: Mapping[str, Any]) -> None:
@@ -213,9 +222,9 @@ def _opened(arrays: dict[Any, Any], file: WindowedFile) -> Iterator[tuple[str, _
         yield key, _Stored(*array.opened(f"{file.name}: {shown(key)}", file.size), name)
 
 
-def _walked(storage: Storage, name: str) -> Any:
+def _walked(storage: Storage, name: str) -> tuple[Any, int]:
     with WindowedFile(storage, name) as file:
-        return walk(file.window(), PADDLE)
+        return walk(file.window(), PADDLE), file.size
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import Part
-from .assembly import Assembly
+from .assembly import Assembly, text_of
 from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
@@ -89,7 +89,7 @@ class PickledState:
 
     def opened(self, path: tuple[Part, ...], array: PickledArray) -> tuple[DType, tuple[int, ...], int]:
         """A tensor's element type, its shape, and where its data begin."""
-        where = f"{self._file.name}: {shown('.'.join(map(str, path)))}"
+        where = f"{self._file.name}: {text_of(path)}"
         dtype, shape, position = array.opened(where, self._file.size)
         return meant(dtype) or dtype, shape, position
 

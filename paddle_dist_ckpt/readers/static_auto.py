@@ -182,18 +182,24 @@ class _Variables:
 
     def _cut(self, attributes: Any) -> _Cut:
         """How a variable is cut. What is wrong with its attributes may be raised as any of ENDURED."""
-        mesh, group = _numbers(attributes["process_shape"]), attributes["process_group"]
+        shape, group, mapping = (attributes[key] for key in ("process_shape", "process_group", "dims_mapping"))
+        if max(len(shape), len(mapping)) > _MOST_DIMENSIONS:
+            raise ValueError("more dimensions than there can be")
+        mesh = _numbers(shape)
         if id(group) not in self._groups:  # which variables may share
             ranks = _numbers(group)
             if ranks not in self._places:
                 self._places[ranks] = {rank: place for place, rank in enumerate(ranks)}
             self._groups[id(group)] = self._places[ranks]
         places = self._groups[id(group)]
-        if len(mesh) > _MOST_DIMENSIONS or math.prod(mesh) != len(group) or len(places) != len(group):
+        if math.prod(mesh) != len(group) or len(places) != len(group):
             raise ValueError(f"a mesh of {len(mesh)} dimensions that does not fit {len(group)} ranks")
         along = []
-        for dimension in attributes["dims_mapping"]:
-            along.append(() if dimension == -1 else _numbers([dimension] if type(dimension) is int else dimension))
+        for dimension in mapping:
+            dimensions = () if dimension == -1 else [dimension] if type(dimension) is int else dimension
+            if len(dimensions) > len(mesh):
+                raise ValueError("more dimensions of the mesh than it has")
+            along.append(_numbers(dimensions))
         used = [m for dimensions in along for m in dimensions]
         if len(set(used)) != len(used) or any(m >= len(mesh) for m in used):
             raise ValueError("a dimension of the mesh that is not there, or used twice")

@@ -224,6 +224,15 @@ def test_nothing_else_is_opened_than_what_belongs_to_it(tmp_path: Path) -> None:
         READER.read(storage, storage.names(), 1)
 
 
+@pytest.mark.parametrize("name", ["0.metadata", "1_0.distcp"])
+def test_a_folder_in_place_of_a_file_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
+    storage = write(tmp_path, *halves())
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointCorruptedError, match=name):
+        read(storage)
+
+
 def test_metadata_that_would_run_code_are_refused(tmp_path: Path) -> None:
     storage = write(tmp_path, *halves())
     (tmp_path / "0.metadata").write_bytes(b"cposix\nsystem\n(S'touch /tmp/run'\ntR.")
@@ -305,6 +314,20 @@ def test_many_shards_take_time_and_memory_in_proportion(
         assert tracemalloc.get_traced_memory()[1] < 30 * size
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("what", ["shards", "paths"])
+def test_what_is_referred_to_often_is_not_looked_at_often(what: str, tmp_path: Path) -> None:
+    shards = [LocalTensorMetadata((0,), (4,))] * 10_000
+    path = ("a",) * 10_000
+    metadata = Metadata({f"w{i}": shards for i in range(10_000)}, {}, {})
+    if what == "paths":
+        metadata = Metadata({}, {}, {f"w{i}": path for i in range(10_000)})
+    storage = write(tmp_path, metadata, {"0_0.distcp": {}})
+    start = time.process_time()
+    with pytest.raises(CheckpointCorruptedError, match="0.metadata: it is not as Paddle writes it .it refers to more"):
+        read(storage)
+    assert time.process_time() - start < 5
 
 
 def test_what_the_installed_paddle_saves_is_read(tmp_path: Path) -> None:

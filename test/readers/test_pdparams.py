@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,31 @@ def test_tuples_of_arrays_have_paths(tmp_path: Path) -> None:
 def test_what_is_no_state_dict_is_refused(content: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises((UnsupportedValueError, CheckpointCorruptedError), match=message):
         read_one(tmp_path, content)
+
+
+def test_what_is_shared_by_many_entries_takes_little_time(tmp_path: Path) -> None:
+    key, shape = "ä" * 3000, (1,) * 10_000
+    array = np.zeros(3, np.float32)
+    deep: Any = array
+    for _ in range(60):
+        deep = {key: deep}
+    start = time.process_time()
+    assert len(read_one(tmp_path, {f"w{i}": {key: array} for i in range(2000)}).tensors) == 2000
+    for value, message in (
+        ({f"w{i}": deep for i in range(2000)}, "a path of more than 4096 characters"),
+        ({f"w{i}": _Shaped(shape) for i in range(2000)}, "'w0' has 10000 dimensions"),
+    ):
+        with pytest.raises(UnsupportedValueError, match=message):
+            read_one(tmp_path, value)
+    assert time.process_time() - start < 10
+
+
+class _Shaped:
+    """Pickled as an array of any shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, args, state = np.zeros(3, np.float32).__reduce__()  # type: ignore[misc]
+        return function, args, (state[0], self.shape, *state[2:])
