@@ -8,8 +8,15 @@ from .paddle import PaddleReader
 from .pdparams import PdparamsReader
 from .safetensors import SafetensorsReader
 from .static_auto import PaddleStaticReader
+from .torch_dcp import TorchDCPReader
 
 __all__ = ["READERS"]
 
-READERS: tuple[Reader, ...] = (PaddleReader(), PaddleStaticReader(), PdparamsReader(), SafetensorsReader())
+READERS: tuple[Reader, ...] = (
+    PaddleReader(),
+    TorchDCPReader(),
+    PaddleStaticReader(),
+    PdparamsReader(),
+    SafetensorsReader(),
+)
 """The readers of all formats. Where several find a checkpoint among the same names, the first of them is meant."""

@@ -95,13 +95,15 @@ def _entries(infos: dict[str, _TensorInfo], name: str, data_start: int, size: in
         where = f"{name}: {shown(key)}"
         begin, stop = info.data_offsets
         if begin != end or stop < begin:
-            raise CheckpointCorruptedError(f"{where} has bytes {begin} to {stop} of the data, where {end} comes next")
+            raise CheckpointCorruptedError(
+                f"{where} has bytes {shown(begin)} to {shown(stop)} of the data, where {end} comes next"
+            )
         dtype = _DTYPES.get(info.dtype)
         if dtype is None:
             raise UnsupportedValueError(f"{where} has the dtype {shown(info.dtype)}, which cannot be held")
         if any(n < 0 for n in info.shape) or check_shape(info.shape, dtype.itemsize, where) != stop - begin:
             raise CheckpointCorruptedError(
-                f"{where} has {stop - begin} bytes; its shape {shown(list(info.shape))} of {dtype.name} needs others"
+                f"{where} has {shown(stop - begin)} bytes; {dtype.name}{shown(list(info.shape))} has others"
             )
         entries[key] = HeaderEntry(dtype, info.shape, data_start + begin)
         end = stop

@@ -1,0 +1,277 @@
+"""Reads checkpoints of torch.distributed.checkpoint: a pickled `.metadata`, and files of many small zips.
+
+`.metadata` says for each key what tensor it is and which chunks it is cut into, and for each chunk, and each value,
+where the zip stands that ``torch.save`` has made of it: in which file, from which byte on, how long. A key that stands
+for a nested path comes with that path; an int in it is an index of a list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+from ..core.box import Box, whole
+from ..core.dtypes import DType
+from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
+from ..storage.base import Storage
+from ..tree.paths import ListIndex, Part, containers_of, format_path, mixed_containers
+from .catalog import Catalog, Piece, StoredChecksum, StoredFile, StoredTensor
+from .checks import check_name, check_shape, first_overlap, shown
+from .pickle_machine import ENDURED
+from .pickles import walk
+from .torch_pickles import METADATA, Record, TorchDType
+from .torch_saved import Leaf, PlacedTensor, SavedReader, torch_dtype
+from .torch_zip import AheadFile, TorchZip
+from .window import WindowedFile
+
+__all__ = ["TorchDCPReader"]
+
+_METADATA = ".metadata"
+_DATA = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_MOST_DIMENSIONS = 64
+_MOST_BYTES = 1 << 62
+_MOST_DEPTH = 64  # of a path
+_MOST_INDEX = 100_000_000  # of a list, as in paths of this library
+_MOST_DIRECTORY = 64 << 20  # of a zip, in bytes
+_MOST_CHUNK_DIRECTORY = 64 << 10  # of one that has a single tensor
+
+
+class _Tensor(NamedTuple):
+    """A tensor as `.metadata` describes it."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: list[Box]
+
+
+class _Item(NamedTuple):
+    """A zip: its file and range, and what is in it, a chunk of a tensor or (box None) a value."""
+
+    file: str
+    start: int
+    stop: int
+    key: str
+    box: Box | None
+
+
+class _DCPDescription(NamedTuple):
+    """What `.metadata` says."""
+
+    tensors: dict[str, _Tensor]
+    items: list[_Item]  # by file and place
+    paths: dict[str, tuple[Part, ...]]
+    version: str | None
+
+
+class TorchDCPReader:
+    """Reads checkpoints of torch.distributed.checkpoint. See the module."""
+
+    format = "torch_dcp"
+    title = "PyTorch's distributed checkpoint (torch.distributed.checkpoint)"
+
+    def found(self, names: Collection[str]) -> list[int]:
+        """0 if there is a `.metadata` without a number."""
+        return [0] if _METADATA in names else []
+
+    def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
+        """See :class:`Reader`. Tensors that do not lie in C order are unsupported."""
+        if _METADATA not in names or unique_id:
+            raise CheckpointNotFoundError(f"{storage.location} has no {_METADATA} of a checkpoint {unique_id}")
+        names = set(names)
+        with WindowedFile(storage, _METADATA) as file:
+            metadata = walk(file.window(), METADATA)
+        try:
+            description = _described(metadata, names, file.size)
+        except ENDURED as error:
+            raise CheckpointCorruptedError(f"{_METADATA}: {type(error).__name__}: {str(error)[:200]}") from error
+        contents = _DCPContents(description)
+        for name, items in groupby(description.items, lambda item: item.file):
+            with AheadFile(storage, name) as file:
+                for item in items:
+                    contents.add(file, item)
+        return contents.catalog(self.format)
+
+
+def _described(metadata: Any, names: set[str], size: int) -> _DCPDescription:
+    """What the value of a `.metadata` of this size says."""
+    _check(metadata, "Metadata")
+    described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    ranges = {_index(index): _check(info, "_StorageInfo") for index, info in stored.items()}
+    tensors, items, chunks = {}, [], 0
+    for key, record in described.items():
+        if type(key) is not str:
+            raise TypeError(f"a key that is {type(key).__name__}")
+        boxes: list[Box | None] = [None]
+        if record.kind != "BytesStorageMetadata":
+            tensors[key] = tensor = _tensor(key, _check(record, "TensorStorageMetadata"))
+            boxes = [*tensor.chunks]
+            chunks += len(record.get("chunks"))
+            if chunks > size:
+                raise ValueError("tensors refer to the same chunks again and again")
+        for box in boxes:
+            place = (key, box.offset if box else None)
+            if place not in ranges:
+                raise ValueError(f"{shown(key)}{box or ''} is in no file")
+            items.append(_item(key, box, ranges[place], names))
+    items.sort(key=lambda item: (item.file, item.start))
+    for before, item in pairwise(items):
+        if before.file == item.file and before.stop > item.start:
+            raise ValueError(f"{shown(before.key)} and {shown(item.key)} have bytes of {item.file} in common")
+    version = metadata.get("version")
+    paths = _paths(described, metadata.get("planner_data"), size)
+    return _DCPDescription(tensors, items, paths, version if type(version) is str else None)
+
+
+def _check(record: Any, kind: str) -> Record:
+    if type(record) is not Record or record.kind != kind:
+        raise TypeError(f"no {kind} where one is due")
+    return record
+
+
+def _tensor(key: str, record: Record) -> _Tensor:
+    where = f"{_METADATA}: {shown(key)}"
+    dtype, *_ = _check(record.get("properties"), "TensorProperties").state
+    if type(dtype) is not TorchDType:
+        raise TypeError(f"{shown(key)} has no dtype")
+    known = torch_dtype(dtype, where)
+    shape = _size(record.get("size"))
+    check_shape(shape, known.itemsize, where)
+    chunks: dict[Box, None] = {}
+    for chunk in record.get("chunks"):
+        _check(chunk, "ChunkStorageMetadata")
+        box = Box(_size(chunk.get("offsets")), _size(chunk.get("sizes")))
+        if any(start + size > most for start, size, most in zip(*box, shape, strict=True)):
+            raise ValueError(f"{shown(key)}{box} is not inside its tensor of shape {list(shape)}")
+        if box.size:
+            chunks[box] = None
+    overlap = first_overlap(list(chunks))
+    if overlap is not None:
+        raise ValueError(f"{shown(key)}: its chunks {overlap[0]} and {overlap[1]} overlap")
+    return _Tensor(known, shape, list(chunks))
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """A torch.Size, whose parts the table has checked, or what some planners write for one."""
+    if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:
+        raise TypeError("something else where a torch.Size is due")
+    if any(type(part) is not int or not 0 <= part <= _MOST_BYTES for part in value):
+        raise ValueError("a size or an offset that cannot be")
+    return tuple(value)
+
+
+def _index(record: Any) -> tuple[str, tuple[int, ...] | None]:
+    """The key and chunk that a range of a file is for."""
+    _check(record, "MetadataIndex")
+    key, offset = record.get("fqn"), record.get("offset")
+    if type(key) is not str:
+        raise TypeError(f"a key that is {type(key).__name__}")
+    return key, None if offset is None else _size(offset)
+
+
+def _item(key: str, box: Box | None, record: Record, names: set[str]) -> _Item:
+    name = check_name(record.get("relative_path"), names, _METADATA)
+    start, length = _size((record.get("offset"), record.get("length")))
+    transforms = record.get("transform_descriptors")
+    if transforms:
+        raise UnsupportedValueError(f"{name}: {shown(key)} is stored through {shown(transforms)}, which is not read")
+    return _Item(name, start, start + length, key, box)
+
+
+def _paths(keys: Collection[str], planner_data: Any, size: int) -> dict[str, tuple[Part, ...]]:
+    """The nested path of each key: what the planner says of it, or the key itself."""
+    told = planner_data if type(planner_data) is dict else {}
+    paths = {key: _path(told[key]) if key in told else (key,) for key in keys}
+    if sum(len(part) for path in paths.values() for part in path if type(part) is str) > size:
+        raise ValueError("paths refer to the same texts again and again")
+    return paths
+
+
+def _path(parts: Any) -> tuple[Part, ...]:
+    if type(parts) not in (tuple, list) or not 0 < len(parts) <= _MOST_DEPTH:
+        raise TypeError(f"{type(parts).__name__} for a path, or one that is too long")
+    return tuple(map(_part, parts))
+
+
+def _part(part: Any) -> Part:
+    if type(part) is int and 0 <= part < _MOST_INDEX:
+        return ListIndex(part)
+    if type(part) is not str:
+        raise TypeError(f"{shown(part)} in a path")
+    return part
+
+
+class _DCPContents:
+    """Puts together what the items hold."""
+
+    def __init__(self, description: _DCPDescription) -> None:
+        self._description = description
+        self._files: list[StoredFile] = []
+        self._pieces: dict[str, list[Piece]] = {key: [] for key in description.tensors}
+        self._inside: list[StoredTensor] = []  # tensors within values
+        self._values: list[tuple[tuple[Part, ...], Any]] = []
+        self._checksums: dict[StoredChecksum, None] = {}
+        self._saved = SavedReader()
+
+    def add(self, file: AheadFile, item: _Item) -> None:
+        """Find what an item holds."""
+        where = f"{file.name}: {shown(item.key)}"
+        most = _MOST_DIRECTORY if item.box is None else _MOST_CHUNK_DIRECTORY
+        leaves = self._saved.leaves(TorchZip(file, item.start, item.stop, most), item.key)
+        if item.box is not None:
+            self._add_chunk(file, item, item.box, leaves, where)
+            return
+        path = self._description.paths[item.key]
+        for inner, content in leaves:
+            if type(content) is PlacedTensor:
+                piece = self._piece(file, whole(content.shape), content)
+                self._inside.append(
+                    StoredTensor((*path, *inner), content.dtype, content.shape, None, [piece] if piece.box.size else [])
+                )
+            else:
+                self._values.append(((*path, *inner), content))
+
+    def _add_chunk(self, file: AheadFile, item: _Item, box: Box, leaves: list[Leaf], where: str) -> None:
+        content = leaves[0].content if len(leaves) == 1 else None
+        due = self._description.tensors[item.key]
+        if type(content) is not PlacedTensor or content.dtype != due.dtype or content.shape != box.shape:
+            raise CheckpointCorruptedError(f"{where} is not what {_METADATA} says: {due.dtype.name}{list(box.shape)}")
+        self._pieces[item.key].append(self._piece(file, box, content))
+
+    def _piece(self, file: AheadFile, box: Box, tensor: PlacedTensor) -> Piece:
+        if not self._files or self._files[-1].name != file.name:  # items come file by file
+            self._files.append(StoredFile(file.name, file.size))
+        number = len(self._files) - 1
+        position, nbytes, crc32 = tensor.member
+        if nbytes and crc32 is not None:
+            self._checksums[StoredChecksum(number, position, nbytes, crc32)] = None
+        return Piece(box, number, tensor.position)
+
+    def catalog(self, format_name: str) -> Catalog:
+        """The catalog of all items."""
+        paths = self._description.paths
+        tensors = [
+            StoredTensor(paths[key], dtype, shape, None, self._pieces[key])
+            for key, (dtype, shape, _) in self._description.tensors.items()
+        ] + self._inside
+        _check_paths([tensor.path for tensor in tensors] + [path for path, _ in self._values])
+        ranks = [int(match[1]) for item in self._description.items if (match := _DATA.fullmatch(item.file))]
+        return Catalog(
+            format=format_name,
+            unique_id=0,
+            world_size=max(ranks, default=0) + 1,
+            files=self._files,
+            tensors=tensors,
+            values=self._values,
+            checksums=list(self._checksums),
+            version=self._description.version,
+        )
+
+
+def _check_paths(paths: list[tuple[Part, ...]]) -> None:
+    """No two leaves have one path, and none is a container of others."""
+    texts = list(map(format_path, paths))
+    leaves = set(texts)
+    if len(leaves) < len(texts) or leaves & containers_of(leaves) or mixed_containers(leaves):
+        raise CheckpointCorruptedError(f"{_METADATA}: two of its keys have one nested path, or one inside the other's")

@@ -1,0 +1,266 @@
+"""What stands in the pickles of PyTorch: tensors in those of ``torch.save``, descriptions in a `.metadata`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .pickle_machine import Built, Lying, Refused
+
+__all__ = ["METADATA", "SAVED", "Record", "SavedTensor", "TorchDType", "storage_of"]
+
+_MOST = 1 << 62  # elements, or bytes
+
+
+class TorchDType(NamedTuple):
+    """An element type by its name in torch."""
+
+    name: str
+
+
+class _SavedStorage(NamedTuple):
+    """The memory of tensors: its element type (None: bytes), the member that it is, and how many elements it has."""
+
+    dtype: TorchDType | None
+    key: str
+    size: int
+
+
+class SavedTensor(NamedTuple):
+    """A tensor as a pickle has it: a view of a storage, in elements.
+
+    Attributes:
+        key: The storage's member.
+        storage_size: How many elements of ``storage_dtype`` the storage has; bytes where that is None.
+        storage_dtype: The storage's element type.
+        dtype: The tensor's.
+        offset: Where in the storage it starts.
+        shape: Its shape.
+        stride: How far apart neighbours of each dimension are.
+        marks: What else is said of it, such as that it is to be conjugated.
+    """
+
+    key: str
+    storage_size: int
+    storage_dtype: TorchDType | None
+    dtype: TorchDType
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    marks: tuple[str, ...]
+
+
+class Record(Built):
+    """An object of a class of torch's, by the name of the class, with its state."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: Any = {}
+
+    def build(self, state: Any) -> None:
+        """Take the state, a dict or a tuple."""
+        if type(state) not in (dict, tuple):
+            raise TypeError(f"{type(state).__name__} for a {self.kind}")
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        """A member of the state, None if it is not there."""
+        if type(self.state) is not dict:
+            raise TypeError(f"{type(self.state).__name__} for a {self.kind}")
+        return self.state.get(name)
+
+
+def storage_of(token: Any) -> Any:
+    """What a persistent id stands for."""
+    word, dtype, key, _, count = token
+    if word != "storage" or not isinstance(dtype, (TorchDType, _Untyped)) or type(key) is not str:
+        raise TypeError("a persistent id that is no storage")
+    return _SavedStorage(None if isinstance(dtype, _Untyped) else dtype, key, _count(count))
+
+
+class _Untyped:
+    """The class of storages that hold bytes."""
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise TypeError(f"{type(value).__name__} for a count, or one that cannot be")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if type(values) is not tuple:
+        raise TypeError(f"{type(values).__name__} for a shape")
+    return tuple(map(_count, values))
+
+
+def _view(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> SavedTensor:
+    """A tensor whose storage has a type: ``rest`` is whether it requires a gradient, its hooks, its marks."""
+    return _tensor(storage, offset, shape, stride, storage.dtype, rest[2] if len(rest) > 2 else None)
+
+
+def _view_of_type(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> SavedTensor:
+    """A tensor of a type of its own, which stands behind the hooks."""
+    return _tensor(storage, offset, shape, stride, rest[2], rest[3] if len(rest) > 3 else None)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, marks: Any) -> SavedTensor:
+    if not isinstance(storage, _SavedStorage) or not isinstance(dtype, TorchDType):
+        raise TypeError("a tensor without a storage or a type")
+    shape, stride = _counts(shape), _counts(stride)
+    if len(shape) != len(stride):
+        raise ValueError("a tensor of two numbers of dimensions")
+    said = tuple(str(mark) for mark, value in marks.items() if value) if marks else ()
+    return SavedTensor(storage.key, storage.size, storage.dtype, dtype, _count(offset), shape, stride, said)
+
+
+def _parameter(tensor: Any, *_: Any) -> SavedTensor:
+    if not isinstance(tensor, SavedTensor):
+        raise TypeError("a parameter that is no tensor")
+    return tensor
+
+
+def _ordered(*items: Any) -> dict[Any, Any]:
+    if items:
+        raise Refused("makes an OrderedDict of items")
+    return {}
+
+
+def _encoded(text: Any, encoding: Any = None) -> Lying:
+    """A byte string as protocol 2 has it: a text, and that its characters are its bytes."""
+    if encoding != "latin1":
+        raise Refused(f"encodes as {str(encoding)[:40]!r}")
+    if isinstance(text, Lying) and text.form == "text":
+        return Lying(text.position, text.nbytes, "encoded", text.data)
+    data = text.encode("latin1")
+    return Lying(-1, len(data), data=data)
+
+
+def _no_bytes(*args: Any) -> Lying:
+    if args:
+        raise Refused("makes bytes of something else")
+    return Lying(-1, 0, data=b"")
+
+
+def _ignored(*_: Any) -> None:
+    """For what does not matter here."""
+
+
+def _recorded(kind: str) -> Callable[..., Record]:
+    return lambda *_: Record(kind)
+
+
+_DTYPES = [
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "complex32",
+    "qint8",
+    "quint8",
+    "qint32",
+    "quint4x2",
+    "quint2x4",
+    "bits8",
+    "bits16",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+    "int1",
+    "int2",
+    "int3",
+    "int4",
+    "int5",
+    "int6",
+    "int7",
+    "uint1",
+    "uint2",
+    "uint3",
+    "uint4",
+    "uint5",
+    "uint6",
+    "uint7",
+]
+_STORAGES = {
+    "Bool": "bool",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Float": "float32",
+    "Double": "float64",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "QInt8": "qint8",
+    "QUInt8": "quint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
+_TORCH: dict[str, Any] = {
+    **{f"torch.{name}": TorchDType(name) for name in _DTYPES},
+    "torch.Size": lambda *parts: _counts(*parts) if parts else (),
+    "collections.OrderedDict": _ordered,
+}
+SAVED: dict[str, Any] = {
+    **_TORCH,
+    **{f"torch.{name}Storage": TorchDType(dtype) for name, dtype in _STORAGES.items()},
+    "torch.storage.UntypedStorage": _Untyped(),
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch._utils._rebuild_tensor_v3": _view_of_type,
+    "torch._utils._rebuild_parameter": _parameter,
+    "_codecs.encode": _encoded,
+    "__builtin__.bytes": _no_bytes,
+    "builtins.bytes": _no_bytes,
+}
+"""What a pickle of ``torch.save`` may name."""
+_DCP = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.0 to 2.2 have a tensor's properties
+METADATA: dict[str, Any] = {
+    **_TORCH,
+    **{
+        f"{_DCP}.metadata.{kind}": _recorded(kind)
+        for kind in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "StorageMeta",
+        )
+    },
+    f"{_DCP}.filesystem._StorageInfo": _recorded("_StorageInfo"),
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": _ignored,
+    f"{_OLD}.TensorProperties": _recorded("TensorProperties"),
+    f"{_OLD}.MEM_FORMAT_ENCODING": _ignored,
+    "torch.serialization._get_layout": lambda *parts: parts[0],
+    **{
+        f"{module}.{kind}Path": _ignored  # of the folder that it was written to
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
+    },
+}
+"""What a `.metadata` of torch.distributed.checkpoint may name."""

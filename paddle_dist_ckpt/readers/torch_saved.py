@@ -1,0 +1,190 @@
+"""The content of one zip of ``torch.save``: tensors, by where their data lie, and plain values around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from ..core.dtypes import DTYPES, DType
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from ..tree.paths import ListIndex, Part, TupleIndex
+from .checks import check_shape, shown
+from .pickle_machine import ENDURED, Lying, Refused
+from .pickles import walk
+from .torch_pickles import SAVED, SavedTensor, TorchDType, storage_of
+from .torch_zip import TorchZip, ZipMember
+
+__all__ = ["Leaf", "PlacedTensor", "SavedReader", "torch_dtype"]
+
+_MOST_DEPTH = 64
+_MOST_ALIKE = 1 << 10  # bytes of a pickle that may be like others
+_MOST_KNOWN = 1000  # pickles
+_MOST_SHARED = 100_000  # parts of values beyond the size of their pickles: what is referred to several times
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor in C order: its element type, its shape, where in the file its data are, and the member they are in."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    position: int
+    member: ZipMember
+
+
+class Leaf(NamedTuple):
+    """A tensor or a plain value of what was saved, and where in it."""
+
+    path: tuple[Part, ...]
+    content: Any
+
+
+def torch_dtype(dtype: TorchDType, where: str) -> DType:
+    """The element type of this name.
+
+    Raises:
+        UnsupportedValueError: there is none.
+    """
+    known = DTYPES.get(dtype.name)
+    if known is None:
+        raise UnsupportedValueError(f"{where} has the dtype {shown(dtype.name)}, which cannot be held")
+    return known
+
+
+class SavedReader:
+    """Reads what many zips hold: makes plain values of their pickles, and finds where tensors' data lie."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, SavedTensor] = {}  # pickles of tensors, which are alike where tensors are
+        self._left = _MOST_SHARED  # how many parts and bytes of values may still be made
+
+    def leaves(self, zip_file: TorchZip, key: str) -> list[Leaf]:
+        """What was saved: one leaf if it is a tensor or a value without any; else each tensor and the values beside.
+
+        Args:
+            zip_file: Where it is.
+            key: What it is called in messages.
+
+        Raises:
+            CheckpointCorruptedError: the pickle, or where it says that tensors lie, is damaged.
+            UnsupportedValueError: it holds what is not read, or tensors that do not lie in C order.
+        """
+        pickle = zip_file.member("data.pkl")
+        zip_file.verify(pickle)
+        self._left += 2 * pickle.nbytes
+        where = f"{zip_file.file.name}: {shown(key)}"
+        saved = self._walked(zip_file, pickle, key)
+        try:
+            return _PlainValue(zip_file, where, self._spend).leaves(saved)
+        except Refused as error:
+            raise UnsupportedValueError(f"{where} {error}") from error
+        except ENDURED as error:
+            raise CheckpointCorruptedError(f"{where} is damaged: {str(error)[:200]}") from error
+
+    def _walked(self, zip_file: TorchZip, pickle: ZipMember, key: str) -> Any:
+        text = zip_file.content(pickle) if pickle.nbytes <= _MOST_ALIKE else b""
+        if text in self._known:
+            return self._known[text]
+        try:
+            window = zip_file.file.window(pickle.position, pickle.position + pickle.nbytes)
+            saved = walk(window, SAVED, storage_of)
+        except UnsupportedValueError as error:
+            raise UnsupportedValueError(f"{shown(key)}: {error}") from error
+        if text and type(saved) is SavedTensor and len(self._known) < _MOST_KNOWN:
+            self._known[text] = saved
+        return saved
+
+    def _spend(self, amount: int) -> None:
+        self._left -= amount
+        if self._left < 0:
+            raise ValueError("it refers to the same things again and again")
+
+
+class _PlainValue:
+    """Makes a plain value of what a walk has found."""
+
+    def __init__(self, zip_file: TorchZip, where: str, spend: Callable[[int], None]) -> None:
+        self._zip, self._where, self._spend = zip_file, where, spend
+        self._divided: set[int] = set()  # the ids of those copies that have tensors in them
+
+    def leaves(self, saved: Any) -> list[Leaf]:
+        copy = self._copied(saved, 0)  # kept until the end, so that its parts' ids are theirs alone
+        return list(self._leaves_of(copy, ()))
+
+    def _leaves_of(self, copy: Any, path: tuple[Part, ...]) -> Iterator[Leaf]:
+        if id(copy) not in self._divided:
+            self._spend(sum(len(part) if type(part) is str else 1 for part in path))
+            yield Leaf(path, copy)
+        elif type(copy) is dict:
+            for key, item in copy.items():
+                if type(key) not in (str, int):
+                    raise Refused(f"has tensors in a dict with a key that is {type(key).__name__}")
+                yield from self._leaves_of(item, (*path, key))
+        else:
+            place = ListIndex if type(copy) is list else TupleIndex
+            for i, item in enumerate(copy):
+                yield from self._leaves_of(item, (*path, place(i)))
+
+    def _copied(self, value: Any, depth: int) -> Any:
+        """A copy that shares nothing, so that what refers to one thing often is found out."""
+        self._spend(1)
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is SavedTensor:
+            return self._placed(value)
+        if kind is Lying:
+            return self._bytes(value)
+        if depth >= _MOST_DEPTH:
+            raise Refused(f"is nested deeper than {_MOST_DEPTH} levels")
+        copy: Any
+        if kind is list or kind is tuple:
+            copy = parts = [self._copied(item, depth + 1) for item in value]
+            copy = parts if kind is list else tuple(parts)
+        elif kind is dict:
+            copy = {self._copied(key, depth + 1): self._copied(item, depth + 1) for key, item in value.items()}
+            parts = list(copy.values())
+        else:
+            name = "torch.dtype" if kind is TorchDType else kind.__name__.lstrip("_")
+            raise Refused(f"holds a {name}, which is not read")
+        if any(type(part) is PlacedTensor or id(part) in self._divided for part in parts):
+            self._divided.add(id(copy))
+        return copy
+
+    def _bytes(self, lying: Lying) -> bytes | str:
+        self._spend(lying.nbytes)
+        data = lying.data if lying.data is not None else self._zip.file.read(lying.position, lying.nbytes)
+        if lying.form == "bytes":
+            return data
+        text = data.decode("utf-8", "surrogatepass")
+        return text if lying.form == "text" else text.encode("latin1")
+
+    def _placed(self, tensor: SavedTensor) -> PlacedTensor:
+        """Where a tensor lies, checked."""
+        if tensor.marks:
+            raise Refused(f"is stored to be changed when it is loaded ({shown(', '.join(tensor.marks))})")
+        dtype = torch_dtype(tensor.dtype, self._where)
+        stored = torch_dtype(tensor.storage_dtype, self._where).itemsize if tensor.storage_dtype else 1
+        nbytes = check_shape(tensor.shape, dtype.itemsize, self._where)
+        member = self._zip.member(f"data/{tensor.key}")
+        begin = tensor.offset * dtype.itemsize
+        if member.nbytes != tensor.storage_size * stored or (nbytes and begin + nbytes > member.nbytes):
+            raise ValueError(
+                f"a tensor of {nbytes} bytes from {begin} on, in a storage of {tensor.storage_size} elements that "
+                f"has {member.nbytes} bytes"
+            )
+        if nbytes and not _is_contiguous(tensor.shape, tensor.stride):
+            raise Refused(
+                f"is stored transposed or with gaps (shape {list(tensor.shape)}, strides {list(tensor.stride)}), "
+                "which is not read"
+            )
+        return PlacedTensor(dtype, tensor.shape, member.position + (begin if nbytes else 0), member)
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements stand in C order; the stride of a dimension of one element does not matter."""
+    due = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != due:
+            return False
+        due *= size
+    return True

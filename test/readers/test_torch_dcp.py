@@ -1,0 +1,496 @@
+"""Checkpoints of torch.distributed.checkpoint are read; what is damaged, or would run code, is refused."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
+from paddle_dist_ckpt.readers.catalog import Catalog, Reader
+from paddle_dist_ckpt.readers.torch_dcp import TorchDCPReader
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing.catalogs import read_catalog
+from paddle_dist_ckpt.testing.faults import FaultyStorage
+from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
+from paddle_dist_ckpt.tree.paths import ListIndex, TupleIndex
+from test.readers.golden import GOLDEN, expected_arrays
+from test.readers.torch_writer import DTYPES, Call, DCPWriter, Global, Outside, saved, tensor
+
+GOLDEN_VALUES = {"lr": 0.125, "note": "hello"}
+ARRAY = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def read(path: Path, writer: DCPWriter | None = None) -> Catalog:
+    """The catalog of what a writer has made, or of what is in a folder, checked."""
+    for name, content in (writer.all_files if writer else {}).items():
+        (path / name).write_bytes(content)
+    storage = LocalStorage(path)
+    catalog = TorchDCPReader().read(storage, storage.names(), 0)
+    check_catalog(storage, catalog)
+    return catalog
+
+
+class TestOfTorch213(ReaderTests):
+    """What torch 2.13 wrote on two ranks."""
+
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return TorchDCPReader()
+
+    @pytest.fixture
+    def checkpoint(self) -> ForeignCheckpoint:
+        return ForeignCheckpoint.of_folder(
+            GOLDEN / "torch-dcp-2.13",
+            without=("expected.npz",),
+            arrays=expected_arrays("torch-dcp-2.13"),
+            values=GOLDEN_VALUES,
+        )
+
+
+class TestOfOldTorch(ReaderTests):
+    """A checkpoint with the names of torch 2.0, zips without their 64-bit end, and no order of bytes."""
+
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return TorchDCPReader()
+
+    @pytest.fixture
+    def checkpoint(self) -> ForeignCheckpoint:
+        writer = DCPWriter(old=True)
+        writer.add("model.w", "float32", ARRAY, [np.s_[0:3, :], np.s_[3:4, 0:2], np.s_[3:4, 2:6]])
+        writer.add_value("step", 7)
+        return ForeignCheckpoint(writer.all_files, {"model.w": ARRAY}, {"step": 7})
+
+
+# -- what is read
+
+
+def test_the_golden_checkpoint_says_who_wrote_it_and_how_to_verify_it() -> None:
+    catalog = read(GOLDEN / "torch-dcp-2.13")
+    assert (catalog.world_size, catalog.version, catalog.unique_id) == (2, "1.0.0", 0)
+    assert len(catalog.checksums) == sum(len(tensor.pieces) for tensor in catalog.tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_dtypes_are_read_as_what_they_are(dtype: str, tmp_path: Path) -> None:
+    array = np.arange(6).astype(DTYPES[dtype][1]).reshape(2, 3)
+    writer = DCPWriter()
+    writer.add("w", dtype, array)
+    catalog = read(tmp_path, writer)
+    assert [tensor.dtype.name for tensor in catalog.tensors] == [dtype]
+    assert read_catalog(LocalStorage(tmp_path), catalog)["w"].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "float8_e8m0fnu", "complex32", "qint8"])
+def test_other_dtypes_are_named(dtype: str, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.describe("layer.w", dtype, (1,), [((0,), (1,))])
+    with pytest.raises(UnsupportedValueError, match=f"'layer.w' has the dtype '{dtype}'"):
+        read(tmp_path, writer)
+
+
+def test_keys_have_the_paths_that_they_were_made_of(tmp_path: Path) -> None:
+    writer = DCPWriter(paths={"optim.state.0.exp_avg": ("optim", "state", "0", "exp_avg"), "groups.1": ("groups", 1)})
+    writer.add("optim.state.0.exp_avg", "float32", ARRAY)
+    writer.add_value("groups.1", [1, 2])
+    writer.add_value("other.key", None)
+    catalog = read(tmp_path, writer)
+    assert [tensor.path for tensor in catalog.tensors] == [("optim", "state", "0", "exp_avg")]
+    assert catalog.values == [(("groups", ListIndex(1)), [1, 2]), (("other.key",), None)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, -(2**70), 0.5, "ü", b"", b"\x00\xff", [], {}, (1, [2, (3,)], {"a": b"x", 4: None})],
+)
+def test_plain_values_are_read(value: Any, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.add_value("v", value)
+    (found,) = read(tmp_path, writer).values
+    assert found == (("v",), value)
+    assert repr(found[1]) == repr(value)
+
+
+def test_long_texts_and_bytes_are_read(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    text, data = "ü" * 100_000, bytes(range(256)) * 1000
+    writer.add_value("v", {"text": text, "data": data})
+    assert read(tmp_path, writer).values == [(("v",), {"text": text, "data": data})]
+
+
+def test_tensors_inside_of_values_are_tensors(tmp_path: Path) -> None:
+    writer = DCPWriter(paths={"rng": ("rng",)})
+    value = ({"a": tensor("int16", (2, 2), "1"), "b": [1, 2]}, tensor("float32", (3,), "0", offset=5, size=8), "x")
+    memory = np.arange(8, dtype=np.float32)
+    writer.add_value("rng", value, memory.tobytes(), np.arange(4, dtype=np.int16).tobytes())
+    catalog = read(tmp_path, writer)
+    arrays = read_catalog(LocalStorage(tmp_path), catalog)
+    assert [tensor.path for tensor in catalog.tensors] == [("rng", TupleIndex(0), "a"), ("rng", TupleIndex(1))]
+    assert arrays["rng.0.a"].tobytes() == np.arange(4, dtype=np.int16).tobytes()
+    assert arrays["rng.1"].tobytes() == memory[5:].tobytes()
+    assert catalog.values == [(("rng", TupleIndex(0), "b"), [1, 2]), (("rng", TupleIndex(2)), "x")]
+    assert len(catalog.checksums) == 2
+
+
+def test_parameters_and_strides_of_one_element_are_read(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    hooks = Call(Global("collections", "OrderedDict"))
+    part = tensor("float32", (1, 4), stride=(77, 1))
+    writer.put("w", (0, 0), saved(Call(Global("torch._utils", "_rebuild_parameter"), (part, True, hooks)), bytes(16)))
+    writer.describe("w", "float32", (1, 4), [((0, 0), (1, 4))])
+    assert [len(tensor.pieces) for tensor in read(tmp_path, writer).tensors] == [1]
+
+
+def test_chunks_and_tensors_without_elements_need_no_bytes(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.describe("empty", "float32", (0, 3), [((0, 0), (0, 3))])
+    writer.add("w", "float32", ARRAY)
+    writer.describe("w", "float32", ARRAY.shape, [((0, 0), ARRAY.shape), ((4, 0), (0, 6)), ((4, 0), (0, 6))])
+    assert [len(tensor.pieces) for tensor in read(tmp_path, writer).tensors] == [0, 1]
+
+
+def test_a_part_may_be_missing(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.add("w", "float32", ARRAY, [np.s_[0:1, :]])
+    writer.describe("w", "float32", (4, 6), [((0, 0), (1, 6))])
+    (found,) = read(tmp_path, writer).tensors
+    assert found.shape == (4, 6)
+    assert [piece.box.shape for piece in found.pieces] == [(1, 6)]
+
+
+def test_little_of_large_tensors_is_read(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    for i in range(5):
+        writer.add(f"w{i}", "float32", np.zeros(1 << 18, np.float32))
+    sizes: list[int] = []
+
+    class Counting(FaultyStorage):
+        def open(self, name: str) -> Any:
+            file = super().open(name)
+            inner = file.read_into
+            file.read_into = lambda buffers, *rest: (sizes.extend(map(len, buffers)), inner(buffers, *rest))[1]
+            return file
+
+    read(tmp_path, writer)
+    storage = Counting(tmp_path, lambda operation, name: None)
+    TorchDCPReader().read(storage, storage.names(), 0)
+    assert sum(sizes) < 128 << 10
+    assert len(sizes) < 5 * 4, "requests of a remote storage"
+
+
+def test_a_checksum_of_zero_is_none(tmp_path: Path) -> None:
+    content = bytearray(saved(tensor("float32", (2,)), bytes(8)))
+    for signature, at in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
+        start = content.find(signature)
+        while start >= 0:
+            content[start + at : start + at + 4] = bytes(4)
+            start = content.find(signature, start + 4)
+    writer = DCPWriter()
+    writer.put("w", (0,), bytes(content))
+    writer.describe("w", "float32", (2,), [((0,), (2,))])
+    assert read(tmp_path, writer).checksums == []
+
+
+# -- what is not read
+
+
+def transposed(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), stride=(1, 4)), ARRAY.tobytes()))
+
+
+def conjugate(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), marks={"conj": True}), ARRAY.tobytes()))
+
+
+def compressed(writer: DCPWriter) -> None:
+    content = saved(tensor("float32", (4, 6)), ARRAY.tobytes(), compression=zipfile.ZIP_DEFLATED)
+    writer.put("w", (0, 0), content)
+
+
+def big_endian(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes(), order=b"big"))
+
+
+def transformed(writer: DCPWriter) -> None:
+    content = saved(tensor("float32", (4, 6)), ARRAY.tobytes())
+    writer.put("w", (0, 0), content, transform_descriptors=["zstd"])
+
+
+def running_code(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(Call(Global("os", "system"), ("touch /tmp/pwned",))))
+
+
+def sparse(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(Call(Global("torch._utils", "_rebuild_sparse_tensor"), ())))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (transposed, r"'w' is stored transposed or with gaps \(shape \[4, 6\], strides \[1, 4\]\)"),
+        (conjugate, "'w' is stored to be changed when it is loaded.*conj"),
+        (compressed, "compressed"),
+        (big_endian, "byte order"),
+        (transformed, "'w' is stored through .'zstd'."),
+        (running_code, "'w': .*asks for os.system"),
+        (sparse, "'w': .*asks for torch._utils._rebuild_sparse_tensor"),
+    ],
+)
+def test_what_cannot_be_held_is_named(make: Callable[[DCPWriter], None], message: str, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    make(writer)
+    writer.describe("w", "float32", (4, 6), [((0, 0), (4, 6))])
+    with pytest.raises(UnsupportedValueError, match=message):
+        read(tmp_path, writer)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Call(Global("__builtin__", "set"), ([1],)), "'v': .*asks for __builtin__.set"),
+        (Global("torch", "float32"), "'v' holds a torch.dtype"),
+        (Call(Global("os", "system"), ("x",)), "'v': .*asks for os.system"),
+        (Call(Global("_codecs", "encode"), ("x", "rot13")), "rot13"),
+        ({(1, 2): tensor("uint8", (1,))}, "'v' has tensors in a dict with a key"),
+    ],
+)
+def test_values_that_are_not_plain_are_named(value: Any, message: str, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.add_value("v", value, b"x")
+    with pytest.raises(UnsupportedValueError, match=message):
+        read(tmp_path, writer)
+
+
+def test_a_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(UnsupportedValueError, match=r".metadata: asks for os.system"):
+        read(tmp_path)
+
+
+# -- what is wrong
+
+
+def two_dtypes(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("int32", (4, 6)), ARRAY.tobytes()))
+
+
+def two_shapes(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (6, 4)), ARRAY.tobytes()))
+
+
+def no_tensor(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(1))
+
+
+def small_storage(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()[:-4]))
+
+
+def view_past_the_end(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), offset=1, size=24), ARRAY.tobytes()))
+
+
+def no_storage(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), "7"), ARRAY.tobytes()))
+
+
+def no_zip(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), b"x" * 300)
+
+
+def no_pickle(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(None, ARRAY.tobytes(), pickle=b"x"))
+
+
+def other_id(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(Outside(("module", 1, "0", "cpu", 2)), ARRAY.tobytes()))
+
+
+def damaged_pickle(writer: DCPWriter) -> None:
+    content = saved(tensor("float32", (4, 6)), ARRAY.tobytes())
+    at = content.index(b"FloatStorage")
+    writer.put("w", (0, 0), content[:at] + b"G" + content[at + 1 :])
+
+
+def nowhere(writer: DCPWriter) -> None:
+    writer.put("w", (1, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()))
+
+
+def outside(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()), offset=10**6)
+
+
+def elsewhere(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()), relative_path="../__0_0.distcp")
+
+
+def in_a_missing_file(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()), relative_path="__9_9.distcp")
+
+
+def with_bytes_of_another(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()))
+    writer.add_value("v", 1)
+    writer.put("v", None, b"", offset=100, length=200)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (two_dtypes, "'w' is not what .metadata says"),
+        (two_shapes, "'w' is not what .metadata says"),
+        (no_tensor, "'w' is not what .metadata says"),
+        (small_storage, "'w' is damaged"),
+        (view_past_the_end, "'w' is damaged"),
+        (no_storage, "no member 'data/7'"),
+        (no_zip, "no zip of torch.save"),
+        (no_pickle, "no pickle"),
+        (other_id, "no pickle, or a damaged one"),
+        (damaged_pickle, "another CRC-32"),
+        (nowhere, "'w'.* is in no file"),
+        (outside, "the file has"),
+        (elsewhere, "no name of a file"),
+        (in_a_missing_file, "missing"),
+        (with_bytes_of_another, "bytes of __0_0.distcp in common"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(make: Callable[[DCPWriter], None], message: str, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    make(writer)
+    writer.describe("w", "float32", (4, 6), [((0, 0), (4, 6))])
+    with pytest.raises(CheckpointCorruptedError, match=message):
+        read(tmp_path, writer)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "message"),
+    [
+        ((4, 6), [((0, 0), (5, 6))], "not inside"),
+        ((4, 6), [((0,), (4,))], "ValueError"),
+        ((4, 6), [((0, 0), (3, 6)), ((2, 0), (2, 6))], "overlap"),
+        ((4, 2**63), [((0, 0), (4, 6))], "cannot be|damaged"),
+        ((1,) * 65, [], "torch.Size"),
+        ((-1,), [], "damaged"),
+    ],
+)
+def test_descriptions_that_do_not_fit_are_refused(shape: Any, chunks: Any, message: str, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()))
+    writer.describe("w", "float32", shape, chunks)
+    with pytest.raises(CheckpointCorruptedError, match=message):
+        read(tmp_path, writer)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("x",), "b": ("x",)},
+        {"a": ("x",), "b": ("x", "y")},
+        {"a": ("x", 0), "b": ("x", "y")},
+        {"a": ()},
+        {"a": 1},
+        {"a": (-1,)},
+        {"a": (2**70,)},
+        {"a": ("x",) * 65},
+        {"a": (None,)},
+    ],
+)
+def test_paths_that_cannot_be_are_refused(paths: Any, tmp_path: Path) -> None:
+    writer = DCPWriter(paths=paths)
+    writer.add_value("a", 1)
+    writer.add_value("b", 2)
+    with pytest.raises(CheckpointCorruptedError, match=".metadata"):
+        read(tmp_path, writer)
+
+
+# -- bombs
+
+
+def many_chunks(writer: DCPWriter) -> None:
+    writer.describe("w", "float32", (1,), [((0,), (0,))])
+    chunks = writer.tensors["w"].state["chunks"] * 5_000
+    writer.tensors["w"].state["chunks"] = chunks
+    writer.tensors |= {f"w{i}": writer.tensors["w"] for i in range(2000)}
+
+
+def long_paths(writer: DCPWriter) -> None:
+    path = ("x" * 60_000,)
+    writer.paths = {}
+    for i in range(3000):
+        writer.paths[f"v{i}"] = path
+        writer.describe(f"v{i}", "float32", (0,), [])
+
+
+def shared_lists(writer: DCPWriter) -> None:
+    value: Any = []
+    for _ in range(40):
+        value = [value, value]
+    for i in range(50):
+        writer.add_value(f"v{i}", value)
+
+
+def deep_lists(writer: DCPWriter) -> None:
+    value: Any = []
+    for _ in range(200):
+        value = [value]
+    writer.add_value("v", value)
+
+
+def cyclic_lists(writer: DCPWriter) -> None:
+    writer.tensors["v"] = writer.record("BytesStorageMetadata")
+    writer.put("v", None, saved(None, pickle=b"\x80\x02]q\x00h\x00a."))
+
+
+def shared_tensors(writer: DCPWriter) -> None:
+    parts = [tensor("uint8", (1,))] * 20_000
+    writer.add_value("v", {"x" * 60_000: parts}, b"x")
+
+
+@pytest.mark.parametrize("make", [many_chunks, long_paths, shared_lists, deep_lists, cyclic_lists, shared_tensors])
+def test_bombs_are_refused_soon_and_with_little_memory(make: Callable[[DCPWriter], None], tmp_path: Path) -> None:
+    writer = DCPWriter()
+    make(writer)
+    files = writer.all_files
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    storage = LocalStorage(tmp_path)
+    for measured in (False, True):
+        start = time.process_time()
+        if measured:
+            tracemalloc.start()
+        with pytest.raises((CheckpointCorruptedError, UnsupportedValueError)):
+            TorchDCPReader().read(storage, list(files), 0)
+        if measured:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < sum(map(len, files.values())) + (64 << 20)
+        else:
+            assert time.process_time() - start < 1
+
+
+def test_an_error_in_a_directory_of_a_zip_is_refused(tmp_path: Path) -> None:
+    """Every byte of a zip may be wrong; those of tensors' data and of what nobody reads do not matter."""
+    content = saved(tensor("uint8", (4,)), b"data")
+    reasons = set()
+    for at in range(len(content)):
+        for value in (0xFF, content[at] ^ 1):
+            writer = DCPWriter()
+            writer.put("w", (0,), content[:at] + bytes([value]) + content[at + 1 :])
+            writer.describe("w", "uint8", (4,), [((0,), (4,))])
+            try:
+                catalog = read(tmp_path, writer)
+            except (CheckpointCorruptedError, UnsupportedValueError) as error:
+                reasons.add(type(error))
+            else:
+                data = read_catalog(LocalStorage(tmp_path), catalog)["w"].tobytes()
+                (checksum,) = catalog.checksums or [None]
+                assert data == b"data" or checksum is None or zlib.crc32(data) != checksum.crc32
+    assert reasons == {CheckpointCorruptedError, UnsupportedValueError}
