@@ -25,8 +25,9 @@ from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, Unsuppor
 from ..storage.base import Storage
 from ..tree.paths import Part
 from ..tree.values import DECODE_ERRORS
-from .catalog import Catalog, Piece, StoredFile, StoredTensor
-from .checks import check_name, check_shape, first_overlap, shown
+from .assembly import Assembly
+from .catalog import Catalog, Piece
+from .checks import check_name, shown
 from .safetensors_header import HeaderEntry, SafetensorsHeader, member_count, read_safetensors_header
 from .window import WindowedFile
 
@@ -85,13 +86,12 @@ class SafetensorsReader:
         kinds = _kinds(names)
         if not kinds or unique_id:
             raise CheckpointNotFoundError(f"{storage.location} has no safetensors files of a checkpoint {unique_id}")
-        files: dict[str, StoredFile] = {}
-        tensors = []
+        assembly = Assembly(storage, names)
         for kind, sources in kinds.items():
             parents: tuple[Part, ...] = (kind,) if len(kinds) > 1 else ()
-            for key, entries in _entries(storage, set(names), sources, files).items():
-                tensors.append(_tensor((*parents, key), entries, {name: i for i, name in enumerate(files)}))
-        return Catalog(self.format, 0, 1, list(files.values()), tensors)
+            for key, entries in _entries(storage, set(names), sources).items():
+                _add(assembly, (*parents, key), entries)
+        return assembly.catalog(self.format, 0, 1)
 
 
 def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
@@ -108,10 +108,8 @@ def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
     return kinds
 
 
-def _entries(
-    storage: Storage, names: set[str], sources: _StateFiles, files: dict[str, StoredFile]
-) -> dict[str, list[_Entry]]:
-    """The entries of each key, usually one; adds the files that were opened to ``files``."""
+def _entries(storage: Storage, names: set[str], sources: _StateFiles) -> dict[str, list[_Entry]]:
+    """The entries of each key, usually one."""
     if len(sources.indexes) > 1:
         raise UnsupportedValueError(
             f"{storage.location} has several indexes: {', '.join(sources.indexes)}; keep each in a folder of its own"
@@ -120,7 +118,6 @@ def _entries(
     found: dict[str, list[_Entry]] = {}
     for name in sorted(set(weight_map.values())) if sources.indexes else sources.files:
         with WindowedFile(storage, name) as file:
-            files[name] = StoredFile(name, file.size)
             header = read_safetensors_header(file)
         offsets = _offsets(header, name)
         for key, entry in header.entries.items():
@@ -166,25 +163,18 @@ def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]
     return {key: record.saved_offsets for key, record in records.items()}
 
 
-def _tensor(path: tuple[Part, ...], entries: list[_Entry], numbers: dict[str, int]) -> StoredTensor:
-    """The tensor of a key: one whole entry, or several of which all say where they belong."""
-    where = f"{entries[0].file}: {shown(path[-1])}"
+def _add(assembly: Assembly, path: tuple[Part, ...], entries: list[_Entry]) -> None:
+    """Add the tensor of a key: one whole entry, or several of which all say where they belong."""
+    first, key = entries[0], shown(path[-1])
     if len(entries) > 1 and any(entry.offset is None for entry in entries):
         others = ", ".join(entry.file for entry in entries)
-        raise UnsupportedValueError(
-            f"{shown(path[-1])} is in several files, and no index says which is meant: {others}"
-        )
-    dtype, shape, _ = entries[0].entry
-    boxes: dict[Box, Piece] = {}
+        raise UnsupportedValueError(f"{key} is in several files, and no index says which is meant: {others}")
+    dtype, shape, _ = first.entry
+    pieces = []
     for file, entry, offset in entries:
         if entry.dtype != dtype or len(entry.shape) != len(shape):
-            raise CheckpointCorruptedError(f"{where} is of another dtype or number of dimensions in {file}")
+            raise CheckpointCorruptedError(f"{file}: {key} is of another dtype or rank than in {first.file}")
         box = whole(entry.shape) if offset is None else Box(offset, entry.shape)
         shape = tuple(max(n, o + s) for n, o, s in zip(shape, *box, strict=True))
-        if box.size:
-            boxes.setdefault(box, Piece(box, numbers[file], entry.position))
-    check_shape(shape, dtype.itemsize, where)
-    overlap = first_overlap(list(boxes))
-    if overlap is not None:
-        raise CheckpointCorruptedError(f"{where}: its parts {overlap[0]} and {overlap[1]} overlap")
-    return StoredTensor(path, dtype, shape, None, list(boxes.values()))
+        pieces.append(Piece(box, assembly.file(file, key), entry.position))
+    assembly.add_tensor(first.file, path, dtype, shape, None, pieces)

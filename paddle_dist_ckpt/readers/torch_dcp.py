@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -16,12 +17,13 @@ from ..core.box import Box, whole
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
-from ..tree.paths import ListIndex, Part, containers_of, format_path, mixed_containers
-from .catalog import Catalog, Piece, StoredChecksum, StoredFile, StoredTensor
-from .checks import check_name, check_shape, first_overlap, shown
+from ..tree.paths import ListIndex, Part, format_path, mixed_containers
+from .assembly import Assembly
+from .catalog import Catalog, Piece, StoredChecksum
+from .checks import check_name, check_shape, shown
 from .pickle_machine import ENDURED
 from .pickles import walk
-from .torch_pickles import METADATA, Record, TorchDType
+from .torch_pickles import METADATA, TorchDType, TorchRecord
 from .torch_saved import Leaf, PlacedTensor, SavedReader, torch_dtype
 from .torch_zip import AheadFile, TorchZip
 from .window import WindowedFile
@@ -86,7 +88,7 @@ class TorchDCPReader:
             description = _described(metadata, names, file.size)
         except ENDURED as error:
             raise CheckpointCorruptedError(f"{_METADATA}: {type(error).__name__}: {str(error)[:200]}") from error
-        contents = _DCPContents(description)
+        contents = _DCPContents(storage, names, description)
         for name, items in groupby(description.items, lambda item: item.file):
             with AheadFile(storage, name) as file:
                 for item in items:
@@ -124,13 +126,13 @@ def _described(metadata: Any, names: set[str], size: int) -> _DCPDescription:
     return _DCPDescription(tensors, items, paths, version if type(version) is str else None)
 
 
-def _check(record: Any, kind: str) -> Record:
-    if type(record) is not Record or record.kind != kind:
+def _check(record: Any, kind: str) -> TorchRecord:
+    if type(record) is not TorchRecord or record.kind != kind:
         raise TypeError(f"no {kind} where one is due")
     return record
 
 
-def _tensor(key: str, record: Record) -> _Tensor:
+def _tensor(key: str, record: TorchRecord) -> _Tensor:
     where = f"{_METADATA}: {shown(key)}"
     dtype, *_ = _check(record.get("properties"), "TensorProperties").state
     if type(dtype) is not TorchDType:
@@ -142,13 +144,10 @@ def _tensor(key: str, record: Record) -> _Tensor:
     for chunk in record.get("chunks"):
         _check(chunk, "ChunkStorageMetadata")
         box = Box(_size(chunk.get("offsets")), _size(chunk.get("sizes")))
-        if any(start + size > most for start, size, most in zip(*box, shape, strict=True)):
-            raise ValueError(f"{shown(key)}{box} is not inside its tensor of shape {list(shape)}")
+        if len(box.offset) != len(box.shape):
+            raise ValueError(f"{shown(key)} has a chunk of {len(box.offset)} and {len(box.shape)} dimensions")
         if box.size:
             chunks[box] = None
-    overlap = first_overlap(list(chunks))
-    if overlap is not None:
-        raise ValueError(f"{shown(key)}: its chunks {overlap[0]} and {overlap[1]} overlap")
     return _Tensor(known, shape, list(chunks))
 
 
@@ -170,7 +169,7 @@ def _index(record: Any) -> tuple[str, tuple[int, ...] | None]:
     return key, None if offset is None else _size(offset)
 
 
-def _item(key: str, box: Box | None, record: Record, names: set[str]) -> _Item:
+def _item(key: str, box: Box | None, record: TorchRecord, names: set[str]) -> _Item:
     name = check_name(record.get("relative_path"), names, _METADATA)
     start, length = _size((record.get("offset"), record.get("length")))
     transforms = record.get("transform_descriptors")
@@ -205,73 +204,52 @@ def _part(part: Any) -> Part:
 class _DCPContents:
     """Puts together what the items hold."""
 
-    def __init__(self, description: _DCPDescription) -> None:
+    def __init__(self, storage: Storage, names: set[str], description: _DCPDescription) -> None:
         self._description = description
-        self._files: list[StoredFile] = []
+        self._assembly = Assembly(storage, names)
         self._pieces: dict[str, list[Piece]] = {key: [] for key in description.tensors}
-        self._inside: list[StoredTensor] = []  # tensors within values
-        self._values: list[tuple[tuple[Part, ...], Any]] = []
         self._checksums: dict[StoredChecksum, None] = {}
         self._saved = SavedReader()
 
     def add(self, file: AheadFile, item: _Item) -> None:
         """Find what an item holds."""
-        where = f"{file.name}: {shown(item.key)}"
         most = _MOST_DIRECTORY if item.box is None else _MOST_CHUNK_DIRECTORY
         leaves = self._saved.leaves(TorchZip(file, item.start, item.stop, most), item.key)
         if item.box is not None:
-            self._add_chunk(file, item, item.box, leaves, where)
+            self._add_chunk(file, item.key, item.box, leaves)
             return
-        path = self._description.paths[item.key]
         for inner, content in leaves:
+            path = (*self._description.paths[item.key], *inner)
             if type(content) is PlacedTensor:
                 piece = self._piece(file, whole(content.shape), content)
-                self._inside.append(
-                    StoredTensor((*path, *inner), content.dtype, content.shape, None, [piece] if piece.box.size else [])
-                )
+                self._assembly.add_tensor(file.name, path, content.dtype, content.shape, None, [piece])
             else:
-                self._values.append(((*path, *inner), content))
+                self._assembly.add_value(file.name, path, content)
 
-    def _add_chunk(self, file: AheadFile, item: _Item, box: Box, leaves: list[Leaf], where: str) -> None:
+    def _add_chunk(self, file: AheadFile, key: str, box: Box, leaves: list[Leaf]) -> None:
         content = leaves[0].content if len(leaves) == 1 else None
-        due = self._description.tensors[item.key]
-        if type(content) is not PlacedTensor or content.dtype != due.dtype or content.shape != box.shape:
-            raise CheckpointCorruptedError(f"{where} is not what {_METADATA} says: {due.dtype.name}{list(box.shape)}")
-        self._pieces[item.key].append(self._piece(file, box, content))
+        due = self._description.tensors[key].dtype
+        if type(content) is not PlacedTensor or content.dtype != due or content.shape != box.shape:
+            raise CheckpointCorruptedError(
+                f"{file.name}: {shown(key)} is not what {_METADATA} says: {due.name}{list(box.shape)}"
+            )
+        self._pieces[key].append(self._piece(file, box, content))
 
     def _piece(self, file: AheadFile, box: Box, tensor: PlacedTensor) -> Piece:
-        if not self._files or self._files[-1].name != file.name:  # items come file by file
-            self._files.append(StoredFile(file.name, file.size))
-        number = len(self._files) - 1
+        number = self._assembly.file(file.name, _METADATA)
         position, nbytes, crc32 = tensor.member
         if nbytes and crc32 is not None:
             self._checksums[StoredChecksum(number, position, nbytes, crc32)] = None
         return Piece(box, number, tensor.position)
 
-    def catalog(self, format_name: str) -> Catalog:
+    def catalog(self, kind: str) -> Catalog:
         """The catalog of all items."""
-        paths = self._description.paths
-        tensors = [
-            StoredTensor(paths[key], dtype, shape, None, self._pieces[key])
-            for key, (dtype, shape, _) in self._description.tensors.items()
-        ] + self._inside
-        _check_paths([tensor.path for tensor in tensors] + [path for path, _ in self._values])
+        for key, (dtype, shape, _) in self._description.tensors.items():
+            path = self._description.paths[key]
+            self._assembly.add_tensor(_METADATA, path, dtype, shape, None, self._pieces[key])
         ranks = [int(match[1]) for item in self._description.items if (match := _DATA.fullmatch(item.file))]
-        return Catalog(
-            format=format_name,
-            unique_id=0,
-            world_size=max(ranks, default=0) + 1,
-            files=self._files,
-            tensors=tensors,
-            values=self._values,
-            checksums=list(self._checksums),
-            version=self._description.version,
-        )
-
-
-def _check_paths(paths: list[tuple[Part, ...]]) -> None:
-    """No two leaves have one path, and none is a container of others."""
-    texts = list(map(format_path, paths))
-    leaves = set(texts)
-    if len(leaves) < len(texts) or leaves & containers_of(leaves) or mixed_containers(leaves):
-        raise CheckpointCorruptedError(f"{_METADATA}: two of its keys have one nested path, or one inside the other's")
+        catalog = self._assembly.catalog(kind, 0, max(ranks, default=0) + 1, self._description.version)
+        texts = [format_path(path) for path in (*(t.path for t in catalog.tensors), *(p for p, _ in catalog.values))]
+        if mixed_containers(texts):
+            raise CheckpointCorruptedError(f"{_METADATA}: one path is that of a list and of a dict")
+        return replace(catalog, checksums=list(self._checksums))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .pickle_machine import Built, Lying, Refused
+from .numpy_pickles import NUMPY
+from .pickle_machine import Built, Refused
 
-__all__ = ["METADATA", "SAVED", "Record", "SavedTensor", "TorchDType", "storage_of"]
+__all__ = ["METADATA", "SAVED", "SavedTensor", "TorchDType", "TorchRecord", "storage_of"]
 
 _MOST = 1 << 62  # elements, or bytes
 
@@ -50,7 +51,7 @@ class SavedTensor(NamedTuple):
     marks: tuple[str, ...]
 
 
-class Record(Built):
+class TorchRecord(Built):
     """An object of a class of torch's, by the name of the class, with its state."""
 
     __slots__ = ("kind", "state")
@@ -128,28 +129,12 @@ def _ordered(*items: Any) -> dict[Any, Any]:
     return {}
 
 
-def _encoded(text: Any, encoding: Any = None) -> Lying:
-    """A byte string as protocol 2 has it: a text, and that its characters are its bytes."""
-    if encoding != "latin1":
-        raise Refused(f"encodes as {str(encoding)[:40]!r}")
-    if isinstance(text, Lying) and text.form == "text":
-        return Lying(text.position, text.nbytes, "encoded", text.data)
-    data = text.encode("latin1")
-    return Lying(-1, len(data), data=data)
-
-
-def _no_bytes(*args: Any) -> Lying:
-    if args:
-        raise Refused("makes bytes of something else")
-    return Lying(-1, 0, data=b"")
-
-
 def _ignored(*_: Any) -> None:
     """For what does not matter here."""
 
 
-def _recorded(kind: str) -> Callable[..., Record]:
-    return lambda *_: Record(kind)
+def _recorded(kind: str) -> Callable[..., TorchRecord]:
+    return lambda *_: TorchRecord(kind)
 
 
 _DTYPES = [
@@ -225,15 +210,13 @@ _TORCH: dict[str, Any] = {
     "collections.OrderedDict": _ordered,
 }
 SAVED: dict[str, Any] = {
+    **NUMPY,
     **_TORCH,
     **{f"torch.{name}Storage": TorchDType(dtype) for name, dtype in _STORAGES.items()},
     "torch.storage.UntypedStorage": _Untyped(),
     "torch._utils._rebuild_tensor_v2": _view,
     "torch._utils._rebuild_tensor_v3": _view_of_type,
     "torch._utils._rebuild_parameter": _parameter,
-    "_codecs.encode": _encoded,
-    "__builtin__.bytes": _no_bytes,
-    "builtins.bytes": _no_bytes,
 }
 """What a pickle of ``torch.save`` may name."""
 _DCP = "torch.distributed.checkpoint"

@@ -9,6 +9,7 @@ from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.paths import ListIndex, Part, TupleIndex
 from .checks import check_shape, shown
+from .numpy_pickles import PickledArray
 from .pickle_machine import ENDURED, Lying, Refused
 from .pickles import walk
 from .torch_pickles import SAVED, SavedTensor, TorchDType, storage_of
@@ -144,7 +145,7 @@ class _PlainValue:
             copy = {self._copied(key, depth + 1): self._copied(item, depth + 1) for key, item in value.items()}
             parts = list(copy.values())
         else:
-            name = "torch.dtype" if kind is TorchDType else kind.__name__.lstrip("_")
+            name = {TorchDType: "torch.dtype", PickledArray: "numpy array"}.get(kind, kind.__name__.lstrip("_"))
             raise Refused(f"holds a {name}, which is not read")
         if any(type(part) is PlacedTensor or id(part) in self._divided for part in parts):
             self._divided.add(id(copy))
@@ -153,7 +154,7 @@ class _PlainValue:
     def _bytes(self, lying: Lying) -> bytes | str:
         self._spend(lying.nbytes)
         data = lying.data if lying.data is not None else self._zip.file.read(lying.position, lying.nbytes)
-        if lying.form == "bytes":
+        if lying.form == "bytes" or lying.data is not None:
             return data
         text = data.decode("utf-8", "surrogatepass")
         return text if lying.form == "text" else text.encode("latin1")

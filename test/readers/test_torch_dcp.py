@@ -126,6 +126,13 @@ def test_long_texts_and_bytes_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, writer).values == [(("v",), {"text": text, "data": data})]
 
 
+def test_numpy_scalars_are_read_as_numbers(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    dtype = Call(Global("numpy", "dtype"), ("f4", False, True), (3, "<", None, None, None, -1, -1, 0))
+    writer.add_value("lr", Call(Global("numpy._core.multiarray", "scalar"), (dtype, np.float32(0.5).tobytes())))
+    assert read(tmp_path, writer).values == [(("lr",), 0.5)]
+
+
 def test_tensors_inside_of_values_are_tensors(tmp_path: Path) -> None:
     writer = DCPWriter(paths={"rng": ("rng",)})
     value = ({"a": tensor("int16", (2, 2), "1"), "b": [1, 2]}, tensor("float32", (3,), "0", offset=5, size=8), "x")
@@ -258,7 +265,8 @@ def test_what_cannot_be_held_is_named(make: Callable[[DCPWriter], None], message
         (Call(Global("__builtin__", "set"), ([1],)), "'v': .*asks for __builtin__.set"),
         (Global("torch", "float32"), "'v' holds a torch.dtype"),
         (Call(Global("os", "system"), ("x",)), "'v': .*asks for os.system"),
-        (Call(Global("_codecs", "encode"), ("x", "rot13")), "rot13"),
+        (Call(Global("_codecs", "encode"), ("x", "rot13")), "'v': .*another encoding"),
+        (Call(Global("numpy.core.multiarray", "_reconstruct"), (), (1, (1,), None, False, b"x")), "a numpy array"),
         ({(1, 2): tensor("uint8", (1,))}, "'v' has tensors in a dict with a key"),
     ],
 )
@@ -373,9 +381,9 @@ def test_data_that_do_not_fit_are_refused(make: Callable[[DCPWriter], None], mes
 @pytest.mark.parametrize(
     ("shape", "chunks", "message"),
     [
-        ((4, 6), [((0, 0), (5, 6))], "not inside"),
-        ((4, 6), [((0,), (4,))], "ValueError"),
-        ((4, 6), [((0, 0), (3, 6)), ((2, 0), (2, 6))], "overlap"),
+        ((3, 6), [((0, 0), (4, 6))], "outside of its shape"),
+        ((4, 6), [((0,), (4,))], "is in no file"),
+        ((4, 6), [((0, 0), (4,))], "dimensions"),
         ((4, 2**63), [((0, 0), (4, 6))], "cannot be|damaged"),
         ((1,) * 65, [], "torch.Size"),
         ((-1,), [], "damaged"),
@@ -386,6 +394,13 @@ def test_descriptions_that_do_not_fit_are_refused(shape: Any, chunks: Any, messa
     writer.put("w", (0, 0), saved(tensor("float32", (4, 6)), ARRAY.tobytes()))
     writer.describe("w", "float32", shape, chunks)
     with pytest.raises(CheckpointCorruptedError, match=message):
+        read(tmp_path, writer)
+
+
+def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.add("w", "float32", ARRAY, [np.s_[0:3, :], np.s_[2:4, :]])
+    with pytest.raises(CheckpointCorruptedError, match="'w' has the parts .* which overlap"):
         read(tmp_path, writer)
 
 
@@ -407,7 +422,7 @@ def test_paths_that_cannot_be_are_refused(paths: Any, tmp_path: Path) -> None:
     writer = DCPWriter(paths=paths)
     writer.add_value("a", 1)
     writer.add_value("b", 2)
-    with pytest.raises(CheckpointCorruptedError, match=".metadata"):
+    with pytest.raises(CheckpointCorruptedError, match=r".metadata|there twice|entries below"):
         read(tmp_path, writer)
 
 
