@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 import zipfile
@@ -424,6 +425,48 @@ def test_paths_that_cannot_be_are_refused(paths: Any, tmp_path: Path) -> None:
     writer.add_value("b", 2)
     with pytest.raises(CheckpointCorruptedError, match=r".metadata|there twice|entries below"):
         read(tmp_path, writer)
+
+
+JUNK: list[Any] = [None, True, -1, 2**70, 0.5, "", "x", "\ud800", b"", [], {}, (), [[]], (1,), {"x": 1}]
+JUNK += [Global("torch", "float32"), Call(Global("torch", "Size"), ((3,),)), tensor("float32", (4, 6))]
+JUNK += [Call(Global("torch.distributed.checkpoint.metadata", "Metadata")), Call(Global("torch", "Size"), (3,))]
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """All places in what is to be pickled: what has it, and its key or index there."""
+    if isinstance(value, Call):
+        inner: Any = [(value, "args"), (value, "state")]
+        return inner + places_in(list(value.args)) + places_in(value.state)
+    if isinstance(value, dict):
+        return [place for key, item in value.items() for place in [(value, key), *places_in(item)]]
+    if isinstance(value, list):
+        return [place for i, item in enumerate(value) for place in [(value, i), *places_in(item)]]
+    return []
+
+
+def test_whatever_stands_where_something_else_is_due_is_refused_or_harmless(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(600):
+        writer = DCPWriter(paths={"w": ["w"], "v": ["v", 0]})
+        writer.add("w", "float32", ARRAY, [np.s_[0:2, :], np.s_[2:4, :]])
+        value = {"a": [1, tensor("uint8", (1,))]}
+        writer.tensors["v"] = writer.record("BytesStorageMetadata")
+        junk = generator.choice(JUNK)
+        roots = [writer.tensors, list(writer.ranges.values()), list(writer.ranges), writer.paths, value]
+        target, key = generator.choice(places_in(generator.choice(roots)))
+        if not isinstance(target, Call):
+            target[key] = junk
+        elif key == "args":
+            target.args = junk if isinstance(junk, tuple) else (junk,)
+        else:
+            target.state = junk
+        writer.put("v", None, saved(value, b"x"))
+        try:
+            read(tmp_path, writer)
+        except (CheckpointCorruptedError, UnsupportedValueError):
+            refused += 1
+    assert refused > 300
 
 
 # -- bombs

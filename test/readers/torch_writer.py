@@ -100,7 +100,8 @@ class _Pickler:
         elif type(value) is float:
             out += b"G" + struct.pack(">d", value)
         elif type(value) is str:
-            out += b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+            text = value.encode("utf-8", "surrogatepass")
+            out += b"X" + struct.pack("<I", len(text)) + text
         elif type(value) is bytes:
             self.write(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
         elif type(value) in (tuple, list):
