@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, Literal, overload
 
 from .files.metadata import Metadata
+from .folder.catalogs import foreign_ids
 from .folder.checkpoint import read_checkpoint
 from .folder.ids import committed_ids
 from .folder.rebuild import rebuild
@@ -14,7 +15,7 @@ from .folder.verify import verify_checkpoint
 from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
-from .storage import as_storage
+from .storage import as_source, as_storage
 from .wiring import (
     checked_id,
     connected,
@@ -196,7 +197,7 @@ def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: the file is damaged.
     """
-    return read_checkpoint(as_storage(path), checked_id(unique_id))
+    return read_checkpoint(as_source(path), checked_id(unique_id))
 
 
 def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
@@ -218,12 +219,16 @@ def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
 
 
 def list_checkpoints(path: Any) -> list[int]:
-    """The ids of the committed checkpoints in a folder, ascending. Files of other formats do not count.
+    """The ids of the committed checkpoints in a folder, ascending.
+
+    Checkpoints of other formats (see :func:`load_state_dict`) count where there is none of this one. What has no number
+    in its format has the id 0.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
     """
-    return committed_ids(as_storage(path))
+    storage = as_source(path)
+    return committed_ids(storage) or foreign_ids(storage)
 
 
 def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | None = None) -> VerifyReport:
@@ -243,7 +248,7 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
     """
     unique_id = checked_id(unique_id)
     options = checked("options", options, LoadOptions) or LoadOptions()
-    return verify_checkpoint(as_storage(path), unique_id, options.progress)
+    return verify_checkpoint(as_source(path), unique_id, options.progress)
 
 
 def rng_state() -> dict[str, Any]:

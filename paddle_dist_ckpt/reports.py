@@ -70,6 +70,8 @@ class VerifyReport:
         problems: A line for everything that is not.
         files: How many data files were checked.
         total_bytes: Their bytes together.
+        verified_bytes: Bytes of tensors that were compared with checksums: all, or in a checkpoint of another format
+            those that it has checksums of. Of the others the sizes of files and the layout of tensors were checked.
     """
 
     path: str
@@ -78,6 +80,7 @@ class VerifyReport:
     problems: tuple[str, ...]
     files: int
     total_bytes: int
+    verified_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
-from .storage import as_storage
+from .storage import as_source, as_storage
 from .tree.state_dict import Adapter
 
 __all__ = [
@@ -109,7 +109,7 @@ def load_with(
         _check_bool("offload", offload)
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
-        context = LoadContext(as_storage(path), session, transport, adapter, options, threads, offload)
+        context = LoadContext(as_source(path), session, transport, adapter, options, threads, offload)
         return load(state_dict, context, unique_id)
 
 
@@ -131,13 +131,13 @@ def load_whole(
     from .paddle_adapter import PaddleAdapter
 
     adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
-    return load_merged(as_storage(path), adapter, unique_id, selection, flat, options, threads)
+    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads)
 
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
     """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
     with ranks.hub.session("export", options.timeout) as session:
-        return export_checkpoint(session, as_storage(path), request, options.progress)
+        return export_checkpoint(session, as_source(path), request, options.progress)
 
 
 def export_state_with(

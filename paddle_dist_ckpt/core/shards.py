@@ -200,6 +200,8 @@ class ShardTable:
         layout_of: Which layout each tensor has, ``[tensors]``.
         shard_file: The file each shard is in, ``[shards]``, tensor by tensor.
         names: The framework's variable names of the tensors, None where there is none.
+        positions: Where each shard starts in its file, ``[shards]``, in a checkpoint of another format; None in one of
+            ours, where it follows from the rest.
     """
 
     paths: list[str]
@@ -209,6 +211,7 @@ class ShardTable:
     layout_of: IntArray
     shard_file: IntArray
     names: list[str | None]
+    positions: IntArray | None = None
 
     @cached_property
     def layout_counts(self) -> IntArray:
@@ -279,6 +282,8 @@ class ShardTable:
     @cached_property
     def data_offsets(self) -> IntArray:
         """Where each shard's bytes start in its file's data section, ``[shards]``."""
+        if self.positions is not None:
+            return self.positions
         offsets, _ = self.blocks(1)
         return offsets
 

@@ -281,7 +281,8 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
     if body.unique_id != unique_id:
         raise CheckpointCorruptedError(f"it says that its id is {body.unique_id}; was it renamed?")
     check_block_bytes(body.block_bytes)
-    if body.world_size < 1 or any(not _is_file_name(f.name) or f.size < 0 for f in body.files):
+    # A digest is there for each, since a file without one is taken to be of another format, and not verified.
+    if body.world_size < 1 or any(not _is_file_name(f.name) or f.size < 0 or not f.digest for f in body.files):
         raise CheckpointCorruptedError("world size or file list out of bounds")
     _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
     table = table_from_record(body.tensors, len(body.files))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,7 +52,10 @@ class StorageInfo:
 
 
 class FileInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A data file: its name, its size in bytes, the xxh3_64 of its header in hexadecimal."""
+    """A data file: its name, its size in bytes, the xxh3_64 of its header in hexadecimal.
+
+    A file of another format, which has no header of ours, has an empty digest.
+    """
 
     name: str
     size: int
@@ -94,12 +98,17 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         files: The data files.
         table: Tensors and shards, in columns.
         value_records: The non-tensor values, path by path, still in their tagged JSON form.
+        format: ``"native"``, or which other format it is read from; such a checkpoint has no checksums of blocks.
+        checksums: What that format has to verify ranges of bytes by: the number of the file, the range's first byte,
+            how many there are, and their CRC-32.
     """
 
     user_tree: Any
     files: list[FileInfo]
     table: ShardTable
     value_records: list[tuple[str, Any]]
+    format: str = "native"
+    checksums: Sequence[tuple[int, int, int, int]] = ()
 
     @cached_property
     def user_metadata(self) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from ..core.buffers import Buffers
 from ..core.columns import IntArray, places_within
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError
-from ..storage.base import ReadableFile
-from .datafile import Hashes
+from ..storage.base import ReadableFile, Storage
+from .datafile import Hashes, read_header
+from .metadata import FileInfo
 
-__all__ = ["CHUNK_BYTES", "OpenFile", "Segments"]
+__all__ = ["CHUNK_BYTES", "OpenFile", "Segments", "open_data_file"]
 
 CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
 GAP_BYTES = 4096  # a page: what lies between closer segments is read from the disk anyway
@@ -25,21 +26,48 @@ GAP_BYTES = 4096  # a page: what lies between closer segments is read from the d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenFile:
-    """A data file whose size and header have been checked.
+    """A data file whose size, and header if it is of ours, have been checked.
 
     Attributes:
         name: For messages.
         file: To read from.
         data_start: Where the data section starts.
-        hashes: Digest of each block.
+        hashes: Digest of each block; None for a file of another format, in which nothing is verified.
         once: Whether the page cache lacks it, and no other rank of this host wants much of the same data.
     """
 
     name: str
     file: ReadableFile
     data_start: int
-    hashes: Hashes
+    hashes: Hashes | None
     once: bool = True
+
+
+def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
+    """Open a data file, and check it against what `.metadata` says of it.
+
+    Args:
+        storage: Where it is.
+        info: Its name, size and header digest.
+        blocks: How many blocks its entries have.
+
+    Raises:
+        CheckpointCorruptedError: it is missing, or not the file that was written.
+        OSError: it cannot be opened.
+    """
+    name = f"{storage.location}/{info.name}"
+    try:
+        file = storage.open(info.name)
+    except FileNotFoundError:
+        raise CheckpointCorruptedError(f"{name} is missing") from None
+    try:
+        hashes, start = (None, 0) if not info.digest else read_header(file, info, blocks)
+        if file.size != info.size:
+            raise CheckpointCorruptedError(f"{name} has {file.size} bytes; {info.size} were written")
+    except BaseException:
+        file.close()
+        raise
+    return OpenFile(name, file, start, hashes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +170,8 @@ class Segments:
 
         ``parts`` is what was read from the start of the first one on; that of a single one may be cut between blocks.
         """
+        if self.file.hashes is None:
+            return
         starts, stops, size = self.starts[first:last], self.stops[first:last], self.block_bytes
         counts = -(-(stops - starts) // size)
         within = places_within(counts)

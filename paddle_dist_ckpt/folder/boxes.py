@@ -13,10 +13,9 @@ import numpy.typing as npt
 from ..core.box import Box
 from ..core.boxes import Boxes
 from ..errors import CheckpointCorruptedError
-from ..files.datafile import read_header
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, read_entries, view_at
-from ..files.runs import OpenFile
+from ..files.runs import OpenFile, open_data_file
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..storage.base import Storage
 
@@ -116,12 +115,8 @@ class BoxReader:
     def _file(self, number: int) -> OpenFile:
         with self._opening:
             if number not in self._opened:
-                info = self._metadata.files[number]
-                try:
-                    file = self._storage.open(info.name)
-                except FileNotFoundError:
-                    raise CheckpointCorruptedError(f"{self._storage.location}/{info.name} is missing") from None
-                self._closing.callback(file.close)
-                hashes, start = read_header(file, info, int(self._block_counts[number]))
-                self._opened[number] = OpenFile(f"{self._storage.location}/{info.name}", file, start, hashes)
+                blocks = int(self._block_counts[number])
+                opened = open_data_file(self._storage, self._metadata.files[number], blocks)
+                self._closing.callback(opened.file.close)
+                self._opened[number] = opened
             return self._opened[number]

@@ -1,4 +1,4 @@
-"""Reading a committed checkpoint: its `.metadata`, and whether its files are there."""
+"""What a checkpoint holds, of whatever format, and whether its files are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..files.codec import decode_metadata
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..storage.base import Storage
-from .foreign import Format, format_of
+from .catalogs import read_foreign
+from .foreign import Format, look
 from .ids import newest_id, nothing_text, save_of
 
 __all__ = ["Restarts", "check_sizes", "read_checkpoint"]
@@ -20,20 +21,21 @@ _ADVICE = "rebuild_metadata can make a damaged .metadata again; to load another 
 
 
 def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
-    """Read a `.metadata` file.
+    """Read what a checkpoint holds. One of another format is taken where there is none of ours (of this number).
 
     Raises:
         CheckpointNotFoundError: there is none.
         CheckpointCorruptedError: it is damaged.
+        UnsupportedValueError: it is of another format, and holds something that cannot be read.
     """
     chosen = newest_id(storage) if unique_id is None else unique_id
+    found, data = (Format.MISSING, b"") if chosen is None else look(storage, metadata_name(chosen), whole=True)
+    if chosen is None or found in (Format.MISSING, Format.PADDLE, Format.FOLDER):
+        metadata = read_foreign(storage, unique_id)
+        if metadata is None:
+            raise CheckpointNotFoundError(nothing_text(storage, unique_id))
+        return metadata
     name = metadata_name(chosen)
-    try:
-        data = storage.read(name)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(nothing_text(storage, chosen)) from None
-    if format_of(data) is Format.PADDLE:
-        raise CheckpointNotFoundError(nothing_text(storage, chosen))
     try:
         return decode_metadata(data, f"{storage.location}/{name}", chosen)
     except CheckpointCorruptedError as error:
@@ -56,8 +58,8 @@ class Restarts:
         Raises:
             CheckpointCorruptedError: that has been so too often.
         """
-        if save_of(self._storage, metadata.unique_id) == metadata.save_id:
-            return False
+        if metadata.format != "native" or save_of(self._storage, metadata.unique_id) == metadata.save_id:
+            return False  # other formats replace nothing in one step
         self._count += 1
         if self._count > _MOST_RESTARTS:
             raise CheckpointCorruptedError(

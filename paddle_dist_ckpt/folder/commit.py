@@ -26,7 +26,7 @@ def begin(storage: Storage, unique_id: int | None, replace_newest: bool = False)
     """Choose an id (unless one is given), take a lease, and find out which files dead saves have left."""
     storage.prepare()
     if unique_id is None and replace_newest:
-        with suppress(CheckpointError):  # there is none; or it is damaged, and had better stay for a repair
+        with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
             unique_id = newest_id(storage)
     if unique_id is None:
         return Lease(storage, next_id(storage.names()), automatic=True)

@@ -84,18 +84,16 @@ def committed_ids(storage: Storage) -> list[int]:
     return found
 
 
-def newest_id(storage: Storage) -> int:
-    """The newest committed id of this format.
+def newest_id(storage: Storage) -> int | None:
+    """The newest committed id of this format; None if there is none.
 
     Raises:
-        CheckpointNotFoundError: there is none.
         CheckpointCorruptedError: the newest `.metadata` is damaged. (An older one is not taken in its place silently.)
     """
     for unique_id in reversed(metadata_ids(storage)):
         if save_of(storage, unique_id) is not None:
             return unique_id
-        _logger.warning("%s/%s is of another format; skipped", storage.location, metadata_name(unique_id))
-    raise CheckpointNotFoundError(nothing_text(storage))
+    return None
 
 
 def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
@@ -104,15 +102,12 @@ def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
         storage.identity()
     except FileNotFoundError:
         return f"there is no folder {storage.location}"
-    for i in reversed(metadata_ids(storage)):
-        if unique_id in (None, i) and look(storage, metadata_name(i))[0] is Format.PADDLE:
-            return (
-                f"{storage.location}/{metadata_name(i)} was written by Paddle's own save_state_dict, as a pickle, "
-                "which is not read here; load it with the Paddle that has written it, and save it with this library"
-            )
     which = "" if unique_id is None else f" with unique_id {unique_id}"
     others = committed_ids(storage)
     more = f"; there are {', '.join(map(str, others[-10:]))}" if others else ""
+    names = storage.names()
+    if len(names) == 1 and not others:
+        more = f"; its file {names[0]} is of no format that is known"
     return f"{storage.location} holds no committed checkpoint{which}{more}"
 
 

@@ -1,7 +1,8 @@
-"""Checks every byte of a committed checkpoint against what was written."""
+"""Checks every byte of a checkpoint against what was written, or in another format what can be checked there."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,10 +12,9 @@ from ..core.boxes import Boxes
 from ..core.progress import Progress
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError
-from ..files.datafile import read_header
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, read_entries
-from ..files.runs import OpenFile
+from ..files.runs import CHUNK_BYTES, open_data_file
 from ..planning.cover import covers_exactly
 from ..reports import VerifyReport
 from ..storage.base import Storage
@@ -34,6 +34,7 @@ def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | 
         problems=tuple(problems),
         files=len(metadata.files),
         total_bytes=sum(info.size for info in metadata.files),
+        verified_bytes=_verified_bytes(metadata),
     )
 
 
@@ -41,8 +42,41 @@ def problems_of(storage: Storage, metadata: Metadata, progress: bool | None) -> 
     """What is wrong with the files of a checkpoint, in words."""
     problems = _uncovered(metadata)
     with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
+        check = _check_file if metadata.format == "native" else _check_foreign
         for file in range(len(metadata.files)):
-            problems += _check_file(storage, metadata, file, bar)
+            problems += check(storage, metadata, file, bar)
+    return problems
+
+
+def _verified_bytes(metadata: Metadata) -> int:
+    """How many bytes of tensors are compared with a checksum."""
+    if metadata.format == "native":
+        return int(metadata.table.shard_bytes.sum())
+    return sum(nbytes for _, _, nbytes, _ in metadata.checksums)
+
+
+def _check_foreign(storage: Storage, metadata: Metadata, file: int, progress: Callable[[int], None]) -> list[str]:
+    """Check a file of another format: its size, and what that format has checksums of."""
+    info, problems = metadata.files[file], list[str]()
+    try:
+        opened = open_data_file(storage, info, 0)
+    except (OSError, CheckpointCorruptedError) as error:
+        return [str(error)]
+    try:
+        buffer = np.empty(CHUNK_BYTES, np.uint8)
+        for _, position, nbytes, expected in (one for one in metadata.checksums if one[0] == file):
+            found = 0
+            for at in range(position, position + nbytes, len(buffer)):
+                part = buffer[: min(len(buffer), position + nbytes - at)]
+                opened.file.read_into([part], at, once=True)
+                found = zlib.crc32(part.data, found)
+                progress(len(part))
+            if found != expected:
+                problems.append(f"{info.name}: the CRC-32 of {nbytes} bytes at {position} does not match")
+    except (OSError, EOFError) as error:
+        problems.append(f"{info.name}: {error}")
+    finally:
+        opened.file.close()
     return problems
 
 
@@ -61,12 +95,10 @@ def _check_file(storage: Storage, metadata: Metadata, file: int, progress: Progr
     info, table = metadata.files[file], metadata.table
     first_block, counts = table.blocks(metadata.block_bytes, len(metadata.files))
     try:
-        opened = storage.open(info.name)
-    except OSError as error:
-        return [f"{info.name}: {error}"]
+        known = open_data_file(storage, info, int(counts[file]))
+    except (OSError, CheckpointCorruptedError) as error:
+        return [str(error)]
     try:
-        hashes, data_start = read_header(opened, info, int(counts[file]))
-        known = OpenFile(info.name, opened, data_start, hashes)
         entries = []
         for shard in np.flatnonzero(table.shard_file == file).tolist():
             tensor, box = table.shard_place(shard)
@@ -80,7 +112,7 @@ def _check_file(storage: Storage, metadata: Metadata, file: int, progress: Progr
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     finally:
-        opened.close()
+        known.file.close()
 
 
 def _check_entries(entries: Sequence[StoredEntry], block_bytes: int, progress: Callable[[int], None]) -> list[str]:

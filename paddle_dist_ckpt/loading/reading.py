@@ -17,10 +17,9 @@ from ..core.progress import Progress
 from ..core.protocols import Transport
 from ..core.threads import io_threads, run_all
 from ..errors import CheckpointCorruptedError
-from ..files.datafile import read_header
 from ..files.metadata import FileInfo
 from ..files.reader import entry_tasks
-from ..files.runs import OpenFile
+from ..files.runs import OpenFile, open_data_file
 from ..folder.context import Context
 from ..options import LoadOptions
 from ..reports import Stopwatch
@@ -81,9 +80,7 @@ class DataFiles(ExitStack):
             if name in self.opened:
                 continue
             try:
-                file = self._storage.open(name)
-                self.callback(file.close)
-                hashes, data_start = read_header(file, info, blocks)
+                opened = open_data_file(self._storage, info, blocks)
             except (OSError, CheckpointCorruptedError) as error:
                 if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                     raise OSError(
@@ -91,7 +88,8 @@ class DataFiles(ExitStack):
                     ) from error
                 failed[name] = f"rank {self._rank}: {error}"
                 continue
-            self.opened[name] = OpenFile(f"{self._storage.location}/{name}", file, data_start, hashes)
+            self.callback(opened.file.close)
+            self.opened[name] = opened
             self.tally.files_opened += 1
         return failed
 

@@ -1,6 +1,6 @@
 """Names and bytes: where a checkpoint's files live."""
 
 from .base import ReadableFile, Storage, WritableFile
-from .local import LocalStorage, as_storage
+from .local import LocalStorage, as_source, as_storage
 
-__all__ = ["LocalStorage", "ReadableFile", "Storage", "WritableFile", "as_storage"]
+__all__ = ["LocalStorage", "ReadableFile", "Storage", "WritableFile", "as_source", "as_storage"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import functools
+import glob
 import itertools
 import logging
 import os
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +23,7 @@ from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .direct import ALIGNMENT, is_cached, open_direct, read_direct
 
-__all__ = ["LocalStorage", "as_storage"]
+__all__ = ["LocalStorage", "as_source", "as_storage"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
@@ -46,6 +49,25 @@ def as_storage(path: object) -> Storage:
     raise TypeError(f"path must be a str, a PathLike or a Storage, not {type(path).__name__}")
 
 
+def as_source(path: object) -> Storage:
+    """The storage to read from that a user means by ``path``: what :func:`as_storage` takes, or a part of a folder.
+
+    A path to a file means this file alone. One that names nothing, but before ``_dist0.pdparams`` and the like, means
+    the files of that prefix.
+
+    Raises:
+        TypeError, ValueError: see :func:`as_storage`.
+    """
+    storage = as_storage(path)
+    if isinstance(storage, LocalStorage) and not os.path.isdir(storage.location):
+        folder, name = os.path.split(storage.location)
+        if os.path.isfile(storage.location):
+            return _PartOfFolder(folder, re.compile(re.escape(name)))
+        if glob.glob(f"{glob.escape(storage.location)}_dist0.pd*"):
+            return _PartOfFolder(folder, re.compile(rf"{re.escape(name)}_dist\d+\.\w+"))
+    return storage
+
+
 class LocalStorage:
     """A folder of a mounted filesystem."""
 
@@ -53,7 +75,7 @@ class LocalStorage:
         self._root = Path(os.path.abspath(os.fspath(path)))
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of readers past the cache
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[Any, ...]]:
         return LocalStorage, (self.location,)  # without the buffers
 
     @property
@@ -129,6 +151,20 @@ class LocalStorage:
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.location!r})"
+
+
+class _PartOfFolder(LocalStorage):
+    """Some files of a folder, those whose names match, to be read."""
+
+    def __init__(self, path: str, names: re.Pattern[str]) -> None:
+        super().__init__(path)
+        self._names = names
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[Any, ...]]:
+        return _PartOfFolder, (str(self._root), self._names)
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if self._names.fullmatch(name)]
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -18,6 +18,7 @@ from paddle_dist_ckpt import (
     read_metadata,
     rebuild_metadata,
     save_state_dict,
+    verify,
 )
 from paddle_dist_ckpt.storage import as_storage
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
@@ -37,9 +38,14 @@ def test_there_is_no_folder(tmp_path: Path) -> None:
 
 def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
     save_alone({"n": 1}, tmp_path)
-    for call in (read_metadata, list_checkpoints, rebuild_metadata):
-        with pytest.raises(CheckpointNotFoundError, match=r"0\.metadata is a file; pass the folder"):
-            call(tmp_path / "0.metadata")
+    with pytest.raises(CheckpointNotFoundError, match=r"0\.metadata is a file; pass the folder"):
+        rebuild_metadata(tmp_path / "0.metadata")
+    assert read_metadata(tmp_path / "0.metadata").values == {"n": 1}
+    assert list_checkpoints(tmp_path / "0.metadata") == [0]
+    (tmp_path / "notes.txt").write_text("hello")
+    for call in (read_metadata, verify):
+        with pytest.raises(CheckpointNotFoundError, match=r"notes\.txt is of no format that is known"):
+            call(tmp_path / "notes.txt")
 
 
 def test_the_ids_that_there_are_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Checkpoints of other formats, as what whoever reads our own knows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..core.shards import Kind, ShardTable, shared_layouts
+from ..files.metadata import FileInfo, Metadata
+from ..files.names import is_ours, metadata_id
+from ..readers import READERS
+from ..readers.catalog import Catalog, Reader
+from ..storage.base import Storage
+from ..tree.paths import format_path
+from ..tree.values import to_jsonable
+from .foreign import Format, look
+
+__all__ = ["as_metadata", "foreign_ids", "read_foreign"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_BLOCK_BYTES = 1 << 20  # nothing is verified by blocks, but what is read is rounded to them, as of our own files
+_NOTHING: Any = {"dict": []}  # the tagged form of user metadata that has nothing
+
+
+def foreign_ids(storage: Storage) -> list[int]:
+    """The ids of the checkpoints of another format in a folder, ascending. If there are several formats, of the first.
+
+    Raises:
+        OSError: the folder cannot be read; NotADirectoryError if it is no folder.
+    """
+    return next((ids for _, ids in _seen(_names(storage))), [])
+
+
+def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
+    """A checkpoint of another format; None if the folder has none, or none of this number.
+
+    Args:
+        storage: The folder.
+        unique_id: Which checkpoint; None for the newest.
+
+    Raises:
+        CheckpointCorruptedError: it is damaged, or contradicts itself.
+        UnsupportedValueError: it holds something that cannot be read.
+        OSError: the folder cannot be read; NotADirectoryError if it is no folder.
+    """
+    names = _names(storage)
+    seen = _seen(names)
+    for reader, ids in seen:
+        if unique_id is None or unique_id in ids:
+            if len(seen) > 1:
+                titles = ", ".join(other.title for other, _ in seen)
+                _logger.warning("%s holds several formats: %s; %s is taken", storage.location, titles, reader.title)
+            return as_metadata(reader.read(storage, names, ids[-1] if unique_id is None else unique_id), reader.title)
+    return None
+
+
+def _names(storage: Storage) -> list[str]:
+    """The names in a folder but for those of our own files, of which some could be taken for those of others.
+
+    A `.metadata` of ours has the name that Paddle's has.
+    """
+    return [
+        name
+        for name in storage.names()
+        if not is_ours(name) or (metadata_id(name) is not None and look(storage, name)[0] is Format.PADDLE)
+    ]
+
+
+def _seen(names: Collection[str]) -> list[tuple[Reader, list[int]]]:
+    """What finds something among these names, with the ids, in the order in which readers are asked."""
+    return [(reader, ids) for reader in READERS if (ids := reader.found(names))]
+
+
+def as_metadata(catalog: Catalog, title: str) -> Metadata:
+    """A catalog in the columns in which loads know checkpoints.
+
+    Args:
+        catalog: What the checkpoint holds.
+        title: What its format is called, where the catalog does not say who has written it.
+    """
+    tensors = sorted(((format_path(tensor.path), tensor) for tensor in catalog.tensors), key=lambda pair: pair[0])
+    pieces = [sorted(tensor.pieces) for _, tensor in tensors]  # by offset
+    boxes = (tuple(piece.box for piece in ordered) for ordered in pieces)
+    layouts, layout_of = shared_layouts((tensor.shape, cut) for (_, tensor), cut in zip(tensors, boxes, strict=True))
+    files = [piece.file for ordered in pieces for piece in ordered]
+    positions = [piece.position for ordered in pieces for piece in ordered]
+    table = ShardTable(
+        paths=[path for path, _ in tensors],
+        dtypes=[tensor.dtype for _, tensor in tensors],
+        kinds=np.full(len(tensors), Kind.TENSOR, np.int64),
+        layouts=layouts,
+        layout_of=layout_of,
+        shard_file=np.array(files, np.int64),
+        names=[tensor.name for _, tensor in tensors],
+        positions=np.array(positions, np.int64),
+    )
+    values = sorted(
+        ((format_path(path), to_jsonable(value, ".".join(map(str, path)))) for path, value in catalog.values),
+        key=lambda pair: pair[0],
+    )
+    # It stands for what was read: another one means that the files have been replaced.
+    seen = msgspec.msgpack.encode((catalog.format, catalog.files, table.paths, files, positions, values))
+    return Metadata(
+        save_id=f"{xxhash.xxh3_64_intdigest(seen):016x}",
+        unique_id=catalog.unique_id,
+        world_size=catalog.world_size,
+        block_bytes=_BLOCK_BYTES,
+        created="",
+        library=catalog.version or title,
+        paddle_version=None,
+        user_tree=_NOTHING,
+        files=[FileInfo(name, size, "") for name, size in catalog.files],
+        table=table,
+        value_records=values,
+        format=catalog.format,
+        checksums=catalog.checksums,
+    )
