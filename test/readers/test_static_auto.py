@@ -19,6 +19,7 @@ from paddle_dist_ckpt.readers.static_auto import PaddleStaticReader
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
+from test.readers.golden import GOLDEN, expected_arrays
 
 READER = PaddleStaticReader()
 WEIGHT = np.arange(48, dtype=np.float32).reshape(8, 6)
@@ -89,6 +90,21 @@ class TestOfARankGrid(ReaderTests):
     def checkpoint(self) -> ForeignCheckpoint:
         files = files_of({"w": (WEIGHT, GRID), "b": (BIAS, attributes([2, 2], [0, 1, 2, 3], [-1]))})
         return ForeignCheckpoint(files, arrays={"w": WEIGHT, "b": BIAS})
+
+
+class TestOfTheEngine(ReaderTests):
+    """What Paddle's Engine saved on two by two ranks; a weight is cut by rows and columns, others by one of these."""
+
+    @pytest.fixture
+    def reader(self) -> PaddleStaticReader:
+        return READER
+
+    @pytest.fixture
+    def checkpoint(self) -> ForeignCheckpoint:
+        name = "static-3.3.1"
+        return ForeignCheckpoint.of_folder(
+            GOLDEN / name, without=("expected.npz", "rank_mapping.csv"), arrays=expected_arrays(name)
+        )
 
 
 MAPPINGS = [
