@@ -168,7 +168,9 @@ class _Described:
 
     def _pieces(self, key: str, shard: _Shard, stored: _Stored, number: int, file: str) -> list[Piece]:
         known = self._known.get((key, shard._replace(shape=None)), set())
-        shape = shard.shape if shard.shape is not None else next(iter(known), None)
+        shape = shard.shape
+        if shape is None:
+            shape = stored.shape if stored.shape in known else min(known, default=None)
         if shape is None or shape not in known:
             raise CheckpointCorruptedError(f"{self._name} has a file for a shard of {shown(key)} that it does not know")
         if shard.elements is None:

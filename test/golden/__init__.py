@@ -1,1 +1,1 @@
-"""Checkpoints that released versions of the format wrote, kept to show that later versions still read them."""
+"""Checkpoints that released versions of the format and other libraries wrote, kept to show that they can be read."""
