@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Packages from outside that only these parts may import; the standard library and numpy are for all.
 OUTSIDE = {
     "msgspec": set(MAY_IMPORT),
-    "xxhash": {"files", "saving"},
+    "xxhash": {"files", "folder", "saving"},
     "ml_dtypes": {"core"},
     "zmq": {"control"},
     "tqdm": {"core"},

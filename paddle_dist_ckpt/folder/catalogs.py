@@ -20,7 +20,7 @@ from ..tree.paths import format_path
 from ..tree.values import to_jsonable
 from .foreign import Format, look
 
-__all__ = ["as_metadata", "foreign_ids", "read_foreign"]
+__all__ = ["foreign_ids", "read_foreign"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _BLOCK_BYTES = 1 << 20  # nothing is verified by blocks, but what is read is rounded to them, as of our own files
@@ -55,7 +55,7 @@ def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
             if len(seen) > 1:
                 titles = ", ".join(other.title for other, _ in seen)
                 _logger.warning("%s holds several formats: %s; %s is taken", storage.location, titles, reader.title)
-            return as_metadata(reader.read(storage, names, ids[-1] if unique_id is None else unique_id), reader.title)
+            return _as_metadata(reader.read(storage, names, ids[-1] if unique_id is None else unique_id), reader.title)
     return None
 
 
@@ -76,7 +76,7 @@ def _seen(names: Collection[str]) -> list[tuple[Reader, list[int]]]:
     return [(reader, ids) for reader in READERS if (ids := reader.found(names))]
 
 
-def as_metadata(catalog: Catalog, title: str) -> Metadata:
+def _as_metadata(catalog: Catalog, title: str) -> Metadata:
     """A catalog in the columns in which loads know checkpoints.
 
     Args:

@@ -28,6 +28,13 @@ def read_checkpoint(storage: Storage, unique_id: int | None) -> Metadata:
         CheckpointCorruptedError: it is damaged.
         UnsupportedValueError: it is of another format, and holds something that cannot be read.
     """
+    try:
+        return _read(storage, unique_id)
+    except NotADirectoryError:
+        raise CheckpointNotFoundError(nothing_text(storage, unique_id)) from None
+
+
+def _read(storage: Storage, unique_id: int | None) -> Metadata:
     chosen = newest_id(storage) if unique_id is None else unique_id
     found, data = (Format.MISSING, b"") if chosen is None else look(storage, metadata_name(chosen), whole=True)
     if chosen is None or found in (Format.MISSING, Format.PADDLE, Format.FOLDER):

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from ..files.codec import HEAD_START, MAX_HEAD_BYTES
 from ..storage.base import Storage
 
-__all__ = ["Format", "foreign_id", "format_of", "look"]
+__all__ = ["Format", "foreign_id", "look"]
 
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FOREIGN = re.compile(r"(?:0|[1-9]\d{0,17})_(0|[1-9]\d{0,17})\.(?:distcp|safetensors)")
@@ -26,7 +26,7 @@ class Format(Enum):
     UNKNOWN = auto()
 
 
-def format_of(data: bytes) -> Format:
+def _format_of(data: bytes) -> Format:
     """The format of a file that begins with these bytes."""
     if data.startswith(HEAD_START):
         return Format.OURS
@@ -41,7 +41,7 @@ def look(storage: Storage, name: str, whole: bool = False) -> tuple[Format, byte
         return Format.MISSING, b""
     except IsADirectoryError:
         return Format.FOLDER, b""
-    return format_of(data), data
+    return _format_of(data), data
 
 
 def foreign_id(name: str) -> int | None:

@@ -24,7 +24,7 @@ from .checks import check_name, check_shape, shown
 from .pickle_machine import ENDURED
 from .pickles import walk
 from .torch_pickles import METADATA, TorchDType, TorchRecord
-from .torch_saved import Leaf, PlacedTensor, SavedReader, torch_dtype
+from .torch_saved import PlacedTensor, SavedLeaf, SavedReader, torch_dtype
 from .torch_zip import AheadFile, TorchZip
 from .window import WindowedFile
 
@@ -226,7 +226,7 @@ class _DCPContents:
             else:
                 self._assembly.add_value(file.name, path, content)
 
-    def _add_chunk(self, file: AheadFile, key: str, box: Box, leaves: list[Leaf]) -> None:
+    def _add_chunk(self, file: AheadFile, key: str, box: Box, leaves: list[SavedLeaf]) -> None:
         content = leaves[0].content if len(leaves) == 1 else None
         due = self._description.tensors[key].dtype
         if type(content) is not PlacedTensor or content.dtype != due or content.shape != box.shape:

@@ -15,7 +15,7 @@ from .pickles import walk
 from .torch_pickles import SAVED, SavedTensor, TorchDType, storage_of
 from .torch_zip import TorchZip, ZipMember
 
-__all__ = ["Leaf", "PlacedTensor", "SavedReader", "torch_dtype"]
+__all__ = ["PlacedTensor", "SavedLeaf", "SavedReader", "torch_dtype"]
 
 _MOST_DEPTH = 64
 _MOST_ALIKE = 1 << 10  # bytes of a pickle that may be like others
@@ -32,7 +32,7 @@ class PlacedTensor(NamedTuple):
     member: ZipMember
 
 
-class Leaf(NamedTuple):
+class SavedLeaf(NamedTuple):
     """A tensor or a plain value of what was saved, and where in it."""
 
     path: tuple[Part, ...]
@@ -58,7 +58,7 @@ class SavedReader:
         self._known: dict[bytes, SavedTensor] = {}  # pickles of tensors, which are alike where tensors are
         self._left = _MOST_SHARED  # how many parts and bytes of values may still be made
 
-    def leaves(self, zip_file: TorchZip, key: str) -> list[Leaf]:
+    def leaves(self, zip_file: TorchZip, key: str) -> list[SavedLeaf]:
         """What was saved: one leaf if it is a tensor or a value without any; else each tensor and the values beside.
 
         Args:
@@ -107,14 +107,14 @@ class _PlainValue:
         self._zip, self._where, self._spend = zip_file, where, spend
         self._divided: set[int] = set()  # the ids of those copies that have tensors in them
 
-    def leaves(self, saved: Any) -> list[Leaf]:
+    def leaves(self, saved: Any) -> list[SavedLeaf]:
         copy = self._copied(saved, 0)  # kept until the end, so that its parts' ids are theirs alone
         return list(self._leaves_of(copy, ()))
 
-    def _leaves_of(self, copy: Any, path: tuple[Part, ...]) -> Iterator[Leaf]:
+    def _leaves_of(self, copy: Any, path: tuple[Part, ...]) -> Iterator[SavedLeaf]:
         if id(copy) not in self._divided:
             self._spend(sum(len(part) if type(part) is str else 1 for part in path))
-            yield Leaf(path, copy)
+            yield SavedLeaf(path, copy)
         elif type(copy) is dict:
             for key, item in copy.items():
                 if type(key) not in (str, int):
