@@ -22,7 +22,7 @@ from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.reports import LoadReport, SaveReport
-from paddle_dist_ckpt.storage import LocalStorage, as_storage
+from paddle_dist_ckpt.storage import LocalStorage, as_source
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, ShardedArray, SimulatedRank, run_ranks, shard_array
 
@@ -132,7 +132,7 @@ def load_whole(
 ) -> dict[Any, Any]:
     """Everything in a checkpoint, or what is selected, tensors as whole numpy arrays."""
     selection = Selection(prefix, keys)
-    return load_merged(as_storage(path), NumpyAdapter(), unique_id, selection, flat, options or LoadOptions())
+    return load_merged(as_source(path), NumpyAdapter(), unique_id, selection, flat, options or LoadOptions())
 
 
 # -- arrays

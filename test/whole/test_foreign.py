@@ -1,0 +1,156 @@
+"""Checkpoints of other formats go through everything that ours go through."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
+    CheckpointNotFoundError,
+    LoadOptions,
+    StateDictMismatchError,
+    export,
+    list_checkpoints,
+    read_metadata,
+    verify,
+)
+from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from test.jobs import another_host, check_pieces, load_on, load_whole, save_alone, split_rows, try_load
+from test.readers.golden import GOLDEN, expected_arrays
+
+FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
+
+
+def arrays_of(folder: str) -> dict[str, np.ndarray]:
+    """What a golden checkpoint holds, by flat key, in its true types."""
+    dtypes = {key: parts[0].dtype for key, parts in read_metadata(GOLDEN / folder).state_dict_metadata.items()}
+    return {
+        key: array.view(arithmetic_dtype(DTYPES[dtypes[key]]))
+        for key, array in expected_arrays(GOLDEN / folder).items()
+    }
+
+
+def nested(folder: str, leaves: dict[str, Any]) -> dict[Any, Any]:
+    """Leaves by flat key as the state_dict that the checkpoint was saved from."""
+    state: dict[Any, Any] = {}
+    for key, parts in read_metadata(GOLDEN / folder).flat_mapping.items():
+        if key in leaves:
+            at = state
+            for part in parts[:-1]:
+                at = at.setdefault(part, {})
+            at[parts[-1]] = leaves[key]
+    return state
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_whole(folder: str) -> None:
+    found = load_whole(GOLDEN / folder, flat=True)
+    for key, array in arrays_of(folder).items():
+        assert found[key].dtype == array.dtype
+        assert found[key].tobytes() == array.tobytes(), key
+    assert list_checkpoints(GOLDEN / folder) == [0]
+
+
+@pytest.mark.parametrize("exchange", ["auto", "always"])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_on_three_ranks(folder: str, exchange: Any) -> None:
+    arrays = arrays_of(folder)
+    cut = {key: split_rows(array, 3, fill=False) if array.ndim else None for key, array in arrays.items()}
+    states = [
+        nested(folder, {key: parts[rank] if (parts := cut[key]) else np.zeros_like(arrays[key]) for key in arrays})
+        for rank in range(3)
+    ]
+    paths: Any = GOLDEN / folder
+    if exchange == "always":  # and of the ranks only one has the files
+        paths = [GOLDEN / folder, another_host("/nowhere", 1), another_host("/nowhere", 2)]
+    load_on(states, paths, options=LoadOptions(exchange=exchange, timeout=60))
+    for key, array in arrays.items():
+        parts = cut[key]
+        for rank in range(3):
+            if parts is not None:
+                check_pieces(parts[rank], array)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_verified_as_far_as_it_can_be(folder: str) -> None:
+    report = verify(GOLDEN / folder)
+    assert report.ok
+    assert (report.verified_bytes > 0) == (folder == "torch-dcp-2.13")
+
+
+def test_a_flipped_bit_where_the_format_has_checksums(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "torch-dcp-2.13", tmp_path / "ckpt")
+    metadata = read_metadata(tmp_path / "ckpt")
+    file, position, _, _ = metadata.checksums[0]
+    path = tmp_path / "ckpt" / metadata.files[file].name
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+    report = verify(tmp_path / "ckpt")
+    assert not report.ok
+    assert f"{path.name}: the CRC-32" in report.problems[0]
+
+
+@pytest.mark.parametrize("folder", ["paddle-3.3.1", "hf-safetensors", "torch-dcp-2.13"])
+def test_a_file_that_is_gone_or_short_is_named(tmp_path: Path, folder: str) -> None:
+    shutil.copytree(GOLDEN / folder, tmp_path / "ckpt")
+    name = read_metadata(tmp_path / "ckpt").files[0].name
+    targets = {key: np.zeros_like(array) for key, array in arrays_of(folder).items()}
+    path = tmp_path / "ckpt" / name
+    path.write_bytes(path.read_bytes()[:-1])
+    for error in try_load([nested(folder, targets)] * 2, tmp_path / "ckpt"):
+        assert isinstance(error, CheckpointCorruptedError)
+        assert name in str(error)
+    path.unlink()
+    for error in try_load([nested(folder, targets)] * 2, tmp_path / "ckpt"):
+        assert isinstance(error, CheckpointCorruptedError | CheckpointNotFoundError)
+
+
+def test_what_does_not_fit_is_told_as_of_ours() -> None:
+    state = {"embedding.weight": np.zeros((3, 3), np.float32), "nothing": np.zeros(2, np.float32)}
+    (error,) = try_load([state], GOLDEN / "paddle-3.3.1")
+    assert isinstance(error, StateDictMismatchError)
+    assert len(error.problems) == 2
+
+
+def test_ours_is_taken_before_others_which_their_number_finds(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "ckpt")
+    save_alone({"mine": np.arange(3)}, tmp_path / "ckpt")
+    assert list_checkpoints(tmp_path / "ckpt") == [1]
+    assert read_metadata(tmp_path / "ckpt").format == "native"
+    assert read_metadata(tmp_path / "ckpt", 0).format == "paddle"
+    with pytest.raises(CheckpointNotFoundError, match="unique_id 2"):
+        read_metadata(tmp_path / "ckpt", 2)
+
+
+def test_a_folder_of_several_formats_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "ckpt")
+    shutil.copytree(GOLDEN / "hf-safetensors", tmp_path / "ckpt", dirs_exist_ok=True)
+    with caplog.at_level(logging.WARNING):
+        assert read_metadata(tmp_path / "ckpt").format == "paddle"
+    assert "holds several formats" in caplog.text
+    assert "safetensors" in caplog.text
+
+
+def test_one_file_of_a_folder(tmp_path: Path) -> None:
+    save_alone({"a": np.arange(6.0), "b": {"c": np.arange(3)}}, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "one.pdparams", format="pdparams")
+    export(tmp_path / "ckpt", tmp_path / "two", format="safetensors")
+    shutil.copy(tmp_path / "two" / "model.safetensors", tmp_path / "three.safetensors")
+    assert load_whole(tmp_path / "one.pdparams")["b"]["c"].tolist() == [0, 1, 2]
+    assert load_whole(tmp_path / "three.safetensors")["b.c"].tolist() == [0, 1, 2]
+    assert read_metadata(tmp_path / "one.pdparams").format == "pdparams"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_exported_from_any_format(tmp_path: Path, folder: str) -> None:
+    export(GOLDEN / folder, tmp_path / "out")
+    found = load_whole(tmp_path / "out", flat=True)
+    for key, array in arrays_of(folder).items():
+        assert found[key].tobytes() == array.tobytes(), key
