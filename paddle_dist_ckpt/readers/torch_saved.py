@@ -10,7 +10,7 @@ from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.paths import ListIndex, Part, TupleIndex
 from .checks import check_shape, shown
 from .numpy_pickles import PickledArray
-from .pickle_machine import ENDURED, Lying, Refused
+from .pickle_machine import ENDURED, Latin1, Lying, Refused
 from .pickles import walk
 from .torch_pickles import SAVED, SavedTensor, TorchDType, storage_of
 from .torch_zip import TorchZip, ZipMember
@@ -59,7 +59,7 @@ class SavedReader:
         self._left = _MOST_SHARED  # how many parts and bytes of values may still be made
 
     def leaves(self, zip_file: TorchZip, key: str) -> list[SavedLeaf]:
-        """What was saved: one leaf if it is a tensor or a value without any; else each tensor and the values beside.
+        """What was saved: a tensor, a value, or those of a dict, and of a list or a tuple that has tensors in it.
 
         Args:
             zip_file: Where it is.
@@ -112,14 +112,14 @@ class _PlainValue:
         return list(self._leaves_of(copy, ()))
 
     def _leaves_of(self, copy: Any, path: tuple[Part, ...]) -> Iterator[SavedLeaf]:
-        if id(copy) not in self._divided:
+        if type(copy) is dict and copy and all(type(key) in (str, int) for key in copy):
+            for key, item in copy.items():
+                yield from self._leaves_of(item, (*path, key))
+        elif id(copy) not in self._divided:
             self._spend(sum(len(part) if type(part) is str else 1 for part in path))
             yield SavedLeaf(path, copy)
         elif type(copy) is dict:
-            for key, item in copy.items():
-                if type(key) not in (str, int):
-                    raise Refused(f"has tensors in a dict with a key that is {type(key).__name__}")
-                yield from self._leaves_of(item, (*path, key))
+            raise Refused("has tensors in a dict with a key that is neither str nor int")
         else:
             place = ListIndex if type(copy) is list else TupleIndex
             for i, item in enumerate(copy):
@@ -131,6 +131,8 @@ class _PlainValue:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
+        if kind is Latin1:
+            return str(value)
         if kind is SavedTensor:
             return self._placed(value)
         if kind is Lying:

@@ -124,7 +124,18 @@ def test_long_texts_and_bytes_are_read(tmp_path: Path) -> None:
     writer = DCPWriter()
     text, data = "ü" * 100_000, bytes(range(256)) * 1000
     writer.add_value("v", {"text": text, "data": data})
-    assert read(tmp_path, writer).values == [(("v",), {"text": text, "data": data})]
+    assert read(tmp_path, writer).values == [(("v", "text"), text), (("v", "data"), data)]
+
+
+def test_dicts_are_taken_apart_as_those_of_a_state_dict_are(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.add_value("v", {"a": {"b": 1, 2: [{"c": 3}]}, "empty": {}, "mixed": {None: 1}})
+    assert read(tmp_path, writer).values == [
+        (("v", "a", "b"), 1),
+        (("v", "a", 2), [{"c": 3}]),
+        (("v", "empty"), {}),
+        (("v", "mixed"), {None: 1}),
+    ]
 
 
 def test_numpy_scalars_are_read_as_numbers(tmp_path: Path) -> None:
