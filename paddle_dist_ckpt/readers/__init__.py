@@ -16,7 +16,7 @@ READERS: tuple[Reader, ...] = (
     PaddleReader(),
     TorchDCPReader(),
     PaddleStaticReader(),
-    PdparamsReader(),
     SafetensorsReader(),
+    PdparamsReader(),  # behind safetensors, beside which trainers put files such as scheduler.pdparams
 )
 """The readers of all formats. Where several find a checkpoint among the same names, the first of them is meant."""

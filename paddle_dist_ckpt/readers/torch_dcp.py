@@ -36,6 +36,7 @@ _MOST_DIMENSIONS = 64
 _MOST_BYTES = 1 << 62
 _MOST_DEPTH = 64  # of a path
 _MOST_INDEX = 100_000_000  # of a list, as in paths of this library
+_MOST_VERSION = 40  # characters
 _MOST_DIRECTORY = 64 << 20  # of a zip, in bytes
 _MOST_CHUNK_DIRECTORY = 64 << 10  # of one that has a single tensor
 
@@ -123,7 +124,8 @@ def _described(metadata: Any, names: set[str], size: int) -> _DCPDescription:
             raise ValueError(f"{shown(before.key)} and {shown(item.key)} have bytes of {item.file} in common")
     version = metadata.get("version")
     paths = _paths(described, metadata.get("planner_data"), size)
-    return _DCPDescription(tensors, items, paths, version if type(version) is str else None)
+    wrote = f"torch.distributed.checkpoint {version[:_MOST_VERSION]}" if type(version) is str else None
+    return _DCPDescription(tensors, items, paths, wrote)
 
 
 def _check(record: Any, kind: str) -> TorchRecord:

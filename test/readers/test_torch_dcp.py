@@ -76,7 +76,7 @@ class TestOfOldTorch(ReaderTests):
 
 def test_the_golden_checkpoint_says_who_wrote_it_and_how_to_verify_it() -> None:
     catalog = read(GOLDEN / "torch-dcp-2.13")
-    assert (catalog.world_size, catalog.version, catalog.unique_id) == (2, "1.0.0", 0)
+    assert (catalog.world_size, catalog.version, catalog.unique_id) == (2, "torch.distributed.checkpoint 1.0.0", 0)
     assert len(catalog.checksums) == sum(len(tensor.pieces) for tensor in catalog.tensors)
 
 
