@@ -213,22 +213,31 @@ class CheckpointManager:
 
     # -- restore
 
-    def restore(self, state: dict[Any, Any], step: int | None = None, options: LoadOptions | None = None) -> int | None:
-        """Fill a state from a step. All ranks call it.
+    def restore(
+        self, state: dict[Any, Any], step: int | None = None, options: LoadOptions | None = None, path: Any = None
+    ) -> int | None:
+        """Fill a state from a step, or from a checkpoint elsewhere. All ranks call it.
 
         Args:
             state: What :func:`paddle_dist_ckpt.load_state_dict` takes.
             step: Which; None for the latest.
             options: How to load.
+            path: Instead of a step of this folder: where the checkpoint is, of any format that can be loaded.
 
         Returns:
-            The step; None if none was asked for and there is none, and then nothing is touched.
+            The step; None if none was asked for and there is none, and then nothing is touched; None with ``path``.
 
         Raises:
             CheckpointNotFoundError: there is no such step.
             CheckpointError: see load_state_dict.
         """
         options = checked("options", options, LoadOptions) or LoadOptions()
+        find = paddles(self._ranks, state, options.staging_bytes)
+        if path is not None:
+            if step is not None:
+                raise ValueError("restore takes a step or a path, not both")
+            load_with(self._ranks, find, path, None, options)
+            return None
         step = None if step is None else _checked_step(step)
 
         def choose() -> int | None:  # what is being read is not removed meanwhile
@@ -239,7 +248,6 @@ class CheckpointManager:
             chosen = self._ask("restore" if step is None else f"restore step {step}", choose)
             if chosen is None:
                 return None
-            find = paddles(self._ranks, state, options.staging_bytes)
             load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
         finally:
             self._reading = None

@@ -28,6 +28,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.manager import sigterm
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
+from test.readers.golden import GOLDEN, expected_arrays
 
 
 def numbers(step: int) -> dict[str, Any]:
@@ -157,6 +158,18 @@ def test_latest_is_only_ever_committed(tmp_path: Path, monkeypatch: pytest.Monke
         go_on.set()
         pending.result()
         assert (steps.latest_step(), folders(tmp_path)) == (2, [2])
+
+
+def test_a_run_begins_with_what_others_wrote(tmp_path: Path) -> None:
+    expected = expected_arrays("paddle-3.3.1")["layers.0.qkv.weight"]
+    state = {"layers.0.qkv.weight": np.zeros_like(expected)}
+    with CheckpointManager(tmp_path) as steps:
+        with pytest.raises(ValueError, match="not both"):
+            steps.restore(state, 1, path=GOLDEN / "paddle-3.3.1")
+        assert steps.restore(state, path=GOLDEN / "paddle-3.3.1") is None
+        steps.save(1, {"qkv": state["layers.0.qkv.weight"]})
+        assert steps.all_steps() == [1]
+    np.testing.assert_array_equal(state["layers.0.qkv.weight"], expected)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:

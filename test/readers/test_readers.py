@@ -20,7 +20,8 @@ def first_format(names: list[str]) -> str | None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_golden_checkpoints_are_of_the_format_that_their_names_say(folder: Path) -> None:
-    expected = {"hf": "safetensors", "torch": "torch_dcp", "paddle": "paddle"}[re.split("[-0-9]", folder.name)[0]]
+    formats = {"hf": "safetensors", "torch": "torch_dcp", "paddle": "paddle", "static": "paddle_static"}
+    expected = formats[re.split("[-0-9]", folder.name)[0]]
     assert first_format([path.name for path in folder.iterdir()]) == expected
 
 
