@@ -3,40 +3,19 @@
 The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.export_calls`, :mod:`.drop_in`, :mod:`.manager`,
 :mod:`.options`, :mod:`.reports`, :mod:`.errors`, :mod:`.storage`, :mod:`.files.metadata`, :mod:`.saving.async_save` and
 :mod:`.tree.state_dict`.
-Importing the package does not import paddle.
+Importing the package does not import paddle. What the public names stand for is imported when the first of them is
+used, so that the command line need not wait for all of it.
 """
 
-from .api import (
-    list_checkpoints,
-    load_merged_state_dict,
-    load_state_dict,
-    read_metadata,
-    rebuild_metadata,
-    rng_state,
-    save_state_dict,
-    set_rng_state,
-    verify,
-)
-from .drop_in import install, uninstall
-from .errors import (
-    CheckpointCorruptedError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointTimeoutError,
-    RankFailureError,
-    StateDictMismatchError,
-    UnsupportedValueError,
-)
-from .export_calls import export, export_state_dict
-from .files.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata, StorageInfo
-from .manager import CheckpointManager
-from .one_call import load, save
-from .options import LoadOptions, SaveOptions
-from .reports import ExportReport, LoadReport, SaveReport, VerifyReport
-from .saving.async_save import AsyncSave
-from .storage import LocalStorage, Storage
-from .tree.state_dict import PerRank
+# ruff: noqa: F405  (the names that come with the star are all in __all__)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
 
 __all__ = [
     "AsyncSave",
@@ -78,3 +57,17 @@ __all__ = [
     "uninstall",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import all public names when one of them is used that is not there yet."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import public
+
+    globals().update({each: getattr(public, each) for each in __all__ if each not in globals()})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

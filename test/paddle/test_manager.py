@@ -168,6 +168,7 @@ def test_a_run_begins_with_what_others_wrote(tmp_path: Path) -> None:
             steps.restore(state, 1, path=GOLDEN / "paddle-3.3.1")
         assert steps.restore(state, path=GOLDEN / "paddle-3.3.1") is None
         steps.save(1, {"qkv": state["layers.0.qkv.weight"]})
+        steps.wait()
         assert steps.all_steps() == [1]
     np.testing.assert_array_equal(state["layers.0.qkv.weight"], expected)
 

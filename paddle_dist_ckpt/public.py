@@ -1,0 +1,46 @@
+"""All public names, which the package imports from here when the first of them is used."""
+
+# ruff: noqa: I001  (a line for each name, which "as" gives on, would say no more)
+from __future__ import annotations
+
+from .api import (
+    export as export,
+    export_state_dict as export_state_dict,
+    list_checkpoints as list_checkpoints,
+    load_merged_state_dict as load_merged_state_dict,
+    load_state_dict as load_state_dict,
+    read_metadata as read_metadata,
+    rebuild_metadata as rebuild_metadata,
+    rng_state as rng_state,
+    save_state_dict as save_state_dict,
+    set_rng_state as set_rng_state,
+    verify as verify,
+)
+from .drop_in import install as install, uninstall as uninstall
+from .errors import (
+    CheckpointCorruptedError as CheckpointCorruptedError,
+    CheckpointError as CheckpointError,
+    CheckpointNotFoundError as CheckpointNotFoundError,
+    CheckpointTimeoutError as CheckpointTimeoutError,
+    RankFailureError as RankFailureError,
+    StateDictMismatchError as StateDictMismatchError,
+    UnsupportedValueError as UnsupportedValueError,
+)
+from .files.metadata import (
+    LocalTensorIndex as LocalTensorIndex,
+    LocalTensorMetadata as LocalTensorMetadata,
+    Metadata as Metadata,
+    StorageInfo as StorageInfo,
+)
+from .manager import CheckpointManager as CheckpointManager
+from .one_call import load as load, save as save
+from .options import LoadOptions as LoadOptions, SaveOptions as SaveOptions
+from .reports import (
+    ExportReport as ExportReport,
+    LoadReport as LoadReport,
+    SaveReport as SaveReport,
+    VerifyReport as VerifyReport,
+)
+from .saving.async_save import AsyncSave as AsyncSave
+from .storage import LocalStorage as LocalStorage, Storage as Storage
+from .tree.state_dict import PerRank as PerRank
