@@ -44,8 +44,9 @@ setup(
     packages=find_packages(include=["paddle_dist_ckpt", "paddle_dist_ckpt.*"]),
     package_data={"paddle_dist_ckpt": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["ml_dtypes", "msgspec", "numpy", "pyzmq", "tqdm", "xxhash"],
+    install_requires=["ml_dtypes", "msgspec", "numpy", "pyzmq", "rich", "tqdm", "typer", "xxhash"],
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["paddle-dist-ckpt = paddle_dist_ckpt.cli.main:main"]},
     classifiers=[
         "Intended Audience :: Developers",
         "Operating System :: POSIX :: Linux",

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from .api import (
-    export as export,
-    export_state_dict as export_state_dict,
     list_checkpoints as list_checkpoints,
     load_merged_state_dict as load_merged_state_dict,
     load_state_dict as load_state_dict,
@@ -26,6 +24,7 @@ from .errors import (
     StateDictMismatchError as StateDictMismatchError,
     UnsupportedValueError as UnsupportedValueError,
 )
+from .export_calls import export as export, export_state_dict as export_state_dict
 from .files.metadata import (
     LocalTensorIndex as LocalTensorIndex,
     LocalTensorMetadata as LocalTensorMetadata,

@@ -31,12 +31,11 @@ from ..storage import LocalStorage, as_storage
 from ..wiring import connected, load_with, paddles, save_with
 from .schedule import Schedule
 from .sigterm import on_sigterm
-from .steps import Retention, Steps, check_count, remove_step, step_folder
+from .steps import NOTE, Retention, Steps, check_count, remove_step, step_folder
 
 __all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_NOTE = "checkpoint_manager"  # where user_metadata has the step and its metrics
 
 
 class CheckpointManager:
@@ -102,7 +101,7 @@ class CheckpointManager:
         self._interval = 1 if every_step else save_interval_steps
         topic = f"steps of {self._root.name}"
         self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
-        self._steps = Steps(self._root, _NOTE)
+        self._steps = Steps(self._root, NOTE)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
@@ -158,7 +157,7 @@ class CheckpointManager:
             with suppress(CheckpointError, OSError):  # logged by now, and must not prevent the last save
                 self.wait()
         note = {"step": step, "metrics": _checked_metrics(metrics)}
-        options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), _NOTE: note})
+        options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         find, folder = paddles(self._ranks, state), step_folder(self._root, step)
         after = functools.partial(self._retain, step)
         saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)

@@ -19,7 +19,10 @@ from ..folder.lease import is_abandoned
 from ..options import as_integer
 from ..storage import LocalStorage
 
-__all__ = ["Retention", "Steps", "check_count", "remove_step", "step_folder"]
+__all__ = ["NOTE", "Retention", "Steps", "check_count", "remove_step", "step_folder"]
+
+NOTE = "checkpoint_manager"
+"""Where the user_metadata of a step's checkpoint has the step and its metrics."""
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FOLDER = re.compile(r"step-(\d{8,18})")
@@ -57,7 +60,7 @@ class Steps:
         """See which steps are committed. What is known of a step is not read again, unless it was saved anew."""
         saves: dict[int, str] = {}
         metrics: dict[int, Metrics] = {}
-        for step in self._folders():
+        for step in self.folders():
             storage = LocalStorage(step_folder(self._root, step))
             try:
                 save = save_of(storage, step)
@@ -69,7 +72,8 @@ class Steps:
                 _logger.warning("not counted among the steps: %s: %s", storage.location, error)
         self._saves, self.metrics = saves, metrics
 
-    def _folders(self) -> list[int]:
+    def folders(self) -> list[int]:
+        """The steps that have a folder, committed or not, ascending."""
         names = LocalStorage(self._root).names()
         return sorted(step for name in names if (step := _step_of(name)) is not None)
 
@@ -87,7 +91,7 @@ class Steps:
 
     def linked(self) -> list[int]:
         """The steps that are links to folders elsewhere, of which nothing is to be removed."""
-        return [step for step in self._folders() if step_folder(self._root, step).is_symlink()]
+        return [step for step in self.folders() if step_folder(self._root, step).is_symlink()]
 
     def uncommit(self, step: int) -> None:
         """Make a step uncommitted: the first thing that is done to remove it, and the last that can fail."""
@@ -105,7 +109,7 @@ class Steps:
             after: A step that was committed just now; its file tells the time by the folder's own clock.
         """
         now = LocalStorage(step_folder(self._root, after)).modified(metadata_name(after))
-        left = [step for step in self._folders() if step not in self.metrics]
+        left = [step for step in self.folders() if step not in self.metrics]
         return [step for step in left if self._is_abandoned(step_folder(self._root, step), now)]
 
     @staticmethod

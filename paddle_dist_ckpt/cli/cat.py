@@ -1,0 +1,106 @@
+"""``cat``: the items of a tensor, or a value."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .arguments import CheckpointPath, Identifier, Json
+from .output import human_bytes, plain, print_columns, print_json, say, shape_text
+
+__all__ = ["cat"]
+
+_MOST_PRINTED = 1_000  # items; of more the edges are shown
+_MOST_ITEMS = 1_000_000  # in JSON
+
+
+def cat(
+    path: CheckpointPath,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The flat key, as inspect shows it.")],
+    unique_id: Identifier = None,
+    region: Annotated[
+        str | None, typer.Option("--slice", metavar="SLICE", help="A part of the tensor, such as 0:4,:,-1.")
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Count NaNs and infinities; smallest, largest, mean, norm.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Print a tensor, a slice of it, its statistics, or a value.
+
+    Only what is printed is read: of a large tensor the edges, and a slice however large the tensor. Statistics are
+    taken in windows, in little memory, of the finite items (of the magnitudes of complex ones). Every block that is
+    read is verified, where the format has checksums.
+
+    With --json all items are printed; of more than a million null, unless a smaller --slice is given.
+
+    \b
+    Examples:
+      paddle-dist-ckpt cat checkpoints model.embed.weight --slice 0:4,:8
+      paddle-dist-ckpt cat checkpoints model.embed.weight --stats
+    """
+    import numpy as np
+
+    from ..folder.checkpoint import read_checkpoint
+    from ..storage import as_storage
+    from .contents import find_tensor, read_edges, read_region, read_value, statistics
+    from .regions import parse_slice
+
+    storage = as_storage(path)
+    metadata = read_checkpoint(storage, unique_id)
+    tensor = find_tensor(metadata, key)
+    if tensor is None:
+        if region is not None or stats:
+            raise ValueError(f"{key} is a value, which has neither slices nor statistics")
+        value = read_value(storage, metadata, key)
+        print_json({"key": key, "kind": "value", "value": plain(value)}) if json else say(_text(value))
+        return
+    box, kept = parse_slice(region or "", tensor.shape)
+    shape = [box.shape[dimension] for dimension in kept]
+    document: dict[str, Any] = {"key": key, "kind": "tensor", "dtype": tensor.dtype.name, "shape": tensor.shape}
+    if stats:
+        from ..core.progress import Progress
+
+        with Progress("read", box.size * tensor.dtype.itemsize, False if json else None, True) as bar:
+            found = statistics(storage, metadata, tensor, box, bar)
+        if json:
+            print_json({**document, "slice": region, "stats": found})
+            return
+        say(f"{key}  {shape_text(shape)} {tensor.dtype.name}", "head")
+        names = ("elements", "nan", "infinite", "zero", "min", "max", "mean", "norm")
+        print_columns([[name, _number(getattr(found, name))] for name in names])
+        return
+    if json:
+        items = None
+        if box.size <= _MOST_ITEMS:
+            items = _readable(read_region(storage, metadata, tensor, box), tensor.dtype).reshape(shape).tolist()
+        print_json({**document, "slice": region, "values": items})
+        return
+    large = box.size > _MOST_PRINTED
+    raw = (read_edges if large else read_region)(storage, metadata, tensor, box)
+    items = _readable(raw, tensor.dtype).reshape([raw.shape[dimension] for dimension in kept])
+    say(f"{key}  {shape_text(shape)} {tensor.dtype.name}, {human_bytes(box.size * tensor.dtype.itemsize)}", "head")
+    say(np.array2string(items, threshold=0 if large else box.size + 1))
+
+
+def _readable(raw: Any, dtype: Any) -> Any:
+    """Raw items as numpy can print them and turn them into Python's numbers."""
+    import numpy as np
+
+    from ..core.dtypes import arithmetic_dtype
+
+    values = raw.view(arithmetic_dtype(dtype))
+    return values if values.dtype.kind in "biufc" else values.astype(np.float32)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.9g}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (dict, list, tuple)):
+        from pprint import pformat
+
+        return pformat(value, width=100)
+    return value if isinstance(value, str) else repr(value)

@@ -1,0 +1,245 @@
+"""What a checkpoint holds, and what a manager's folder of steps holds, as plain facts."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.shards import Kind, Layout
+from ..errors import CheckpointError, CheckpointNotFoundError
+from ..files.metadata import Metadata
+from ..folder.checkpoint import read_checkpoint
+from ..folder.ids import committed_ids
+from ..storage import LocalStorage
+from ..storage.base import Storage
+
+__all__ = [
+    "CheckpointFacts",
+    "StepsFacts",
+    "TensorFacts",
+    "checkpoint_facts",
+    "matches",
+    "steps_facts",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor.
+
+    Attributes:
+        key: Its flat key.
+        kind: ``"tensor"`` or ``"array"`` (of numpy).
+        shape: Its global shape.
+        dtype: Name of its element type.
+        bytes: Its size.
+        pieces: In how many pieces it is stored.
+        grid: In how many parts each dimension is cut, if the pieces are a grid; else None.
+    """
+
+    key: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    pieces: int
+    grid: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ValueFacts:
+    """A value that is no tensor.
+
+    Attributes:
+        key: Its flat key.
+        value: The value in JSON's terms; None if it is too large to be in `.metadata`.
+        bytes: Its size if it is in a data file, else None.
+    """
+
+    key: str
+    value: Any
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """A checkpoint.
+
+    Attributes:
+        path: Its folder.
+        format: ``"native"`` for this library's own.
+        unique_id: Its number in the folder.
+        ids: The numbers of all checkpoints in the folder.
+        world_size: How many ranks have saved it.
+        created: When, in UTC.
+        library: Name and version of the writer.
+        paddle_version: Version of Paddle there, or None.
+        save_id: The save's random id, which its data files' names have.
+        files: How many data files it has.
+        file_bytes: Their size.
+        tensor_bytes: Size of the tensors listed here.
+        user_metadata: What ``SaveOptions.user_metadata`` held.
+        tensors: The tensors that were asked for.
+        values: The values that were asked for.
+    """
+
+    path: str
+    format: str
+    unique_id: int
+    ids: list[int]
+    world_size: int
+    created: str
+    library: str
+    paddle_version: str | None
+    save_id: str
+    files: int
+    file_bytes: int
+    tensor_bytes: int
+    user_metadata: Any
+    tensors: list[TensorFacts]
+    values: list[ValueFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step of a :class:`paddle_dist_ckpt.CheckpointManager`: its number, the size of its data files, its metrics."""
+
+    step: int
+    bytes: int
+    created: str
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsFacts:
+    """A manager's folder of steps.
+
+    Attributes:
+        path: The folder.
+        steps: The committed steps, ascending.
+        latest: The last one.
+        lowest: For each metric the step where it is lowest.
+        highest: For each metric the step where it is highest.
+        uncommitted: Names of steps' folders without a checkpoint: being saved, or left by a save that failed.
+    """
+
+    path: str
+    steps: list[StepFacts]
+    latest: int | None
+    lowest: dict[str, int]
+    highest: dict[str, int]
+    uncommitted: list[str]
+
+
+def format_of(metadata: Metadata) -> str:
+    """The format of a checkpoint; ``"native"`` for this library's own."""
+    return str(getattr(metadata, "format", "native"))
+
+
+def matches(key: str, pattern: str | None) -> bool:
+    """Whether a flat key is, lies below, or is matched by a pattern as fnmatch has it; None matches all."""
+    return (
+        pattern is None
+        or key == pattern
+        or key.startswith(pattern.removesuffix(".") + ".")
+        or fnmatch.fnmatchcase(key, pattern)
+    )
+
+
+def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | None) -> CheckpointFacts:
+    """What a checkpoint holds. Reads its `.metadata` alone.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint, or nothing matches the pattern.
+        CheckpointError: it cannot be read.
+    """
+    metadata = read_checkpoint(storage, unique_id)
+    tensors, values = _leaves(metadata, pattern)
+    if pattern is not None and not tensors and not values:
+        raise CheckpointNotFoundError(f"no key of checkpoint {metadata.unique_id} matches {pattern!r}")
+    return CheckpointFacts(
+        path=storage.location,
+        format=format_of(metadata),
+        unique_id=metadata.unique_id,
+        ids=committed_ids(storage) if format_of(metadata) == "native" else [metadata.unique_id],
+        world_size=metadata.world_size,
+        created=metadata.created,
+        library=metadata.library,
+        paddle_version=metadata.paddle_version,
+        save_id=metadata.save_id,
+        files=len(metadata.files),
+        file_bytes=sum(info.size for info in metadata.files),
+        tensor_bytes=sum(tensor.bytes for tensor in tensors),
+        user_metadata=metadata.user_metadata,
+        tensors=tensors,
+        values=values,
+    )
+
+
+def _leaves(metadata: Metadata, pattern: str | None) -> tuple[list[TensorFacts], list[ValueFacts]]:
+    table = metadata.table
+    tensors: list[TensorFacts] = []
+    values = [ValueFacts(key, value) for key, value in metadata.values.items() if matches(key, pattern)]
+    grids = [_grid(layout) for layout in table.layouts]
+    columns = zip(table.paths, table.dtypes, table.kinds.tolist(), table.layout_of.tolist(), strict=True)
+    for path, dtype, kind, number in columns:
+        key, layout = metadata.key(path), table.layouts[number]
+        if not matches(key, pattern):
+            continue
+        nbytes = math.prod(layout.shape) * dtype.itemsize
+        if kind == Kind.VALUE:
+            values.append(ValueFacts(key, None, nbytes))
+        else:
+            name = "array" if kind == Kind.ARRAY else "tensor"
+            pieces = len(layout.boxes)
+            tensors.append(TensorFacts(key, name, layout.shape, dtype.name, nbytes, pieces, grids[number]))
+    return tensors, sorted(values, key=lambda value: value.key)
+
+
+def _grid(layout: Layout) -> tuple[int, ...] | None:
+    cuts = layout.cuts()
+    return tuple(len(cut) + 1 for cut in cuts) if cuts is not None else None
+
+
+def steps_facts(path: str) -> StepsFacts | None:
+    """What a manager's folder of steps holds; None if the folder is none."""
+    root = Path(path)
+    if not root.is_dir() or not any(child.name.startswith("step-") for child in root.iterdir()):
+        return None
+    from ..manager.steps import NOTE, Retention, Steps, step_folder
+
+    found = Steps(root, NOTE)
+    folders = found.folders()
+    if not folders or any(name.endswith(".metadata") for name in LocalStorage(root).names()):
+        return None
+    found.look()
+    steps = list(_steps(root, found.metrics, step_folder))
+    known = {fact.step: fact.metrics for fact in steps}
+    names = sorted({name for metrics in known.values() for name in metrics})
+
+    def best(mode: str) -> dict[str, int]:
+        chosen = {name: Retention(None, None, (name, mode)).best_of(known) for name in names}
+        return {name: step for name, step in chosen.items() if step is not None}
+
+    return StepsFacts(
+        path=str(root.absolute()),
+        steps=steps,
+        latest=max(known, default=None),
+        lowest=best("min"),
+        highest=best("max"),
+        uncommitted=[step_folder(root, step).name for step in folders if step not in known],
+    )
+
+
+def _steps(root: Path, metrics: Any, folder_of: Any) -> Iterable[StepFacts]:
+    for step, found in sorted(metrics.items()):
+        try:
+            metadata = read_checkpoint(LocalStorage(folder_of(root, step)), step)
+        except CheckpointError:  # removed meanwhile
+            continue
+        size = sum(info.size for info in metadata.files)
+        yield StepFacts(step, size, metadata.created, dict(found))

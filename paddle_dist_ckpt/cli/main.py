@@ -1,0 +1,112 @@
+"""The command ``paddle-dist-ckpt``: its commands, and what becomes of errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..version import __version__
+from .cat import cat
+from .inspect import inspect
+
+__all__ = ["app", "main"]
+
+# In the order in which --help lists them; each is a function in a module of its name.
+_COMMANDS = (
+    inspect,
+    cat,
+)
+
+_HELP = """Look inside checkpoints, check, compare, copy and mend them. Needs neither Paddle nor a GPU.
+
+PATH is a checkpoint's folder: one of this library, or one that Paddle, PyTorch or Hugging Face have written.
+
+\b
+Exit codes:
+  0    all is well
+  1    problems or differences were found
+  2    wrong use, no such checkpoint, or a failure
+  130  interrupted
+
+\b
+Every command has --json, which prints one JSON document on stdout and nothing else there, and --help with an example.
+Colours are for terminals only, and not where NO_COLOR is set.
+"""
+
+
+class _Commands(TyperGroup):
+    """Turns what commands raise into a line on stderr and an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = args[: args.index("--")] if "--" in args else args
+        if "--debug" in own:  # wherever it stands
+            args = ["--debug", *(arg for arg in own if arg != "--debug"), *args[len(own) :]]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, typer.Abort):
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # who read the output wants no more of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except Exception as error:
+            if hasattr(error, "exit_code"):  # an exit, or wrong use, which typer explains
+                raise
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            else:
+                typer.echo(f"error: {_text(error)}", err=True)
+            raise typer.Exit(2) from None
+
+
+def _text(error: Exception) -> str:
+    """An error in words."""
+    from ..errors import CheckpointError
+
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error} (--debug shows where)"
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for _command in _COMMANDS:
+    app.command()(_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paddle-dist-ckpt {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    app(prog_name="paddle-dist-ckpt")

@@ -1,0 +1,98 @@
+"""Regions of tensors: slices as they are typed, and windows in which a region is read in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from ..core.box import Box
+
+__all__ = ["WINDOW_BYTES", "edges", "parse_slice", "windows"]
+
+WINDOW_BYTES = 16 << 20
+_RANGE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
+_INDEX = re.compile(r"\s*-?\d+\s*")
+
+
+def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
+    """The region that a slice as in numpy means, and its dimensions without those that an index takes away.
+
+    Args:
+        text: Such as ``0:4,:,-1``; dimensions that are not named are whole; ``...`` stands for as many as are left.
+        shape: The tensor's shape.
+
+    Raises:
+        ValueError: it is no slice of such a tensor.
+    """
+    parts = text.strip().removeprefix("[").removesuffix("]").split(",") if text.strip(" []") else []
+    dots = [i for i, part in enumerate(parts) if part.strip() == "..."]
+    if dots:
+        parts[dots[0] : dots[0] + 1] = [":"] * (len(shape) - len(parts) + 1)
+    if len(parts) > len(shape) or len(dots) > 1:
+        raise ValueError(f"the slice {text!r} has more dimensions than the tensor of shape {tuple(shape)}")
+    parts += [":"] * (len(shape) - len(parts))
+    offset, lengths, kept = [], [], []
+    for dimension, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        found = _RANGE.fullmatch(part)
+        if found is not None:
+            start, stop, _ = slice(*(int(each) if each else None for each in found.groups())).indices(size)
+            offset.append(start)
+            lengths.append(max(0, stop - start))
+            kept.append(dimension)
+        elif _INDEX.fullmatch(part):
+            index = int(part)
+            if not -size <= index < size:
+                raise ValueError(f"the index {index} is out of bounds of the tensor of shape {tuple(shape)}")
+            offset.append(index % size)
+            lengths.append(1)
+        else:
+            raise ValueError(f"{part.strip()!r} in the slice {text!r} is neither an index nor a range such as 0:4")
+    return Box(tuple(offset), tuple(lengths)), tuple(kept)
+
+
+def windows(box: Box, itemsize: int, most: int = WINDOW_BYTES) -> Iterator[Box]:
+    """Cut a region in parts of so many bytes at the most, in row-major order; at least one item each."""
+    if not box.size:
+        return
+    if box.size * itemsize <= most:
+        yield box
+        return
+    dimension = next(d for d, n in enumerate(box.shape) if n > 1)
+    row = math.prod(box.shape[dimension + 1 :]) * itemsize
+    step = max(1, most // row)
+    for start in range(0, box.shape[dimension], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dimension] += start
+        shape[dimension] = min(step, box.shape[dimension] - start)
+        yield from windows(Box(tuple(offset), tuple(shape)), itemsize, most)
+
+
+def edges(box: Box, items: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """The corners of a region: of each dimension the first and the last few items.
+
+    They are what is seen of a small array whose dimensions have ``2 * items + 1`` items at the most, the middle one
+    standing for all that are left out.
+
+    Args:
+        box: The region.
+        items: How many at each end.
+
+    Yields:
+        A part of the region, and where in the small array it goes.
+    """
+
+    def cut(dimension: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        if dimension == len(box.shape):
+            yield (), (), ()
+            return
+        start, size = box.offset[dimension], box.shape[dimension]
+        known = [(start, size, 0)]
+        if size > 2 * items + 1:
+            known = [(start, items, 0), (start + size - items, items, items + 1)]
+        for offset, shape, place in cut(dimension + 1):
+            for low, length, at in known:
+                yield (low, *offset), (length, *shape), (at, *place)
+
+    for offset, shape, place in cut(0):
+        yield Box(offset, shape), place

@@ -1,0 +1,112 @@
+"""``cat``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.cli.regions import edges, parse_slice, windows
+from paddle_dist_ckpt.core.box import Box, whole
+from test.cli.commands import answer, fails, run, save_model
+from test.jobs import data_files
+
+COUNTING = np.arange(60, dtype=np.float32).reshape(10, 6)
+
+
+def test_a_small_tensor_and_a_slice(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": COUNTING})
+    assert run("cat", tmp_path, "model.w") == f"model.w  (10, 6) float32, 240 B\n{COUNTING}\n"
+    assert run("cat", tmp_path, "model.w", "--slice", "2:4,-1").splitlines()[1] == "[17. 23.]"
+    assert answer("cat", tmp_path, "model.w", "--slice", "4:6,0")["values"] == [24.0, 30.0]
+    assert answer("cat", tmp_path, "model.w")["values"] == COUNTING.tolist()
+
+
+def test_of_a_large_tensor_the_edges_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(2000 * 300, dtype=np.int32).reshape(2000, 300)
+    save_model(tmp_path, {"w": array})
+    monkeypatch.setattr("paddle_dist_ckpt.cli.contents.read_region", None)
+    text = run("cat", tmp_path, "model.w", "--slice", "3:,:-1")
+    assert text.split("\n", 1)[1] == np.array2string(array[3:, :-1], threshold=5) + "\n"
+
+
+def test_statistics(tmp_path: Path) -> None:
+    array = np.linspace(-3, 5, 6 << 20, dtype=np.float32).reshape(6, -1)
+    array[0, :3] = np.nan, np.inf, -np.inf
+    array[5, 7] = 0
+    save_model(tmp_path, {"w": array, "c": np.array([3 + 4j, 0], np.complex64), "e": np.zeros((0, 3), np.int8)})
+    found = answer("cat", tmp_path, "model.w", "--stats")["stats"]
+    finite = array[np.isfinite(array)].astype(np.float64)
+    assert (found["elements"], found["nan"], found["infinite"]) == (6 << 20, 1, 2)
+    assert found["zero"] == int((finite == 0).sum())
+    assert (found["min"], found["max"]) == (finite.min(), finite.max())
+    assert found["mean"] == pytest.approx(finite.mean())
+    assert found["norm"] == pytest.approx(np.linalg.norm(finite))
+    assert answer("cat", tmp_path, "model.c", "--stats")["stats"]["max"] == 5
+    assert answer("cat", tmp_path, "model.e", "--stats")["stats"]["min"] is None
+    assert "nan       1" in run("cat", tmp_path, "model.w", "--stats")
+
+
+def test_values(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": COUNTING}, step=7, large=list(range(3000)), name="text")
+    assert run("cat", tmp_path, "step") == "7\n"
+    assert run("cat", tmp_path, "name") == "text\n"
+    assert answer("cat", tmp_path, "large")["value"] == list(range(3000))
+    assert "neither slices nor statistics" in fails("cat", tmp_path, "step", "--stats")
+
+
+def test_numbers_that_json_lacks_are_text(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": np.array([np.nan, np.inf, -np.inf, 1], np.float16), "c": np.array([1j], np.complex64)})
+    assert answer("cat", tmp_path, "model.w")["values"] == ["NaN", "Infinity", "-Infinity", 1.0]
+    assert answer("cat", tmp_path, "model.c")["values"] == ["1j"]
+
+
+def test_wrong_keys_and_slices(tmp_path: Path) -> None:
+    save_model(tmp_path, {"weight": COUNTING})
+    assert "has no key 'model.wieght'; there are, for example: model.weight" in fails("cat", tmp_path, "model.wieght")
+    for wrong in ("10", "0,0,0", "x", "::2"):
+        fails("cat", tmp_path, "model.weight", "--slice", wrong)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": COUNTING})
+    path = data_files(tmp_path)[0]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert "error: " in fails("cat", tmp_path, "model.w")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", (slice(None), slice(None), slice(None))),
+        ("0:2,:,-1", (slice(0, 2), slice(None), -1)),
+        ("[..., 1:]", (..., slice(1, None))),
+        ("-3:-1, 2", (slice(-3, -1), 2)),
+        ("3:1", (slice(3, 1),)),
+        ("1:99", (slice(1, 99),)),
+    ],
+)
+def test_slices_are_those_of_numpy(text: str, expected: tuple[object, ...]) -> None:
+    array = np.arange(120).reshape(4, 5, 6)
+    box, kept = parse_slice(text, array.shape)
+    found = array[box.slices]
+    assert np.array_equal(found.reshape([found.shape[d] for d in kept]), array[expected])
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (1, 1000), (5, 4, 3)])
+def test_windows_make_up_the_region(shape: tuple[int, ...]) -> None:
+    array = np.arange(int(np.prod(shape))).reshape(shape)
+    box = whole(shape)
+    parts = list(windows(box, 8, 64))
+    assert all(part.size <= 8 for part in parts)
+    found = [array[part.slices].reshape(-1) for part in parts]
+    assert np.array_equal(np.concatenate(found) if found else np.empty(0, int), array.reshape(-1))
+
+
+def test_edges_are_what_numpy_shows() -> None:
+    array = np.arange(9 * 7 * 40).reshape(9, 7, 40)
+    small = np.full((7, 7, 7), -1)
+    for part, place in edges(whole(array.shape), 3):
+        small[Box(place, part.shape).slices] = array[part.slices]
+    assert np.array2string(small, threshold=0) == np.array2string(array, threshold=0)

@@ -1,0 +1,105 @@
+"""``inspect``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from paddle_dist_ckpt import SaveOptions
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.manager.steps import NOTE, step_folder
+from test.cli.commands import answer, fails, run, save_model
+from test.jobs import make_array, save_alone, save_on, sharded
+
+LAYER = {"weight": make_array((8, 6), "bfloat16"), "bias": make_array((6,))}
+
+
+def layers(number: int) -> dict[str, np.ndarray]:
+    found = {f"layers.{i}.{name}": array for i in range(number) for name, array in LAYER.items()}
+    return {"embed": make_array((40, 5)), **found}
+
+
+def test_a_checkpoint_is_shown(tmp_path: Path) -> None:
+    save_model(tmp_path, layers(12), 3, step=7, note="x" * 9000)
+    text = run("inspect", tmp_path)
+    for part in ("checkpoint 3", "by 2 ranks", "25 tensors", "0…11", "12 alike", "(8, 6)", "bfloat16", "2 rows"):
+        assert part in text
+    assert "step  7" in text
+    assert "a value of 8.7" in text
+    assert "\x1b" not in text
+    everything = run("inspect", tmp_path, "--all")
+    assert everything.count("weight") == 12
+    assert "alike" not in everything
+    assert "weight" not in run("inspect", tmp_path, "--depth", 2)
+
+
+def test_facts_in_json(tmp_path: Path) -> None:
+    save_model(tmp_path, layers(2), 3, step=7, odd={1: float("nan")})
+    save_model(tmp_path, layers(1), 4)
+    found = answer("inspect", tmp_path, "--id", 3)
+    assert (found["unique_id"], found["ids"], found["format"], found["world_size"]) == (3, [3, 4], "native", 2)
+    assert [tensor["key"] for tensor in found["tensors"]] == [
+        "model.embed",
+        *(f"model.layers.{i}.{name}" for i in range(2) for name in ("bias", "weight")),
+    ]
+    assert found["tensors"][2] == {
+        "key": "model.layers.0.weight",
+        "kind": "tensor",
+        "shape": [8, 6],
+        "dtype": "bfloat16",
+        "bytes": 96,
+        "pieces": 2,
+        "grid": [2, 1],
+    }
+    assert found["values"] == [
+        {"key": "odd.1", "value": "NaN", "bytes": None},
+        {"key": "step", "value": 7, "bytes": None},
+    ]
+    assert found["tensor_bytes"] == sum(tensor["bytes"] for tensor in found["tensors"])
+
+
+def test_how_tensors_are_cut(tmp_path: Path) -> None:
+    grid = [Box((i, j), (2, 3)) for i in (0, 2) for j in (0, 3)]
+    columns = [Box((0, j), (4, 3)) for j in (0, 3)]
+    odd = [Box((0, 0), (1, 6)), Box((1, 0), (3, 2)), Box((1, 2), (3, 4))]
+    array = make_array((4, 6))
+    save_on([{"g": sharded(array, grid), "c": sharded(array, columns), "o": sharded(array, odd), "w": array}], tmp_path)
+    text = run("inspect", tmp_path)
+    for key, cut in {"c": "2 columns", "g": "2x2 grid", "o": "3 pieces", "w": "whole"}.items():
+        (line,) = (line for line in text.splitlines() if f"─ {key} " in line)
+        assert line.endswith(cut)
+
+
+def test_patterns(tmp_path: Path) -> None:
+    save_model(tmp_path, layers(2), step=7)
+    keys = [tensor["key"] for tensor in answer("inspect", tmp_path, "model.layers.1")["tensors"]]
+    assert keys == ["model.layers.1.bias", "model.layers.1.weight"]
+    keys = [tensor["key"] for tensor in answer("inspect", tmp_path, "*.bias")["tensors"]]
+    assert keys == ["model.layers.0.bias", "model.layers.1.bias"]
+    assert "no key of checkpoint 0 matches 'nothing'" in fails("inspect", tmp_path, "nothing")
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    assert f"there is no folder {tmp_path / 'none'}" in fails("inspect", tmp_path / "none")
+    assert "holds no committed checkpoint" in fails("inspect", tmp_path)
+    save_model(tmp_path, layers(1))
+    assert "with unique_id 5; there are 0" in fails("inspect", tmp_path, "--id", 5)
+
+
+def test_a_folder_of_steps(tmp_path: Path) -> None:
+    for step, loss in ((100, 0.5), (200, 0.25), (300, 0.75)):
+        note = {NOTE: {"step": step, "metrics": {"loss": loss}}}
+        save_alone({"a": make_array((4,))}, step_folder(tmp_path, step), step, options=SaveOptions(user_metadata=note))
+    step_folder(tmp_path, 400).mkdir()
+    found = answer("inspect", tmp_path)
+    assert [(step["step"], step["metrics"]) for step in found["steps"]] == [
+        (100, {"loss": 0.5}),
+        (200, {"loss": 0.25}),
+        (300, {"loss": 0.75}),
+    ]
+    assert (found["latest"], found["lowest"], found["highest"]) == (300, {"loss": 200}, {"loss": 300})
+    assert found["uncommitted"] == ["step-00000400"]
+    text = run("inspect", tmp_path)
+    assert "loss is lowest at step 200, highest at step 300" in text
+    assert "name the folder of one of them" in fails("inspect", tmp_path, "a")
