@@ -41,6 +41,8 @@ __all__ = [
     "UnsupportedValueError",
     "VerifyReport",
     "__version__",
+    "copy_checkpoint",
+    "delete_checkpoint",
     "export",
     "export_state_dict",
     "install",

@@ -8,6 +8,8 @@ from typing import Any, Literal, overload
 from .files.metadata import Metadata
 from .folder.catalogs import foreign_ids
 from .folder.checkpoint import read_checkpoint
+from .folder.copy import copy
+from .folder.delete import delete
 from .folder.ids import committed_ids
 from .folder.rebuild import rebuild
 from .folder.selection import Selection, checked_keys
@@ -26,6 +28,8 @@ from .wiring import (
 )
 
 __all__ = [
+    "copy_checkpoint",
+    "delete_checkpoint",
     "list_checkpoints",
     "load_merged_state_dict",
     "load_state_dict",
@@ -249,6 +253,58 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
     unique_id = checked_id(unique_id)
     options = checked("options", options, LoadOptions) or LoadOptions()
     return verify_checkpoint(as_source(path), unique_id, options.progress)
+
+
+def delete_checkpoint(path: Any, unique_id: int) -> Metadata:
+    """Remove a committed checkpoint from its folder. Does not need paddle.
+
+    Its `.metadata` goes first, for good; then the data files that no other checkpoint of the folder refers to. If this
+    process dies on the way, the next save to the folder removes what is left.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        unique_id: Which checkpoint.
+
+    Returns:
+        What the checkpoint held.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointError: somebody is saving to the folder; or a checkpoint there cannot be read, so that it is not known
+            which files it needs. Nothing was removed.
+        ValueError: the checkpoint is of another format.
+    """
+    number = checked_id(unique_id)
+    if number is None:
+        raise ValueError("unique_id must name the checkpoint that is to be removed, not be None")
+    return delete(as_storage(path), number)
+
+
+def copy_checkpoint(
+    path: Any, out: Any, unique_id: int | None = None, *, options: LoadOptions | None = None
+) -> Metadata:
+    """Copy a committed checkpoint to another folder. Does not need paddle.
+
+    Every block is verified before it is written. Data files go first; the `.metadata`, by which the checkpoint becomes
+    visible, is last, when they are durable. It keeps its number.
+
+    Args:
+        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        out: The folder to copy to, likewise; it is made if it is not there, and may hold other checkpoints.
+        unique_id: Which checkpoint; None for the newest.
+        options: ``progress`` is used.
+
+    Returns:
+        What the checkpoint holds.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointCorruptedError: a file is missing, or a block is not what was written. Nothing is left in ``out``.
+        CheckpointError: there is not enough room in ``out``.
+        ValueError: ``out`` has a checkpoint of that number, or this one already; or it is of another format.
+    """
+    options = checked("options", options, LoadOptions) or LoadOptions()
+    return copy(as_storage(path), as_storage(out), checked_id(unique_id), options.progress)
 
 
 def rng_state() -> dict[str, Any]:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from .api import (
+    copy_checkpoint as copy_checkpoint,
+    delete_checkpoint as delete_checkpoint,
     list_checkpoints as list_checkpoints,
     load_merged_state_dict as load_merged_state_dict,
     load_state_dict as load_state_dict,

@@ -125,6 +125,30 @@ class Lease:
             self.replaces = replaced
             self._write()
 
+    def take_on(self, save: str) -> None:
+        """Set out to remove a save's files. Whoever finds this claim expired does it, unless the save is committed."""
+        self.doomed.append(save)
+        self._write()
+
+    def withdraw(self, save: str) -> None:
+        """End before anything was done to a save's files; what is left of dead saves is left to a later save."""
+        self.stop()
+        if set(self.doomed) <= {save}:
+            self.end()
+
+    def check_alone(self) -> None:
+        """See that nobody else is saving to the folder.
+
+        Raises:
+            CheckpointError: somebody is, or died less than a few minutes ago.
+        """
+        others = [name for name in _claims(self.storage) if name != self.name]
+        if others:
+            raise CheckpointError(
+                f"{self.storage.location} is being saved to, as {others[0]} says; try again when that is done (a claim "
+                f"of a save that was killed counts for {_EXPIRES_AFTER / 60:.0f} minutes)"
+            )
+
     def _keep(self) -> None:
         """Touch the claim now and then, on a thread of its own."""
         while not self._stopped.wait(_FRESH_EVERY):

@@ -1,0 +1,116 @@
+"""Copies a committed checkpoint to another folder, and verifies it on the way."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+
+from ..core.box import Box, flat_range, whole
+from ..core.progress import Progress
+from ..core.threads import io_threads
+from ..errors import CheckpointCorruptedError, CheckpointError
+from ..files.codec import decode_metadata
+from ..files.datafile import header_digest, read_header
+from ..files.metadata import Metadata
+from ..files.names import metadata_name
+from ..files.reader import Consumer, StoredEntry, read_entries
+from ..files.runs import OpenFile
+from ..storage.base import Storage, WritableFile
+from .checkpoint import check_sizes, read_checkpoint
+from .commit import remove_saves, seal
+from .delete import check_native
+from .ids import committed_saves
+from .lease import Lease
+
+__all__ = ["copy"]
+
+
+def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | None) -> Metadata:
+    """See :func:`paddle_dist_ckpt.copy_checkpoint`."""
+    chosen = read_checkpoint(source, unique_id)
+    check_native(chosen, source.location)
+    name = metadata_name(chosen.unique_id)
+    data = source.read(name)
+    metadata = decode_metadata(data, f"{source.location}/{name}", chosen.unique_id)
+    check_sizes(source, metadata, range(len(metadata.files)))
+    out.prepare()
+    lease = Lease(out, metadata.unique_id, automatic=False)
+    made: list[str] = []
+    try:
+        remove_saves(out, lease.doomed)
+        lease.doomed.clear()
+        _check_free(out, metadata)
+        lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
+        with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
+            for file, info in enumerate(metadata.files):
+                with closing(out.create(info.name)) as target:
+                    made.append(info.name)
+                    _copy_file(source, metadata, file, target, bar)
+                    target.sync()
+        seal(out, metadata.files)
+        if not out.publish(name, data, lease.temporary, replace=False, confirm=lease.confirm):
+            raise CheckpointError(f"{out.location}/{name} appeared meanwhile")
+    except BaseException:
+        lease.stop()
+        _undo(out, metadata, made)
+        lease.withdraw(metadata.save_id)
+        raise
+    lease.end()
+    return metadata
+
+
+def _undo(out: Storage, metadata: Metadata, made: list[str]) -> None:
+    """Remove what was copied, unless it turns out to be committed."""
+    with suppress(OSError, CheckpointError):
+        if metadata.save_id not in committed_saves(out):
+            for name in made:
+                out.delete(name)
+
+
+def _check_free(out: Storage, metadata: Metadata) -> None:
+    """Refuse to write over anything, or to begin what there is no room for."""
+    names, saves = set(out.names()), committed_saves(out)
+    if metadata_name(metadata.unique_id) in names:
+        raise ValueError(f"{out.location} has a checkpoint with unique_id {metadata.unique_id} already")
+    if metadata.save_id in saves:
+        raise ValueError(f"{out.location} has this checkpoint already, with unique_id {saves[metadata.save_id]}")
+    taken = [info.name for info in metadata.files if info.name in names]
+    if taken:
+        raise ValueError(f"{out.location} has files of this checkpoint already, but no .metadata: {taken[0]}")
+    needed, free = sum(info.size for info in metadata.files), out.free_bytes()
+    if free is not None and free < needed:
+        raise CheckpointError(f"{out.location} has room for {free:,} bytes; {needed:,} are to be copied")
+
+
+def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress) -> None:
+    """Copy one data file. Nothing of a block is written before the block is verified."""
+    info, table = metadata.files[file], metadata.table
+    first_block, counts = table.blocks(metadata.block_bytes, len(metadata.files))
+    with closing(source.open(info.name)) as opened:
+        hashes, start = read_header(opened, info, int(counts[file]))
+        header = np.empty(start, np.uint8)
+        opened.read_into([header], 0)
+        if header_digest(header.tobytes()) != info.digest:
+            raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
+        target.write(header, 0)
+        progress(start)
+        known = OpenFile(f"{source.location}/{info.name}", opened, start, hashes)
+        wanted = []
+        for shard in np.flatnonzero(table.shard_file == file).tolist():
+            tensor, box = table.shard_place(shard)
+            dtype, place = table.dtypes[tensor], int(table.data_offsets[shard])
+            key = metadata.key(table.paths[tensor])
+            entry = StoredEntry(known, place, int(first_block[shard]), box.shape, dtype, key)
+            write = functools.partial(_write, target, start + place, box.shape)
+            wanted.append((entry, [Consumer(whole(box.shape), np.empty(0, dtype.raw), write)]))
+        read_entries(wanted, metadata.block_bytes, io_threads(1, waits=True), lambda: None, progress)
+
+
+def _write(target: WritableFile, start: int, shape: tuple[int, ...], items: Any, place: tuple[slice, ...]) -> None:
+    """Write a contiguous part of an entry that starts at byte ``start`` of its file."""
+    part = flat_range(Box(tuple(s.start for s in place), items.shape), shape)
+    assert part is not None, "parts come as they are stored"
+    target.write(np.ascontiguousarray(items).reshape(-1).view(np.uint8), start + part[0] * items.dtype.itemsize)

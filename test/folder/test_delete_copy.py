@@ -1,0 +1,219 @@
+"""Deleting and copying checkpoints: what is left, also where it is cut short, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    copy_checkpoint,
+    delete_checkpoint,
+    list_checkpoints,
+    rebuild_metadata,
+    verify,
+)
+from paddle_dist_ckpt.folder.lease import Lease
+from paddle_dist_ckpt.storage import LocalStorage
+from test.jobs import Killed, Watch, age, data_files, files_in, load_whole, save_alone, save_on, split_rows
+
+CUT = np.arange(3000 * 300, dtype=np.float32).reshape(3000, 300)
+
+
+def state(version: int) -> dict[str, Any]:
+    return {"w": np.full((3, 500), version), "s": np.array(version), "none": np.zeros((0, 2)), "n": version}
+
+
+def saved(folder: Path, *versions: int) -> None:
+    """Each version under an id of its own number."""
+    for version in versions:
+        save_alone(state(version), folder, version)
+
+
+def check_holds(folder: Path, *versions: int) -> None:
+    """Assert that a folder has these versions, whole, and nothing else."""
+    assert list_checkpoints(folder) == list(versions)
+    for version in versions:
+        assert verify(folder, version).problems == ()
+        found = load_whole(folder, version)
+        assert found["n"] == version
+        assert (found["w"] == version).all()
+    assert len(files_in(folder)) == 2 * len(versions), sorted(files_in(folder))
+
+
+# -- delete
+
+
+def test_what_is_deleted_is_gone_and_nothing_else(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert delete_checkpoint(tmp_path, 2).unique_id == 2
+    (tmp_path / "notes.txt").unlink()
+    check_holds(tmp_path, 1, 3)
+    with pytest.raises(CheckpointNotFoundError, match="with unique_id 2; there are 1, 3"):
+        delete_checkpoint(tmp_path, 2)
+
+
+def test_arguments_of_delete(tmp_path: Path) -> None:
+    for wrong in (None, -1, "1"):
+        with pytest.raises(ValueError, match="unique_id"):
+            delete_checkpoint(tmp_path, wrong)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
+        delete_checkpoint(tmp_path / "none", 1)
+    assert files_in(tmp_path) == {}
+
+
+def test_files_that_another_checkpoint_refers_to_stay(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    kept = (tmp_path / "1.metadata").read_bytes()
+    (tmp_path / "1.metadata").write_bytes(b"\x80\x04another format")
+    recovered = rebuild_metadata(tmp_path)  # the same save under a second id
+    (tmp_path / "1.metadata").write_bytes(kept)
+    assert list_checkpoints(tmp_path) == [1, 2]
+    delete_checkpoint(tmp_path, recovered.unique_id)
+    check_holds(tmp_path, 1)
+
+
+def test_nothing_is_deleted_while_somebody_saves(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    lease = Lease(LocalStorage(tmp_path), 3, automatic=False)
+    try:
+        with pytest.raises(CheckpointError, match="is being saved to"):
+            delete_checkpoint(tmp_path, 1)
+    finally:
+        lease.end()
+    check_holds(tmp_path, 1, 2)
+    lease = Lease(LocalStorage(tmp_path), 3, automatic=False)
+    lease.stop()
+    age(tmp_path / lease.name)
+    delete_checkpoint(tmp_path, 1)
+    check_holds(tmp_path, 2)
+
+
+def test_nothing_is_deleted_where_it_is_not_known_what_others_need(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / "2.metadata").write_bytes((tmp_path / "2.metadata").read_bytes()[:-20])
+    before = files_in(tmp_path)
+    with pytest.raises(CheckpointError, match="which files checkpoint 2 needs"):
+        delete_checkpoint(tmp_path, 1)
+    assert files_in(tmp_path) == before
+
+
+def test_a_delete_that_is_killed_leaves_all_or_nothing_and_a_save_cleans_up(tmp_path: Path) -> None:
+    saved(tmp_path / "start", 1, 2)
+    watch = Watch([tmp_path / "start"])
+    shutil.copytree(tmp_path / "start", tmp_path / "kept")
+    delete_checkpoint(watch.storages()[0], 1)
+    seen = set()
+    for at in range(watch.count_by_rank()[0]):
+        shutil.rmtree(tmp_path / "start")
+        shutil.copytree(tmp_path / "kept", tmp_path / "start")
+        frozen = tmp_path / f"frozen{at}"
+        killed = Watch([tmp_path / "start"], (0, at), kills="all", frozen=frozen)
+        with pytest.raises(Killed):
+            delete_checkpoint(killed.storages()[0], 1)
+        folder = frozen / "start"
+        left = list_checkpoints(folder)
+        seen.add(tuple(left))
+        assert left in ([1, 2], [2])
+        assert all(verify(folder, each).ok for each in left)
+        for claim in folder.glob("*.claim*"):
+            age(claim)
+        saved(folder, 3)
+        check_holds(folder, *left, 3)
+    assert seen == {(1, 2), (2,)}
+
+
+# -- copy
+
+
+def test_a_copy_is_the_checkpoint(tmp_path: Path) -> None:
+    halves = split_rows(CUT, 2)
+    save_on([{"cut": half, "n": 7, "text": "x" * 9000} for half in halves], tmp_path / "a", 3)
+    assert copy_checkpoint(tmp_path / "a", tmp_path / "deep" / "b").unique_id == 3
+    assert files_in(tmp_path / "deep" / "b") == files_in(tmp_path / "a")
+    assert np.array_equal(load_whole(tmp_path / "deep" / "b")["cut"], CUT)
+
+
+def test_a_copy_beside_others(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1, 2)
+    saved(tmp_path / "b", 2)
+    copy_checkpoint(tmp_path / "a", tmp_path / "b", 1)
+    check_holds(tmp_path / "b", 1, 2)
+    for number, text in ((1, "has a checkpoint with unique_id 1 already"), (2, "has a checkpoint with unique_id 2")):
+        with pytest.raises(ValueError, match=text):
+            copy_checkpoint(tmp_path / "a", tmp_path / "b", number)
+    with pytest.raises(ValueError, match="already"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "a", 1)
+    check_holds(tmp_path / "a", 1, 2)
+    check_holds(tmp_path / "b", 1, 2)
+
+
+def test_damage_is_not_copied(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    (path,) = data_files(tmp_path / "a")
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointCorruptedError, match="checksum"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert files_in(tmp_path / "b") == {}
+    path.unlink()
+    with pytest.raises(CheckpointCorruptedError, match="is missing"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+
+
+def test_room_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "a", 1)
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda storage: 100)
+    with pytest.raises(CheckpointError, match="has room for 100 bytes"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert files_in(tmp_path / "b") == {}
+
+
+def test_a_copy_that_is_killed_is_not_seen_and_a_save_cleans_up(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    saved(tmp_path / "start", 2)
+    shutil.copytree(tmp_path / "start", tmp_path / "kept")
+    watch = Watch([tmp_path / "start"])
+    copy_checkpoint(tmp_path / "a", watch.storages()[0])
+    seen = set()
+    for at in range(watch.count_by_rank()[0]):
+        shutil.rmtree(tmp_path / "start")
+        shutil.copytree(tmp_path / "kept", tmp_path / "start")
+        frozen = tmp_path / f"frozen{at}"
+        killed = Watch([tmp_path / "start"], (0, at), kills="all", frozen=frozen)
+        with pytest.raises(Killed):
+            copy_checkpoint(tmp_path / "a", killed.storages()[0])
+        folder = frozen / "start"
+        left = list_checkpoints(folder)
+        seen.add(tuple(left))
+        assert all(verify(folder, each).ok for each in left)
+        for claim in folder.glob("*.claim*"):
+            age(claim)
+        if left == [2]:
+            copy_checkpoint(tmp_path / "a", folder)  # tries again, over what is left
+            check_holds(folder, 1, 2)
+        saved(folder, 3)
+        check_holds(folder, 1, 2, 3)
+    assert seen == {(2,), (1, 2)}
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    watch = Watch([tmp_path / "b"])
+    copy_checkpoint(tmp_path / "a", watch.storages()[0])
+    first = next(i for i, (_, what, _) in enumerate(watch.steps) if what == "create")
+    last = next(i for i, (_, what, name) in enumerate(watch.steps) if what == "publish" and name.endswith(".metadata"))
+    for at in range(first, last + 1):
+        shutil.rmtree(tmp_path / "b")
+        failing = Watch([tmp_path / "b"], (0, at), lambda: OSError(5, "broken"))
+        with pytest.raises(OSError, match="broken"):
+            copy_checkpoint(tmp_path / "a", failing.storages()[0])
+        assert files_in(tmp_path / "b") == {}
