@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["CheckpointPath", "Identifier", "Json"]
+__all__ = ["CheckpointPath", "Identifier", "Json", "Yes", "alone_only", "confirm"]
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="The checkpoint's folder.", show_default=False)]
 Identifier = Annotated[
@@ -28,11 +28,16 @@ def confirm(question: str, yes: bool) -> None:
     """
     if yes:
         return
-    if not sys.stdin.isatty():
+    if not is_terminal():
         raise typer.BadParameter("stdin is no terminal, so nobody can be asked; pass --yes", param_hint="--yes")
     if not typer.confirm(question, err=True):
         typer.echo("nothing was done", err=True)
         raise typer.Exit(2)
+
+
+def is_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty()
 
 
 def alone_only(command: str) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "StepsFacts",
     "TensorFacts",
     "checkpoint_facts",
+    "format_of",
     "matches",
     "steps_facts",
 ]

@@ -12,7 +12,12 @@ from typer.core import TyperGroup
 
 from ..version import __version__
 from .cat import cat
+from .copy import copy
+from .delete import delete
 from .inspect import inspect
+from .prune import prune
+from .rebuild import rebuild
+from .verify import verify
 
 __all__ = ["app", "main"]
 
@@ -20,6 +25,11 @@ __all__ = ["app", "main"]
 _COMMANDS = (
     inspect,
     cat,
+    verify,
+    copy,
+    delete,
+    prune,
+    rebuild,
 )
 
 _HELP = """Look inside checkpoints, check, compare, copy and mend them. Needs neither Paddle nor a GPU.

@@ -20,7 +20,7 @@ from ..reports import VerifyReport
 from ..storage.base import Storage
 from .checkpoint import read_checkpoint
 
-__all__ = ["problems_of", "verify_checkpoint"]
+__all__ = ["check_file", "problems_of", "uncovered", "verify_checkpoint"]
 
 
 def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | None) -> VerifyReport:
@@ -40,11 +40,10 @@ def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | 
 
 def problems_of(storage: Storage, metadata: Metadata, progress: bool | None) -> list[str]:
     """What is wrong with the files of a checkpoint, in words."""
-    problems = _uncovered(metadata)
+    problems = uncovered(metadata)
     with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
-        check = _check_file if metadata.format == "native" else _check_foreign
         for file in range(len(metadata.files)):
-            problems += check(storage, metadata, file, bar)
+            problems += check_file(storage, metadata, file, bar)
     return problems
 
 
@@ -80,7 +79,7 @@ def _check_foreign(storage: Storage, metadata: Metadata, file: int, progress: Ca
     return problems
 
 
-def _uncovered(metadata: Metadata) -> list[str]:
+def uncovered(metadata: Metadata) -> list[str]:
     """Tensors whose shards do not make them up exactly."""
     table = metadata.table
     dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
@@ -90,8 +89,10 @@ def _uncovered(metadata: Metadata) -> list[str]:
     return [f"{metadata.key(table.paths[t])}: its shards do not cover it exactly once" for t in np.flatnonzero(~exact)]
 
 
-def _check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress) -> list[str]:
-    """Read all of one data file; returns what is wrong with it."""
+def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress) -> list[str]:
+    """Read all of one data file, or of one of another format what can be verified; returns what is wrong with it."""
+    if metadata.format != "native":
+        return _check_foreign(storage, metadata, file, progress)
     info, table = metadata.files[file], metadata.table
     first_block, counts = table.blocks(metadata.block_bytes, len(metadata.files))
     try:

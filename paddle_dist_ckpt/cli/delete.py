@@ -1,0 +1,43 @@
+"""``delete``: removes a checkpoint from its folder."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .arguments import CheckpointPath, Json, Yes, alone_only, confirm
+from .output import count, human_bytes, print_json, say
+
+__all__ = ["delete"]
+
+
+def delete(
+    path: CheckpointPath,
+    unique_id: Annotated[int, typer.Argument(metavar="ID", min=0, help="Which checkpoint, as inspect shows it.")],
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Remove a checkpoint from its folder, after asking.
+
+    Its .metadata goes first, for good; then its data files, but for those that another checkpoint of the folder refers
+    to. If the process is killed on the way, the next save to the folder removes what is left. Nothing is removed while
+    somebody is saving to the folder.
+
+    \b
+    Example:
+      paddle-dist-ckpt delete checkpoints 3 --yes
+    """
+    from ..api import delete_checkpoint, read_metadata
+
+    alone_only("delete")
+    metadata = read_metadata(path, unique_id)
+    size = sum(info.size for info in metadata.files)
+    what = f"checkpoint {unique_id} of {metadata.created} in {path}"
+    confirm(f"Delete {what}, {count(len(metadata.files), 'file')}, {human_bytes(size)}?", yes)
+    found = delete_checkpoint(path, unique_id)
+    size = sum(info.size for info in found.files)
+    if json:
+        print_json({"path": path, "unique_id": unique_id, "files": len(found.files), "bytes": size})
+    else:
+        say(f"deleted {what}, {human_bytes(size)}")

@@ -1,0 +1,88 @@
+"""A command as one process, or as the ranks of a launched job that share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..core.protocols import ControlSession
+from ..errors import CheckpointError
+from ..files.metadata import Metadata
+from ..folder.checkpoint import read_checkpoint
+from ..options import LoadOptions
+from ..storage.base import Storage
+
+__all__ = ["gathered", "is_first", "joined", "print_once", "same_checkpoint"]
+
+T = TypeVar("T")
+
+
+@contextmanager
+def joined(command: str) -> Iterator[ControlSession]:
+    """A session of all processes that :mod:`paddle.distributed.launch` has started; of this one alone without it."""
+    from ..wiring import members
+
+    options = LoadOptions()
+    with members(None, options).hub.session(command, options.timeout) as session:
+        yield session
+
+
+def is_first(session: ControlSession) -> bool:
+    """Whether this is the process that prints."""
+    return session.rank == session.coordinator
+
+
+def same_checkpoint(session: ControlSession, storage: Storage, unique_id: int | None) -> Metadata:
+    """Read a checkpoint's `.metadata`: the same one on every rank, even if others are saved meanwhile.
+
+    Raises:
+        CheckpointError: it was replaced meanwhile, or this rank sees another folder.
+    """
+    mine: list[Metadata] = []
+
+    def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        metadata = read_checkpoint(storage, unique_id)
+        mine.append(metadata)
+        return dict.fromkeys(messages, msgspec.msgpack.encode((metadata.unique_id, metadata.save_id)))
+
+    number, save = msgspec.msgpack.decode(session.gather_scatter("checkpoint", lambda: b"", choose))
+    metadata = mine[0] if mine else read_checkpoint(storage, number)
+    if metadata.save_id != save:
+        raise CheckpointError(f"checkpoint {number} in {storage.location} is not the one that the other ranks see")
+    return metadata
+
+
+def gathered(session: ControlSession, name: str, work: Callable[[], T], kind: type[T]) -> list[T]:
+    """Do this rank's part of some work; returns what came of all parts, on the coordinator alone."""
+    found: list[T] = []
+
+    def collect(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        found.extend(msgspec.msgpack.decode(data, type=kind) for _, data in sorted(messages.items()))
+        return dict.fromkeys(messages, b"")
+
+    session.gather_scatter(name, lambda: msgspec.msgpack.encode(work()), collect)
+    return found
+
+
+def print_once(session: ControlSession, show: Callable[[], int]) -> int:
+    """Print on the coordinator alone; returns its exit code on every rank, when it has printed.
+
+    A launcher ends the other processes when one ends with a code that is not 0.
+    """
+
+    def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        return dict.fromkeys(messages, str(code).encode())
+
+    code = 0
+
+    def local() -> bytes:
+        nonlocal code
+        if is_first(session):
+            code = show()
+        return b""
+
+    reply: Any = session.gather_scatter("print", local, answer)
+    return int(reply)

@@ -1,0 +1,105 @@
+"""``delete``, ``copy`` and ``prune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_dist_ckpt import SaveOptions, list_checkpoints, verify
+from paddle_dist_ckpt.manager.steps import NOTE, step_folder
+from test.cli.commands import answer, fails, run, save_model
+from test.jobs import age, files_in, make_array, save_alone
+
+ARRAYS = {"a": make_array((40, 50))}
+
+
+def test_delete_with_yes(tmp_path: Path) -> None:
+    save_model(tmp_path, ARRAYS, 1)
+    save_model(tmp_path, ARRAYS, 2)
+    found = answer("delete", tmp_path, 1, "--yes")
+    assert (found["path"], found["unique_id"], found["files"]) == (str(tmp_path), 1, 2)
+    assert list_checkpoints(tmp_path) == [2]
+    assert "deleted checkpoint 2" in run("delete", tmp_path, 2, "-y")
+    assert files_in(tmp_path) == {}
+    assert "error: " in fails("delete", tmp_path, 2, "-y")
+
+
+def test_nothing_is_destroyed_without_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, ARRAYS, 1)
+    assert "pass --yes" in fails("delete", tmp_path, 1)
+    monkeypatch.setattr("paddle_dist_ckpt.cli.arguments.is_terminal", lambda: True)
+    run("delete", tmp_path, 1, typed="n\n", code=2)
+    assert list_checkpoints(tmp_path) == [1]
+    run("delete", tmp_path, 1, typed="y\n")
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_ranks_of_a_job_do_not_destroy_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, ARRAYS, 1)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    for command in (("delete", tmp_path, 1, "-y"), ("copy", tmp_path, tmp_path / "b"), ("rebuild", tmp_path)):
+        assert "start it without paddle.distributed.launch" in fails(*command)
+
+
+def test_copy(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", ARRAYS, 1)
+    save_model(tmp_path / "a", ARRAYS, 2)
+    found = answer("copy", tmp_path / "a", tmp_path / "b")
+    assert (found["path"], found["unique_id"]) == (str(tmp_path / "b"), 2)
+    assert "copied checkpoint 1" in run("copy", tmp_path / "a", tmp_path / "b", "--id", 1)
+    assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
+    assert "has a checkpoint with unique_id 1 already" in fails("copy", tmp_path / "a", tmp_path / "b", "--id", 1)
+
+
+def steps(root: Path, **losses: float) -> None:
+    for name, loss in losses.items():
+        step = int(name[1:])
+        note: dict[str, Any] = {NOTE: {"step": step, "metrics": {"loss": loss}}}
+        save_alone({"a": ARRAYS["a"]}, step_folder(root, step), step, options=SaveOptions(user_metadata=note))
+
+
+def committed(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if any(path.glob("*.metadata")))
+
+
+def test_prune_by_the_rules_of_the_manager(tmp_path: Path) -> None:
+    steps(tmp_path, s100=0.5, s150=0.1, s200=0.7, s250=0.6, s300=0.8)
+    rules = ("--keep-last", 1, "--keep-every", 200, "--best", "loss:min")
+    planned = answer("prune", tmp_path, *rules, "--dry-run")
+    assert (planned["kept"], planned["removed"]) == ([150, 200, 300], [100, 250])
+    assert len(committed(tmp_path)) == 5
+    assert "pass --yes" in fails("prune", tmp_path, *rules)[-300:]
+    assert "would remove 2 steps" in run("prune", tmp_path, *rules, "--dry-run")
+    assert "removed 2 steps" in run("prune", tmp_path, *rules, "-y")
+    assert committed(tmp_path) == ["step-00000150", "step-00000200", "step-00000300"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == committed(tmp_path)
+    assert verify(step_folder(tmp_path, 150)).ok
+    assert "nothing to remove" in run("prune", tmp_path, *rules, "-y")
+
+
+def test_prune_leaves_links_and_saves_that_go_on(tmp_path: Path) -> None:
+    steps(tmp_path / "elsewhere", s100=0.5)
+    root = tmp_path / "root"
+    steps(root, s200=0.5, s300=0.5)
+    step_folder(root, 100).symlink_to(step_folder(tmp_path / "elsewhere", 100))
+    for step, old in ((50, True), (400, False)):
+        step_folder(root, step).mkdir()
+        claim = step_folder(root, step) / f"{step}.0123456789abcdef.claim"
+        claim.write_text("{}")
+        if old:
+            age(claim)
+            age(step_folder(root, step))
+    found = answer("prune", root, "--keep-last", 1, "-y")
+    assert (found["kept"], found["removed"], found["abandoned"]) == ([100, 300], [200], [50])
+    names = sorted(path.name for path in root.iterdir())
+    assert names == ["step-00000100", "step-00000300", "step-00000400"]
+
+
+def test_wrong_use_of_prune(tmp_path: Path) -> None:
+    steps(tmp_path, s100=0.5)
+    assert "loss:min" in fails("prune", tmp_path, "--keep-last", 1, "--best", "loss")
+    assert "--keep-last" in fails("prune", tmp_path)
+    fails("prune", tmp_path, "--keep-last", 0)
+    assert "is no folder of steps" in fails("prune", step_folder(tmp_path, 100), "--keep-last", 1)
