@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .core.dtypes import DTYPES
-from .exporting.export import FORMATS, ExportRequest
+from .exporting.formats import FORMATS, ExportRequest
 from .folder.selection import checked_keys
 from .options import LoadOptions, SaveOptions, as_integer, checked
 from .reports import ExportReport
@@ -41,7 +41,8 @@ def export(
         out: The folder to make, or the file; it must not exist, or be an empty folder. In a job, all ranks must see it.
         format: ``"safetensors"``: as Hugging Face lays it out, ``model.safetensors``, or several files with an index.
             ``"paddle"``: as Paddle's own ``dist.save_state_dict`` writes it, which its ``load_state_dict`` reads on any
-            ranks. ``"pdparams"``: one file with the nested state_dict, values too, for ``paddle.load``.
+            ranks. ``"pdparams"``: one file with the nested state_dict, values too, for ``paddle.load``; of
+            :class:`PerRank` values a dict by rank. ``"native"``: a checkpoint of this library, with id 0.
         unique_id: Which checkpoint; None for the newest.
         prefix: Export what is below these whole parts of the path, joined by dots; names are without them.
         keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
@@ -59,7 +60,9 @@ def export(
         UnsupportedValueError: the format cannot hold something; or, with ``dtype``, a finite value.
         TypeError, ValueError: an argument is not what it should be, or ``out`` is there already.
         RankFailureError, CheckpointTimeoutError: another rank failed, or fell silent.
-        OSError: this process, alone, could not read or write. Whatever is raised, there is no ``out``.
+        OSError: this process, alone, could not read or write.
+
+    Whatever is raised, there is no ``out``; or, if the connection was lost at the very end, all of it.
 
     Example:
         >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .control.ranks import Ranks
-from .exporting.export import ExportRequest, check_free, export_checkpoint
+from .exporting.export import check_free, export_checkpoint
+from .exporting.formats import ExportRequest
 from .files.names import MOST_IDS
 from .folder.selection import Selection
 from .loading.load import load

@@ -4,121 +4,75 @@ begin   the coordinator reads the checkpoint and plans, and makes a hidden folde
 write   every rank writes its files into that; when all have, the coordinator gives it its name
 
 Nothing is visible under that name before all of it is there and durable. What fails leaves nothing behind, but where
-the coordinator itself is killed: a folder ``.NAME.export-...``.
+the coordinator itself is killed: a folder ``.NAME.export-...``, of which a later export to the same place warns.
 """
 
 from __future__ import annotations
 
+import datetime
+import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ..control.rounds import ask, only_on
-from ..core.dtypes import dtype_named
 from ..core.messages import decode, encode, prepare
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
-from ..core.shards import Kind
 from ..core.threads import io_threads
-from ..errors import CheckpointError, UnsupportedValueError
-from ..files.metadata import Metadata
-from ..folder.checkpoint import check_sizes, read_checkpoint
-from ..folder.selection import Selection, select
+from ..errors import CheckpointCorruptedError, CheckpointError
+from ..files.codec import encode_metadata
+from ..files.metadata import FileInfo, Metadata, SaveInfo
+from ..files.names import metadata_name, temporary_name
+from ..folder.checkpoint import read_checkpoint
+from ..options import SaveOptions
 from ..reports import ExportReport, Stopwatch
 from ..storage import LocalStorage
 from ..storage.base import Storage
-from ..tree.paths import flat_keys
-from .paddle_files import plan_paddle, plan_pdparams
-from .plan import ExportFile, ExportTensor, divide_files
-from .safetensors import plan_safetensors
+from ..version import __version__
+from .formats import FORMATS, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
 
-__all__ = ["FORMATS", "ExportRequest", "check_free", "export_checkpoint"]
+__all__ = ["check_free", "export_checkpoint"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
 _TOKEN = ".token"
-
-
-@dataclass(frozen=True, slots=True)
-class ExportFormat:
-    """A format to export to.
-
-    Attributes:
-        plan: Plans the files: of tensors, values (path and value), the most bytes of tensors in a file, and the name
-            of what is made.
-        holds_values: Whether it has a place for values.
-        is_file: Whether what is made is one file, and not a folder.
-    """
-
-    plan: Callable[[Sequence[ExportTensor], Sequence[tuple[str, Any]], int, str], list[ExportFile]]
-    holds_values: bool = False
-    is_file: bool = False
-
-
-FORMATS: Mapping[str, ExportFormat] = {
-    "safetensors": ExportFormat(lambda tensors, values, most, name: plan_safetensors(tensors, most)),
-    "paddle": ExportFormat(lambda tensors, values, most, name: plan_paddle(tensors, most)),
-    "pdparams": ExportFormat(
-        lambda tensors, values, most, name: plan_pdparams(tensors, values, name), holds_values=True, is_file=True
-    ),
-}
-
-
-class ExportRequest(msgspec.Struct, frozen=True):
-    """What is to be exported; the same on all ranks.
-
-    Attributes:
-        out: The folder that is to be made, or the file, as an absolute path.
-        format: One of :data:`FORMATS`.
-        unique_id: Which checkpoint; None for the newest.
-        prefix: See :func:`paddle_dist_ckpt.export`, as for the others.
-        keys: Flat keys, or patterns.
-        dtype: The floating-point type to convert to, or None.
-        max_shard_bytes: The most bytes of tensors in a file, if there are several.
-    """
-
-    out: str
-    format: str
-    unique_id: int | None
-    prefix: str | None
-    keys: list[str] | None
-    dtype: str | None
-    max_shard_bytes: int
+OpenFolder = Callable[[Path], Storage]
 
 
 class BeginAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``begin``: which checkpoint it is, and the hidden folder with what is in its token file."""
+    """Round ``begin``: which checkpoint it is, the hidden folder, and what is made there, of which a file tells."""
 
     unique_id: int
     save_id: str
     hidden: str
-    token: str
+    save: SaveInfo
+
+
+class WrittenFiles(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``write``: the files that a rank has written."""
+
+    files: list[FileInfo]
 
 
 class DoneAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Round ``write``: all of it has its name now."""
 
 
-prepare([ExportRequest, BeginAnswer, DoneAnswer])
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The files, and the keys of the values that the format has no place for."""
-
-    metadata: Metadata
-    files: list[ExportFile]
-    left_out: list[str]
+prepare([BeginAnswer, WrittenFiles, DoneAnswer])
 
 
 def export_checkpoint(
-    session: ControlSession, source: Storage, request: ExportRequest, progress: bool | None
+    session: ControlSession,
+    source: Storage,
+    request: ExportRequest,
+    progress: bool | None,
+    open_folder: OpenFolder = LocalStorage,
 ) -> ExportReport:
     """Write tensors of a checkpoint in another format, together with the session's other ranks.
 
@@ -127,44 +81,57 @@ def export_checkpoint(
         source: The checkpoint's folder.
         request: What to export.
         progress: Whether to show a bar on the coordinator; None if stderr is a terminal.
+        open_folder: Makes the storage of a local folder.
 
     Raises:
         See :func:`paddle_dist_ckpt.export`.
     """
     watch = Stopwatch()
-    coordinator = _Coordinator(session, source) if session.rank == session.coordinator else None
+    coordinator = _Coordinator(session, source, open_folder) if session.rank == session.coordinator else None
     try:
         with watch.phase("plan"):
             _, begun = ask(
                 session, "begin", lambda: (None, request), BeginAnswer, only_on(coordinator, _Coordinator.begin)
             )
 
-        def write() -> tuple[_Plan, DoneAnswer]:
-            plan = _plan(source, request, begun)
-            _write_share(session, source, plan, begun, progress)
-            return plan, DoneAnswer()
+        def write() -> tuple[ExportPlan, WrittenFiles]:
+            try:
+                plan = coordinator.plan if coordinator is not None else _plan(session, source, request, begun)
+                return plan, _write_share(session, source, plan, begun, progress, open_folder)
+            except CheckpointCorruptedError as error:
+                _check_not_replaced(source, read_checkpoint(source, begun.unique_id), begun, error)
+                raise
 
         with watch.phase("write"):
             plan, _ = ask(session, "write", write, DoneAnswer, only_on(coordinator, _Coordinator.finish))
     finally:
         if coordinator is not None:
             coordinator.clean_up()
+    files = {file.name: file.nbytes for file in plan.files}
+    if plan.draft is not None:
+        files[metadata_name(plan.draft.unique_id)] = len(encode_metadata(plan.draft))
     return ExportReport(
         path=request.out,
         format=request.format,
-        files=tuple(file.name for file in plan.files),
-        tensors=sum(isinstance(part, ExportTensor) for file in plan.files for part in file.parts),
-        total_bytes=sum(file.nbytes for file in plan.files),
+        files=tuple(files),
+        tensors=plan.tensors,
+        total_bytes=sum(files.values()),
         left_out=tuple(plan.left_out),
         seconds=watch.seconds,
     )
 
 
 class _Coordinator:
-    """What the coordinator does: the hidden folder, from its beginning to its end."""
+    """What the coordinator does: the hidden folder, from its beginning to its end.
 
-    def __init__(self, session: ControlSession, source: Storage) -> None:
-        self._session, self._source = session, source
+    Attributes:
+        plan: After round ``begin``.
+    """
+
+    plan: ExportPlan
+
+    def __init__(self, session: ControlSession, source: Storage, open_folder: OpenFolder) -> None:
+        self._session, self._source, self._open = session, source, open_folder
         self._hidden: Path | None = None
 
     def begin(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -176,39 +143,55 @@ class _Coordinator:
         self._request = decode(ours, ExportRequest)
         out = Path(self._request.out)
         check_free(self._request)
-        self._plan = _plan(self._source, self._request, None)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        token = secrets.token_hex(8)
-        hidden = out.parent / f".{out.name}.export-{token}"
+        metadata = read_checkpoint(self._source, self._request.unique_id)
+        self._save = _new_save(metadata)
+        self.plan = plan_export(self._source, metadata, self._request, len(self._session.ranks), self._save)
+        _warn_of_others(out)
+        self._open(out.parent).prepare()
+        hidden = out.parent / f".{out.name}.export-{self._save.save_id}"
         hidden.mkdir()
         self._hidden = hidden
-        (hidden / _TOKEN).write_text(token, encoding="ascii")
-        metadata = self._plan.metadata
-        answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(hidden), token))
+        (hidden / _TOKEN).write_text(self._save.save_id, encoding="ascii")
+        answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(hidden), self._save))
         return dict.fromkeys(messages, answer)
 
     def finish(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: all files are there; make that visible."""
         assert self._hidden is not None
-        storage = LocalStorage(self._hidden)
-        for file in self._plan.files:
+        storage, out = self._open(self._hidden), Path(self._request.out)
+        for file in self.plan.files:
             if storage.size(file.name) != file.nbytes:
                 raise CheckpointError(f"{self._hidden / file.name} has changed while it was written")
+        if self.plan.draft is not None:
+            written = {info.name: info for data in messages.values() for info in decode(data, WrittenFiles).files}
+            files = [written[info.name] for info in self.plan.draft.files]
+            data = encode_metadata(msgspec.structs.replace(self.plan.draft, files=files))
+            temporary = temporary_name(self._save.unique_id, self._save.save_id)
+            storage.publish(metadata_name(self._save.unique_id), data, temporary, replace=False)
         storage.delete(_TOKEN)
         storage.sync()
-        # IMPORTANT: whoever sees it sees all of it, durable. Fails if somebody else has made it meanwhile.
-        if FORMATS[self._request.format].is_file:
-            os.link(self._hidden / self._plan.files[0].name, self._request.out)
-        else:
-            os.rename(self._hidden, self._request.out)
-            self._hidden = None
-        LocalStorage(Path(self._request.out).parent).sync()
+        try:
+            # IMPORTANT: whoever sees it sees all of it, durable. Fails if somebody else has made it meanwhile.
+            if FORMATS[self._request.format].is_file:
+                os.link(self._hidden / self.plan.files[0].name, out)
+            else:
+                os.rename(self._hidden, out)
+                self._hidden = None
+        except OSError:
+            check_free(self._request)  # which says it in words
+            raise
+        self._open(out.parent).sync()
         return dict.fromkeys(messages, encode(DoneAnswer()))
 
     def clean_up(self) -> None:
         """Remove the hidden folder, if it still is one."""
-        if self._hidden is not None:
-            shutil.rmtree(self._hidden, ignore_errors=True)
+        if self._hidden is None:
+            return
+        # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
+        gone = self._hidden.with_name(f"{self._hidden.name}.gone")
+        with suppress(OSError):
+            os.rename(self._hidden, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def check_free(request: ExportRequest) -> None:
@@ -222,62 +205,66 @@ def check_free(request: ExportRequest) -> None:
         raise ValueError(f"{out} is there already; an export makes a new file or folder, or fills an empty folder")
 
 
-def _plan(source: Storage, request: ExportRequest, expected: BeginAnswer | None) -> _Plan:
-    """Read the checkpoint and plan; on every rank alike.
-
-    Raises:
-        CheckpointError: it is not the checkpoint that the coordinator has seen.
-    """
-    metadata = read_checkpoint(source, request.unique_id if expected is None else expected.unique_id)
-    if expected is not None and metadata.save_id != expected.save_id:
-        raise CheckpointError(f"checkpoint {metadata.unique_id} in {source.location} was replaced during its export")
-    paths = select(metadata, Selection(request.prefix, request.keys))
-    keys = dict(zip(paths, flat_keys(list(paths.values())), strict=True))
-    target, table = FORMATS[request.format], metadata.table
-    wanted = dtype_named(request.dtype) if request.dtype is not None else None
-    tensors, values = [], []
-    for path, key in keys.items():
-        row = table.index.get(path)
-        if row is None or table.kinds[row] == Kind.VALUE:
-            values.append(path)
-            continue
-        stored = table.dtypes[row]
-        dtype = wanted if wanted is not None and stored.category == "float" else stored
-        shape, is_array = table.layouts[table.layout_of[row]].shape, table.kinds[row] == Kind.ARRAY
-        tensors.append(ExportTensor(row, paths[path], key, shape, stored, dtype, table.names[row], bool(is_array)))
-    left_out = [] if target.holds_values else [keys[path] for path in values]
-    named = [key for key in left_out if request.keys is not None and key in request.keys]
-    if named:
-        raise UnsupportedValueError(f"{', '.join(named[:5])}: no tensor, so the format has no place for it")
-    held = [(paths[path], _value_of(metadata, path)) for path in values] if target.holds_values else []
-    files = target.plan(tensors, held, request.max_shard_bytes, Path(request.out).name)
-    used = {part.row for file in files for part in file.parts if isinstance(part, ExportTensor)}
-    check_sizes(source, metadata, sorted(set(table.select(sorted(used))[0].shard_file.tolist())))
-    return _Plan(metadata, files, left_out)
+def _warn_of_others(out: Path) -> None:
+    """Say which hidden folders of exports to this place there are."""
+    with suppress(OSError):
+        starts = (f".{out.name}.export-", f".{out.name}.state-")
+        for name in sorted(entry.name for entry in out.parent.iterdir() if entry.name.startswith(starts)):
+            _logger.warning(
+                "%s: another export to %s goes on, or was killed and has left that behind; if it was, remove it",
+                out.parent / name,
+                out,
+            )
 
 
-def _value_of(metadata: Metadata, path: str) -> Any:
-    key = metadata.key(path)
-    if key not in metadata.values:
-        raise UnsupportedValueError(f"{key}: a value of more than 4 KiB cannot be exported")
-    return metadata.values[key]
+def _new_save(metadata: Metadata) -> SaveInfo:
+    """What a checkpoint that is made of another one is called."""
+    return SaveInfo(
+        save_id=secrets.token_hex(8),
+        unique_id=0,
+        world_size=metadata.world_size,  # of which PerRank values speak
+        block_bytes=SaveOptions().block_bytes,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        library=f"paddle_dist_ckpt {__version__}",
+        paddle_version=None,
+    )
+
+
+def _plan(session: ControlSession, source: Storage, request: ExportRequest, begun: BeginAnswer) -> ExportPlan:
+    """Plan as the coordinator has done it."""
+    metadata = read_checkpoint(source, begun.unique_id)
+    _check_not_replaced(source, metadata, begun)
+    return plan_export(source, metadata, request, len(session.ranks), begun.save)
+
+
+def _check_not_replaced(
+    source: Storage, found: Metadata, begun: BeginAnswer, cause: BaseException | None = None
+) -> None:
+    """Refuse a checkpoint that is not the one that the coordinator has seen."""
+    if found.save_id != begun.save_id:
+        text = f"checkpoint {begun.unique_id} in {source.location} was replaced during its export"
+        raise CheckpointError(text) from cause
 
 
 def _write_share(
-    session: ControlSession, source: Storage, plan: _Plan, begun: BeginAnswer, progress: bool | None
-) -> None:
+    session: ControlSession,
+    source: Storage,
+    plan: ExportPlan,
+    begun: BeginAnswer,
+    progress: bool | None,
+    open_folder: OpenFolder,
+) -> WrittenFiles:
     """Write the files that are this rank's."""
     seen = ""
     with suppress(OSError):
         seen = (Path(begun.hidden) / _TOKEN).read_text(encoding="ascii")
-    if seen != begun.token:
+    if seen != begun.save.save_id:
         raise CheckpointError(
             f"rank {session.rank} does not see {begun.hidden}, which rank {session.coordinator} has made; all ranks of "
             "an export need one folder"
         )
-    mine = divide_files([file.nbytes for file in plan.files], len(session.ranks))
-    files = [plan.files[i] for i in mine[session.ranks.index(session.rank)]]
+    files = [plan.files[i] for i in plan.shares[session.ranks.index(session.rank)]]
     is_coordinator = session.rank == session.coordinator
+    threads, target = io_threads(len(session.ranks), waits=True), open_folder(Path(begun.hidden))
     with Progress("export", sum(file.nbytes for file in files), progress, is_coordinator) as bar:
-        threads = io_threads(len(session.ranks), waits=True)
-        write_files(source, plan.metadata, LocalStorage(begun.hidden), files, threads, session.check, bar)
+        return WrittenFiles(write_files(source, plan.source, target, files, threads, session.check, bar))

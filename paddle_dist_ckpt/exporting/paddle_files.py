@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..tree.paths import parse_path
 from ..tree.state_dict import build_tree
@@ -89,5 +90,8 @@ def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, A
         UnsupportedValueError: the format has no such element type, or a value is no plain one.
     """
     # As Paddle does it: of a file with a pair of name and array, the pairs become tensors and other arrays stay arrays.
-    leaves = [(tensor.path, tensor if tensor.is_array else (tensor.name or tensor.key, tensor)) for tensor in tensors]
+    leaves = [
+        (tensor.path, tensor if tensor.kind == Kind.ARRAY else (tensor.name or tensor.key, tensor))
+        for tensor in tensors
+    ]
     return [ExportFile(name, pickled(build_tree([*leaves, *values])))]

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..core.dtypes import DType
 from ..errors import UnsupportedValueError
 from .plan import ExportTensor
@@ -53,7 +55,8 @@ def pickled(value: Any) -> list[bytes | ExportTensor]:
     """A pickle of protocol 4, as what a file is made of.
 
     Args:
-        value: Dicts, lists, tuples, instances, plain values, and tensors, which become numpy arrays.
+        value: Dicts, lists, tuples, instances, plain values, those of numpy too, and tensors, which become numpy
+            arrays.
 
     Raises:
         UnsupportedValueError: there is something else, or a tensor of a type for which Paddle has no numpy array.
@@ -61,6 +64,11 @@ def pickled(value: Any) -> list[bytes | ExportTensor]:
     writer = _Writer()
     writer.write(value)
     return writer.finished()
+
+
+def _inner(value: Any) -> bytes:
+    """A pickle without what begins and ends it. Of protocol 3, for protocol 4 has frames."""
+    return pickle.dumps(value, 3)[2:-1]
 
 
 class _Writer:
@@ -96,7 +104,10 @@ class _Writer:
         elif type(value) is tuple:
             self._write_items(value, pickle.TUPLE)
         elif isinstance(value, _PLAIN):
-            self._text += pickle.dumps(value, 3)[2:-1]  # without what begins and ends a pickle; protocol 4 has frames
+            self._text += _inner(value)
+        elif isinstance(value, (np.generic, np.ndarray)):
+            # Older versions of numpy have no numpy._core, and newer ones know the old name.
+            self._text += _inner(value).replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n", 1)
         else:
             raise UnsupportedValueError(f"a {type(value).__name__} cannot be exported to a pickle")
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from ..core.box import Box, cut_flat_range
 from ..core.dtypes import DType
+from ..core.shards import Kind
+from ..files.datafile import DataFileInfo, FileTable
 
 __all__ = [
     "WINDOW_BYTES",
@@ -16,6 +18,7 @@ __all__ = [
     "ExportPiece",
     "ExportTensor",
     "ExportWindow",
+    "OwnHeader",
     "cut_in_windows",
     "divide_files",
     "fill_files",
@@ -27,7 +30,7 @@ _PAGE = 4096  # windows start at pages, if they can, so that they can be written
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportTensor:
-    """A whole tensor of a checkpoint, as it is written to a file.
+    """A whole tensor of a checkpoint, or what else is stored like one, as it is written to a file.
 
     Attributes:
         row: Its place in the checkpoint's table.
@@ -37,7 +40,7 @@ class ExportTensor:
         stored: Its element type in the checkpoint.
         dtype: Its element type in the file.
         name: The framework's variable name, if it is known.
-        is_array: Whether it was a numpy array rather than a tensor.
+        kind: What it is.
     """
 
     row: int
@@ -47,12 +50,27 @@ class ExportTensor:
     stored: DType
     dtype: DType
     name: str | None = None
-    is_array: bool = False
+    kind: Kind = Kind.TENSOR
 
     @property
     def nbytes(self) -> int:
         """How many bytes it has in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnHeader:
+    """What a file of this library's own format has in front of its tensors: digests of them, which are not known yet.
+
+    Attributes:
+        table: Its entries.
+        info: What it says of itself.
+        size: The size of the whole file in bytes.
+    """
+
+    table: FileTable
+    info: DataFileInfo
+    size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,14 +80,18 @@ class ExportFile:
     Attributes:
         name: Its name in the folder.
         parts: What it is made of, in order: bytes, or a tensor as contiguous items in row-major order.
+        own: For a file of this library's own format its header, which is not among the parts.
     """
 
     name: str
     parts: Sequence[bytes | ExportTensor]
+    own: OwnHeader | None = None
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
+        if self.own is not None:
+            return self.own.size
         return sum(part.nbytes if isinstance(part, ExportTensor) else len(part) for part in self.parts)
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import numpy as np
 
+from ..core.box import flat_range
 from ..core.buffers import Buffers
 from ..core.dtypes import cast_array
 from ..core.memory import Bytes1D
 from ..core.threads import run_all
 from ..errors import UnsupportedValueError
-from ..files.metadata import Metadata
+from ..files.block_hashes import BlockHashes
+from ..files.contents import Window
+from ..files.metadata import FileInfo, Metadata
+from ..files.writer import FileSave
 from ..folder.boxes import BoxReader
 from ..storage.base import Storage, WritableFile
 from .plan import ExportFile, ExportPiece, ExportWindow, cut_in_windows
@@ -28,7 +34,7 @@ def write_files(
     threads: int,
     check: Callable[[], None],
     progress: Callable[[int], None],
-) -> None:
+) -> list[FileInfo]:
     """Write files and make them durable, in memory of a few windows.
 
     Args:
@@ -40,6 +46,9 @@ def write_files(
         check: Called now and then; may raise to stop.
         progress: Told how many bytes were written, as they are.
 
+    Returns:
+        The files, those of this library's own format with the digests of their headers.
+
     Raises:
         CheckpointCorruptedError: a block is not what was written, or a file is missing.
         UnsupportedValueError: a finite value cannot be held by the element type that it is converted to.
@@ -48,49 +57,82 @@ def write_files(
     cut = [cut_in_windows(file) for file in files]
     pieces = [piece for windows in cut for window in windows for piece in window.pieces]
     buffers = Buffers(threads)
+    written: list[FileInfo] = []
     with BoxReader(source, metadata, [p.tensor.row for p in pieces], [p.box for p in pieces]) as reader:
-        row = 0
+        first = 0
         for file, windows in zip(files, cut, strict=True):
-            out = target.create(file.name)
-            try:
-                run_all(_tasks(windows, row, reader, out, buffers, progress), threads, check)
-                out.sync()
-            finally:
-                out.close()
-            row += sum(len(window.pieces) for window in windows)
+            content = _Content(file, windows, first, reader, buffers)
+            first += sum(len(window.pieces) for window in windows)
+            if file.own is None:
+                out = target.create(file.name)
+                with closing(out):
+                    run_all(content.tasks(out, progress), threads, check)
+                    out.sync()
+                written.append(FileInfo(file.name, file.nbytes, ""))
+            else:
+                with closing(FileSave(target, file.name, file.own.table, file.own.info, content)) as save:
+                    written.append(save.finish(threads, check, progress))
+                progress(file.nbytes - file.own.table.nbytes)
+    return written
 
 
-def _tasks(
-    windows: Sequence[ExportWindow],
-    row: int,
-    reader: BoxReader,
-    out: WritableFile,
-    buffers: Buffers,
-    progress: Callable[[int], None],
-) -> Iterator[Callable[[], None]]:
-    for window in windows:
-        yield functools.partial(_write, window, range(row, row + len(window.pieces)), reader, out, buffers, progress)
-        row += len(window.pieces)
+class _Content:
+    """The windows of a file, read from a checkpoint.
+
+    Args:
+        file: The file.
+        cut: Its windows.
+        first: The place of its first piece among the boxes of the reader.
+        reader: Reads the pieces of all files.
+        buffers: One for each thread.
+    """
+
+    def __init__(
+        self, file: ExportFile, cut: Sequence[ExportWindow], first: int, reader: BoxReader, buffers: Buffers
+    ) -> None:
+        counts = [len(window.pieces) for window in cut]
+        edges = list(itertools.accumulate(counts, initial=first))
+        self._cut = [(window, range(*edge)) for window, edge in zip(cut, itertools.pairwise(edges), strict=True)]
+        self._entries = {id(part): i for i, part in enumerate(file.parts)}
+        self._reader, self._buffers = reader, buffers
+
+    def tasks(self, out: WritableFile, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+        """Tasks that write it, one window each."""
+
+        def write(window: ExportWindow, rows: range) -> None:
+            with self._filled(window, rows, None) as (start, data):
+                out.write(data, start)
+            progress(window.nbytes)
+
+        for window, rows in self._cut:
+            yield functools.partial(write, window, rows)
+
+    def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
+        """As :class:`FileSave` wants it: all windows, hashed."""
+        for window, rows in self._cut:
+            yield self._filled(window, rows, hashes)
+
+    @contextmanager
+    def _filled(self, window: ExportWindow, rows: range, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
+        with self._buffers.borrow(window.nbytes) as buffer:
+            for start, data in window.known:
+                buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
+            targets = [_target(piece, buffer) for piece in window.pieces]
+            self._reader.read(rows, targets)
+            for piece, items in zip(window.pieces, targets, strict=True):
+                if piece.tensor.dtype != piece.tensor.stored:
+                    _convert(piece, items, buffer)
+                if hashes is not None:
+                    part = buffer[piece.start : piece.stop].data
+                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), part)
+            yield window.start, buffer
 
 
-def _write(
-    window: ExportWindow,
-    rows: range,
-    reader: BoxReader,
-    out: WritableFile,
-    buffers: Buffers,
-    progress: Callable[[int], None],
-) -> None:
-    with buffers.borrow(window.nbytes) as buffer:
-        for start, data in window.known:
-            buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
-        targets = [_target(piece, buffer) for piece in window.pieces]
-        reader.read(rows, targets)
-        for piece, items in zip(window.pieces, targets, strict=True):
-            if piece.tensor.dtype != piece.tensor.stored:
-                _convert(piece, items, buffer)
-        out.write(buffer, window.start)
-    progress(window.nbytes)
+def _start_of(piece: ExportPiece) -> int:
+    """The place of a piece's first byte in its tensor, of which it is a range."""
+    elements = flat_range(piece.box, piece.tensor.shape)
+    assert elements is not None
+    return elements[0] * piece.tensor.dtype.itemsize
 
 
 def _target(piece: ExportPiece, buffer: Bytes1D) -> np.ndarray:

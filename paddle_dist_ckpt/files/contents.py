@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,14 @@ Source = int | npt.NDArray[Any] | DeviceArray
 
 Window = AbstractContextManager[tuple[int, Bytes1D]]
 """Bytes of a file's data section: which is the first, and the bytes. Inside the context they are there, and hashed."""
+
+
+class Contents(Protocol):
+    """The data section of a file."""
+
+    def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
+        """See :meth:`TensorContents.windows`."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -186,10 +194,6 @@ class SnapshotContents:
             if first < last:
                 hashes.add(i, first - low, window.data[first - start : last - start])
         yield start, window
-
-
-Contents = TensorContents | SnapshotContents
-"""The data section of a file."""
 
 
 def _entries_of(table: FileTable, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -42,9 +42,7 @@ class FileSave:
         OSError: the methods raise it when the file cannot be made, or a write or sync fails, a full disk included.
     """
 
-    def __init__(
-        self, storage: Storage, name: str, table: FileTable, info: DataFileInfo, contents: TensorContents
-    ) -> None:
+    def __init__(self, storage: Storage, name: str, table: FileTable, info: DataFileInfo, contents: Contents) -> None:
         self.name, self.table = name, table
         self._storage, self._info = storage, info
         self._hashes = BlockHashes(table)

@@ -20,7 +20,7 @@ from paddle_dist_ckpt import (
     UnsupportedValueError,
     export,
 )
-from paddle_dist_ckpt.exporting.export import ExportRequest
+from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import export_with
 from test.jobs import all_ok, data_files, errors_of, files_in, make_array, same_bits, save_on, split_rows

@@ -1,0 +1,195 @@
+"""The formats that a checkpoint can be exported to, and what of it goes into which file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..core.box import whole
+from ..core.dtypes import dtype_named
+from ..core.messages import prepare
+from ..core.shards import Kind
+from ..errors import UnsupportedValueError
+from ..files.metadata import Metadata, SaveInfo
+from ..folder.boxes import BoxReader
+from ..folder.checkpoint import check_sizes
+from ..folder.selection import Selection, select
+from ..storage.base import Storage
+from ..tree.paths import flat_keys
+from ..tree.values import decode_value, from_jsonable
+from .native import plan_native
+from .paddle_files import plan_paddle, plan_pdparams
+from .plan import ExportFile, ExportTensor, divide_files
+from .safetensors import plan_safetensors
+
+__all__ = ["FORMATS", "ExportPlan", "ExportRequest", "plan_export"]
+
+
+class ExportRequest(msgspec.Struct, frozen=True):
+    """What is to be exported; the same on all ranks.
+
+    Attributes:
+        out: The folder that is to be made, or the file, as an absolute path.
+        format: One of :data:`FORMATS`.
+        unique_id: Which checkpoint; None for the newest.
+        prefix: See :func:`paddle_dist_ckpt.export`, as for the others.
+        keys: Flat keys, or patterns.
+        dtype: The floating-point type to convert to, or None.
+        max_shard_bytes: The most bytes of tensors in a file, if there are several.
+    """
+
+    out: str
+    format: str
+    unique_id: int | None
+    prefix: str | None
+    keys: list[str] | None
+    dtype: str | None
+    max_shard_bytes: int
+
+
+prepare([ExportRequest])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportPlan:
+    """Who writes which files.
+
+    Attributes:
+        source: What the checkpoint holds.
+        files: The files.
+        shares: Which of them each rank writes.
+        left_out: Flat keys of the values that the format has no place for.
+        draft: For this library's own format: what `.metadata` says, but for the digests of the files.
+    """
+
+    source: Metadata
+    files: list[ExportFile]
+    shares: list[list[int]]
+    left_out: list[str]
+    draft: Metadata | None = None
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors there are."""
+        parts = [part for file in self.files for part in file.parts]
+        return sum(isinstance(part, ExportTensor) and part.kind != Kind.VALUE for part in parts)
+
+
+class _Selected(NamedTuple):
+    """What is exported: tensors; large values, which are stored like tensors; other values, path and tree."""
+
+    tensors: list[ExportTensor]
+    large: list[ExportTensor]
+    values: list[tuple[str, Any]]
+
+
+class _Job(NamedTuple):
+    """What else the planning needs to know."""
+
+    source: Storage
+    metadata: Metadata
+    request: ExportRequest
+    ranks: int
+    save: SaveInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFormat:
+    """A format to export to.
+
+    Attributes:
+        plan: Plans the files.
+        holds_values: Whether it has a place for values.
+        is_file: Whether what is made is one file, and not a folder.
+    """
+
+    plan: Callable[[_Selected, _Job], ExportPlan]
+    holds_values: bool = False
+    is_file: bool = False
+
+
+def plan_export(source: Storage, metadata: Metadata, request: ExportRequest, ranks: int, save: SaveInfo) -> ExportPlan:
+    """Plan an export; on every rank alike.
+
+    Args:
+        source: The checkpoint's folder.
+        metadata: What it holds.
+        request: What is wanted of it.
+        ranks: How many ranks write.
+        save: What a checkpoint that is made of it is called.
+
+    Raises:
+        See :func:`paddle_dist_ckpt.export`.
+    """
+    target, table = FORMATS[request.format], metadata.table
+    paths = select(metadata, Selection(request.prefix, request.keys))
+    keys = dict(zip(paths, flat_keys(list(paths.values())), strict=True))
+    wanted = dtype_named(request.dtype) if request.dtype is not None else None
+    chosen = _Selected([], [], [])
+    left_out = []
+    for path, key in keys.items():
+        row = table.index.get(path)
+        kind = Kind(int(table.kinds[row])) if row is not None else Kind.VALUE
+        if kind == Kind.VALUE and not target.holds_values:
+            left_out.append(key)
+        elif row is not None:
+            stored, shape = table.dtypes[row], table.layouts[table.layout_of[row]].shape
+            dtype = wanted if wanted is not None and stored.category == "float" else stored
+            tensor = ExportTensor(row, paths[path], key, shape, stored, dtype, table.names[row], kind)
+            (chosen.large if kind == Kind.VALUE else chosen.tensors).append(tensor)
+    if target.holds_values:
+        chosen.values.extend((paths[path], tree) for path, tree in metadata.value_records if path in paths)
+    named = [key for key in left_out if request.keys is not None and key in request.keys]
+    if named:
+        raise UnsupportedValueError(f"{', '.join(named[:5])}: no tensor, so the format has no place for it")
+    used = sorted(tensor.row for tensor in (*chosen.tensors, *chosen.large))
+    check_sizes(source, metadata, sorted(set(table.select(used)[0].shard_file.tolist())))
+    plan = target.plan(chosen, _Job(source, metadata, request, ranks, save))
+    plan.left_out.extend(left_out)
+    return plan
+
+
+def _divided(job: _Job, files: list[ExportFile]) -> ExportPlan:
+    return ExportPlan(job.metadata, files, divide_files([file.nbytes for file in files], job.ranks), [])
+
+
+def _safetensors(chosen: _Selected, job: _Job) -> ExportPlan:
+    return _divided(job, plan_safetensors(chosen.tensors, job.request.max_shard_bytes))
+
+
+def _paddle(chosen: _Selected, job: _Job) -> ExportPlan:
+    return _divided(job, plan_paddle(chosen.tensors, job.request.max_shard_bytes))
+
+
+def _pdparams(chosen: _Selected, job: _Job) -> ExportPlan:
+    values = [(path, from_jsonable(tree)) for path, tree in chosen.values]
+    values += _read_values(job.source, job.metadata, chosen.large)
+    return _divided(job, plan_pdparams(chosen.tensors, values, Path(job.request.out).name))
+
+
+def _native(chosen: _Selected, job: _Job) -> ExportPlan:
+    stored, user = [*chosen.tensors, *chosen.large], job.metadata.user_tree
+    files, draft = plan_native(stored, chosen.values, job.request.max_shard_bytes, job.ranks, job.save, user)
+    shares = [[i for i, file in enumerate(files) if file.own and file.own.info.rank == r] for r in range(job.ranks)]
+    return ExportPlan(job.metadata, files, shares, [], draft)
+
+
+def _read_values(source: Storage, metadata: Metadata, large: Sequence[ExportTensor]) -> list[tuple[str, Any]]:
+    """Path and value of what is stored like tensors."""
+    found = [np.empty(tensor.shape, np.uint8) for tensor in large]
+    with BoxReader(source, metadata, [t.row for t in large], [whole(t.shape) for t in large]) as reader:
+        reader.read(range(len(large)), found)
+    return [(tensor.path, decode_value(json.tobytes())) for tensor, json in zip(large, found, strict=True)]
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "safetensors": ExportFormat(_safetensors),
+    "paddle": ExportFormat(_paddle),
+    "pdparams": ExportFormat(_pdparams, holds_values=True, is_file=True),
+    "native": ExportFormat(_native, holds_values=True),
+}

@@ -1,0 +1,108 @@
+"""A checkpoint of this library's own format, of whole tensors: its data files, and its `.metadata` but for digests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.box import whole
+from ..core.shards import LayoutCollection, ShardTable
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata, table_to_record
+from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts
+from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
+from ..files.names import data_file_name, metadata_name
+from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
+
+__all__ = ["plan_native"]
+
+
+def plan_native(
+    tensors: Sequence[ExportTensor],
+    values: Sequence[tuple[str, Any]],
+    most: int,
+    ranks: int,
+    save: SaveInfo,
+    user_tree: Any,
+) -> tuple[list[ExportFile], Metadata]:
+    """The files of a checkpoint.
+
+    Args:
+        tensors: What to write, large values among it.
+        values: The other values: path, and tree of JSON types.
+        most: The most bytes of tensors in a file, if it has more than one.
+        ranks: How many ranks write. Each has files of its own, if there are enough tensors.
+        save: What all files say of the checkpoint.
+        user_tree: See :class:`Metadata`.
+
+    Returns:
+        The data files, and what `.metadata` will say when the digests of their headers are known.
+
+    Raises:
+        UnsupportedValueError: what is selected makes up no checkpoint.
+    """
+    limit = min(most, max(1, -(-sum(tensor.nbytes for tensor in tensors) // ranks)))
+    in_order = sorted(tensors, key=lambda tensor: tensor.path)
+    groups = [part for group in fill_files(in_order, limit) for part in _fitting(group, save.block_bytes)]
+    shares = divide_files([sum(tensor.nbytes for tensor in group) for group, _ in groups], ranks)
+    writers = [rank for rank, share in enumerate(shares) if share]
+    files: list[ExportFile] = []
+    for rank in writers:
+        for part, (group, table) in enumerate(groups[number] for number in shares[rank]):
+            info = DataFileInfo(
+                **save_members(save),
+                format=FORMAT,
+                version=VERSION,
+                rank=rank,
+                part=part,
+                parts=len(shares[rank]),
+                tensors=table_to_record(_table([(tensor, 0) for tensor in group])),
+                values=[] if files else sorted(values),
+                writers=None if files else writers,
+                user_metadata=None if files else user_tree,
+            )
+            name = data_file_name(rank, save.unique_id, save.save_id, part)
+            files.append(ExportFile(name, group, OwnHeader(table, info, FileLayout(table, info).size)))
+    metadata = Metadata(
+        **save_members(save),
+        user_tree=user_tree,
+        files=[FileInfo(file.name, file.nbytes, NO_DIGEST) for file in files],
+        table=_table([(part, i) for i, file in enumerate(files) for part in file.parts]),
+        value_records=sorted(values),
+    )
+    try:
+        decode_metadata(encode_metadata(metadata), metadata_name(save.unique_id), save.unique_id)
+    except CheckpointCorruptedError as error:
+        raise UnsupportedValueError(f"what is selected makes up no checkpoint: {error}") from error
+    return files, metadata
+
+
+def _fitting(tensors: Sequence[ExportTensor], block_bytes: int) -> list[tuple[list[ExportTensor], FileTable]]:
+    """Tensors as they stand in a file, and its entries; or of several, if one would need too long a header."""
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.path))
+    numbers: dict[EntryKind, int] = {}
+    kind = [numbers.setdefault(EntryKind(tensor.dtype, tensor.shape), len(numbers)) for tensor in ordered]
+    names = [escaped_key(tensor.key) for tensor in ordered]
+    found, start = [], 0
+    for table in split_in_parts(FileTable(names, list(numbers), np.array(kind, np.int64), block_bytes)):
+        found.append((ordered[start : start + len(table.names)], table))
+        start += len(table.names)
+    return found
+
+
+def _table(tensors: Sequence[tuple[Any, int]]) -> ShardTable:
+    """The table of whole tensors, each with the number of its file."""
+    ordered = sorted(tensors, key=lambda pair: pair[0].path)
+    layouts = LayoutCollection()
+    layout_of = [layouts.add(tensor.shape, (whole(tensor.shape),)) for tensor, _ in ordered]
+    return ShardTable(
+        [tensor.path for tensor, _ in ordered],
+        [tensor.dtype for tensor, _ in ordered],
+        np.array([tensor.kind for tensor, _ in ordered], np.int64),
+        layouts.layouts,
+        np.array(layout_of, np.int64),
+        np.array([file for _, file in ordered], np.int64),
+        [tensor.name for tensor, _ in ordered],
+    )
