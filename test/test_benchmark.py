@@ -22,6 +22,7 @@ TABLES = {  # the first lines of each, in the order in which they take longest
     "async_save": "|  | paddle_dist_ckpt |",
     "exchange": "|  | load | broadcasts alone |",
     "scale": "| ranks | tensors | shards |",
+    "export": "|  | cached | times the copy |",
     "bytes_read": "| what is loaded | needed | read from files |",
 }
 _AT_ONCE = 2
