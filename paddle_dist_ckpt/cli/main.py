@@ -12,9 +12,11 @@ from typer.core import TyperGroup
 
 from ..version import __version__
 from .cat import cat
+from .convert import convert
 from .copy import copy
 from .delete import delete
 from .inspect import inspect
+from .merge import merge
 from .prune import prune
 from .rebuild import rebuild
 from .verify import verify
@@ -30,6 +32,8 @@ _COMMANDS = (
     delete,
     prune,
     rebuild,
+    merge,
+    convert,
 )
 
 _HELP = """Look inside checkpoints, check, compare, copy and mend them. Needs neither Paddle nor a GPU.

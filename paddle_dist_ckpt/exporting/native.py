@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..core.box import whole
-from ..core.shards import LayoutCollection, ShardTable
+from ..core.shards import ShardTable, shared_layouts
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata, table_to_record
 from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts
@@ -95,14 +95,13 @@ def _fitting(tensors: Sequence[ExportTensor], block_bytes: int) -> list[tuple[li
 def _table(tensors: Sequence[tuple[Any, int]]) -> ShardTable:
     """The table of whole tensors, each with the number of its file."""
     ordered = sorted(tensors, key=lambda pair: pair[0].path)
-    layouts = LayoutCollection()
-    layout_of = [layouts.add(tensor.shape, (whole(tensor.shape),)) for tensor, _ in ordered]
+    layouts, layout_of = shared_layouts((tensor.shape, (whole(tensor.shape),)) for tensor, _ in ordered)
     return ShardTable(
         [tensor.path for tensor, _ in ordered],
         [tensor.dtype for tensor, _ in ordered],
         np.array([tensor.kind for tensor, _ in ordered], np.int64),
-        layouts.layouts,
-        np.array(layout_of, np.int64),
+        layouts,
+        layout_of,
         np.array([file for _, file in ordered], np.int64),
         [tensor.name for tensor, _ in ordered],
     )
