@@ -10,6 +10,7 @@ the coordinator itself is killed: a folder ``.NAME.export-...``, of which a late
 from __future__ import annotations
 
 import datetime
+import errno
 import logging
 import os
 import secrets
@@ -34,6 +35,7 @@ from ..options import SaveOptions
 from ..reports import ExportReport, Stopwatch
 from ..storage import LocalStorage
 from ..storage.base import Storage
+from ..storage.local import give_name
 from ..version import __version__
 from .formats import FORMATS, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
@@ -173,7 +175,8 @@ class _Coordinator:
         try:
             # IMPORTANT: whoever sees it sees all of it, durable. Fails if somebody else has made it meanwhile.
             if FORMATS[self._request.format].is_file:
-                os.link(self._hidden / self.plan.files[0].name, out)
+                if not give_name(self._hidden / self.plan.files[0].name, out):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
             else:
                 os.rename(self._hidden, out)
                 self._hidden = None

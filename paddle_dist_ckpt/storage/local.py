@@ -23,7 +23,7 @@ from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .direct import ALIGNMENT, is_cached, open_direct, read_direct
 
-__all__ = ["LocalStorage", "as_source", "as_storage"]
+__all__ = ["LocalStorage", "as_source", "as_storage", "give_name"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
@@ -130,7 +130,7 @@ class LocalStorage:
                     confirm()
             if replace:
                 os.replace(source, target)
-            elif not _link(source, target):
+            elif not give_name(source, target):
                 return False
         finally:
             source.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ class _PartOfFolder(LocalStorage):
         return [name for name in super().names() if self._names.fullmatch(name)]
 
 
-def _link(source: Path, target: Path) -> bool:
+def give_name(source: Path, target: Path) -> bool:
     """Give ``source`` the name ``target`` unless it is taken; it may keep the old name. Returns whether it was free."""
     try:
         os.link(source, target)

@@ -1,0 +1,298 @@
+"""Exports that fail: nothing is visible under the name that was meant, or all of it is, and every rank raises."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import CheckpointError, RankFailureError, export, verify
+from paddle_dist_ckpt.exporting.export import export_checkpoint
+from paddle_dist_ckpt.exporting.formats import ExportRequest
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
+from test.jobs import (
+    Killed,
+    all_ok,
+    errors_of,
+    files_in,
+    load_whole,
+    make_array,
+    same_bits,
+    save_alone,
+    save_on,
+    split_rows,
+)
+from test.strategies import draws
+
+ROOT = Path(__file__).resolve().parents[2]
+ARRAYS = {"a": make_array((60, 50)), "b": make_array((700, 8), "bfloat16"), "c": make_array((3,), "int64")}
+RANKS = 2
+
+
+def saved(folder: Path) -> Path:
+    states = [
+        {"model": {key: split_rows(array, RANKS)[rank] for key, array in ARRAYS.items()}, "step": 3}
+        for rank in range(RANKS)
+    ]
+    save_on(states, folder)
+    return folder
+
+
+def request(out: Path, format: str) -> ExportRequest:
+    return ExportRequest(str(out), format, None, None, None, None, 6000)
+
+
+@dataclass
+class Faults:
+    """What ranks do to the folders of an export, and what happens at one of these operations.
+
+    Attributes:
+        at: The rank and the number of its operation; None to watch only.
+        strike: What happens there: raises, or does something else.
+        done: The operations of each rank.
+    """
+
+    at: tuple[int, int] | None = None
+    strike: Callable[[SimulatedRank], None] = lambda rank: None
+    done: dict[int, list[str]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _dead: set[int] = field(default_factory=set)
+
+    def export(self, rank: SimulatedRank, source: Path, wanted: ExportRequest) -> Any:
+        """Export on one rank of several."""
+
+        def hook(operation: str, name: str) -> None:
+            with self._lock:
+                steps = self.done.setdefault(rank.rank, [])
+                steps.append(operation)
+                struck = self.at == (rank.rank, len(steps) - 1)
+            if rank.rank in self._dead:
+                raise Killed
+            if struck:
+                self.strike(rank)
+
+        with rank.hub.session("export", 60) as session:
+            return export_checkpoint(
+                session, LocalStorage(source), wanted, False, lambda folder: FaultyStorage(folder, hook)
+            )
+
+    def die(self, rank: SimulatedRank) -> None:
+        """As if the rank's process were killed."""
+        self._dead.add(rank.rank)
+        rank.hub.close()
+        raise Killed
+
+
+def no_space(rank: SimulatedRank) -> None:
+    raise FaultyStorage.no_space("file")
+
+
+def attempts(folder: Path, format: str, strike: str | Callable[[SimulatedRank], None]) -> list[tuple[Path, list[Any]]]:
+    """Export as often as there are operations, each time with a fault at another one: the places, and the results."""
+    source, watched = saved(folder / "ckpt"), Faults()
+    all_ok(run_ranks(RANKS, lambda rank: watched.export(rank, source, request(folder / "watched", format))))
+    places = [(rank, number) for rank, steps in watched.done.items() for number in range(len(steps))]
+    assert len(places) >= 20
+    found = []
+    for number, place in enumerate(places):
+        faults, out = Faults(place), folder / f"try{number}" / "out"
+        faults.strike = faults.die if strike == "die" else strike  # type: ignore[assignment]
+        work = functools.partial(faults.export, source=source, wanted=request(out, format))
+        found.append((out, run_ranks(RANKS, work)))
+    return found
+
+
+def is_whole(out: Path, like: Path) -> bool:
+    """Whether an export has all files of another one."""
+    sizes = [sorted(len(data) for data in files_in(folder).values()) for folder in (out, like)]
+    return sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "native"])
+def test_a_full_disk(tmp_path: Path, format: str) -> None:
+    """At every operation of every rank: all ranks raise, and nothing is left."""
+    found = attempts(tmp_path, format, no_space)
+    for out, results in found:
+        for error in errors_of(results, RankFailureError):
+            assert "No space left" in str(error)
+        # Only if the very last step fails, that makes the name durable, the export has its name already.
+        left = list(out.parent.iterdir()) if out.parent.exists() else []
+        assert left == [] or (left == [out] and is_whole(out, tmp_path / "watched"))
+    assert sum(out.exists() for out, _ in found) == 1
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    for out, results in attempts(tmp_path, "native", "die"):
+        assert sum(isinstance(result, Killed) for result in results) <= 1
+        errors_of([result for result in results if not isinstance(result, Killed)], CheckpointError)
+        left = list(out.parent.iterdir()) if out.parent.exists() else []
+        assert left == [] or (left == [out] and verify(out).ok)
+
+
+def test_a_rank_that_is_interrupted(tmp_path: Path) -> None:
+    def strike(rank: SimulatedRank) -> None:
+        raise KeyboardInterrupt
+
+    source, faults = saved(tmp_path / "ckpt"), Faults((1, 2), strike)
+    out = tmp_path / "out"
+    first, second = run_ranks(RANKS, lambda rank: faults.export(rank, source, request(out, "safetensors")))
+    assert isinstance(first, RankFailureError)
+    assert isinstance(second, KeyboardInterrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def meanwhile(tmp_path: Path, format: str, operation: str, what: Callable[[], None]) -> list[Any]:
+    """Export on all ranks, while something happens at the first such operation of the coordinator."""
+    source, watched, out = saved(tmp_path / "ckpt"), Faults(), tmp_path / "out"
+    all_ok(run_ranks(RANKS, lambda rank: watched.export(rank, source, request(tmp_path / "watched", format))))
+    faults = Faults((0, watched.done[0].index(operation)), lambda rank: what())
+    return run_ranks(RANKS, lambda rank: faults.export(rank, source, request(out, format)))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "native", "pdparams"])
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_somebody_else_makes_it_meanwhile(tmp_path: Path, format: str, kind: str) -> None:
+    def make() -> None:
+        if kind == "file":
+            (tmp_path / "out").write_text("theirs")
+        elif kind == "folder":
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "theirs").write_text("")
+        else:
+            (tmp_path / "out").symlink_to("theirs")
+
+    errors_of(meanwhile(tmp_path, format, "delete", make), ValueError)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out", "watched"]
+    if kind == "file":
+        assert (tmp_path / "out").read_text() == "theirs"
+    elif kind == "folder":
+        assert list(files_in(tmp_path / "out")) == ["theirs"]
+    else:
+        assert (tmp_path / "out").is_symlink()
+
+
+def test_an_empty_folder_made_meanwhile_is_filled(tmp_path: Path) -> None:
+    all_ok(meanwhile(tmp_path, "safetensors", "delete", (tmp_path / "out").mkdir))
+    assert is_whole(tmp_path / "out", tmp_path / "watched")
+
+
+@pytest.mark.parametrize("format", ["safetensors", "native"])
+def test_the_checkpoint_is_replaced_meanwhile(tmp_path: Path, format: str) -> None:
+    results = meanwhile(tmp_path, format, "create", lambda: replace(tmp_path / "ckpt"))
+    for error in errors_of(results, CheckpointError):
+        assert "was replaced during its export" in str(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "watched"]
+
+
+def replace(folder: Path) -> None:
+    save_alone({"model": {key: array[::-1].copy() for key, array in ARRAYS.items()}, "step": 4}, folder, 0)
+
+
+def test_the_checkpoint_is_replaced_when_all_of_it_was_read(tmp_path: Path) -> None:
+    all_ok(meanwhile(tmp_path, "native", "size", lambda: replace(tmp_path / "ckpt")))
+    found = load_whole(tmp_path / "out")
+    assert all(same_bits(found["model"][key], array) for key, array in ARRAYS.items())
+
+
+def test_a_rank_that_does_not_see_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, faults = saved(tmp_path / "ckpt"), Faults()
+    plain = Path.read_text
+    calls = itertools.count()
+
+    def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.name == ".token" and next(calls) == 0:
+            raise FileNotFoundError
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    results = run_ranks(RANKS, lambda rank: faults.export(rank, source, request(tmp_path / "out", "native")))
+    for error in errors_of(results, RankFailureError):
+        assert "need one folder" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path / "ckpt")
+    for name in (".out.export-0123", ".out.state-xyz", ".out2.export-4567", ".other"):
+        (tmp_path / name).mkdir()
+    with caplog.at_level(logging.WARNING):
+        export(tmp_path / "ckpt", tmp_path / "out")
+    assert [record.args[0] for record in caplog.records if record.args] == [
+        tmp_path / ".out.export-0123",
+        tmp_path / ".out.state-xyz",
+    ]
+    assert len(list(tmp_path.glob(".o*"))) == 4
+
+
+CHILD = """
+import os, signal, sys
+from paddle_dist_ckpt import export
+from paddle_dist_ckpt.exporting import export as module
+from paddle_dist_ckpt.testing import FaultyStorage
+source, out, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+steps = []
+
+def hook(operation, name):
+    steps.append(operation)
+    if len(steps) == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+module.export_checkpoint.__defaults__ = (lambda folder: FaultyStorage(folder, hook),)
+print("ready", flush=True)
+export(source, out, format="native", max_shard_bytes=5_000_000)
+print(len(steps), flush=True)
+"""
+
+
+def test_kill_9(tmp_path: Path) -> None:
+    """At some operation, or at some moment: the place is empty or whole, and free for the next export."""
+    array = np.arange(5_000_000, dtype=np.float32).reshape(5, -1)
+    save_alone({f"layer{i}": row for i, row in enumerate(array)}, tmp_path / "ckpt")
+
+    def start(out: Path, at: int) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path / "ckpt"), str(out), str(at)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    with start(tmp_path / "first", 0) as child:
+        begun = time.monotonic()
+        count = int(child.communicate()[0])
+        seconds = time.monotonic() - begun
+    rng = random.Random(5)
+    visible = 0
+    for number in range(draws(6, 100)):
+        out = tmp_path / f"try{number}" / "out"
+        at = rng.randint(1, count) if number % 2 else 0
+        with start(out, at) as child:
+            if not at:
+                time.sleep(rng.uniform(0, seconds))
+                child.kill()
+            assert child.wait() in (0, -signal.SIGKILL)
+        visible += out.exists()
+        if out.exists():
+            assert verify(out).ok
+            assert sorted(files_in(out)) == sorted(path.name for path in out.iterdir())
+        else:
+            export(tmp_path / "ckpt", out, format="native")
+            assert verify(out).ok
+    assert visible < draws(6, 100)
