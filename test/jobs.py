@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddle_dist_ckpt import list_checkpoints, read_metadata
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
@@ -233,6 +235,12 @@ def alike(a: Any, b: Any) -> bool:
 def files_in(folder: Path) -> dict[str, bytes]:
     """Name and content of everything in a folder."""
     return {entry.name: entry.read_bytes() for entry in sorted(folder.iterdir()) if entry.is_file()}
+
+
+def without_times(path: Path) -> bytes:
+    """What a `.metadata` would be if nobody had measured how long the save took, which data files do not say."""
+    metadata = decode_metadata(path.read_bytes(), path.name, int(path.name.partition(".")[0]))
+    return encode_metadata(msgspec.structs.replace(metadata, times=None))
 
 
 def saves_in(folder: Path) -> dict[str, int]:

@@ -90,7 +90,7 @@ def write(
     json: bool,
 ) -> None:
     """Write it, and say on one rank what was written. See :func:`paddle_dist_ckpt.export`."""
-    from ..api import export
+    from ..export_calls import export
     from ..options import LoadOptions
 
     report = export(

@@ -25,6 +25,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError
 from ..tree.paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
 from ..tree.values import DECODE_ERRORS
 from .metadata import FileInfo, Metadata, SaveInfo, save_members
+from .times import SaveTimes
 
 __all__ = [
     "HEAD_START",
@@ -78,13 +79,14 @@ class Head(msgspec.Struct, frozen=True):
     xxh3_64: str
 
 
-class _Body(SaveInfo, frozen=True, kw_only=True):
-    """The second line of `.metadata`."""
+class _Body(SaveInfo, frozen=True, kw_only=True, omit_defaults=True):
+    """The second line of `.metadata`. Readers do without ``times``, and older ones do not know it."""
 
     user_metadata: Any
     files: list[FileInfo]
     tensors: TableRecord
     values: list[tuple[str, Any]]
+    times: SaveTimes | None = None
 
 
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
@@ -201,7 +203,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
     """The content of the `.metadata` file."""
     same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
     tensors = _table_json(metadata.table)
-    body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records))
+    body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records, times=metadata.times))
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
@@ -289,8 +291,15 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
     for info, data_bytes in zip(body.files, table.file_bytes(len(body.files)).tolist(), strict=True):
         if info.size < data_bytes + 8:
             raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
+    if body.times is not None:
+        body.times.seconds()  # raises if it is damaged
     metadata = Metadata(
-        **save_members(body), user_tree=body.user_metadata, files=body.files, table=table, value_records=body.values
+        **save_members(body),
+        user_tree=body.user_metadata,
+        files=body.files,
+        table=table,
+        value_records=body.values,
+        times=body.times,
     )
     _ = metadata.user_metadata  # raises if it is damaged
     return metadata

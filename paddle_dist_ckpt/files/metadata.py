@@ -12,6 +12,7 @@ import msgspec
 from ..core.shards import Kind, Layout, ShardTable
 from ..tree.paths import Part, flat_keys, parse_path, plain_keys
 from ..tree.values import from_jsonable
+from .times import SaveTimes
 
 __all__ = ["FileInfo", "LocalTensorIndex", "LocalTensorMetadata", "Metadata", "SaveInfo", "StorageInfo", "save_members"]
 
@@ -101,6 +102,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         format: ``"native"``, or which other format it is read from; such a checkpoint has no checksums of blocks.
         checksums: What that format has to verify ranges of bytes by: the number of the file, the range's first byte,
             how many there are, and their CRC-32.
+        times: How long the save took on each rank; None if that is not known.
     """
 
     user_tree: Any
@@ -109,6 +111,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     value_records: list[tuple[str, Any]]
     format: str = "native"
     checksums: Sequence[tuple[int, int, int, int]] = ()
+    times: SaveTimes | None = None
 
     @cached_property
     def user_metadata(self) -> dict[str, Any]:

@@ -136,11 +136,15 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank wrote and wants committed: its files, how many entries each has, and their bytes of data."""
+    """What one rank wrote and wants committed: its files, how many entries each has, and their bytes of data.
+
+    ``seconds`` says how long each phase took it until then.
+    """
 
     files: list[FileInfo]
     entries: list[int]
     nbytes: int
+    seconds: dict[str, float]
 
 
 class CommitAnswer(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.box import Box
@@ -17,6 +17,7 @@ from ..files.names import data_file_name
 from ..files.writer import FileSave, bytes_ahead
 from ..folder.commit import remove_saves
 from ..options import SaveOptions
+from ..reports import Stopwatch
 from .describe import LocalState
 from .file_plan import KnownPlan, plan_files
 from .messages import PlanAnswer, RankPlan, WriteRequest
@@ -32,12 +33,20 @@ _PAGE = 4096
 class RankFiles:
     """One rank's files in one save; a context manager, which removes them unless this rank has reported them.
 
-    If they are written ``in_background``, the caller may change its tensors by then.
+    If they are written ``in_background``, the caller may change its tensors by then. ``seconds`` is how long each phase
+    of the save has taken; it is looked at when they have been written.
     """
 
-    def __init__(self, context: SaveContext, options: SaveOptions, order: PlanAnswer, in_background: bool) -> None:
+    def __init__(
+        self,
+        context: SaveContext,
+        options: SaveOptions,
+        order: PlanAnswer,
+        in_background: bool,
+        seconds: Mapping[str, float],
+    ) -> None:
         self._context, self._options, self._order = context, options, order
-        self._in_background = in_background
+        self._in_background, self._seconds = in_background, seconds
         self._threads = io_threads(order.ranks_on_host, waits=True)
         self._files: Sequence[FileSave] = ()
         self._failure: Exception | None = None
@@ -127,14 +136,15 @@ class RankFiles:
         return message
 
     def _write(self) -> WriteRequest:
-        context = self._context
+        context, watch = self._context, Stopwatch(dict(self._seconds))
         remove_saves(context.storage, self._order.clean)
         shown = False if self._options.progress is None and self._in_background else self._options.progress
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
         threads = 1 if self._in_background else self._threads
-        with Progress("save", context.memory.plan.total_bytes, shown, context.is_coordinator) as progress:
+        total = context.memory.plan.total_bytes
+        with watch.phase("write"), Progress("save", total, shown, context.is_coordinator) as progress:
             infos = [file.finish(threads, context.session.check, progress) for file in self._files]
-        return WriteRequest(infos, [len(file.table.names) for file in self._files], self.nbytes)
+        return WriteRequest(infos, [len(file.table.names) for file in self._files], self.nbytes, watch.seconds)
 
     def give_up(self) -> bytes:
         """In round ``abort``: remove the files; raise what has made this rank fail, if it is the one."""

@@ -142,7 +142,8 @@ class _Saving:
     def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:
         """This rank's files, ready to be written; in the background, from copies."""
         with self._watch.phase("snapshot" if in_background else "write"):
-            files = self._ending.enter_context(RankFiles(self._context, self._options, order, in_background))
+            files = RankFiles(self._context, self._options, order, in_background, self._watch.seconds)
+            self._ending.enter_context(files)
             files.prepare(state)
             return files
 

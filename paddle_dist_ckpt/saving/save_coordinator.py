@@ -16,6 +16,7 @@ import msgspec
 from ..core.messages import decode, encode
 from ..errors import CheckpointError
 from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
+from ..files.times import SaveTimes
 from ..folder import commit
 from ..folder.lease import Lease
 from ..options import SaveOptions
@@ -258,4 +259,5 @@ def _build_metadata(ordered: _Ordered, written: Mapping[int, WriteRequest]) -> M
         files=[info for rank in ranks for info in written[rank].files],
         table=table,
         value_records=[(path, msgspec.Raw(json)) for path, json in sorted(ordered.value_json.items())],
+        times=SaveTimes.of({rank: written[rank].seconds for rank in ranks}),
     )

@@ -1,0 +1,50 @@
+"""How long a save took, phase by phase on each of its ranks, as `.metadata` keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from ..core.columns import Column, column_size, pack_column, unpack_column
+
+__all__ = ["SaveTimes"]
+
+_MOST = 2**53  # ms, and integers below it are exact in every reader's JSON
+
+
+class SaveTimes(msgspec.Struct, frozen=True):
+    """How long each phase took on each rank, up to when it had written its files.
+
+    Attributes:
+        ranks: The global ranks.
+        milliseconds: By phase, in the order in which they came: a number for each of the ranks.
+    """
+
+    ranks: Column
+    milliseconds: dict[str, Column]
+
+    @classmethod
+    def of(cls, seconds: Mapping[int, Mapping[str, float]]) -> SaveTimes:
+        """The times of ranks in seconds, by rank and phase. A phase that a rank did not have took it no time."""
+        phases = dict.fromkeys(phase for times in seconds.values() for phase in times)
+        columns = {
+            phase: pack_column([round(1000 * max(0.0, times.get(phase, 0.0))) for times in seconds.values()])
+            for phase in phases
+        }
+        return cls(pack_column(list(seconds)), columns)
+
+    def seconds(self) -> dict[int, dict[str, float]]:
+        """By rank and phase, in seconds.
+
+        Raises:
+            CheckpointCorruptedError: the columns are not what they should be.
+        """
+        size = column_size(self.ranks, "times")
+        ranks = unpack_column(self.ranks, size, _MOST, "times").tolist()
+        phases = {
+            phase: (unpack_column(column, size, _MOST, "times") / np.float64(1000)).tolist()
+            for phase, column in self.milliseconds.items()
+        }
+        return {rank: {phase: times[i] for phase, times in phases.items()} for i, rank in enumerate(ranks)}
