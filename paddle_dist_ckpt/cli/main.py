@@ -15,6 +15,7 @@ from .cat import cat
 from .convert import convert
 from .copy import copy
 from .delete import delete
+from .diff import diff
 from .inspect import inspect
 from .merge import merge
 from .prune import prune
@@ -28,6 +29,7 @@ _COMMANDS = (
     inspect,
     cat,
     verify,
+    diff,
     copy,
     delete,
     prune,

@@ -1,0 +1,136 @@
+"""``diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.cli.differences import compare_items
+from paddle_dist_ckpt.core.dtypes import DTYPES
+from test.cli.commands import answer, fails, run, save_model
+from test.jobs import data_files, make_array, save_on
+
+DTYPE_NAMES = ("bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "complex128", "float64", "uint8")
+ARRAYS = {name: make_array((40, 50), name) for name in DTYPE_NAMES} | {
+    "empty": np.zeros((0, 3), np.int8),
+    "scalar": np.array(7.5),
+    "w": np.arange(2000, dtype=np.float32).reshape(50, 40),
+}
+
+
+def changed(**arrays: Any) -> dict[str, Any]:
+    return {**ARRAYS, **arrays}
+
+
+def test_equal_however_they_are_cut(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", ARRAYS, 1, step=7, nan=float("nan"), large=list(range(3000)))
+    save_on([{"model": ARRAYS, "step": 7, "nan": float("nan"), "large": list(range(3000))}], tmp_path / "b")
+    found = answer("diff", tmp_path / "a", tmp_path / "b")
+    assert found["equal"]
+    assert found["same"] == len(ARRAYS) + 3
+    assert (found["a"]["unique_id"], found["b"]["unique_id"]) == (1, 0)
+    assert "equal: 14 keys" in run("diff", tmp_path / "a", tmp_path / "b")
+
+
+def test_everything_that_differs_is_named(tmp_path: Path) -> None:
+    items = ARRAYS["w"].copy()
+    items[3, 4] += 2
+    items[49, 39] = np.nan
+    save_model(tmp_path, changed(gone=np.zeros(3), shape=np.zeros((2, 3)), dtype=np.ones(3, np.float32)), 1, n=1, v="x")
+    save_model(tmp_path, changed(new=np.zeros(3), shape=np.zeros((3, 2)), dtype=np.ones(3), w=items), 2, n=True, v="x")
+    found = answer("diff", tmp_path, tmp_path, "--id-a", 1, "--id-b", 2, code=1)
+    assert not found["equal"]
+    assert (found["only_in_a"], found["only_in_b"]) == (["model.gone"], ["model.new"])
+    assert found["values"] == [{"key": "n", "a": 1, "b": True}]
+    tensors = {tensor["key"].removeprefix("model."): tensor for tensor in found["tensors"]}
+    assert sorted(tensors) == ["dtype", "shape", "w"]
+    assert tensors["shape"]["shapes"] == [[2, 3], [3, 2]]
+    assert tensors["shape"]["elements"] is None
+    assert (tensors["dtype"]["dtypes"], tensors["dtype"]["differing"]) == (["float32", "float64"], 0)
+    assert tensors["w"] == {
+        "key": "model.w",
+        "shapes": [[50, 40], [50, 40]],
+        "dtypes": ["float32", "float32"],
+        "elements": 2000,
+        "differing": 2,
+        "max_abs": 2.0,
+        "max_rel": pytest.approx(2 / 126),
+        "nan": [0, 1],
+    }
+    assert found["same"] == len(ARRAYS) - 1 + 1
+    text = run("diff", tmp_path, tmp_path, "--id-a", 1, "--id-b", 2, code=1)
+    for line in ("only in a: model.gone", "only in b: model.new", "value: n: 1 | True", "2 of 2,000"):
+        assert line in text
+    assert "shape: model.shape: (2, 3) float64 | (3, 2) float64" in text
+
+
+def test_a_part_by_pattern_and_prefix(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", ARRAYS, n=1)
+    save_on([{**changed(w=ARRAYS["w"] + 1)}], tmp_path / "b")
+    sides = (tmp_path / "a", tmp_path / "b", "--prefix-a", "model")
+    assert [tensor["key"] for tensor in answer("diff", *sides, code=1)["tensors"]] == ["w"]
+    assert answer("diff", *sides, "bfloat*")["same"] == 1
+    assert "neither checkpoint has a key" in fails("diff", *sides, "nothing")
+
+
+def test_a_tensor_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.cli.comparison._BATCH_BYTES", 1000)
+    items = ARRAYS["w"].copy()
+    items[::10] += np.arange(5, dtype=np.float32)[:, None]
+    save_model(tmp_path, ARRAYS, 1)
+    save_model(tmp_path, changed(w=items), 2)
+    (tensor,) = answer("diff", tmp_path, tmp_path, "--id-a", 1, code=1)["tensors"]
+    assert (tensor["key"], tensor["differing"], tensor["max_abs"]) == ("model.w", 160, 4.0)
+
+
+def test_element_types_are_compared_by_value(tmp_path: Path) -> None:
+    items = (ARRAYS["w"] + 1) / 3
+    save_model(tmp_path, {"w": items, "half": np.array([0.5, np.nan])}, 1)
+    cast = {"w": items.astype(ARRAYS["bfloat16"].dtype), "half": np.array([0.5, np.nan], np.float32)}
+    save_model(tmp_path, cast, 2)
+    half, tensor = answer("diff", tmp_path, tmp_path, "--id-a", 1, code=1)["tensors"]
+    assert (half["differing"], half["nan"]) == (0, [1, 1])
+    assert tensor["dtypes"] == ["float32", "bfloat16"]
+    assert 0 < tensor["max_rel"] <= 2**-8
+
+
+def test_a_tensor_here_and_a_value_there(tmp_path: Path) -> None:
+    save_model(tmp_path, {"w": np.zeros((2, 3))}, 1)
+    save_on([{"model": {"w": 7}}], tmp_path, 2)
+    found = answer("diff", tmp_path, tmp_path, "--id-a", 1, code=1)
+    assert found["values"] == [{"key": "model.w", "a": "a tensor of shape (2, 3), float64", "b": 7}]
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", ARRAYS)
+    assert "there is no folder" in fails("diff", tmp_path / "a", tmp_path / "b")
+    save_model(tmp_path / "b", ARRAYS)
+    path = data_files(tmp_path / "b")[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert "checksum" in fails("diff", tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], None),
+        ([0.0], [-0.0], (1, 0.0, 0.0, 0, 0)),
+        ([np.inf, 1], [np.inf, 2], (1, 1.0, 0.5, 0, 0)),
+        ([np.inf], [1.0], (1, np.inf, np.inf, 0, 0)),
+        ([np.nan], [np.nan], None),
+        ([np.nan, 4], [1, 1], (2, 3.0, 0.75, 1, 0)),
+    ],
+)
+def test_how_far_items_are_apart(a: list[float], b: list[float], expected: tuple[float, ...] | None) -> None:
+    raw = [np.array(items, np.float32).view("<u4") for items in (a, b)]
+    found = compare_items(3, raw[0], DTYPES["float32"], raw[1], DTYPES["float32"])
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.differing, found.max_abs, found.max_rel, found.nan_a, found.nan_b) == expected
