@@ -1,0 +1,167 @@
+"""The command line as a process of its own: how fast it starts, its exit codes, pipes, signals, launched ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.version import __version__
+from test.cli.commands import save_model
+from test.jobs import data_files, make_array
+from test.rooms import ROOT
+
+MODULE = [sys.executable, "-m", "paddle_dist_ckpt"]
+ARRAYS = {"a": make_array((400, 50)), "b": make_array((7,), "int64")}
+
+
+def env(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def process(*args: Any, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [*MODULE, *map(str, args)]
+    return subprocess.run(command, env=env(**more), capture_output=True, text=True, timeout=120)
+
+
+def test_help_and_version_need_nothing_large() -> None:
+    """What takes the time is what is imported; the time itself depends on what else the machine does."""
+    program = (
+        "import sys\n"
+        "from paddle_dist_ckpt.cli.main import app\n"
+        "try:\n    app(['inspect', '--help'])\nexcept SystemExit:\n    pass\n"
+        "large = {'numpy', 'msgspec', 'rich', 'zmq', 'tqdm', 'xxhash', 'paddle', 'paddle_dist_ckpt.api'}\n"
+        "print(sorted(large & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=env(), capture_output=True, text=True, timeout=120)
+    assert "Examples:" in done.stdout
+    assert done.stderr == "[]\n"
+
+
+def test_it_starts_at_once() -> None:
+    def seconds() -> float:
+        before = os.times()
+        assert process("--version").stdout == f"paddle-dist-ckpt {__version__}\n"
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", ARRAYS)
+    save_model(tmp_path / "b", {**ARRAYS, "b": np.zeros(7, np.int64)})
+    for code, args in {
+        0: ("diff", tmp_path / "a", tmp_path / "a"),
+        1: ("diff", tmp_path / "a", tmp_path / "b"),
+        2: ("diff", tmp_path / "a", tmp_path / "c"),
+    }.items():
+        done = process(*args)
+        assert done.returncode == code, done.stderr
+        assert (done.stderr != "") == (code == 2)
+    assert process("no-such-command").returncode == 2
+    assert process("inspect", tmp_path / "a", "--id", "x").returncode == 2
+
+
+def test_tracebacks_are_for_those_who_ask(tmp_path: Path) -> None:
+    for args in (("--debug", "inspect", tmp_path), ("inspect", tmp_path, "--debug")):
+        done = process(*args)
+        assert done.returncode == 2
+        assert "Traceback" in done.stderr
+    done = process("inspect", tmp_path)
+    assert done.stderr == f"error: {tmp_path} holds no committed checkpoint\n"
+
+
+def test_piped_output_is_plain_and_not_wrapped(tmp_path: Path) -> None:
+    key = "a_very_long_name." * 20 + "w"
+    save_model(tmp_path, {key: make_array((3,))})
+    done = process("inspect", tmp_path, COLUMNS="40", FORCE_COLOR="1")
+    assert "\x1b" not in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if "float32" in line)
+    assert line.endswith("2 parts")
+    assert process("inspect", tmp_path, "--json").stderr == ""
+
+
+def test_who_reads_may_stop_reading(tmp_path: Path) -> None:
+    save_model(tmp_path, {f"layers.{i}.w{i}": make_array((1,)) for i in range(3000)})
+    command = [*MODULE, "inspect", str(tmp_path), "--all"]
+    with subprocess.Popen(command, env=env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        started.stdout.readline()
+        started.stdout.close()
+        assert started.stderr.read() == b""
+        assert started.wait(60) == 141
+
+
+def test_five_thousand_tensors_are_shown_quickly(tmp_path: Path) -> None:
+    save_model(tmp_path, {f"layers.{i}.{name}": np.zeros(2) for i in range(2500) for name in ("weight", "bias")})
+    before = os.times()
+    assert len(process("inspect", tmp_path, "--all").stdout.splitlines()) > 5000
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+
+
+STOPPED = """
+import sys, time
+import paddle_dist_ckpt.cli.verification as verification
+verification.check_file = lambda *args: print("reading", flush=True) or time.sleep(60)
+from paddle_dist_ckpt.cli.main import main
+sys.argv = ["paddle-dist-ckpt", "verify", sys.argv[1]]
+main()
+"""
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    save_model(tmp_path, ARRAYS)
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    with subprocess.Popen(command, env=env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "reading\n"
+        time.sleep(0.1)
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=60)
+        assert (started.returncode, errors) == (130, "interrupted\n")
+
+
+def launched(folder: Path, *args: Any) -> tuple[int, dict[str, Any]]:
+    """Run a command on two launched ranks; its exit code and what the first rank printed with ``--json``."""
+    script = folder / "command.py"
+    script.write_text("from paddle_dist_ckpt.cli.main import main\n\nmain()\n", encoding="utf-8")
+    logs = folder / f"logs-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(logs)]
+    command += ["--host", "127.0.0.1", str(script), *map(str, args), "--json"]
+    more = {name: value for name, value in env().items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(command, env=more, cwd=folder, capture_output=True, text=True, timeout=200)
+    first, second = (path.read_text(errors="replace") for path in sorted(logs.glob("workerlog.*")))
+    assert "\n{" in first, first
+    assert "\n{" not in second
+    text = first[first.index("\n{") :]
+    return done.returncode, json.loads(text[: text.rindex("\n}") + 2])
+
+
+def test_two_ranks_verify_and_compare(tmp_path: Path) -> None:
+    pytest.importorskip("paddle")
+    save_model(tmp_path / "a", ARRAYS)
+    code, found = launched(tmp_path, "verify", tmp_path / "a")
+    assert (code, found["ok"], found["files"]) == (0, True, 2)
+    changed = ARRAYS["a"].copy()
+    changed[[0, 399]] = np.nan
+    save_model(tmp_path / "b", {**ARRAYS, "a": changed})
+    code, found = launched(tmp_path, "diff", tmp_path / "a", tmp_path / "b")
+    (tensor,) = found["tensors"]
+    assert (code, found["same"], tensor["key"], tensor["differing"]) == (1, 1, "model.a", 100)
+    for path in data_files(tmp_path / "b"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    code, found = launched(tmp_path, "verify", tmp_path / "b")
+    assert (code, len(found["problems"])) == (1, 2)
