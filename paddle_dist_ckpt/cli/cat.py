@@ -43,11 +43,11 @@ def cat(
     import numpy as np
 
     from ..folder.checkpoint import read_checkpoint
-    from ..storage import as_storage
+    from ..storage import as_source
     from .contents import find_tensor, read_edges, read_region, read_value, statistics
     from .regions import parse_slice
 
-    storage = as_storage(path)
+    storage = as_source(path)
     metadata = read_checkpoint(storage, unique_id)
     tensor = find_tensor(metadata, key)
     if tensor is None:

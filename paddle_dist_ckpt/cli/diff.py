@@ -49,7 +49,7 @@ def diff(
       paddle-dist-ckpt diff checkpoints checkpoints --id-a 100 --id-b 200 model
       paddle-dist-ckpt diff checkpoints exported --prefix-a model
     """
-    from ..storage import as_storage
+    from ..storage import as_source
     from .comparison import Side, compare_together
     from .ranks import joined, print_once
 
@@ -57,7 +57,7 @@ def diff(
         print_json(facts) if json else _print(facts)
         return 0 if facts.equal else 1
 
-    one, other = Side(as_storage(a), id_a, prefix_a), Side(as_storage(b), id_b, prefix_b)
+    one, other = Side(as_source(a), id_a, prefix_a), Side(as_source(b), id_b, prefix_b)
     with joined("diff") as session:
         found = compare_together(session, one, other, pattern, False if json else None)
         code = print_once(session, lambda: show(found[0]))

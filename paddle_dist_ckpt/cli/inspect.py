@@ -45,7 +45,7 @@ def inspect(
       paddle-dist-ckpt inspect checkpoints
       paddle-dist-ckpt inspect checkpoints 'model.*.weight' --id 3 --json
     """
-    from ..storage import as_storage
+    from ..storage import as_source
     from .inspection import checkpoint_facts, steps_facts
 
     steps = steps_facts(path) if unique_id is None else None
@@ -54,7 +54,7 @@ def inspect(
             raise ValueError(f"{steps.path} is a folder of steps; to look for keys, name the folder of one of them")
         print_json(steps) if json else _print_steps(steps)
         return
-    facts = checkpoint_facts(as_storage(path), unique_id, pattern)
+    facts = checkpoint_facts(as_source(path), unique_id, pattern)
     if json:
         print_json(facts)
     else:
@@ -68,7 +68,7 @@ def _print_checkpoint(facts: CheckpointFacts, depth: int | None, everything: boo
     others = [number for number in facts.ids if number != facts.unique_id]
     rows = [
         ["format", facts.format],
-        ["saved", f"{facts.created}, by {count(facts.world_size, 'rank')}"],
+        ["saved", ", ".join(filter(None, [facts.created, f"by {count(facts.world_size, 'rank')}"]))],
         ["writer", facts.library + (f", Paddle {facts.paddle_version}" if facts.paddle_version else "")],
         ["files", f"{count(facts.files, 'file')}, {human_bytes(facts.file_bytes)}"],
         ["tensors", f"{count(len(facts.tensors), 'tensor')}, {human_bytes(facts.tensor_bytes)}"],

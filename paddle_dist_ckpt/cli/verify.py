@@ -23,7 +23,7 @@ def verify(path: CheckpointPath, unique_id: Identifier = None, json: Json = Fals
       paddle-dist-ckpt verify checkpoints --id 3
       python -m paddle.distributed.launch --nproc_per_node 4 $(which paddle-dist-ckpt) verify checkpoints
     """
-    from ..storage import as_storage
+    from ..storage import as_source
     from .ranks import joined, print_once
     from .verification import VerifyFacts, verify_together
 
@@ -42,6 +42,6 @@ def verify(path: CheckpointPath, unique_id: Identifier = None, json: Json = Fals
         return 1
 
     with joined("verify") as session:
-        found = verify_together(session, as_storage(path), unique_id, False if json else None)
+        found = verify_together(session, as_source(path), unique_id, False if json else None)
         code = print_once(session, lambda: show(found[0]))
     raise typer.Exit(code)

@@ -51,10 +51,9 @@ def check_native(metadata: Metadata, location: str) -> None:
     Raises:
         ValueError: it is of another format.
     """
-    found = getattr(metadata, "format", "native")
-    if found != "native":
+    if metadata.format != "native":
         raise ValueError(
-            f"the checkpoint in {location} is of the format {found}; only this library's own can be managed"
+            f"the checkpoint in {location} is of the format {metadata.format}; only this library's own can be managed"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import make_array, save_alone, save_on, sharded
+from test.readers.golden import GOLDEN
 
 LAYER = {"weight": make_array((8, 6), "bfloat16"), "bias": make_array((6,))}
 
@@ -103,3 +105,13 @@ def test_a_folder_of_steps(tmp_path: Path) -> None:
     text = run("inspect", tmp_path)
     assert "loss is lowest at step 200, highest at step 300" in text
     assert "name the folder of one of them" in fails("inspect", tmp_path, "a")
+
+
+def test_other_formats_by_folder_and_by_file(tmp_path: Path) -> None:
+    shown = answer("inspect", GOLDEN / "torch-dcp-2.13")
+    assert (shown["format"], shown["world_size"]) == ("torch_dcp", 2)
+    assert {value["key"] for value in shown["values"]} == {"lr", "note"}
+    shutil.copy(GOLDEN / "hf-safetensors" / "model-00001-of-00002.safetensors", tmp_path / "one.safetensors")
+    (tmp_path / "other.txt").write_text("not of it")
+    assert answer("inspect", tmp_path / "one.safetensors")["format"] == "safetensors"
+    assert "saved    by 2 ranks" in run("inspect", GOLDEN / "paddle-2.6.2")
