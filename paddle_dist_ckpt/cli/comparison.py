@@ -23,7 +23,7 @@ from ..storage.base import Storage
 from ..tree.values import encode_value
 from .contents import read_value
 from .differences import Difference, compare_items
-from .inspection import format_of, matches
+from .inspection import matches
 from .ranks import gathered, is_first, same_checkpoint
 from .regions import windows
 
@@ -157,7 +157,7 @@ class _Held:
 
     @property
     def facts(self) -> SideFacts:
-        return SideFacts(self.storage.location, self.metadata.unique_id, format_of(self.metadata))
+        return SideFacts(self.storage.location, self.metadata.unique_id, self.metadata.format)
 
 
 def _without(key: str, prefix: str | None) -> str | None:

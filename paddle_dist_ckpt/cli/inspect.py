@@ -94,6 +94,10 @@ def _print_checkpoint(facts: CheckpointFacts, depth: int | None, everything: boo
         )
         if len(shown) < len(facts.values):
             say(f"… {count(len(facts.values) - len(shown), 'more value')}; see --all", "faint")
+    if facts.left_out:
+        say()
+        say(f"not read: {count(len(facts.left_out), 'key')}", "head")
+        print_columns([[key, reason] for key, reason in facts.left_out.items()])
 
 
 def _short(value: object) -> str:

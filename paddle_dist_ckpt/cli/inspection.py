@@ -16,13 +16,13 @@ from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import committed_ids
 from ..storage import LocalStorage
 from ..storage.base import Storage
+from ..tree.paths import plain_key
 
 __all__ = [
     "CheckpointFacts",
     "StepsFacts",
     "TensorFacts",
     "checkpoint_facts",
-    "format_of",
     "matches",
     "steps_facts",
 ]
@@ -86,6 +86,7 @@ class CheckpointFacts:
         user_metadata: What ``SaveOptions.user_metadata`` held.
         tensors: The tensors that were asked for.
         values: The values that were asked for.
+        left_out: Flat keys of what it has beside that and is not read, with the reasons.
     """
 
     path: str
@@ -103,6 +104,7 @@ class CheckpointFacts:
     user_metadata: Any
     tensors: list[TensorFacts]
     values: list[ValueFacts]
+    left_out: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +138,6 @@ class StepsFacts:
     uncommitted: list[str]
 
 
-def format_of(metadata: Metadata) -> str:
-    """The format of a checkpoint; ``"native"`` for this library's own."""
-    return str(getattr(metadata, "format", "native"))
-
-
 def matches(key: str, pattern: str | None) -> bool:
     """Whether a flat key is, lies below, or is matched by a pattern as fnmatch has it; None matches all."""
     return (
@@ -164,9 +161,9 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
         raise CheckpointNotFoundError(f"no key of checkpoint {metadata.unique_id} matches {pattern!r}")
     return CheckpointFacts(
         path=storage.location,
-        format=format_of(metadata),
+        format=metadata.format,
         unique_id=metadata.unique_id,
-        ids=committed_ids(storage) if format_of(metadata) == "native" else [metadata.unique_id],
+        ids=committed_ids(storage) if metadata.format == "native" else [metadata.unique_id],
         world_size=metadata.world_size,
         created=metadata.created,
         library=metadata.library,
@@ -178,6 +175,7 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
         user_metadata=metadata.user_metadata,
         tensors=tensors,
         values=values,
+        left_out={plain_key(path): reason for path, reason in metadata.left_out.items()},
     )
 
 

@@ -9,7 +9,6 @@ from ..core.protocols import ControlSession
 from ..exporting.plan import divide_files
 from ..folder.verify import check_file, uncovered
 from ..storage.base import Storage
-from .inspection import format_of
 from .ranks import gathered, is_first, same_checkpoint
 
 __all__ = ["VerifyFacts", "verify_together"]
@@ -76,7 +75,7 @@ def verify_together(
     if not parts:
         return []
     problems = [Problem(None, text) for text in uncovered(metadata)] + [problem for part in parts for problem in part]
-    kind = format_of(metadata)
+    kind = metadata.format
     size = sum(sizes)
     return [
         VerifyFacts(

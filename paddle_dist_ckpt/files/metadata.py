@@ -102,6 +102,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         format: ``"native"``, or which other format it is read from; such a checkpoint has no checksums of blocks.
         checksums: What that format has to verify ranges of bytes by: the number of the file, the range's first byte,
             how many there are, and their CRC-32.
+        left_out: What it has beside that and is not read, by path, with the reason.
         times: How long the save took on each rank; None if that is not known.
     """
 
@@ -111,6 +112,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     value_records: list[tuple[str, Any]]
     format: str = "native"
     checksums: Sequence[tuple[int, int, int, int]] = ()
+    left_out: dict[str, str] = {}
     times: SaveTimes | None = None
 
     @cached_property

@@ -119,4 +119,5 @@ def _as_metadata(catalog: Catalog, title: str) -> Metadata:
         value_records=values,
         format=catalog.format,
         checksums=catalog.checksums,
+        left_out={format_path(path): reason for path, reason in catalog.left_out},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from ..files.metadata import Metadata
 from ..tree.paths import plain_key
 
 __all__ = ["Selection", "checked_keys", "select"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
         CheckpointError: without the prefix, two paths would be the same.
     """
     prefix, keys = selection.prefix, selection.keys
+    for path, reason in metadata.left_out.items():
+        _logger.warning("%s is left out: %s", plain_key(path), reason)
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):

@@ -178,6 +178,8 @@ class Answering:
             place, table = self._index[path], self._metadata.table
             shape = list(table.layouts[table.layout_of[place]].shape)
             return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
+        if path in self._metadata.left_out:
+            return f"something that is not read: {self._metadata.left_out[path]}"
         if self._below(path):
             return "a container"
         self._missing += 1

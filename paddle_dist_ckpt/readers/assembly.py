@@ -43,6 +43,7 @@ class Assembly:
         self._numbers: dict[str, int] = {}
         self._tensors: list[StoredTensor] = []
         self._values: list[tuple[tuple[Part, ...], Any]] = []
+        self._left_out: list[tuple[tuple[Part, ...], str]] = []
         self._leaves: set[tuple[Part, ...]] = set()
         self._containers: set[tuple[Part, ...]] = set()
 
@@ -105,6 +106,11 @@ class Assembly:
         self._add_leaf(f"{where}: {text_of(path)}", path)
         self._values.append((path, value))
 
+    def leave_out(self, where: str, path: tuple[Part, ...], reason: str) -> None:
+        """Note that there is something at a path which cannot be read. Raises what :meth:`add_value` raises."""
+        self._add_leaf(f"{where}: {text_of(path)}", path)
+        self._left_out.append((path, reason))
+
     def catalog(self, kind: str, unique_id: int, world_size: int, version: str | None = None) -> Catalog:
         """All that was added.
 
@@ -121,6 +127,7 @@ class Assembly:
             tensors=self._tensors,
             values=self._values,
             version=version,
+            left_out=self._left_out,
         )
 
     def _add_leaf(self, where: str, path: tuple[Part, ...]) -> None:

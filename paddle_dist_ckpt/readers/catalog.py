@@ -76,6 +76,7 @@ class Catalog:
             dicts of these.
         checksums: What the format itself allows to verify.
         version: What wrote it, None if it does not say so.
+        left_out: What it has beside that and cannot be read, by its path, with the reason.
     """
 
     format: str
@@ -86,6 +87,7 @@ class Catalog:
     values: list[tuple[tuple[Part, ...], Any]] = field(default_factory=list)
     checksums: list[StoredChecksum] = field(default_factory=list)
     version: str | None = None
+    left_out: list[tuple[tuple[Part, ...], str]] = field(default_factory=list)
 
 
 @runtime_checkable

@@ -212,11 +212,16 @@ class _DCPContents:
         self._pieces: dict[str, list[Piece]] = {key: [] for key in description.tensors}
         self._checksums: dict[StoredChecksum, None] = {}
         self._saved = SavedReader()
+        self._refused: dict[str, str] = {}  # keys of which something cannot be read, with the reason
 
     def add(self, file: AheadFile, item: _Item) -> None:
         """Find what an item holds."""
         most = _MOST_DIRECTORY if item.box is None else _MOST_CHUNK_DIRECTORY
-        leaves = self._saved.leaves(TorchZip(file, item.start, item.stop, most), item.key)
+        try:
+            leaves = self._saved.leaves(TorchZip(file, item.start, item.stop, most), item.key)
+        except UnsupportedValueError as error:
+            self._refused[item.key] = str(error)
+            return
         if item.box is not None:
             self._add_chunk(file, item.key, item.box, leaves)
             return
@@ -246,9 +251,12 @@ class _DCPContents:
 
     def catalog(self, kind: str) -> Catalog:
         """The catalog of all items."""
+        for key, reason in self._refused.items():
+            self._assembly.leave_out(_METADATA, self._description.paths[key], reason)
         for key, (dtype, shape, _) in self._description.tensors.items():
             path = self._description.paths[key]
-            self._assembly.add_tensor(_METADATA, path, dtype, shape, None, self._pieces[key])
+            if key not in self._refused:
+                self._assembly.add_tensor(_METADATA, path, dtype, shape, None, self._pieces[key])
         ranks = [int(match[1]) for item in self._description.items if (match := _DATA.fullmatch(item.file))]
         catalog = self._assembly.catalog(kind, 0, max(ranks, default=0) + 1, self._description.version)
         texts = [format_path(path) for path in (*(t.path for t in catalog.tensors), *(p for p, _ in catalog.values))]

@@ -23,6 +23,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from test.jobs import another_host, check_pieces, load_on, load_whole, save_alone, split_rows, try_load
 from test.readers.golden import GOLDEN, expected_arrays
+from test.readers.torch_writer import DCPWriter, saved, tensor
 
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 
@@ -154,3 +155,20 @@ def test_exported_from_any_format(tmp_path: Path, folder: str) -> None:
     found = load_whole(tmp_path / "out", flat=True)
     for key, array in arrays_of(folder).items():
         assert found[key].tobytes() == array.tobytes(), key
+
+
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = DCPWriter()
+    content = saved(tensor("float32", (4, 6), stride=(1, 4)), bytes(96))
+    writer.put("turned", (0, 0), content)
+    writer.describe("turned", "float32", (4, 6), [((0, 0), (4, 6))])
+    writer.add_value("step", 5, b"")
+    for name, data in writer.all_files.items():
+        (tmp_path / name).write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert load_whole(tmp_path) == {"step": 5}
+    assert "turned is left out" in caplog.text
+    (error,) = try_load([{"step": None, "turned": np.zeros((4, 6), np.float32)}], tmp_path)
+    assert isinstance(error, StateDictMismatchError)
+    assert "turned: the state_dict has a tensor, in the checkpoint it is something that is not read" in str(error)
+    assert "transposed" in str(error)
