@@ -42,7 +42,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["paddle_dist_ckpt", "paddle_dist_ckpt.*"]),
-    package_data={"paddle_dist_ckpt": ["py.typed"]},
+    package_data={"paddle_dist_ckpt": ["py.typed"], "paddle_dist_ckpt.report": ["assets/*"]},
     python_requires=">=3.10",
     install_requires=["ml_dtypes", "msgspec", "numpy", "pyzmq", "rich", "tqdm", "typer", "xxhash"],
     extras_require=EXTRAS,

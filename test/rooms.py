@@ -31,6 +31,7 @@ _SAYS = {
         "saving": "a save, from description to commit",
         "loading": "a load, from answer to restore",
         "exporting": "what others read",
+        "report": "a page that shows a checkpoint",
         "folder": "ids, leases, commit, verify, rebuild",
         "files": "the format: metadata and data files",
         "readers": "checkpoints that others wrote",
@@ -49,6 +50,7 @@ _SAYS = {
         "saving": "保存：从描述到提交",
         "loading": "加载：从应答到恢复",
         "exporting": "供其他框架读取的格式",
+        "report": "展示检查点的网页",
         "folder": "id、租约、提交、校验、重建",
         "files": "文件格式：元数据与数据文件",
         "readers": "读取其他格式的检查点",
@@ -63,6 +65,7 @@ _SAYS = {
 # Where a room does not stand in the middle: at which of four columns, from the left.
 _COLUMNS = {
     "control": 0,
+    "report": 0,
     "paddle_adapter": 3,
     "loading": 1,
     "saving": 2,

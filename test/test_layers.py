@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saving": _LANES,
     "loading": _LANES,
     "exporting": _LANES,
+    "report": _FOLDER | {"folder"},
     "wiring": _WIRING,
     "api": _CALLS,
     "manager": _CALLS,
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": _ABOVE | {"readers"},
     "public": _ABOVE,
     "__init__": {"public", "version"},
-    "cli": _ABOVE | {"__init__"},
+    "cli": _ABOVE | {"__init__", "report"},
     "__main__": {"cli"},
 }
 # Packages from outside that only these parts may import; the standard library and numpy are for all.

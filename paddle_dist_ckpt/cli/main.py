@@ -20,6 +20,7 @@ from .inspect import inspect
 from .merge import merge
 from .prune import prune
 from .rebuild import rebuild
+from .report import report
 from .verify import verify
 
 __all__ = ["app", "main"]
@@ -28,6 +29,7 @@ __all__ = ["app", "main"]
 _COMMANDS = (
     inspect,
     cat,
+    report,
     verify,
     diff,
     copy,

@@ -1,0 +1,246 @@
+"""What the page shows of a checkpoint, without the page."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import read_metadata
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.core.boxes import Boxes
+from paddle_dist_ckpt.core.shards import Layout
+from paddle_dist_ckpt.report.facts import Facts, facts_of, rank_of
+from paddle_dist_ckpt.report.layers import layers_of
+from paddle_dist_ckpt.report.regions import regions_of
+from paddle_dist_ckpt.report.text import MOST_KEY, MOST_VALUE, value_text, visible
+from test.report.samples import large_metadata, metadata_of, own_names, save_model
+
+WHOLE = Layout.from_cuts((4, 6), [[], []])
+HALVES = Layout.from_cuts((4, 6), [[2], []])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_model(made, ranks=3, width=24, layers=2, long="x" * 9000)
+    return made
+
+
+def boxes_in(facts: Facts, tensor: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and shape of a tensor's boxes, as the page makes them from what it is given."""
+    layout = facts.regions.layouts[facts.tensors.layout[tensor]]
+    if layout.cuts is None:
+        return list(zip(zip(*layout.offset, strict=True), zip(*layout.extent, strict=True), strict=True))
+    edges = [[0, *cuts, end] for cuts, end in zip(layout.cuts, layout.shape, strict=True)]
+    cells = itertools.product(*(list(itertools.pairwise(e)) for e in edges))
+    return [(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
+
+
+# -- text
+
+
+def test_text_that_can_be_read_stays() -> None:
+    for text in ("", "model.layers.0.weight", "学习率", "é ß", "a b", "</script>"):
+        assert visible(text) == text
+
+
+def test_what_cannot_be_seen_is_escaped() -> None:
+    assert visible("a\u202eb\u2066c\x00d\ne\ud800f\u2028g\U000e0001") == (
+        "a\\u202eb\\u2066c\\u0000d\\u000ae\\ud800f\\u2028g\\U000e0001"
+    )
+
+
+def test_long_text_loses_its_middle() -> None:
+    found = visible("a" * 5000 + "b" * 5000)
+    assert len(found) < MOST_KEY + 40
+    assert found.startswith("aaa")
+    assert found.endswith("bbb")
+    assert " … 9488 characters … " in found
+    assert visible("a" * MOST_KEY) == "a" * MOST_KEY
+
+
+def test_values_as_text() -> None:
+    assert value_text({"a": (1, None, float("nan"))}) == "{'a': (1, None, nan)}"
+    assert value_text(np.float32(0.5)) == "0.5"
+    assert value_text([10**9000]) == "(a number too long to write out)"
+    assert len(value_text("x" * 100_000)) < MOST_VALUE + 40
+    assert len(value_text(np.zeros(100_000))) < 200
+
+
+# -- layers
+
+
+def test_layers_add_up_and_chains_are_joined() -> None:
+    columns = layers_of([("model.a.w", 6), ("model.a.b", 2), ("model.z", 1), ("opt.only.one", 4), ("flat", 3)])
+    rows = dict(zip(columns.key, zip(columns.name, columns.nbytes, columns.tensors, strict=True), strict=True))
+    assert rows == {
+        "": ("all tensors", 16, 5),
+        "model": ("model", 9, 3),
+        "model.a": ("a", 8, 2),
+        "model.a.w": ("w", 6, 1),
+        "model.a.b": ("b", 2, 1),
+        "model.z": ("z", 1, 1),
+        "opt.only.one": ("opt.only.one", 4, 1),
+        "flat": ("flat", 3, 1),
+    }
+    assert columns.parent[0] == -1
+    assert all(parent < i for i, parent in enumerate(columns.parent))
+
+
+def test_a_tensor_whose_key_another_continues_is_kept() -> None:
+    columns = layers_of([("a.w", 1), ("a.w.m", 2), ("a.w.n", 4)])
+    assert list(zip(columns.key, columns.nbytes, strict=True)) == [("", 7), ("a.w", 7), ("a.w.n", 4), ("a.w.m", 2)]
+
+
+def test_equal_layers_are_in_the_order_of_their_numbers() -> None:
+    columns = layers_of([(f"l.{i}.w", 1) for i in (10, 9, 1, 2)])
+    assert columns.name[2:] == ["1.w", "2.w", "9.w", "10.w"]
+
+
+def test_many_layers_side_by_side_are_grouped() -> None:
+    columns = layers_of([(f"layer.{i}.w", 8) for i in range(1200)])
+    groups = [i for i, parent in enumerate(columns.parent) if parent == 1]
+    assert len(groups) == 60
+    assert columns.name[groups[0]] == "0 … 19"
+    assert sum(columns.nbytes[i] for i in groups) == 9600
+    assert columns.key[groups[0]] == ""
+    assert [columns.key[i] for i, p in enumerate(columns.parent) if p == groups[0]][:2] == ["layer.0.w", "layer.1.w"]
+
+
+def test_the_tree_is_bounded() -> None:
+    columns = layers_of([(f"a{i % 300}.b{i % 7}.c{i}", i) for i in range(50_000)])
+    assert len(columns.parent) < 4400
+    deep = layers_of([(".".join("a" * 5000), 1), (".".join("ab" * 5000), 1)])
+    assert len(deep.parent) < 40
+
+
+# -- all of it
+
+
+def test_facts_are_those_of_the_checkpoint(folder: Path) -> None:
+    metadata = read_metadata(folder)
+    facts = facts_of(metadata, str(folder))
+    assert (facts.origin.unique_id, facts.origin.world_size, facts.origin.format) == (1200, 3, "native")
+    by_file: dict[str, int] = defaultdict(int)
+    for info in metadata.storage_metadata.values():
+        by_file[info.file_name] += info.nbytes
+    assert dict(zip(facts.files.name, facts.files.nbytes, strict=True)) == by_file
+    assert facts.files.size == [(folder / name).stat().st_size for name in facts.files.name]
+    assert facts.ranks.rank == facts.files.rank == [0, 1, 2]
+    assert facts.ranks.nbytes == facts.files.nbytes
+    total = sum(by_file.values())
+    assert facts.totals.nbytes == total == sum(facts.dtypes.nbytes) == sum(facts.tensors.nbytes)
+    assert facts.layers.nbytes[0] == total
+    assert facts.dtypes.name[0] == "float32"
+    assert facts.times.rank == [0, 1, 2]
+    assert facts.times.phases == ["plan", "write"]
+    assert set(facts.files.state) == {""}
+
+
+def test_every_region_is_where_the_checkpoint_says(folder: Path) -> None:
+    metadata = read_metadata(folder)
+    facts = facts_of(metadata, "")
+    found = {}
+    for t, key in enumerate(facts.tensors.key):
+        where = facts.regions.files[facts.tensors.cut[t]]
+        for box, file, start in zip(boxes_in(facts, t), where, facts.tensors.start[t], strict=True):
+            found[(key, *box)] = (facts.files.name[file], start)
+    expected = {
+        (index.tensor_id, index.global_offset, index.local_shape): (info.file_name, info.data_offset)
+        for index, info in metadata.storage_metadata.items()
+    }
+    assert found == expected
+
+
+def test_boxes_that_are_no_grid() -> None:
+    odd = Layout((4, 4), Boxes.of([Box((0, 0), (2, 4)), Box((2, 0), (2, 1)), Box((2, 1), (2, 3))], 2))
+    scalar = Layout((), Boxes.of([Box((), ())], 0))
+    facts = facts_of(metadata_of([("/odd", odd, [0, 1, 0]), ("/s", scalar, [1])], own_names(2)), "")
+    assert boxes_in(facts, 0) == [((0, 0), (2, 4)), ((2, 0), (2, 1)), ((2, 1), (2, 3))]
+    assert boxes_in(facts, 1) == [((), ())]
+    assert facts.regions.files == [[0, 1, 0], [1]]
+
+
+def test_values_and_what_the_user_said(folder: Path) -> None:
+    facts = facts_of(read_metadata(folder), "")
+    values = dict(zip(facts.values.key, zip(facts.values.type, facts.values.text, strict=True), strict=True))
+    assert values["trainer.step"] == ("int", "1200")
+    assert values["trainer.seen"] == ("tuple", "(1000000000, 'tokens')")
+    assert values["long"][1].startswith("(in a data file, ")
+    assert facts.user.key == ["run", "config"]
+    assert facts.user.text == ["'baseline-7b'", "{'width': 24, 'ranks': 3}"]
+    assert facts.totals.values == 5
+
+
+def test_a_damaged_value_is_named_and_no_error() -> None:
+    metadata = metadata_of([("/w", WHOLE, [0])], own_names(1))
+    broken = msgspec.structs.replace(metadata, value_records=[("/a", {"float": "7"}), ("/b", 7)])
+    assert facts_of(broken, "").values.text == ["(a stored value is not well-formed)", "7"]
+
+
+def test_files_that_are_not_as_they_were_written() -> None:
+    metadata = metadata_of([("/w", HALVES, [0, 1]), ("/v", WHOLE, [2])], own_names(3))
+    size = metadata.files[0].size
+    assert facts_of(metadata, "", [size, None, 5]).files.state == ["", "missing", "5 bytes now"]
+
+
+def test_ranks_that_wrote_nothing_are_among_the_ranks() -> None:
+    metadata = metadata_of([("/w", HALVES, [0, 1])], [own_names(4)[1], own_names(4)[3]])
+    metadata = msgspec.structs.replace(metadata, world_size=6)
+    ranks = facts_of(metadata, "").ranks
+    assert (ranks.rank, ranks.nbytes, ranks.files) == ([0, 1, 2, 3, 4, 5], [0, 48, 0, 48, 0, 0], [0, 1, 0, 1, 0, 0])
+
+
+def test_ranks_by_the_names_of_files() -> None:
+    assert rank_of(own_names(4)[3]) == 3
+    assert rank_of("12_0.distcp") == 12
+    assert rank_of("__7_0.distcp") == 7
+    assert rank_of("model-00001-of-00002.safetensors") == -1
+    plain = facts_of(metadata_of([("/w", HALVES, [0, 1])], ["a.safetensors", "b.safetensors"]), "")
+    assert plain.ranks.rank == []
+
+
+def test_a_checkpoint_of_nothing() -> None:
+    facts = facts_of(metadata_of([], []), "")
+    assert facts.totals.nbytes == facts.totals.tensors == 0
+    assert facts.layers.name == ["all tensors"]
+    assert facts.ranks.rank == facts.times.rank == []
+
+
+# -- bounds
+
+
+def test_only_the_largest_are_named_but_all_are_counted() -> None:
+    facts = facts_of(large_metadata(1000), "", most=100)
+    assert len(facts.tensors.key) == 100
+    assert facts.tensors.key == sorted(facts.tensors.key)
+    assert set(facts.tensors.nbytes) == {8 << 20}
+    assert facts.totals.tensors == 1000
+    assert facts.layers.tensors[0] == 1000
+    assert sum(facts.ranks.nbytes) == facts.totals.nbytes > sum(facts.tensors.nbytes)
+
+
+def test_tensors_that_are_cut_alike_share_what_says_how() -> None:
+    facts = facts_of(large_metadata(5000), "")
+    assert len(facts.regions.layouts) == 5
+    assert len(facts.regions.files) < 120
+
+
+def test_a_page_has_room_for_so_many_regions() -> None:
+    many = Layout.from_cuts((100, 10), [list(range(10, 100, 10)), []])
+    tensors = [("/many", many, [0] * 10)] + [(f"/w{i}", HALVES, [i % 3, i // 3 % 3]) for i in range(40)]
+    table = metadata_of(tensors, own_names(3)).table
+    sizes = np.array([4000] + [96] * 40)
+    found, layout, cut, start = regions_of(table, np.arange(41), sizes, room=9)
+    assert found.layouts[layout[0]].shape == [100, 10]
+    assert cut[0] == -1
+    assert cut[1] >= 0
+    assert len(start[1]) == 2
+    assert (cut[40], start[40]) == (-1, [])
+    assert found.layouts[layout[40]].shape == [4, 6]
+    assert sum(map(len, found.files)) + sum(map(len, start)) <= 9
