@@ -21,7 +21,10 @@ __all__ = ["Facts", "facts_of", "rank_of"]
 
 MOST_TENSORS = 20_000
 _MOST_RANKS = 100_000
-_OTHER_NAMES = re.compile(r"(?:__)?(\d{1,9})_\d{1,18}\.(?:distcp|safetensors)")  # Paddle's own, torch's
+_OTHER_NAMES = (
+    re.compile(r"(?:__)?(\d{1,9})_\d{1,18}\.(?:distcp|safetensors)"),  # Paddle's own, torch's
+    re.compile(r".*_dist(\d{1,9})\.(?:pdparams|pdopt)", re.DOTALL),  # of ranks of a static program
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +188,8 @@ def rank_of(name: str) -> int:
     own = parse_data_file(name)
     if own is not None:
         return own.rank
-    other = _OTHER_NAMES.fullmatch(name)
-    return int(other[1]) if other else -1
+    others = (pattern.fullmatch(name) for pattern in _OTHER_NAMES)
+    return next((int(other[1]) for other in others if other), -1)
 
 
 def _origin(metadata: Metadata, location: str) -> Origin:

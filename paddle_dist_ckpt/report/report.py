@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..folder.checkpoint import read_checkpoint
-from ..storage import Storage, as_storage
+from ..storage import Storage, as_source
 from .facts import facts_of
 from .page import page_of
 
@@ -20,7 +20,7 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     Only the checkpoint's metadata are read, and the sizes of its files.
 
     Args:
-        path: The checkpoint's folder (str, PathLike or Storage).
+        path: The checkpoint's folder, or its only file (str, PathLike or Storage).
         out: The file to write; one that is there is replaced when the page is whole.
         unique_id: The checkpoint's number; the newest if it is None.
 
@@ -32,7 +32,7 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
         CheckpointCorruptedError: its metadata are damaged.
         OSError: the file cannot be written.
     """
-    storage = as_storage(path)
+    storage = as_source(path)
     metadata = read_checkpoint(storage, unique_id)
     sizes = [_size(storage, info.name) for info in metadata.files]
     page = page_of(facts_of(metadata, storage.location, sizes))

@@ -200,6 +200,7 @@ def test_ranks_by_the_names_of_files() -> None:
     assert rank_of(own_names(4)[3]) == 3
     assert rank_of("12_0.distcp") == 12
     assert rank_of("__7_0.distcp") == 7
+    assert rank_of("model_dist3.pdopt") == 3
     assert rank_of("model-00001-of-00002.safetensors") == -1
     plain = facts_of(metadata_of([("/w", HALVES, [0, 1])], ["a.safetensors", "b.safetensors"]), "")
     assert plain.ranks.rank == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt import CheckpointNotFoundError
+from paddle_dist_ckpt import CheckpointNotFoundError, read_metadata
 from paddle_dist_ckpt.core.shards import Layout
 from paddle_dist_ckpt.report.facts import facts_of
 from paddle_dist_ckpt.report.page import page_of
@@ -22,6 +22,7 @@ from test.cli.commands import answer, fails, run
 from test.jobs import save_alone
 from test.report.samples import HOSTILE, hostile_metadata, metadata_of, own_names
 
+GOLDEN = sorted(p for p in (Path(__file__).parents[1] / "golden").iterdir() if p.is_dir() and "-" in p.name)
 ASSETS = resources.files("paddle_dist_ckpt.report") / "assets"
 
 
@@ -139,6 +140,23 @@ def test_a_report_of_the_newest_and_of_another(tmp_path: Path) -> None:
     report(tmp_path / "ckpt", tmp_path / "page.html", 3)
     assert data_of(page.read_text(encoding="utf-8"))["values"]["key"] == ["w"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "page.html"]
+
+
+@pytest.mark.parametrize("name", [folder.name for folder in GOLDEN])
+def test_a_report_of_every_format(name: str, tmp_path: Path) -> None:
+    metadata = read_metadata(GOLDEN[0].parent / name)
+    data = data_of(report(GOLDEN[0].parent / name, tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert data["origin"]["format"] == metadata.format
+    assert data["tensors"]["key"] == [metadata.key(path) for path in metadata.table.paths]
+    assert data["totals"]["nbytes"] == sum(info.nbytes for info in metadata.storage_metadata.values()) > 0
+    assert set(data["files"]["state"]) == {""}
+    assert data["times"]["rank"] == []
+
+
+def test_a_report_of_a_single_file(tmp_path: Path) -> None:
+    file = GOLDEN[0].parent / "hf-safetensors" / "model-00001-of-00002.safetensors"
+    data = data_of(report(file, tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert data["files"]["name"] == [file.name]
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
