@@ -148,7 +148,7 @@ class _Coordinator:
         metadata = read_checkpoint(self._source, self._request.unique_id)
         self._save = _new_save(metadata)
         self.plan = plan_export(self._source, metadata, self._request, len(self._session.ranks), self._save)
-        _warn_of_others(out)
+        _warn_of_others(out, self._source)
         self._open(out.parent).prepare()
         hidden = out.parent / f".{out.name}.export-{self._save.save_id}"
         hidden.mkdir()
@@ -208,16 +208,17 @@ def check_free(request: ExportRequest) -> None:
         raise ValueError(f"{out} is there already; an export makes a new file or folder, or fills an empty folder")
 
 
-def _warn_of_others(out: Path) -> None:
-    """Say which hidden folders of exports to this place there are."""
+def _warn_of_others(out: Path, source: Storage) -> None:
+    """Say which hidden folders of exports to this place there are, but for the one that is exported from."""
+    starts = (f".{out.name}.export-", f".{out.name}.state-")
     with suppress(OSError):
-        starts = (f".{out.name}.export-", f".{out.name}.state-")
-        for name in sorted(entry.name for entry in out.parent.iterdir() if entry.name.startswith(starts)):
-            _logger.warning(
-                "%s: another export to %s goes on, or was killed and has left that behind; if it was, remove it",
-                out.parent / name,
-                out,
-            )
+        for hidden in sorted(entry for entry in out.parent.iterdir() if entry.name.startswith(starts)):
+            if str(hidden) != source.location:
+                _logger.warning(
+                    "%s: another export to %s goes on, or was killed and has left it behind; if so, remove it",
+                    hidden,
+                    out,
+                )
 
 
 def _new_save(metadata: Metadata) -> SaveInfo:

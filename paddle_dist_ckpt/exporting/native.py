@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..core.box import whole
-from ..core.shards import ShardTable, shared_layouts
+from ..core.dtypes import DTYPES
+from ..core.shards import Kind, ShardTable, shared_layouts
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata, table_to_record
 from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts
-from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
+from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES, FileInfo, Metadata, SaveInfo, save_members
 from ..files.names import data_file_name, metadata_name
+from ..tree.paths import flat_keys
 from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
 
 __all__ = ["plan_native"]
+
+_BYTE = DTYPES["uint8"]
 
 
 def plan_native(
@@ -30,7 +35,7 @@ def plan_native(
     """The files of a checkpoint.
 
     Args:
-        tensors: What to write, large values among it.
+        tensors: What to write, values that are stored like tensors among it.
         values: The other values: path, and tree of JSON types.
         most: The most bytes of tensors in a file, if it has more than one.
         ranks: How many ranks write. Each has files of its own, if there are enough tensors.
@@ -43,6 +48,8 @@ def plan_native(
     Raises:
         UnsupportedValueError: what is selected makes up no checkpoint.
     """
+    values, large = _small_and_large(tensors, sorted(values))
+    tensors = [*tensors, *large]
     limit = min(most, max(1, -(-sum(tensor.nbytes for tensor in tensors) // ranks)))
     in_order = sorted(tensors, key=lambda tensor: tensor.path)
     groups = [part for group in fill_files(in_order, limit) for part in _fitting(group, save.block_bytes)]
@@ -59,7 +66,7 @@ def plan_native(
                 part=part,
                 parts=len(shares[rank]),
                 tensors=table_to_record(_table([(tensor, 0) for tensor in group])),
-                values=[] if files else sorted(values),
+                values=[] if files else values,
                 writers=None if files else writers,
                 user_metadata=None if files else user_tree,
             )
@@ -70,13 +77,30 @@ def plan_native(
         user_tree=user_tree,
         files=[FileInfo(file.name, file.nbytes, NO_DIGEST) for file in files],
         table=_table([(part, i) for i, file in enumerate(files) for part in file.parts]),
-        value_records=sorted(values),
+        value_records=values,
     )
     try:
         decode_metadata(encode_metadata(metadata), metadata_name(save.unique_id), save.unique_id)
     except CheckpointCorruptedError as error:
         raise UnsupportedValueError(f"what is selected makes up no checkpoint: {error}") from error
     return files, metadata
+
+
+def _small_and_large(
+    tensors: Sequence[ExportTensor], values: Sequence[tuple[str, Any]]
+) -> tuple[list[tuple[str, Any]], list[ExportTensor]]:
+    """The values that `.metadata` has room for, and those that become entries of data files."""
+    paths = [*(tensor.path for tensor in tensors), *(path for path, _ in values)]
+    keys = dict(zip(paths, flat_keys(paths), strict=True))
+    small, large, total = [], list[ExportTensor](), 0
+    for path, tree in values:
+        json = msgspec.json.encode(tree)
+        if len(json) <= INLINE_BYTES and total + len(json) <= INLINE_TOTAL_BYTES:
+            small.append((path, tree))
+            total += len(json)
+        else:
+            large.append(ExportTensor(-1, path, keys[path], (len(json),), _BYTE, _BYTE, None, Kind.VALUE, json))
+    return small, large
 
 
 def _fitting(tensors: Sequence[ExportTensor], block_bytes: int) -> list[tuple[list[ExportTensor], FileTable]]:

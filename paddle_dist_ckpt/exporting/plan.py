@@ -41,6 +41,7 @@ class ExportTensor:
         dtype: Its element type in the file.
         name: The framework's variable name, if it is known.
         kind: What it is.
+        data: Its bytes, if they are not to be read from the checkpoint.
     """
 
     row: int
@@ -51,6 +52,7 @@ class ExportTensor:
     dtype: DType
     name: str | None = None
     kind: Kind = Kind.TENSOR
+    data: bytes | None = None
 
     @property
     def nbytes(self) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 
 import numpy as np
@@ -55,14 +54,13 @@ def write_files(
         OSError: reading or writing failed.
     """
     cut = [cut_in_windows(file) for file in files]
-    pieces = [piece for windows in cut for window in windows for piece in window.pieces]
+    stored = [p for windows in cut for window in windows for p in window.pieces if p.tensor.data is None]
+    rows = {id(piece): row for row, piece in enumerate(stored)}
     buffers = Buffers(threads)
     written: list[FileInfo] = []
-    with BoxReader(source, metadata, [p.tensor.row for p in pieces], [p.box for p in pieces]) as reader:
-        first = 0
+    with BoxReader(source, metadata, [p.tensor.row for p in stored], [p.box for p in stored]) as reader:
         for file, windows in zip(files, cut, strict=True):
-            content = _Content(file, windows, first, reader, buffers)
-            first += sum(len(window.pieces) for window in windows)
+            content = _Content(file, windows, reader, rows, buffers)
             if file.own is None:
                 out = target.create(file.name)
                 with closing(out):
@@ -82,46 +80,53 @@ class _Content:
     Args:
         file: The file.
         cut: Its windows.
-        first: The place of its first piece among the boxes of the reader.
-        reader: Reads the pieces of all files.
+        reader: Reads what is stored in the checkpoint.
+        rows: The place of each of those pieces among the reader's boxes, by the piece's ``id``.
         buffers: One for each thread.
     """
 
     def __init__(
-        self, file: ExportFile, cut: Sequence[ExportWindow], first: int, reader: BoxReader, buffers: Buffers
+        self,
+        file: ExportFile,
+        cut: Sequence[ExportWindow],
+        reader: BoxReader,
+        rows: Mapping[int, int],
+        buffers: Buffers,
     ) -> None:
-        counts = [len(window.pieces) for window in cut]
-        edges = list(itertools.accumulate(counts, initial=first))
-        self._cut = [(window, range(*edge)) for window, edge in zip(cut, itertools.pairwise(edges), strict=True)]
+        self._cut, self._reader, self._rows, self._buffers = cut, reader, rows, buffers
         self._entries = {id(part): i for i, part in enumerate(file.parts)}
-        self._reader, self._buffers = reader, buffers
 
     def tasks(self, out: WritableFile, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:
         """Tasks that write it, one window each."""
 
-        def write(window: ExportWindow, rows: range) -> None:
-            with self._filled(window, rows, None) as (start, data):
+        def write(window: ExportWindow) -> None:
+            with self._filled(window, None) as (start, data):
                 out.write(data, start)
             progress(window.nbytes)
 
-        for window, rows in self._cut:
-            yield functools.partial(write, window, rows)
+        for window in self._cut:
+            yield functools.partial(write, window)
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """As :class:`FileSave` wants it: all windows, hashed."""
-        for window, rows in self._cut:
-            yield self._filled(window, rows, hashes)
+        for window in self._cut:
+            yield self._filled(window, hashes)
 
     @contextmanager
-    def _filled(self, window: ExportWindow, rows: range, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
+    def _filled(self, window: ExportWindow, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
         with self._buffers.borrow(window.nbytes) as buffer:
             for start, data in window.known:
                 buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
-            targets = [_target(piece, buffer) for piece in window.pieces]
-            self._reader.read(rows, targets)
-            for piece, items in zip(window.pieces, targets, strict=True):
+            stored = [piece for piece in window.pieces if piece.tensor.data is None]
+            targets = [_target(piece, buffer) for piece in stored]
+            self._reader.read([self._rows[id(piece)] for piece in stored], targets)
+            for piece, items in zip(stored, targets, strict=True):
                 if piece.tensor.dtype != piece.tensor.stored:
                     _convert(piece, items, buffer)
+            for piece in window.pieces:
+                if piece.tensor.data is not None:
+                    given = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]
+                    buffer[piece.start : piece.stop] = given
                 if hashes is not None:
                     part = buffer[piece.start : piece.stop].data
                     hashes.add(self._entries[id(piece.tensor)], _start_of(piece), part)

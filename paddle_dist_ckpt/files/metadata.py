@@ -14,7 +14,22 @@ from ..tree.paths import Part, flat_keys, parse_path, plain_keys
 from ..tree.values import from_jsonable
 from .times import SaveTimes
 
-__all__ = ["FileInfo", "LocalTensorIndex", "LocalTensorMetadata", "Metadata", "SaveInfo", "StorageInfo", "save_members"]
+__all__ = [
+    "INLINE_BYTES",
+    "INLINE_TOTAL_BYTES",
+    "FileInfo",
+    "LocalTensorIndex",
+    "LocalTensorMetadata",
+    "Metadata",
+    "SaveInfo",
+    "StorageInfo",
+    "save_members",
+]
+
+INLINE_BYTES = 4096
+"""A larger value becomes an entry of a data file."""
+INLINE_TOTAL_BYTES = 8 << 20
+"""So do all further ones when those of one rank are this large together."""
 
 
 @dataclass(frozen=True, slots=True)

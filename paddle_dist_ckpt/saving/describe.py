@@ -24,6 +24,7 @@ from ..core.messages import encode
 from ..core.shards import Kind
 from ..core.tensors import Geometry, Identity, LocalShard, TensorView
 from ..errors import UnsupportedValueError
+from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES
 from ..tree.paths import RankIndex, join, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
 from ..tree.values import encode_value
@@ -31,8 +32,6 @@ from .messages import Description, Structure, TensorList, ValueRecord
 
 __all__ = ["KnownState", "LocalState", "describe", "digests_of"]
 
-_INLINE_BYTES = 4096  # a larger value becomes an entry of a data file
-_INLINE_TOTAL_BYTES = 8 << 20  # so do all further ones when those of one rank are this large together
 _OWN_STEP = 256  # ranks' own values are padded with blanks to multiples of it,
 _MOST_BLANKS = 4096  # and further, to the size that they had before
 _HASH_CHUNK = 4 << 20
@@ -234,7 +233,7 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
         except UnsupportedValueError as error:
             problems.append(str(error))
             continue
-        inline = not own and len(json) <= _INLINE_BYTES and total + len(json) <= _INLINE_TOTAL_BYTES
+        inline = not own and len(json) <= INLINE_BYTES and total + len(json) <= INLINE_TOTAL_BYTES
         if own:
             json = json.ljust(_room_for(len(json), before.get(stored, 0)))
         total += len(json) if inline else 0

@@ -236,6 +236,10 @@ def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCa
         tmp_path / ".out.state-xyz",
     ]
     assert len(list(tmp_path.glob(".o*"))) == 4
+    caplog.clear()
+    (tmp_path / "ckpt").rename(tmp_path / ".new.state-xyz")  # as an export of a job's state_dict has its folder
+    export(tmp_path / ".new.state-xyz", tmp_path / "new")
+    assert not caplog.records
 
 
 CHILD = """

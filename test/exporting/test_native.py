@@ -202,3 +202,15 @@ def test_a_target_is_filled(tmp_path: Path) -> None:
     load_on([target], tmp_path / "out")
     for key, array in ARRAYS.items():
         assert same_bits(target["model"][key], array), key
+
+
+def test_large_values_that_another_format_has_among_the_others(tmp_path: Path) -> None:
+    state = {"a": make_array((3, 4)), "text": "x" * 100_000, "step": 3, "list": [list(range(3000)), "y"]}
+    save_alone(state, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "one.pdparams", format="pdparams")
+    export(tmp_path / "one.pdparams", tmp_path / "out", format="native", max_shard_bytes=20_000)
+    assert [path for path, _ in read_metadata(tmp_path / "out").value_records] == ["/step"]
+    found = load_whole(tmp_path / "out")
+    assert same_bits(found.pop("a"), state.pop("a"))
+    assert alike(found, state)
+    assert verify(tmp_path / "out").ok

@@ -21,7 +21,7 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from test.jobs import another_host, check_pieces, load_on, load_whole, save_alone, split_rows, try_load
+from test.jobs import alike, another_host, check_pieces, load_on, load_whole, save_alone, split_rows, try_load
 from test.readers.golden import GOLDEN, expected_arrays
 from test.readers.torch_writer import DCPWriter, saved, tensor
 
@@ -149,9 +149,10 @@ def test_one_file_of_a_folder(tmp_path: Path) -> None:
     assert read_metadata(tmp_path / "one.pdparams").format == "pdparams"
 
 
+@pytest.mark.parametrize("format", ["safetensors", "native"])
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_exported_from_any_format(tmp_path: Path, folder: str) -> None:
-    export(GOLDEN / folder, tmp_path / "out")
+def test_exported_from_any_format(tmp_path: Path, folder: str, format: str) -> None:
+    export(GOLDEN / folder, tmp_path / "out", format=format)
     found = load_whole(tmp_path / "out", flat=True)
     for key, array in arrays_of(folder).items():
         assert found[key].tobytes() == array.tobytes(), key
@@ -172,3 +173,10 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog: pytes
     assert isinstance(error, StateDictMismatchError)
     assert "turned: the state_dict has a tensor, in the checkpoint it is something that is not read" in str(error)
     assert "transposed" in str(error)
+    if format == "native":
+        before, after = read_metadata(GOLDEN / folder), read_metadata(tmp_path / "out")
+        assert after.format == "native"
+        assert after.flat_mapping == before.flat_mapping
+        assert after.variable_names == before.variable_names
+        assert alike(load_whole(tmp_path / "out"), load_whole(GOLDEN / folder))
+        assert verify(tmp_path / "out").ok
