@@ -13,6 +13,7 @@ from ..core.shards import Kind
 from ..files.datafile import DataFileInfo, FileTable
 
 __all__ = [
+    "CONVERTED_BYTES",
     "WINDOW_BYTES",
     "ExportFile",
     "ExportPiece",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 WINDOW_BYTES = 16 << 20  # large beside the blocks at its edges, which are read twice
+CONVERTED_BYTES = 4 << 20  # as stored; of what is converted there are several copies for a moment
 _PAGE = 4096  # windows start at pages, if they can, so that they can be written past the page cache
 
 
@@ -58,6 +60,11 @@ class ExportTensor:
     def nbytes(self) -> int:
         """How many bytes it has in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether its items are converted on the way."""
+        return self.dtype != self.stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +119,11 @@ class ExportPiece:
     box: Box
 
     @property
+    def stored_bytes(self) -> int:
+        """How many bytes it has in the checkpoint."""
+        return self.box.size * self.tensor.stored.itemsize
+
+    @property
     def stop(self) -> int:
         """Where its bytes end."""
         return self.start + self.box.size * self.tensor.dtype.itemsize
@@ -163,9 +175,11 @@ def _with(window: ExportWindow, part: bytes | ExportTensor, span: range) -> Expo
     start = window.nbytes
     if isinstance(part, ExportTensor):
         item = part.dtype.itemsize
-        for box in cut_flat_range(part.shape, span.start // item, span.stop // item):
-            window.pieces.append(ExportPiece(start, part, box))
-            start = window.pieces[-1].stop
+        most = len(span) if not part.is_converted else CONVERTED_BYTES // part.stored.itemsize * item
+        for low in range(span.start, span.stop, most):
+            for box in cut_flat_range(part.shape, low // item, min(low + most, span.stop) // item):
+                window.pieces.append(ExportPiece(start, part, box))
+                start = window.pieces[-1].stop
     else:
         window.known.append((start, part[span.start : span.stop]))
     return replace(window, nbytes=window.nbytes + len(span))

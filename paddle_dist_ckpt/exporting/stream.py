@@ -20,7 +20,7 @@ from ..files.metadata import FileInfo, Metadata
 from ..files.writer import FileSave
 from ..folder.boxes import BoxReader
 from ..storage.base import Storage, WritableFile
-from .plan import ExportFile, ExportPiece, ExportWindow, cut_in_windows
+from .plan import CONVERTED_BYTES, ExportFile, ExportPiece, ExportWindow, cut_in_windows
 
 __all__ = ["write_files"]
 
@@ -117,12 +117,13 @@ class _Content:
         with self._buffers.borrow(window.nbytes) as buffer:
             for start, data in window.known:
                 buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
-            stored = [piece for piece in window.pieces if piece.tensor.data is None]
-            targets = [_target(piece, buffer) for piece in stored]
-            self._reader.read([self._rows[id(piece)] for piece in stored], targets)
-            for piece, items in zip(stored, targets, strict=True):
-                if piece.tensor.dtype != piece.tensor.stored:
-                    _convert(piece, items, buffer)
+            for pieces in _read_together(window.pieces):
+                targets = [_target(piece, buffer) for piece in pieces]
+                self._reader.read([self._rows[id(piece)] for piece in pieces], targets)
+                for piece, items in zip(pieces, targets, strict=True):
+                    if piece.tensor.is_converted:
+                        _convert(piece, items, buffer)
+                del targets
             for piece in window.pieces:
                 if piece.tensor.data is not None:
                     given = np.frombuffer(piece.tensor.data, np.uint8)[piece.box.slices]
@@ -131,6 +132,22 @@ class _Content:
                     part = buffer[piece.start : piece.stop].data
                     hashes.add(self._entries[id(piece.tensor)], _start_of(piece), part)
             yield window.start, buffer
+
+
+def _read_together(pieces: Sequence[ExportPiece]) -> Iterator[list[ExportPiece]]:
+    """The pieces that are stored in the checkpoint: those that stay as they are, and the others some at a time."""
+    stored = [piece for piece in pieces if piece.tensor.data is None]
+    yield [piece for piece in stored if not piece.tensor.is_converted]
+    some: list[ExportPiece] = []
+    nbytes = 0
+    for piece in stored:
+        if piece.tensor.is_converted:
+            if some and nbytes + piece.stored_bytes > CONVERTED_BYTES:
+                yield some
+                some, nbytes = [], 0
+            some.append(piece)
+            nbytes += piece.stored_bytes
+    yield some
 
 
 def _start_of(piece: ExportPiece) -> int:
@@ -142,7 +159,7 @@ def _start_of(piece: ExportPiece) -> int:
 
 def _target(piece: ExportPiece, buffer: Bytes1D) -> np.ndarray:
     """Where to read a piece: its place in the window, or, if it is to be converted, memory of its own."""
-    if piece.tensor.dtype != piece.tensor.stored:
+    if piece.tensor.is_converted:
         return np.empty(piece.box.shape, piece.tensor.stored.raw)
     return buffer[piece.start : piece.stop].view(piece.tensor.dtype.raw).reshape(piece.box.shape)
 

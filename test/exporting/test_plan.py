@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.exporting.plan import (
+    CONVERTED_BYTES,
     ExportFile,
     ExportTensor,
     cut_in_windows,
@@ -57,6 +58,22 @@ def test_windows_make_up_the_file(file: ExportFile, most: int) -> None:
         found += bytes(data)
     assert found == expected
     assert file.nbytes == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float64"), ("float64", "float16")]
+)
+def test_what_is_converted_is_cut_in_small_pieces(stored: str, dtype: str) -> None:
+    part = ExportTensor(0, "/t", "t", (3000, 1000), DTYPES[stored], DTYPES[dtype])
+    windows = cut_in_windows(ExportFile("file", [b"abc", part]))
+    pieces = [(window, piece) for window in windows for piece in window.pieces]
+    assert sum(piece.box.size for _, piece in pieces) == 3_000_000
+    at = 3
+    for window, piece in pieces:
+        assert piece.stored_bytes <= CONVERTED_BYTES
+        assert window.start + piece.start == at
+        at = window.start + piece.stop
+    assert at == 3 + part.nbytes
 
 
 def test_windows_start_at_pages_again_after_a_part_of_odd_size() -> None:

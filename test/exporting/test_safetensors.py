@@ -118,10 +118,16 @@ def test_some_keys(tmp_path: Path) -> None:
 
 
 def test_floats_are_converted_and_nothing_else(tmp_path: Path) -> None:
-    arrays = {"a": np.linspace(-3, 3, 5000, dtype=np.float32).reshape(50, 100), "b": make_array((7,), "int32")}
+    arrays = {
+        "a": np.linspace(-3, 3, 5000, dtype=np.float32).reshape(50, 100),
+        "b": make_array((7,), "int32"),
+        "large": np.linspace(-1, 1, 3_000_000, dtype=np.float32).reshape(3000, 1000),  # in several pieces
+        "nothing": np.zeros((0, 3), np.float32),
+    }
     saved(tmp_path / "ckpt", arrays)
     export(tmp_path / "ckpt", tmp_path / "out", prefix="model", dtype="bfloat16")
-    check(tmp_path / "out", {"a": arrays["a"].astype(ml_dtypes.bfloat16), "b": arrays["b"]})
+    floats = {key: arrays[key].astype(ml_dtypes.bfloat16) for key in ("a", "large", "nothing")}
+    check(tmp_path / "out", {**floats, "b": arrays["b"]})
 
 
 def test_a_value_that_the_type_cannot_hold(tmp_path: Path) -> None:
