@@ -64,6 +64,12 @@ BENCHMARKS = {
         "Measure a load in which ranks read for each other.", rounds=(15, 7), peers=("ours_exchange",), scratch_gb=1
     ),
     "export": Benchmark("Measure exports against a plain copy.", rounds=(9, 3), scratch_gb=3),
+    "foreign": Benchmark(
+        "Measure loads of checkpoints that are in other formats.",
+        rounds=(15, 5),
+        peers=("ours_formats",),
+        scratch_gb=3,
+    ),
     "async_save": Benchmark(
         "Measure saves that go on while two ranks train.", rounds=(20, 5), peers=_IN_BACKGROUND, scratch_gb=2
     ),

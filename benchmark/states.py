@@ -1,7 +1,8 @@
 """The states that are saved and loaded: which tensors, how they are sharded, and which values they hold.
 
 State A looks like a part of a language model: 6 layers, 0.68 GB; state C has 36 such layers, 4.1 GB. State B is 20,000
-tiny tensors, so that what counts is the work per tensor. For a smoke test the states are of the same make, but small.
+tiny tensors, so that what counts is the work per tensor; states D and E are 5,000 and 50,000 such tensors. For a smoke
+test the states are of the same make, but small.
 Values follow from a tensor's number and an element's place in the global tensor, so that every rank can make its part,
 and check a load, without seeing the rest.
 """
@@ -24,7 +25,7 @@ _MULTIPLIER = np.uint32(2654435761)  # Knuth's multiplicative hash: neighbours g
 _EXACT = np.uint32((1 << 24) - 1)  # integers up to here are exact in float32
 
 LAYOUTS = {"A": ("same", "swapped", "layer"), "B": ("same", "swapped")}
-"""The layouts of the states that are timed; of state C only the memory is measured."""
+"""The layouts of the states that benchmark.run times; of state C it measures only the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def layout(state: str, name: str, smoke: bool = False) -> list[TensorSpec]:
     alone, as it is saved; in ``replicated`` every rank has all.
 
     Args:
-        state: ``"A"``, ``"B"`` or ``"C"``.
+        state: ``"A"`` to ``"E"``.
         name: The layout.
         smoke: Whether a tiny state of the same make will do.
     """
@@ -97,5 +98,17 @@ def _small(tensors: int) -> Iterator[TensorSpec]:
     return (TensorSpec(f"tensors.{i:05}", i, (8, 8), 0) for i in range(tensors))
 
 
-_STATES = {"A": lambda: _layers(6, 1536), "B": lambda: _small(20_000), "C": lambda: _layers(36, 1536)}
-_SMOKE_STATES = {"A": lambda: _layers(2, 32), "B": lambda: _small(20), "C": lambda: _layers(3, 32)}
+_STATES = {
+    "A": lambda: _layers(6, 1536),
+    "B": lambda: _small(20_000),
+    "C": lambda: _layers(36, 1536),
+    "D": lambda: _small(5_000),
+    "E": lambda: _small(50_000),
+}
+_SMOKE_STATES = {
+    "A": lambda: _layers(2, 32),
+    "B": lambda: _small(20),
+    "C": lambda: _layers(3, 32),
+    "D": lambda: _small(10),
+    "E": lambda: _small(30),
+}

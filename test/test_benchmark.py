@@ -20,6 +20,7 @@ TABLES = {  # the first lines of each, in the order in which they take longest
     "run": "|  | paddle_dist_ckpt | Paddle's own | probe, cached |",
     "device": "|  | copies as slow as the disk: ",
     "async_save": "|  | paddle_dist_ckpt |",
+    "foreign": "|  | time | : own format (95 %) | on the cores |",
     "exchange": "|  | load | broadcasts alone |",
     "scale": "| ranks | tensors | shards |",
     "export": "|  | cached | times the copy |",

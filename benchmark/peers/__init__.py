@@ -43,6 +43,7 @@ PEERS = {
         ),
         Peer("torch_dcp_async_process", "torch DCP, by a process", "torch", "on_torch:ProcessAsyncTorchDcp"),
         Peer("ours_device", "paddle_dist_ckpt", "paddle", "on_device:OursOnDevice"),
+        Peer("ours_formats", "paddle_dist_ckpt", "paddle", "on_paddle:OursAndPaddle"),
         Peer("ours_exchange", "paddle_dist_ckpt", "paddle", "on_paddle:OursOnHosts"),
     )
 }

@@ -28,10 +28,11 @@ from benchmark.peers.base import (
 )
 from benchmark.states import Array, TensorSpec
 
-__all__ = ["Ours", "OursInBackground", "OursOnHosts", "PaddleBuiltin"]
+__all__ = ["Ours", "OursAndPaddle", "OursInBackground", "OursOnHosts", "PaddleBuiltin"]
 
 State = dict[str, Any]
 _BROADCAST_BYTES = 64 << 20
+_EXPORTED_BYTES = 200_000_000  # of tensors in one file, so that there are several
 
 
 class _PaddleStates(Checkpointer):
@@ -170,3 +171,31 @@ class PaddleBuiltin(_PaddleStates):
 
     def load(self, state: State, path: Path) -> None:
         dist.load_state_dict(state, str(path))
+
+
+class OursAndPaddle(Ours):
+    """This library, with checkpoints in formats of others, and Paddle's own functions in the same processes.
+
+    See :class:`PaddleBuiltin` for what is made to do nothing.
+    """
+
+    def setup(self, rank: int, world_size: int) -> None:
+        super().setup(rank, world_size)
+        paddle.Tensor.cuda = lambda self, *args, **kwargs: self
+
+    def save_paddle(self, state: State, path: Path) -> None:
+        """Save as Paddle does."""
+        dist.save_state_dict(state, str(path))
+
+    def save_safetensors(self, state: State, path: Path) -> None:
+        """Export whole tensors as Hugging Face has them."""
+        paddle_dist_ckpt.export_state_dict(state, path, "safetensors", max_shard_bytes=_EXPORTED_BYTES)
+
+    def load_paddle(self, state: State, path: Path) -> None:
+        """Load as Paddle does."""
+        dist.load_state_dict(state, str(path))
+
+    def read_metadata(self, state: State, path: Path) -> None:
+        """Find out what a checkpoint holds, on one rank."""
+        if dist.get_rank() == 0:
+            paddle_dist_ckpt.read_metadata(path)
