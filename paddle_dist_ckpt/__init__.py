@@ -10,6 +10,7 @@ used, so that the command line need not wait for all of it.
 # ruff: noqa: F405  (the names that come with the star are all in __all__)
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
@@ -60,16 +61,16 @@ __all__ = [
     "verify",
 ]
 
+if not TYPE_CHECKING:  # or else a type checker would believe that there is any name
 
-def __getattr__(name: str) -> Any:
-    """Import all public names when one of them is used that is not there yet."""
-    if name not in __all__:
+    def __getattr__(name: str) -> Any:
+        """Import all public names, and so the modules they are in, when the first of them is used."""
+        if not name.startswith("_"):
+            public = importlib.import_module("paddle_dist_ckpt.public")
+            globals().update({each: getattr(public, each) for each in __all__ if each not in globals()})
+            if name in globals():
+                return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import public
 
-    globals().update({each: getattr(public, each) for each in __all__ if each not in globals()})
-    return globals()[name]
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

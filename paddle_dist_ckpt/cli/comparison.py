@@ -295,7 +295,8 @@ def _compare_windows(
         for reader, (leaves, tensors) in zip(readers, sides, strict=True):
             dtypes = leaves.metadata.table.dtypes
             items.append([np.empty(boxes[row].shape, dtypes[tensors[row]].raw) for row in rows])
-            reader.read(rows, items[-1], progress=progress)
+            reader.read(rows, items[-1])
+            progress(sum(share[row].nbytes for row in rows))
         for row, left, right in zip(rows, *items, strict=True):
             tensor = share[row].tensor
             difference = compare_items(tensor, left, one.dtype(alike[tensor]), right, other.dtype(alike[tensor]))

@@ -122,7 +122,8 @@ def statistics(
     with BoxReader(storage, metadata, [tensor.row] * len(parts), parts) as reader:
         for row, part in enumerate(parts):
             raw = np.empty(part.shape, tensor.dtype.raw)
-            reader.read([row], [raw], threads=2, progress=progress)
+            reader.read([row], [raw], threads=2)
+            progress(raw.nbytes)
             values = raw.view(arithmetic_dtype(tensor.dtype)).reshape(-1)
             if values.dtype.kind not in "biufc":  # bfloat16 and float8, which numpy itself does not know
                 values = values.astype(np.float32)

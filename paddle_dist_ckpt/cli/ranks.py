@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -68,14 +68,11 @@ def gathered(session: ControlSession, name: str, work: Callable[[], T], kind: ty
 
 
 def print_once(session: ControlSession, show: Callable[[], int]) -> int:
-    """Print on the coordinator alone; returns its exit code on every rank, when it has printed.
+    """Print on the coordinator alone; returns its exit code there, and elsewhere 0, when it has printed.
 
-    A launcher ends the other processes when one ends with a code that is not 0.
+    A launcher that sees another process end with a code that is not 0 ends the coordinator by a signal, and with that
+    the code would be another one.
     """
-
-    def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        return dict.fromkeys(messages, str(code).encode())
-
     code = 0
 
     def local() -> bytes:
@@ -84,5 +81,5 @@ def print_once(session: ControlSession, show: Callable[[], int]) -> int:
             code = show()
         return b""
 
-    reply: Any = session.gather_scatter("print", local, answer)
-    return int(reply)
+    session.gather_scatter("print", local, lambda messages: dict.fromkeys(messages, b""))
+    return code

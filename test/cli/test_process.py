@@ -148,6 +148,7 @@ def launched(folder: Path, *args: Any) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(text[: text.rindex("\n}") + 2])
 
 
+@pytest.mark.slow
 def test_two_ranks_verify_and_compare(tmp_path: Path) -> None:
     pytest.importorskip("paddle")
     save_model(tmp_path / "a", ARRAYS)
