@@ -68,9 +68,15 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
     if threads == 1 or at_exit():
         work()
     else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="paddle_dist_ckpt") as pool:
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="paddle_dist_ckpt")
+        try:
             for _ in range(threads):
                 pool.submit(work)
+            pool.shutdown()
+        except BaseException as error:  # an interruption: files are about to be closed in which the threads still work
+            failures.append(error)
+            pool.shutdown()
+            raise
     if isinstance(iterator, Generator):
         iterator.close()
     if failures:
