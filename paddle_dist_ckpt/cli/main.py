@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -18,6 +19,7 @@ from .delete import delete
 from .diff import diff
 from .inspect import inspect
 from .merge import merge
+from .output import clean
 from .prune import prune
 from .rebuild import rebuild
 from .report import report
@@ -81,7 +83,7 @@ class _Commands(TyperGroup):
             if ctx.params.get("debug"):
                 traceback.print_exc()
             else:
-                typer.echo(f"error: {_text(error)}", err=True)
+                typer.echo(f"error: {clean(_text(error))}", err=True)
             raise typer.Exit(2) from None
 
 
@@ -127,4 +129,7 @@ def _options(
 
 def main() -> None:
     """Run the command line of this process, and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # whatever the names and texts in checkpoints hold
     app(prog_name="paddle-dist-ckpt")

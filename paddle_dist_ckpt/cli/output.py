@@ -9,8 +9,9 @@ from typing import Any
 
 import typer
 
-__all__ = ["count", "human_bytes", "plain", "print_columns", "print_json", "say", "shape_text"]
+__all__ = ["clean", "count", "human_bytes", "plain", "print_columns", "print_json", "say", "shape_text"]
 
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 _STYLES = {"head": "bold", "good": "green", "bad": "red", "faint": "dim", "name": "cyan"}
 
 
@@ -27,13 +28,20 @@ def plain(value: Any) -> Any:
     """A value in what JSON has: what it lacks becomes text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (bool, str, float)) or (isinstance(value, int) and abs(value) < 2**63):
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")  # halves of surrogate pairs
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
         return value
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     return repr(value)
+
+
+def clean(text: str) -> str:
+    """Text from a checkpoint or an error without what a terminal would obey: control characters become visible."""
+    return text.translate(_VISIBLE)
 
 
 def human_bytes(nbytes: int) -> str:
@@ -62,6 +70,7 @@ def say(text: str = "", style: str = "", err: bool = False) -> None:
         style: ``head``, ``good``, ``bad``, ``faint``, ``name``, or none.
         err: To stderr.
     """
+    text = clean(text)
     if style and _coloured(err):
         from rich.console import Console
 
@@ -91,7 +100,7 @@ def print_columns(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right
     if head:
         say(lines.pop(0), "head")
     if lines:
-        typer.echo("\n".join(lines))
+        typer.echo("\n".join(clean(line).replace("\n", "\\n") for line in lines))
 
 
 def _coloured(err: bool) -> bool:

@@ -115,3 +115,14 @@ def test_other_formats_by_folder_and_by_file(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("not of it")
     assert answer("inspect", tmp_path / "one.safetensors")["format"] == "safetensors"
     assert "saved    by 2 ranks" in run("inspect", GOLDEN / "paddle-2.6.2")
+
+
+def test_what_a_terminal_would_obey_is_made_visible(tmp_path: Path) -> None:
+    save_alone({"a\x1b[2J\nb": make_array((4,)), "v": "x\x1b]0;title\x07\ud800"}, tmp_path)
+    text = run("inspect", tmp_path)
+    assert "a\\x1b[2J\\nb" in text
+    assert "\x1b" not in text
+    found = answer("inspect", tmp_path)
+    assert found["tensors"][0]["key"] == "a\x1b[2J\nb"
+    assert found["values"][0]["value"] == "x\x1b]0;title\x07\\ud800"
+    assert "\\x1b" in fails("cat", tmp_path, "\x1b")

@@ -110,26 +110,45 @@ def test_five_thousand_tensors_are_shown_quickly(tmp_path: Path) -> None:
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
 
-STOPPED = """
+SLOW = """
 import sys, time
-import paddle_dist_ckpt.cli.verification as verification
-verification.check_file = lambda *args: print("reading", flush=True) or time.sleep(60)
+from paddle_dist_ckpt.storage.local import _LocalReadable
+
+read_into = _LocalReadable.read_into
+
+def slow(self, buffers, offset, once=False):
+    if sum(map(len, buffers)) > 100_000:
+        print("reading", flush=True)
+        time.sleep(1)
+    read_into(self, buffers, offset, once)
+
+_LocalReadable.read_into = slow
 from paddle_dist_ckpt.cli.main import main
-sys.argv = ["paddle-dist-ckpt", "verify", sys.argv[1]]
 main()
 """
 
 
-def test_interrupted(tmp_path: Path) -> None:
-    save_model(tmp_path, ARRAYS)
-    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
-    with subprocess.Popen(command, env=env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+@pytest.mark.parametrize("command", ["verify", "copy", "diff", "cat"])
+def test_interrupted(tmp_path: Path, command: str) -> None:
+    here = tmp_path / "a"
+    save_model(here, {"w": np.zeros((1000, 1 << 15))})  # 250 MiB: a minute of slow reading
+    more = {"verify": [here], "copy": [here, tmp_path / "b"], "diff": [here, here], "cat": [here, "model.w", "--stats"]}
+    started = subprocess.Popen(
+        [sys.executable, "-c", SLOW, command, *map(str, more[command])],
+        env=env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with started:
         assert started.stdout is not None
         assert started.stdout.readline() == "reading\n"
-        time.sleep(0.1)
         started.send_signal(signal.SIGINT)
+        before = time.monotonic()
         _, errors = started.communicate(timeout=60)
+        assert time.monotonic() - before < 10
         assert (started.returncode, errors) == (130, "interrupted\n")
+    assert not (tmp_path / "b").exists() or list((tmp_path / "b").iterdir()) == []
 
 
 def launched(folder: Path, *args: Any) -> tuple[int, dict[str, Any]]:
