@@ -54,8 +54,8 @@ State A, saved by {_RANKS} ranks that have every matrix in halves, is exported a
 process. The copy is what Python does without this library: every file is read in pieces of {_PIECE >> 20} MiB, the
 pieces are written to one file, and that is synced. In every round all take turns in shuffled order, once with the files
 in the page cache and once without; what was written before is removed and synced away, at nobody's cost. The export
-verifies every block, and `native` computes checksums for what it writes; in bfloat16 it is half as much. Memory is the
-highest resident set beyond the one at the start, over all rounds.
+verifies every block, and `native` computes checksums for what it writes; in bfloat16 half as much is written. Memory is
+the highest resident set beyond the one at the start, over all rounds.
 """.strip()
 
 
