@@ -12,7 +12,7 @@ from ..core.shards import Layout, ShardTable
 __all__ = ["RegionColumns", "regions_of"]
 
 _MOST_NUMBERS = 600_000  # on the whole page, of the regions' places and files
-_MOST_SHARDS = 10_000  # of one tensor
+_MOST_SHARDS = 20_000  # of one tensor
 
 
 @dataclass(frozen=True, slots=True)

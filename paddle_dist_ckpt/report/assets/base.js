@@ -91,11 +91,17 @@ function colour(i) {
 // -- who holds what: ranks where file names tell them, else files
 
 const BY_RANK = F.ranks.rank.length > 0;
+const HOLDERS = BY_RANK ? F.ranks.rank.length : F.files.name.length;
 const RANK_PLACE = new Map(F.ranks.rank.map((rank, i) => [rank, i]));
 const HOLDER_WORD = BY_RANK ? "rank" : "file";
 
 function holderOf(file) {
   return BY_RANK ? RANK_PLACE.get(F.files.rank[file]) : file;
+}
+
+// Of few holders colours that tell them apart, of many the colours of the rainbow in their order.
+function holderColour(holder) {
+  return HOLDERS <= 32 ? colour(holder) : `hsl(${(330 * holder) / HOLDERS} var(--saturation) var(--lightness))`;
 }
 
 function holderName(holder) {
@@ -128,16 +134,18 @@ function cell(value) {
   return value instanceof Node ? value : String(value);
 }
 
-// A table of rows, of which a button shows those beyond the first ones. "right" names the columns of numbers.
-function table(caption, heads, rows, right = [], first = 200) {
+// A table of n rows, which "row" makes; a button shows those beyond the first ones. "right" are the columns of numbers.
+function table(caption, heads, n, row, right = [], first = 200) {
   const side = (i) => (right.includes(i) ? "number" : null);
   const body = el("tbody");
-  const add = (some) => body.append(...some.map((row) => el("tr", {}, ...row.map((value, i) => el("td", { class: side(i) }, cell(value))))));
-  add(rows.slice(0, first));
+  const add = (from, to) => {
+    for (let k = from; k < to; k += 1) body.append(el("tr", {}, ...row(k).map((value, i) => el("td", { class: side(i) }, cell(value)))));
+  };
+  add(0, Math.min(n, first));
   const made = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
     el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((head, i) => el("th", { scope: "col", class: side(i) }, head)))), body));
-  if (rows.length <= first) return made;
-  const more = el("button", { type: "button", onclick: () => { add(rows.slice(first)); more.remove(); } }, `Show all ${count(rows.length)}`);
+  if (n <= first) return made;
+  const more = el("button", { type: "button", onclick: () => { add(first, n); more.remove(); } }, `Show all ${count(n)}`);
   return el("div", {}, made, more);
 }
 

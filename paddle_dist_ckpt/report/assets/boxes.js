@@ -73,7 +73,7 @@ function drawGroup({ x, y, members }, holders, sx, sy, say) {
   bands.forEach((holder, k) => {
     const height = (y1 - y0) / bands.length;
     const rect = svg("rect", { x: x0, y: y0 + k * height, width: Math.max(x1 - x0, 0.5), height: Math.max(height, 0.5) });
-    rect.style.fill = colour(holder);
+    rect.style.fill = holderColour(holder);
     node.append(rect);
   });
   if (x1 - x0 > 3 && y1 - y0 > 3) node.append(svg("rect", { class: "edge", x: x0, y: y0, width: x1 - x0, height: y1 - y0 }));

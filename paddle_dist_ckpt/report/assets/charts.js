@@ -42,7 +42,7 @@ function columns(items, what, largest, mean) {
   }
   picture.append(svg("text", { class: "tick", x: 0, y: height + 16 }, items[0].name),
     svg("text", { class: "tick", x: width, y: height + 16, "text-anchor": "end" }, items[items.length - 1].name));
-  return el("div", { class: "chart" }, picture, details("As a table", () => table(what, [what, "Bytes"], items.map((item) => [own(item.name), item.text]), [1])));
+  return el("div", { class: "chart" }, picture, details("As a table", () => table(what, [what, "Bytes"], items.length, (i) => [own(items[i].name), items[i].text], [1])));
 }
 
 function details(title, make) {
@@ -53,8 +53,8 @@ function details(title, make) {
 
 function startBalance() {
   const kinds = [];
-  if (BY_RANK) kinds.push(["Rank", F.ranks.rank.map((rank, i) => ({ name: `rank ${rank}`, value: F.ranks.nbytes[i], colour: colour(i) }))]);
-  kinds.push(["File", F.files.name.map((name, i) => ({ name, value: F.files.nbytes[i], colour: colour(holderOf(i)) }))]);
+  if (BY_RANK) kinds.push(["Rank", F.ranks.rank.map((rank, i) => ({ name: `rank ${rank}`, value: F.ranks.nbytes[i], colour: holderColour(i) }))]);
+  kinds.push(["File", F.files.name.map((name, i) => ({ name, value: F.files.nbytes[i], colour: holderColour(holderOf(i)) }))]);
   const show = ([word, items]) => {
     for (const item of items) item.text = `${bytes(item.value)}, ${percent(item.value, F.totals.nbytes)}`;
     if (!items.length) return $("balance-says").replaceChildren("There are no data files.");
@@ -103,8 +103,8 @@ function startTimeline() {
     return [T.phases[p], seconds(least(column)), seconds(column.reduce((a, b) => a + b, 0) / column.length), seconds(column[slow]), T.rank[slow]];
   });
   $("timeline-chart").append(legend, drawTimeline(all, before, after, of, ends),
-    table("Phases", ["Phase", "Least", "Mean", "Most", "Slowest rank"], rows, [1, 2, 3, 4]),
-    details("All ranks as a table", () => table("Times of ranks", ["Rank", ...T.phases], T.rank.map((rank, i) => [rank, ...all.map((p) => seconds(of(p, i)))]), [0, ...all.map((p) => p + 1)])));
+    table("Phases", ["Phase", "Least", "Mean", "Most", "Slowest rank"], rows.length, (i) => rows[i], [1, 2, 3, 4]),
+    details("All ranks as a table", () => table("Times of ranks", ["Rank", ...T.phases], T.rank.length, (i) => [T.rank[i], ...all.map((p) => seconds(of(p, i)))], [0, ...all.map((p) => p + 1)])));
 }
 
 function drawTimeline(all, before, after, of, ends) {

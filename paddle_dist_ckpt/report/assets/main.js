@@ -36,11 +36,12 @@ function startValues() {
     const words = $("value-search").value.toLowerCase().split(/\s+/).filter((word) => word);
     const found = all.filter((_, i) => words.every((word) => text[i].includes(word)));
     $("values-found").textContent = `${words.length ? `${count(found.length)} of ` : ""}${plural(all.length, "value")}.${left(V)}`;
-    $("values-table").replaceChildren(found.length ? table("Values", ["Key", "Type", "Value"], found) : "");
+    $("values-table").replaceChildren(found.length ? table("Values", ["Key", "Type", "Value"], found.length, (i) => found[i]) : "");
   };
   $("value-search").addEventListener("input", show);
   show();
-  if (F.user.key.length) $("user-table").append(table("User metadata", ["Key", "Type", "Value"], rows(F.user)), left(F.user));
+  const user = rows(F.user);
+  if (user.length) $("user-table").append(table("User metadata", ["Key", "Type", "Value"], user.length, (i) => user[i]), left(F.user));
   else $("user-h").remove();
 }
 
@@ -48,7 +49,7 @@ function startFiles() {
   const C = F.files;
   const odd = C.state.some((state) => state);
   $("files-table").append(table("Files", ["Name", ...(BY_RANK ? ["Rank"] : []), "Shards", "Data", "Size", ...(odd ? ["State"] : [])],
-    C.name.map((name, i) => [ownKey(name), ...(BY_RANK ? [C.rank[i]] : []), count(C.shards[i]), bytes(C.nbytes[i]), bytes(C.size[i]), ...(odd ? [own(C.state[i])] : [])]),
+    C.name.length, (i) => [ownKey(C.name[i]), ...(BY_RANK ? [C.rank[i]] : []), count(C.shards[i]), bytes(C.nbytes[i]), bytes(C.size[i]), ...(odd ? [own(C.state[i])] : [])],
     BY_RANK ? [1, 2, 3, 4] : [1, 2, 3], 100));
 }
 

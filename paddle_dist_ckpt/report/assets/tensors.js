@@ -141,11 +141,11 @@ function drawBoxes(i, shape, boxes, elements) {
     const lines = members.slice(0, 8).map((b) => `${boxText(boxes[b])} ${holderName(holders[b])}, ${bytes(size(boxes[b]))}`);
     return members.length > 8 ? [...lines, `and ${count(members.length - 8)} more`] : lines;
   };
-  const rows = boxes.map((box, b) => [
-    el("span", { class: "key" }, boxText(box)), ...(BY_RANK ? [F.files.rank[files[b]]] : []), bytes(size(box)),
-    ...(T.start[i].length ? [count(T.start[i][b])] : []), own(F.files.name[files[b]], "own key")]);
+  const row = (b) => [
+    el("span", { class: "key" }, boxText(boxes[b])), ...(BY_RANK ? [F.files.rank[files[b]]] : []), bytes(size(boxes[b])),
+    ...(T.start[i].length ? [count(T.start[i][b])] : []), own(F.files.name[files[b]], "own key")];
   const heads = ["Box", ...(BY_RANK ? ["Rank"] : []), "Bytes", ...(T.start[i].length ? ["From byte"] : []), "File"];
-  const list = table("Shards of this tensor", heads, rows, heads.map((head, k) => (["Rank", "From byte", "Bytes"].includes(head) ? k : -1)), 100);
+  const list = table("Shards of this tensor", heads, boxes.length, row, heads.map((head, k) => (["Rank", "From byte", "Bytes"].includes(head) ? k : -1)), 100);
   return elements && shape.length ? [chooser(shape, boxes, holders, say), list] : [list];
 }
 
