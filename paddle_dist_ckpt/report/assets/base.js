@@ -161,5 +161,5 @@ function own(text, kind = "own") {
 
 // A key or a name of a file, which may go on in a new line behind a dot.
 function ownKey(text) {
-  return el("bdi", { class: "own key", dir: "ltr" }, ...text.split(/(?<=[._/])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part])));
+  return el("bdi", { class: "own key", dir: "ltr" }, ...(text.match(/[^._/]+[._/]*|[._/]+/g) ?? []).flatMap((part, i) => (i ? [el("wbr"), part] : [part])));
 }
