@@ -62,18 +62,18 @@ _SAYS = {
         "errors, options, reports": "用户看到的类型",
     },
 }
-# Where a room does not stand in the middle: at which of four columns, from the left.
+# Where a room does not stand in the middle: at which of five columns, from the left.
 _COLUMNS = {
     "control": 0,
-    "report": 0,
+    "report": 4,
     "paddle_adapter": 3,
     "loading": 1,
     "saving": 2,
-    "exporting": 3,
+    "exporting": 0,
     "planning": 1,
     "storage": 2,
     "tree": 3,
-    "readers": 3,
+    "readers": 4,
 }
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 236, 50, 34, 46, 16
 
