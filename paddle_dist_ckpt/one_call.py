@@ -16,7 +16,7 @@ from .folder.checkpoint import Restarts, read_checkpoint
 from .folder.selection import Selection
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import SaveReport
-from .storage import Storage, as_storage
+from .storage import Storage, as_source
 from .tree.state_dict import Adapter
 from .wiring import connected, load_whole, load_with, paddles, save_with
 
@@ -83,17 +83,18 @@ def load(
     map_location: Any = None,
     nthreads: int = 8,
 ) -> dict[Any, Any]:
-    """Load what :func:`save` has saved, on whatever number of ranks that was.
+    """Load what :func:`save` has saved, on whatever number of ranks that was, or a checkpoint of another format.
 
     Each process loads for itself, and waits for no other. Without ``model`` and ``optimizer`` the whole state is
     returned, as whole tensors. With them, what is stored for them is read right into their own tensors, and ``others``
     are returned beside them; of a DistTensor only this rank's part is read. An optimizer needs its model beside it, for
-    its entries are named after the parameters.
+    its entries are named after the parameters. A checkpoint of another format that has neither ``model`` nor
+    ``optimizer`` at the top is taken to be that of a model alone.
 
     The idea is that of ``hfai.checkpoint.load``.
 
     Args:
-        path: The folder: a str, a PathLike, or a :class:`Storage`.
+        path: The folder, or a file of another format: a str, a PathLike, or a :class:`Storage`.
         model: A ``paddle.nn.Layer``, or a list of them, as they were saved; wrapped for data parallelism or not.
         optimizer: One of Paddle's optimizers, or a list of them. One that has not taken a step gets its accumulators.
         map_location: Where tensors that are returned shall be: None for Paddle's current device, ``"cpu"``, another
@@ -114,7 +115,7 @@ def load(
     """
     from .paddle_adapter import replicas
 
-    storage, threads, place = as_storage(path), _checked_threads(nthreads), replicas.place_of(map_location)
+    storage, threads, place = as_source(path), _checked_threads(nthreads), replicas.place_of(map_location)
     objects = _objects(model, optimizer)
     if not objects:
         return load_whole(storage, _UNIQUE_ID, Selection(), False, LoadOptions(), place, threads)
@@ -127,9 +128,11 @@ def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, thr
     restarts = Restarts(storage)
     while True:
         metadata = read_checkpoint(storage, _UNIQUE_ID)
+        tops = {path.split("/", 2)[1] for path in metadata.table.paths}
+        is_model = metadata.format != "native" and tops.isdisjoint(_OURS)
         try:
-            others = _load_others(metadata, storage, place, threads)
-            _fill(objects, storage, threads)
+            others = {} if is_model else _load_others(metadata, storage, place, threads)
+            _fill(objects, storage, threads, is_model)
         except (StateDictMismatchError, CheckpointCorruptedError, CheckpointNotFoundError) as error:
             if restarts.due(metadata):
                 continue
@@ -140,8 +143,9 @@ def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, thr
             return others
 
 
-def _fill(objects: dict[str, Any], storage: Storage, threads: int) -> None:
-    options = LoadOptions(no_dist=True)
+def _fill(objects: dict[str, Any], storage: Storage, threads: int, is_model: bool) -> None:
+    """Fill the objects; ``is_model``: the checkpoint has a model's keys at the top."""
+    options = LoadOptions(no_dist=True, key_map=(lambda key: key.removeprefix("model.")) if is_model else None)
     ranks = connected(None, 0, options)
     find = paddles(ranks, objects, options.staging_bytes)
     load_with(ranks, find, storage, _UNIQUE_ID, options, kind="load", threads=threads)

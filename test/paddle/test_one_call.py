@@ -19,6 +19,7 @@ from paddle_dist_ckpt import (
     SaveReport,
     StateDictMismatchError,
     UnsupportedValueError,
+    export,
     list_checkpoints,
     load,
     load_merged_state_dict,
@@ -173,6 +174,23 @@ def test_other_functions_read_it(tmp_path: Path) -> None:
 
 
 # -- one checkpoint in a folder
+
+
+def test_what_others_wrote(tmp_path: Path) -> None:
+    first, optimizer = linear(3.0), adam(linear(0.0), number=2.0)
+    paddle.save(first.state_dict(), str(tmp_path / "model.pdparams"))
+    save(tmp_path / "ckpt", first)
+    export(tmp_path / "ckpt", tmp_path / "hf", prefix="model")
+    export(tmp_path / "ckpt", tmp_path / "nested", format="paddle")
+    for source in ("model.pdparams", "hf", "nested"):
+        second = linear(0.0)
+        loaded = load(tmp_path / source, second)
+        assert set(loaded) == {"model"}
+        for found, expected in zip(second.parameters(), first.parameters(), strict=True):
+            np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    assert set(load(tmp_path / "model.pdparams")) == set(first.state_dict())
+    with pytest.raises(StateDictMismatchError):
+        load(tmp_path / "hf", linear(0.0), optimizer)
 
 
 def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
