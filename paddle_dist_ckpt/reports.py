@@ -93,7 +93,7 @@ class ExportReport:
         files: Names of its files.
         tensors: How many tensors they hold.
         total_bytes: Bytes of all files.
-        left_out: Flat keys of values, for which the format has no place.
+        left_out: Flat keys of values, for which the format has no place, and of what cannot be read.
         seconds: Seconds per phase on this rank: ``plan`` and ``write``.
     """
 

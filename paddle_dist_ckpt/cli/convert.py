@@ -114,4 +114,4 @@ def write(
     if report.left_out:
         shown = ", ".join(report.left_out[:_MOST_SHOWN])
         more = ", …" if len(report.left_out) > _MOST_SHOWN else ""
-        say(f"left out, for the format has no place for values: {shown}{more}", "faint")
+        say(f"left out: {shown}{more}", "faint")

@@ -18,7 +18,7 @@ from ..errors import UnsupportedValueError
 from ..files.metadata import Metadata, SaveInfo
 from ..folder.boxes import BoxReader
 from ..folder.checkpoint import check_sizes
-from ..folder.selection import Selection, select
+from ..folder.selection import Selection, select, unread
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
 from ..tree.values import decode_value, from_jsonable
@@ -63,7 +63,7 @@ class ExportPlan:
         source: What the checkpoint holds.
         files: The files.
         shares: Which of them each rank writes.
-        left_out: Flat keys of the values that the format has no place for.
+        left_out: Flat keys of the values that the format has no place for, and of what cannot be read.
         draft: For this library's own format: what `.metadata` says, but for the digests of the files.
     """
 
@@ -127,7 +127,8 @@ def plan_export(source: Storage, metadata: Metadata, request: ExportRequest, ran
         See :func:`paddle_dist_ckpt.export`.
     """
     target, table = FORMATS[request.format], metadata.table
-    paths = select(metadata, Selection(request.prefix, request.keys))
+    selection = Selection(request.prefix, request.keys)
+    paths = select(metadata, selection)
     keys = dict(zip(paths, flat_keys(list(paths.values())), strict=True))
     wanted = dtype_named(request.dtype) if request.dtype is not None else None
     chosen = _Selected([], [], [])
@@ -150,7 +151,7 @@ def plan_export(source: Storage, metadata: Metadata, request: ExportRequest, ran
     used = sorted(tensor.row for tensor in (*chosen.tensors, *chosen.large))
     check_sizes(source, metadata, sorted(set(table.select(used)[0].shard_file.tolist())))
     plan = target.plan(chosen, _Job(source, metadata, request, ranks, save))
-    plan.left_out.extend(left_out)
+    plan.left_out.extend([*left_out, *unread(metadata, selection)])
     return plan
 
 

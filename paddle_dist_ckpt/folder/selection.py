@@ -11,7 +11,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..tree.paths import plain_key
 
-__all__ = ["Selection", "checked_keys", "select"]
+__all__ = ["Selection", "checked_keys", "select", "unread"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -44,8 +44,8 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
         CheckpointError: without the prefix, two paths would be the same.
     """
     prefix, keys = selection.prefix, selection.keys
-    for path, reason in metadata.left_out.items():
-        _logger.warning("%s is left out: %s", plain_key(path), reason)
+    for key, reason in unread(metadata, selection).items():
+        _logger.warning("%s is left out: %s", key, reason)
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):
@@ -62,6 +62,16 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     if len(set(chosen.values())) < len(chosen):
         raise CheckpointError(f"below the prefix {prefix!r} there are equal keys from different branches")
     return chosen
+
+
+def unread(metadata: Metadata, selection: Selection) -> dict[str, str]:
+    """The flat keys of what is selected but cannot be read, with the reasons."""
+    below = [path for path in metadata.left_out if _without(path, selection.prefix) is not None]
+    paths = {plain_key(path): path for path in below}
+    if selection.keys is not None:
+        wanted = set().union(*_matching(paths, selection.keys).values())
+        paths = {key: path for key, path in paths.items() if path in wanted}
+    return {key: metadata.left_out[path] for key, path in paths.items()}
 
 
 def _examples(metadata: Metadata, paths: Sequence[str]) -> str:

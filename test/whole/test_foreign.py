@@ -180,3 +180,11 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog: pytes
     assert isinstance(error, StateDictMismatchError)
     assert "turned: the state_dict has a tensor, in the checkpoint it is something that is not read" in str(error)
     assert "transposed" in str(error)
+    caplog.clear()
+    report = export(tmp_path, tmp_path / "out", format="native")
+    assert report.left_out == ("turned",)
+    assert "turned is left out" in caplog.text
+    assert load_whole(tmp_path / "out") == {"step": 5}
+    caplog.clear()
+    assert export(tmp_path, tmp_path / "some", format="native", keys="st*").left_out == ()
+    assert not caplog.text
