@@ -8,6 +8,8 @@ import inspect
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,12 +20,17 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from typer.testing import CliRunner
 
 import paddle_dist_ckpt
+from paddle_dist_ckpt.cli.main import app
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks, shard_array
-from test.jobs import load_whole
+from test.cli.commands import save_model
+from test.jobs import load_whole, save_alone
+from test.readers.golden import GOLDEN
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = ("en", "cn")
@@ -151,6 +158,43 @@ def test_the_examples_for_two_ranks_run(tmp_path: Path) -> None:
     output = [path.read_text(errors="replace") for path in sorted(logs.glob("workerlog.*"))]
     assert done.returncode == 0, done.stdout[-2000:] + "".join(text[-2000:] for text in output)
     assert [text.count("\nran ") for text in output] == [len(TOGETHER)] * 2
+
+
+def _make_checkpoints() -> None:
+    """What the page about the command line says that its examples are run on, in the current folder."""
+    arrays = {"embed.weight": np.arange(64 * 16, dtype=np.float32).reshape(64, 16)}
+    for i in range(4):
+        arrays[f"layers.{i}.weight"] = np.full((16, 16), i, np.float32)
+        arrays[f"layers.{i}.bias"] = np.zeros(16, np.float32)
+    save_model(Path("checkpoints"), arrays, 1, step=100)
+    arrays["layers.3.weight"][0, :3] += 0.5
+    save_model(Path("checkpoints"), arrays, 2, step=200)
+    for step, loss in ((100, 0.5), (200, 0.4), (300, 0.6)):
+        options = paddle_dist_ckpt.SaveOptions(user_metadata={NOTE: {"step": step, "metrics": {"loss": loss}}})
+        save_alone({"model": arrays, "step": step}, step_folder(Path("run-7"), step), step, options=options)
+    shutil.copytree(GOLDEN / "paddle-3.3.1-nested", "old")
+    Path("old/expected.npz").unlink()
+
+
+def test_the_examples_of_the_command_line_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _make_checkpoints()
+    varies = re.compile(r"\d{4}-\d\d-\d\dT[\d:]+\+00:00|(?<=report\.html: )[\d.]+")
+    shown = "".join(code for _, code in blocks(pages("en")["command_line"]))
+    assert {args[0] for args in map(shlex.split, re.findall(r"^\$ paddle-dist-ckpt (.*)", shown, re.MULTILINE))} == {
+        command.callback.__name__ for command in app.registered_commands if command.callback
+    }
+    for example in re.split(r"^\$ ", shown, flags=re.MULTILINE)[1:]:
+        line, _, expected = example.partition("\n")
+        command, *args = shlex.split(line)
+        if command == "rm":
+            Path(args[0]).unlink()
+            continue
+        found = CliRunner().invoke(app, args)
+        assert found.exit_code == ("different" in expected), found.output
+        texts = [varies.sub("", text) for text in (found.output.replace(str(tmp_path), "/data"), expected)]
+        lines, as_shown = ([line.rstrip() for line in text.rstrip().splitlines()] for text in texts)
+        assert lines == as_shown
 
 
 def reader() -> Callable[[str | Path, int], dict[str, Any]]:
