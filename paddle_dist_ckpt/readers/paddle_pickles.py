@@ -32,7 +32,7 @@ class Record(Built):
         self.fields: dict[str, Any] = {}
 
     def build(self, state: Any) -> None:
-        if type(state) is not dict or not all(type(name) is str for name in state):
+        if type(state) is not dict or not set(map(type, state)) <= {str}:
             raise TypeError("fields that are no dict of names")
         self.fields.update(state)
 

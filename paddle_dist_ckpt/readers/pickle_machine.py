@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .window import FileWindow
 
-__all__ = ["ENDURED", "Built", "Latin1", "Lying", "Machine", "Refused", "filled"]
+__all__ = ["ENDURED", "NOTHING", "Built", "Latin1", "Lying", "Machine", "Refused", "filled"]
 
 ENDURED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 """What damaged contents may raise in code that takes them for what they should be."""
@@ -20,7 +20,8 @@ _MOST_INTEGER = 1 << 10  # bytes or digits
 _MOST_MARKS = 10_000
 _MOST_KEY = 16  # parts of a tuple that is a key
 _HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
-_NOTHING = object()  # in the memo
+NOTHING: Any = object()
+"""What the memo has at places that have not been filled."""
 
 
 class Refused(Exception):
@@ -188,7 +189,7 @@ class Machine:
         if index >= len(memo):
             if not 0 <= index <= self.size:
                 raise ValueError(f"place {index} in the memo")
-            memo.extend([_NOTHING] * (index + 1 - len(memo)))
+            memo.extend([NOTHING] * (index + 1 - len(memo)))
         memo[index] = self.stack[-1]
 
     def memoize(self) -> None:
@@ -196,7 +197,7 @@ class Machine:
 
     def get(self, index: int) -> None:
         value = self.memo[index]
-        if value is _NOTHING or index < 0:
+        if value is NOTHING or index < 0:
             raise KeyError(index)
         self.stack.append(value)
 
@@ -271,7 +272,7 @@ def filled(target: Any, items: list[Any]) -> dict[Any, Any]:
     if type(target) is not dict:
         raise TypeError(f"keys for {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        target[_key(key)] = value
+        target[key if type(key) is str else _key(key)] = value
     return target
 
 

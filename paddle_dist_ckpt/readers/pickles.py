@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
-from .pickle_machine import ENDURED, Machine, Refused, filled
+from .pickle_machine import ENDURED, NOTHING, Machine, Refused, filled
 from .window import FileWindow
 
 __all__ = ["walk"]
 
+_LONGEST = 5  # bytes of an instruction with a number
 _U2, _U4, _U8, _I4, _F8 = map(struct.Struct, ("<H", "<I", "<Q", "<i", ">d"))
 
 
@@ -56,18 +57,90 @@ def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[A
 
 
 def _run(machine: Machine) -> Any:
-    byte = machine.window.byte
-    while True:
-        code = byte()
-        if code == 0x2E:  # STOP
-            (result,) = machine.stack
-            if machine.below:
-                raise ValueError("it stops within a container")
-            return result
-        step = _STEPS[code]
-        if step is None:
-            raise ValueError(f"there is no instruction {code:#04x}")
-        step(machine)
+    """Follow the instructions.
+
+    Those that make up the pickle of very many tensors are followed here, where they lie within what has been read
+    ahead: a call for each would take several times as long. All others, and these at the end of what has been read, are
+    steps of the table, to the same effect.
+    """
+    window, memo = machine.window, machine.memo
+    stack, data, at = machine.stack, window.data, window.at
+    last = len(data) - _LONGEST
+    inside = True  # whether `at` is how far it has come, and not `window.at`
+    try:
+        while True:
+            code = data[at] if at <= last else -1
+            if code == 0x94:  # MEMOIZE
+                at += 1
+                memo.append(stack[-1])
+            elif code == 0x68:  # BINGET
+                at += 2
+                value = memo[data[at - 1]]
+                if value is NOTHING:
+                    raise KeyError(data[at - 1])
+                stack.append(value)
+            elif code == 0x4B:  # BININT1
+                at += 2
+                stack.append(data[at - 1])
+            elif code == 0x86:  # TUPLE2
+                at += 1
+                stack[-2:] = ((stack[-2], stack[-1]),)
+            elif code == 0x6A:  # LONG_BINGET
+                at += 5
+                (index,) = _U4.unpack_from(data, at - 4)
+                value = memo[index]
+                if value is NOTHING:
+                    raise KeyError(index)
+                stack.append(value)
+            elif code == 0x8C and at + 1 + data[at + 1] < len(data):  # SHORT_BINUNICODE
+                start = at + 2
+                at = start + data[at + 1]
+                stack.append(data[start:at].decode("utf-8", "surrogatepass"))
+            elif code == 0x4E:  # NONE
+                at += 1
+                stack.append(None)
+            elif code == 0x28:  # MARK
+                at += 1
+                machine.mark()
+                stack = machine.stack
+            elif code == 0x75:  # SETITEMS
+                at += 1
+                machine.set_items()
+                stack = machine.stack
+            elif code == 0x29:  # EMPTY_TUPLE
+                at += 1
+                stack.append(())
+            elif code == 0x7D:  # EMPTY_DICT
+                at += 1
+                machine.push_new({})
+            elif code == 0x89:  # NEWFALSE
+                at += 1
+                stack.append(False)
+            elif code in (0x81, 0x52):  # NEWOBJ, REDUCE
+                at += 1
+                machine.reduce()
+            elif code == 0x62:  # BUILD
+                at += 1
+                machine.build()
+            else:
+                window.at, inside = at, False
+                code = window.byte()
+                if code == 0x2E:  # STOP
+                    (result,) = machine.stack
+                    if machine.below:
+                        raise ValueError("it stops within a container")
+                    return result
+                step = _STEPS[code]
+                if step is None:
+                    raise ValueError(f"there is no instruction {code:#04x}")
+                step(machine)
+                stack, at, inside = machine.stack, window.at, True
+                if data is not window.data:
+                    data = window.data
+                    last = len(data) - _LONGEST
+    finally:
+        if inside:
+            window.at = at
 
 
 _Step = Callable[[Machine], object]

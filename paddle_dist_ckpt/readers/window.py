@@ -80,24 +80,26 @@ class FileWindow:
         file: The file.
         start: Where the range starts.
         stop: Where it ends.
+        data: Bytes that have been read ahead.
+        at: How many of them have been taken. Who takes many in small parts may do so here.
     """
 
-    __slots__ = ("_ahead", "_at", "_base", "_data", "file", "start", "stop")
+    __slots__ = ("_ahead", "_base", "at", "data", "file", "start", "stop")
 
     def __init__(self, file: WindowedFile, start: int, stop: int) -> None:
         self.file, self.start, self.stop = file, start, stop
-        self._data, self._at = b"", 0  # what has been read from `_base` on, and how far it has been taken
-        self._base, self._ahead = start, _FIRST
+        self.data, self.at = b"", 0
+        self._base, self._ahead = start, _FIRST  # where `data` begin, and how much is read next
 
     @property
     def position(self) -> int:
         """Where in the file the next byte lies."""
-        return self._base + self._at
+        return self._base + self.at
 
     @property
     def left(self) -> int:
         """How many bytes there are before the end."""
-        return self.stop - self._base - self._at
+        return self.stop - self._base - self.at
 
     def take(self, nbytes: int) -> bytes:
         """The next bytes.
@@ -105,12 +107,12 @@ class FileWindow:
         Raises:
             CheckpointCorruptedError: there are not so many.
         """
-        end = self._at + nbytes
-        if end > len(self._data):
+        end = self.at + nbytes
+        if end > len(self.data):
             self._fill(nbytes)
             end = nbytes
-        taken = self._data[self._at : end]
-        self._at = end
+        taken = self.data[self.at : end]
+        self.at = end
         return taken
 
     def byte(self) -> int:
@@ -119,12 +121,12 @@ class FileWindow:
         Raises:
             CheckpointCorruptedError: there is none.
         """
-        at = self._at
+        at = self.at
         try:
-            value = self._data[at]
+            value = self.data[at]
         except IndexError:
             return self.take(1)[0]
-        self._at = at + 1
+        self.at = at + 1
         return value
 
     def unpack(self, layout: struct.Struct) -> Any:
@@ -139,10 +141,10 @@ class FileWindow:
         """
         self.check(nbytes)
         position = self.position
-        if self._at + nbytes <= len(self._data):
-            self._at += nbytes
+        if self.at + nbytes <= len(self.data):
+            self.at += nbytes
         else:
-            self._data, self._at, self._base, self._ahead = b"", 0, position + nbytes, _FIRST
+            self.data, self.at, self._base, self._ahead = b"", 0, position + nbytes, _FIRST
         return position
 
     def line(self, limit: int) -> bytes:
@@ -151,14 +153,14 @@ class FileWindow:
         Raises:
             CheckpointCorruptedError: there is none among the next ``limit`` bytes.
         """
-        end = self._data.find(b"\n", self._at, self._at + limit)
+        end = self.data.find(b"\n", self.at, self.at + limit)
         if end < 0:
             self._fill(min(limit, self.left))
-            end = self._data.find(b"\n", 0, limit)
+            end = self.data.find(b"\n", 0, limit)
             if end < 0:
                 raise CheckpointCorruptedError(f"{self.file.name}: the line at byte {self.position} has no end")
-        taken = self._data[self._at : end]
-        self._at = end + 1
+        taken = self.data[self.at : end]
+        self.at = end + 1
         return taken
 
     def check(self, nbytes: int) -> None:
@@ -175,8 +177,8 @@ class FileWindow:
     def _fill(self, nbytes: int) -> None:
         """Have the next ``nbytes`` at the beginning of what has been read."""
         self.check(nbytes)
-        position, kept = self.position, self._data[self._at :]
+        position, kept = self.position, self.data[self.at :]
         start = position + len(kept)
         wanted = min(max(nbytes - len(kept), self._ahead), self.stop - start)
-        self._data, self._at, self._base = kept + self.file.read(start, wanted), 0, position
+        self.data, self.at, self._base = kept + self.file.read(start, wanted), 0, position
         self._ahead = min(2 * self._ahead, _MOST)
