@@ -51,9 +51,11 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
         check: Called between tasks; may raise to stop them.
     """
     iterator = iter(tasks)
-    lock, failures = threading.Lock(), list[BaseException]()
+    lock, failures, working = threading.Lock(), list[BaseException](), set[int]()
+    ended = threading.Condition()
 
     def work() -> None:
+        working.add(threading.get_ident())
         try:
             while not failures:
                 with lock:
@@ -64,6 +66,10 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
                 task()
         except BaseException as error:
             failures.append(error)
+        finally:
+            with ended:
+                working.remove(threading.get_ident())
+                ended.notify()
 
     if threads == 1 or at_exit():
         work()
@@ -73,9 +79,10 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
             for _ in range(threads):
                 pool.submit(work)
             pool.shutdown()
-        except BaseException as error:  # an interruption: files are about to be closed in which the threads still work
+        except BaseException as error:  # an interruption, after which files are closed in which the threads still work
             failures.append(error)
-            pool.shutdown()
+            with ended:  # not by the pool: it may have been interrupted before it knew of a thread
+                ended.wait_for(lambda: not working)
             raise
     if isinstance(iterator, Generator):
         iterator.close()
