@@ -171,8 +171,6 @@ def launched(folder: Path, *args: Any) -> tuple[int, dict[str, Any]]:
 def test_two_ranks_verify_and_compare(tmp_path: Path) -> None:
     pytest.importorskip("paddle")
     save_model(tmp_path / "a", ARRAYS)
-    code, found = launched(tmp_path, "verify", tmp_path / "a")
-    assert (code, found["ok"], found["files"]) == (0, True, 2)
     changed = ARRAYS["a"].copy()
     changed[[0, 399]] = np.nan
     save_model(tmp_path / "b", {**ARRAYS, "a": changed})
