@@ -111,7 +111,8 @@ def test_five_thousand_tensors_are_shown_quickly(tmp_path: Path) -> None:
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
 from paddle_dist_ckpt.storage.local import _LocalReadable
 
 read_into = _LocalReadable.read_into

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import signal
 import threading
 import time
 
@@ -24,7 +25,11 @@ def test_nothing_runs_any_more_when_an_interruption_is_raised() -> None:
         with lock:
             ended.append(number)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_all((functools.partial(task, number) for number in range(100)), 3, lambda: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all((functools.partial(task, number) for number in range(100)), 3, lambda: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert sorted(started) == sorted(ended)
     assert len(started) < 10
