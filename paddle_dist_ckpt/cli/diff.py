@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,12 +56,15 @@ def diff(
     from .ranks import joined, print_once
 
     def show(facts: ComparisonFacts) -> int:
+        # Of a single file the file, and not its folder.
+        one, other = (replace(side, path=os.path.abspath(path)) for side, path in ((facts.a, a), (facts.b, b)))
+        facts = replace(facts, a=one, b=other)
         print_json(facts) if json else _print(facts)
         return 0 if facts.equal else 1
 
-    one, other = Side(as_source(a), id_a, prefix_a), Side(as_source(b), id_b, prefix_b)
+    sides = Side(as_source(a), id_a, prefix_a), Side(as_source(b), id_b, prefix_b)
     with joined("diff") as session:
-        found = compare_together(session, one, other, pattern, False if json else None)
+        found = compare_together(session, *sides, pattern, False if json else None)
         code = print_once(session, lambda: show(found[0]))
     raise typer.Exit(code)
 

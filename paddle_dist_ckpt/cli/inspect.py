@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,7 +56,7 @@ def inspect(
             raise ValueError(f"{steps.path} is a folder of steps; to look for keys, name the folder of one of them")
         print_json(steps) if json else _print_steps(steps)
         return
-    facts = checkpoint_facts(as_source(path), unique_id, pattern)
+    facts = replace(checkpoint_facts(as_source(path), unique_id, pattern), path=os.path.abspath(path))
     if json:
         print_json(facts)
     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import typer
 
 from .arguments import CheckpointPath, Identifier, Json
@@ -28,6 +31,7 @@ def verify(path: CheckpointPath, unique_id: Identifier = None, json: Json = Fals
     from .verification import VerifyFacts, verify_together
 
     def show(facts: VerifyFacts) -> int:
+        facts = replace(facts, path=os.path.abspath(path))  # of a single file the file, and not its folder
         if json:
             print_json(facts)
             return 0 if facts.ok else 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_dist_ckpt import SaveOptions
+from paddle_dist_ckpt import SaveOptions, export
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
@@ -126,3 +126,13 @@ def test_what_a_terminal_would_obey_is_made_visible(tmp_path: Path) -> None:
     assert found["tensors"][0]["key"] == "a\x1b[2J\nb"
     assert found["values"][0]["value"] == "x\x1b]0;title\x07\\ud800"
     assert "\\x1b" in fails("cat", tmp_path, "\x1b")
+
+
+def test_a_single_file_is_called_by_its_own_name(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", layers(1))
+    file = tmp_path / "model.pdparams"
+    export(tmp_path / "a", file, "pdparams")
+    assert run("inspect", file).startswith(f"{file}  checkpoint")
+    assert answer("inspect", file)["path"] == answer("verify", file)["path"] == str(file)
+    found = answer("diff", tmp_path / "a", file)
+    assert (found["equal"], found["a"]["path"], found["b"]["path"]) == (True, str(tmp_path / "a"), str(file))
