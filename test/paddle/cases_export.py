@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from typing import Any
 from unittest import mock
 
@@ -9,8 +12,11 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import ExportReport, SaveOptions, export, export_state_dict, save_state_dict
+from paddle_dist_ckpt import ExportReport, LoadOptions, SaveOptions, export, export_state_dict, save_state_dict
+from paddle_dist_ckpt.exporting.export import export_checkpoint
+from paddle_dist_ckpt.testing import FaultyStorage
 from test.paddle.layouts import LAYOUTS, Array
+from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
 from test.ranks.groups import group_of
 
@@ -61,3 +67,18 @@ def load_by_paddle(layout_name: str, path: str) -> list[str]:
 
 def _local(tensor: paddle.Tensor) -> Any:
     return local_array(tensor) if tensor.is_dist() else tensor.numpy()
+
+
+def export_and_die(path: str, out: str, victim: int, at: int) -> Outcome:
+    """Export on all ranks, of which one kills itself before its operation of that number in the new folder."""
+    done = itertools.count(1)
+
+    def hook(operation: str, name: str) -> None:
+        if dist.get_rank() == victim and next(done) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def export_here() -> None:
+        with mock.patch.object(export_checkpoint, "__defaults__", (lambda folder: FaultyStorage(folder, hook),)):
+            export(path, out, "native", max_shard_bytes=1500, options=LoadOptions(timeout=60))
+
+    return outcome_of(export_here)

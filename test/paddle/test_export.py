@@ -8,9 +8,12 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_dist_ckpt import LoadOptions, export, verify
 from test.exporting.test_safetensors import opened
+from test.jobs import save_alone
 from test.paddle import cases_export as cases
 from test.paddle.versions import LATER_THAN_3_0, lacks
+from test.ranks.fresh import FreshRanks
 from test.ranks.pool import RankPool
 
 newer = lacks(LATER_THAN_3_0, "has its metadata classes elsewhere")
@@ -47,3 +50,19 @@ def test_a_file_for_paddle_load(pool: RankPool, tmp_path: Path) -> None:
     for name, array in cases.arrays().items():
         assert found[name].dtype == (paddle.bfloat16 if name == "half" else paddle.float32)
         np.testing.assert_array_equal(found[name].numpy().view(array.dtype), array, err_msg=name)
+
+
+@pytest.mark.parametrize(("victim", "at"), [(0, 4), (1, 4), (0, 18)])
+def test_a_rank_is_killed(tmp_path: Path, victim: int, at: int) -> None:
+    """The other raises, and nothing is visible. What the coordinator has left, if it was that, keeps nobody out."""
+    save_alone({f"w{i}": np.full((300, 4), i, np.float32) for i in range(8)}, tmp_path / "ckpt")
+    out = tmp_path / "out"
+    with FreshRanks(2, cases.export_and_die, str(tmp_path / "ckpt"), str(out), victim, at) as ranks:
+        ends = ranks.wait()
+    assert ends[victim].exit_code == -9, ends
+    outcome = ends[1 - victim].result
+    assert (outcome.error, outcome.ranks) == ("RankFailureError", (victim,))
+    names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert names == ({"ckpt", ".out.export"} if victim == 0 else {"ckpt"})
+    export(tmp_path / "ckpt", out, format="native", options=LoadOptions(no_dist=True))
+    assert verify(out).ok
