@@ -78,6 +78,14 @@ def test_values_are_those_that_were_pickled(value: Any, protocol: int, walked: W
         assert type(found) is type(value)
 
 
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_it_does_not_matter_what_has_been_read_ahead(protocol: int, walked: Walk) -> None:
+    parts = [{"name": f"tensor {i}", "offset": (i % 256, 7), "none": None, "no": False, "e": ()} for i in range(400)]
+    for length in range(60):  # so that each instruction once lies over the end of what has been read
+        value = ["x" * length, parts, parts[:9]]
+        assert walked(pickle.dumps(value, protocol)) == value
+
+
 def test_what_is_one_object_stays_one(walked: Walk) -> None:
     part: list[Any] = [1]
     part.append(part)
