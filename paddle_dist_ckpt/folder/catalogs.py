@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -55,8 +57,26 @@ def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
             if len(seen) > 1:
                 titles = ", ".join(other.title for other, _ in seen)
                 _logger.warning("%s holds several formats: %s; %s is taken", storage.location, titles, reader.title)
-            return _as_metadata(reader.read(storage, names, ids[-1] if unique_id is None else unique_id), reader.title)
+            with _no_collections():
+                catalog = reader.read(storage, names, ids[-1] if unique_id is None else unique_id)
+                return _as_metadata(catalog, reader.title)
     return None
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A block in which Python does not look for garbage in cycles.
+
+    Very many objects are made there that stay, and none in cycles; to look through all of them again and again, and
+    through all that a framework has, would take as long as to make them.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _names(storage: Storage) -> list[str]:

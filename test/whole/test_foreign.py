@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from pathlib import Path
@@ -137,6 +138,22 @@ def test_a_folder_of_several_formats_says_so(tmp_path: Path, caplog: pytest.LogC
         assert read_metadata(tmp_path / "ckpt").format == "paddle"
     assert "holds several formats" in caplog.text
     assert "safetensors" in caplog.text
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pythons_search_for_garbage_goes_on_as_before(tmp_path: Path, enabled: bool) -> None:
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "ckpt")
+    try:
+        if not enabled:
+            gc.disable()
+        read_metadata(tmp_path / "ckpt")
+        assert gc.isenabled() == enabled
+        (tmp_path / "ckpt" / "0.metadata").write_bytes(b"\x80\x04damaged")
+        with pytest.raises(CheckpointCorruptedError):
+            read_metadata(tmp_path / "ckpt")
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 def test_one_file_of_a_folder(tmp_path: Path) -> None:
