@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.box import Box
 from ..core.dtypes import DType
@@ -24,6 +25,16 @@ _INT64 = range(-(2**63), 2**63)
 def text_of(path: Iterable[Part]) -> str:
     """A path for messages."""
     return shown(".".join(part[:_MOST_SHOWN] if isinstance(part, str) else _number(part) for part in path))
+
+
+class _AtPath(NamedTuple):
+    """What messages begin with: which file speaks of which path. Made for every tensor, and seldom shown."""
+
+    file: str
+    path: tuple[Part, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {text_of(self.path)}"
 
 
 def _number(part: Part) -> str:
@@ -47,8 +58,8 @@ class Assembly:
         self._leaves: set[tuple[Part, ...]] = set()
         self._containers: set[tuple[Part, ...]] = set()
 
-    def file(self, name: object, where: str) -> int:
-        """The number of a file that ``where`` speaks of.
+    def file(self, name: object, where: object) -> int:
+        """The number of a file that ``where`` speaks of, which is text or becomes text.
 
         Raises:
             CheckpointCorruptedError: there is none of that name, or it is no plain name.
@@ -80,20 +91,20 @@ class Assembly:
                 at its path.
             UnsupportedValueError: its path or its shape is one that no tensor can have.
         """
-        where = f"{where}: {text_of(path)}"
-        self._add_leaf(where, path)
-        if any(type(n) is not int or n < 0 for n in shape):
-            raise CheckpointCorruptedError(f"{where} has the shape {shown(list(shape))}")
-        check_shape(shape, dtype.itemsize, where)
+        entry = _AtPath(where, path)
+        self._add_leaf(entry)
+        for n in shape:
+            if type(n) is not int or n < 0:
+                raise CheckpointCorruptedError(f"{entry} has the shape {shown(list(shape))}")
+        check_shape(shape, dtype.itemsize, entry)
         found: dict[Box, Piece] = {}
         for piece in pieces:
-            self._check_piece(where, shape, dtype.itemsize, piece)
-            if piece.box.size:
+            if self._check_piece(entry, shape, dtype.itemsize, piece):
                 found.setdefault(piece.box, piece)
         if len(found) > 1:
             overlap = first_overlap(list(found))
             if overlap is not None:
-                raise CheckpointCorruptedError(f"{where} has the parts {overlap[0]} and {overlap[1]}, which overlap")
+                raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
         self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, [found[box] for box in sorted(found)]))
 
     def add_value(self, where: str, path: tuple[Part, ...], value: Any) -> None:
@@ -103,7 +114,7 @@ class Assembly:
             CheckpointCorruptedError: there is something else at its path.
             UnsupportedValueError: its path is one that no value can have.
         """
-        self._add_leaf(f"{where}: {text_of(path)}", path)
+        self._add_leaf(_AtPath(where, path))
         self._values.append((path, value))
 
     def leave_out(self, where: str, path: tuple[Part, ...], reason: str) -> None:
@@ -130,35 +141,41 @@ class Assembly:
             left_out=self._left_out,
         )
 
-    def _add_leaf(self, where: str, path: tuple[Part, ...]) -> None:
+    def _add_leaf(self, entry: _AtPath) -> None:
+        path = entry.path
         if not 0 < len(path) <= _MOST_PARTS:
-            raise UnsupportedValueError(f"{where} is {len(path)} levels deep; 1 to {_MOST_PARTS} are possible")
-        if sum(len(part) for part in path if isinstance(part, str)) > _MOST_CHARACTERS:
-            raise UnsupportedValueError(f"{where} is a path of more than {_MOST_CHARACTERS} characters")
+            raise UnsupportedValueError(f"{entry} is {len(path)} levels deep; 1 to {_MOST_PARTS} are possible")
+        if sum([len(part) for part in path if isinstance(part, str)]) > _MOST_CHARACTERS:
+            raise UnsupportedValueError(f"{entry} is a path of more than {_MOST_CHARACTERS} characters")
         for part in path:
             if isinstance(part, str):
-                try:
-                    part.encode()
-                except UnicodeEncodeError as error:
-                    raise UnsupportedValueError(f"{where} has a key that is no text") from error
+                if not part.isascii():
+                    try:
+                        part.encode()
+                    except UnicodeEncodeError as error:
+                        raise UnsupportedValueError(f"{entry} has a key that is no text") from error
             elif type(part) is int and part not in _INT64:
-                raise UnsupportedValueError(f"{where} has a key beyond 64 bits")
+                raise UnsupportedValueError(f"{entry} has a key beyond 64 bits")
         if path in self._leaves:
-            raise CheckpointCorruptedError(f"{where} is there twice")
+            raise CheckpointCorruptedError(f"{entry} is there twice")
         self._leaves.add(path)
-        self._containers.update(path[:end] for end in range(1, len(path)))
+        if len(path) > 1:
+            self._containers.update(path[:end] for end in range(1, len(path)))
 
-    def _check_piece(self, where: str, shape: Sequence[int], itemsize: int, piece: Piece) -> None:
+    def _check_piece(self, entry: _AtPath, shape: Sequence[int], itemsize: int, piece: Piece) -> int:
+        """Refuse a piece that is not in the tensor or in its file; returns how many bytes it has."""
         (offset, extent), number, position = piece
         if not len(offset) == len(extent) == len(shape):
-            raise CheckpointCorruptedError(f"{where} has {len(shape)} dimensions, and a part of {len(extent)}")
-        if any(o < 0 or n < 0 or o + n > most for o, n, most in zip(offset, extent, shape, strict=True)):
-            raise CheckpointCorruptedError(
-                f"{where} has the part {shown(str(piece.box))}, outside of its shape {shown(list(shape))}"
-            )
-        nbytes = piece.box.size * itemsize
+            raise CheckpointCorruptedError(f"{entry} has {len(shape)} dimensions, and a part of {len(extent)}")
+        for o, n, most in zip(offset, extent, shape, strict=True):
+            if o < 0 or n < 0 or o + n > most:
+                raise CheckpointCorruptedError(
+                    f"{entry} has the part {shown(str(piece.box))}, outside of its shape {shown(list(shape))}"
+                )
+        nbytes = math.prod(extent) * itemsize
         if nbytes and not 0 <= position <= self.files[number].size - nbytes:
             raise CheckpointCorruptedError(
-                f"{where} has {nbytes} bytes at {position} of {self.files[number].name}, which has "
+                f"{entry} has {nbytes} bytes at {position} of {self.files[number].name}, which has "
                 f"{self.files[number].size}"
             )
+        return nbytes

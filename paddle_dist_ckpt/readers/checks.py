@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ..core.box import Box, intersect
+from ..core.box import Box
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 
-__all__ = ["check_name", "check_shape", "first_overlap", "shown"]
+__all__ = ["Named", "check_name", "check_shape", "first_overlap", "shown"]
 
 _MOST_DIMENSIONS = 32
 _MOST_BYTES = 1 << 62
@@ -26,8 +27,8 @@ def shown(name: object) -> str:
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
-def check_name(name: object, names: Collection[str], where: str) -> str:
-    """A file's name as another file gives it.
+def check_name(name: object, names: Collection[str], where: object) -> str:
+    """A file's name as another file gives it; ``where`` says which, as text or by what becomes text.
 
     Raises:
         CheckpointCorruptedError: it is no plain name, or not in the folder.
@@ -39,15 +40,25 @@ def check_name(name: object, names: Collection[str], where: str) -> str:
     return name
 
 
-def check_shape(shape: Sequence[int], itemsize: int, where: str) -> int:
-    """How many bytes a tensor of this shape has; ``where`` says which it is.
+class Named(NamedTuple):
+    """What messages begin with: which file speaks of which name. Made for every tensor, and seldom shown."""
+
+    file: str
+    name: object
+
+    def __str__(self) -> str:
+        return f"{self.file}: {shown(self.name)}"
+
+
+def check_shape(shape: Sequence[int], itemsize: int, where: object) -> int:
+    """How many bytes a tensor of this shape has; ``where`` says which it is, as text or by what becomes text.
 
     Raises:
         UnsupportedValueError: it has more dimensions or elements than an array can have.
     """
     if len(shape) > _MOST_DIMENSIONS:
         raise UnsupportedValueError(f"{where} has {len(shape)} dimensions; {_MOST_DIMENSIONS} are possible")
-    if math.prod(size or 1 for size in shape) * itemsize > _MOST_BYTES:
+    if math.prod(shape if 0 not in shape else [size or 1 for size in shape]) * itemsize > _MOST_BYTES:
         raise UnsupportedValueError(f"{where} is larger than any array: {shown(list(shape))}")
     return math.prod(shape) * itemsize
 
@@ -61,7 +72,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     if len(boxes) <= _FEW:
         for i, box in enumerate(boxes):
             for other in boxes[:i]:
-                if intersect(box, other) is not None:
+                if not _apart(box, other):
                     return other, box
         return None
     columns = Boxes.of(boxes, len(boxes[0].offset))
@@ -79,6 +90,14 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
             if common.any():
                 return boxes[int(before[common.argmax()])], boxes[row]
     return None
+
+
+def _apart(box: Box, other: Box) -> bool:
+    """Whether two boxes of as many dimensions have no element in common."""
+    for start, length, begin, extent in zip(*box, *other, strict=True):
+        if start + length <= begin or begin + extent <= start or not length or not extent:
+            return True
+    return False
 
 
 def _halves(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray] | None:

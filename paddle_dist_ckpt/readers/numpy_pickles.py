@@ -63,11 +63,11 @@ class PickledArray(Built):
     def build(self, state: Any) -> None:
         *_, self._shape, self._element, self._fortran, self._data = state
 
-    def opened(self, where: str, size: int) -> tuple[DType, tuple[int, ...], int]:
+    def opened(self, where: object, size: int) -> tuple[DType, tuple[int, ...], int]:
         """Element type, shape, and where in the file its data begin.
 
         Args:
-            where: Names the array in messages, its file first.
+            where: Names the array in messages, its file first: text, or what becomes text.
             size: How many bytes the file has.
 
         Raises:
@@ -103,9 +103,10 @@ class PickledArray(Built):
             raise ValueError("it has no shape")
         if len(shape) > _MOST_DIMENSIONS:
             raise Refused(f"{len(shape)} dimensions, which no array has")
-        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape):
-            raise ValueError("it has no sizes for a shape")
-        if math.prod(n or 1 for n in shape) >= 1 << 58:
+        for n in shape:
+            if type(n) is not int or not 0 <= n < 1 << 62:
+                raise ValueError("it has no sizes for a shape")
+        if math.prod(shape if 0 not in shape else [n or 1 for n in shape]) >= 1 << 58:
             raise Refused(f"the shape {list(shape)}, which no array has")
         if not isinstance(self._element, _ElementType):
             raise TypeError("it has no dtype")

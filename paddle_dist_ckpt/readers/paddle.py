@@ -21,7 +21,7 @@ from ..storage.base import Storage
 from ..tree.paths import Part
 from .assembly import Assembly
 from .catalog import Catalog, Piece
-from .checks import shown
+from .checks import Named, shown
 from .numpy_pickles import PickledArray
 from .paddle_pickles import PADDLE, Record, flat_pieces, meant
 from .pickle_machine import ENDURED
@@ -93,7 +93,8 @@ class _Described:
                 refers to it.
         """
         self._name = name
-        self._known: dict[tuple[str, _Shard], set[tuple[int, ...]]] = {}  # shapes, by shards without
+        # The shapes of the shards of each key, offset and range of elements.
+        self._known: dict[tuple[str, tuple[int, ...], tuple[int, int] | None], set[tuple[int, ...]]] = defaultdict(set)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         self._places: dict[str, list[tuple[_Shard, Any]]] = defaultdict(list)
@@ -115,15 +116,15 @@ class _Described:
             self._paths[key] = tuple(_checked(part, str) for part in _checked(path, tuple))
 
     def _take_shard(self, key: str, fields: Mapping[str, Any]) -> None:
-        shard = _shard_of(fields)
-        if shard.shape is None:
+        offset, extent, elements = _shard_of(fields)
+        if extent is None:
             raise ValueError("a shard without a shape")
-        self._known.setdefault((key, shard._replace(shape=None)), set()).add(shard.shape)
+        self._known[key, offset, elements].add(extent)
         if fields.get("global_shape") is not None:
             shape = _numbers(fields["global_shape"])
         else:  # what all shards reach
-            before = self._shapes.get(key, (0,) * len(shard.shape))
-            ends = (o + n for o, n in zip(shard.offset, shard.shape, strict=True))
+            before = self._shapes.get(key, (0,) * len(extent))
+            ends = (o + n for o, n in zip(offset, extent, strict=True))
             shape = tuple(max(pair) for pair in zip(before, ends, strict=True))
         self._shapes[key] = shape
         if fields.get("dtype") is not None:
@@ -133,7 +134,7 @@ class _Described:
         """Look up all that is described in the data files."""
         files: dict[int, Mapping[str, _Stored]] = {}
         for key, shape in self._shapes.items():
-            where = f"{self._name}: {shown(key)}"
+            where = Named(self._name, key)
             dtype, name, pieces = None, None, []
             for shard, file in self._places.get(key, ()):
                 number = assembly.file(file, where)
@@ -159,7 +160,7 @@ class _Described:
             if said is None:
                 raise CheckpointCorruptedError(f"{self._name} has no file for {shown(key)}")
             return DTYPES[said.removeprefix("paddle.")]
-        dtype = meant(stored.dtype, said)
+        dtype = stored.dtype if said == stored.dtype.name else meant(stored.dtype, said)
         if dtype is None or before not in (None, dtype):
             raise CheckpointCorruptedError(
                 f"{file}: {shown(key)} is of {stored.dtype.name}, where {said or (before and before.name)} is due"
@@ -167,7 +168,7 @@ class _Described:
         return dtype
 
     def _pieces(self, key: str, shard: _Shard, stored: _Stored, number: int, file: str) -> list[Piece]:
-        known = self._known.get((key, shard._replace(shape=None)), set())
+        known = self._known.get((key, shard.offset, shard.elements), ())
         shape = shard.shape
         if shape is None:
             shape = stored.shape if stored.shape in known else min(known, default=None)
@@ -221,7 +222,7 @@ def _opened(arrays: dict[Any, Any], file: WindowedFile) -> Iterator[tuple[str, _
             raise CheckpointCorruptedError(f"{file.name}: {shown(key)} is no tensor")
         variable = variables.get(key)
         name = variable if type(variable) is str else None
-        yield key, _Stored(*array.opened(f"{file.name}: {shown(key)}", file.size), name)
+        yield key, _Stored(*array.opened(Named(file.name, key), file.size), name)
 
 
 def _walked(storage: Storage, name: str) -> tuple[Any, int]:
@@ -242,10 +243,9 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    if (
-        type(value) not in (tuple, list)
-        or len(value) > 32
-        or any(type(n) is not int or not 0 <= n < _MOST for n in value)
-    ):
+    if type(value) not in (tuple, list) or len(value) > 32:
         raise TypeError("no list of sizes")
+    for n in value:
+        if type(n) is not int or not 0 <= n < _MOST:
+            raise TypeError("no list of sizes")
     return tuple(value)

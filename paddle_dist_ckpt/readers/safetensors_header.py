@@ -10,7 +10,7 @@ import msgspec
 from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.values import DECODE_ERRORS
-from .checks import check_shape, shown
+from .checks import Named, check_shape, shown
 from .window import WindowedFile
 
 __all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors_header"]
@@ -92,7 +92,7 @@ def _entries(infos: dict[str, _TensorInfo], name: str, data_start: int, size: in
     entries = {}
     end = 0
     for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
-        where = f"{name}: {shown(key)}"
+        where = Named(name, key)
         begin, stop = info.data_offsets
         if begin != end or stop < begin:
             raise CheckpointCorruptedError(
@@ -101,7 +101,7 @@ def _entries(infos: dict[str, _TensorInfo], name: str, data_start: int, size: in
         dtype = _DTYPES.get(info.dtype)
         if dtype is None:
             raise UnsupportedValueError(f"{where} has the dtype {shown(info.dtype)}, which cannot be held")
-        if any(n < 0 for n in info.shape) or check_shape(info.shape, dtype.itemsize, where) != stop - begin:
+        if min(info.shape, default=0) < 0 or check_shape(info.shape, dtype.itemsize, where) != stop - begin:
             raise CheckpointCorruptedError(
                 f"{where} has {shown(stop - begin)} bytes; {dtype.name}{shown(list(info.shape))} has others"
             )
