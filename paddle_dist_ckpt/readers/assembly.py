@@ -119,7 +119,7 @@ class Assembly:
 
     def leave_out(self, where: str, path: tuple[Part, ...], reason: str) -> None:
         """Note that there is something at a path which cannot be read. Raises what :meth:`add_value` raises."""
-        self._add_leaf(f"{where}: {text_of(path)}", path)
+        self._add_leaf(_AtPath(where, path))
         self._left_out.append((path, reason))
 
     def catalog(self, kind: str, unique_id: int, world_size: int, version: str | None = None) -> Catalog:
