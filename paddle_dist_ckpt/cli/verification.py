@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
 from ..exporting.plan import divide_files
-from ..folder.verify import check_file, uncovered
+from ..folder.verify import check_file, uncovered, verified_bytes
 from ..storage.base import Storage
 from .ranks import gathered, is_first, same_checkpoint
 
@@ -31,7 +31,7 @@ class VerifyFacts:
         unique_id: The checkpoint's number.
         format: Its format; ``"native"`` for this library's own.
         ok: Whether there is no problem.
-        checksums: Whether the format has checksums, so that every block was compared with what was written.
+        verified_bytes: Bytes of tensors that were compared with checksums: all of this library's own.
         files: How many data files were checked.
         total_bytes: Their size.
         problems: Every problem.
@@ -41,7 +41,7 @@ class VerifyFacts:
     unique_id: int
     format: str
     ok: bool
-    checksums: bool
+    verified_bytes: int
     files: int
     total_bytes: int
     problems: list[Problem]
@@ -75,10 +75,15 @@ def verify_together(
     if not parts:
         return []
     problems = [Problem(None, text) for text in uncovered(metadata)] + [problem for part in parts for problem in part]
-    kind = metadata.format
-    size = sum(sizes)
     return [
         VerifyFacts(
-            storage.location, metadata.unique_id, kind, not problems, kind == "native", len(sizes), size, problems
+            path=storage.location,
+            unique_id=metadata.unique_id,
+            format=metadata.format,
+            ok=not problems,
+            verified_bytes=verified_bytes(metadata),
+            files=len(sizes),
+            total_bytes=sum(sizes),
+            problems=problems,
         )
     ]

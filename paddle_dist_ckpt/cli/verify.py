@@ -17,7 +17,7 @@ def verify(path: CheckpointPath, unique_id: Identifier = None, json: Json = Fals
     """Check every byte of a checkpoint by its checksums.
 
     They were taken when it was written. Names every tensor and file that is damaged or missing, and ends with 1 if
-    there are any. Of formats without checksums it checks that every byte is there and can be read.
+    there are any. Of other formats it checks sizes, how tensors are laid out, and what checksums there are.
 
     Started by paddle.distributed.launch, the ranks share the files, by size; the first one prints.
 
@@ -37,7 +37,10 @@ def verify(path: CheckpointPath, unique_id: Identifier = None, json: Json = Fals
             return 0 if facts.ok else 1
         size = f"{count(facts.files, 'file')}, {human_bytes(facts.total_bytes)}"
         if facts.ok:
-            how = "every block is as it was written" if facts.checksums else "all can be read (there are no checksums)"
+            how = "every block is as it was written"
+            if facts.format != "native":
+                how = f"nothing is missing; checksums are there of {human_bytes(facts.verified_bytes)}, and match"
+                how = how if facts.verified_bytes else "nothing is missing (there are no checksums)"
             say(f"{facts.path}  checkpoint {facts.unique_id}: {size}, {how}", "good")
             return 0
         say(f"{facts.path}  checkpoint {facts.unique_id}: {count(len(facts.problems), 'problem')} in {size}", "bad")

@@ -20,7 +20,7 @@ from ..reports import VerifyReport
 from ..storage.base import Storage
 from .checkpoint import read_checkpoint
 
-__all__ = ["check_file", "problems_of", "uncovered", "verify_checkpoint"]
+__all__ = ["check_file", "problems_of", "uncovered", "verified_bytes", "verify_checkpoint"]
 
 
 def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | None) -> VerifyReport:
@@ -34,7 +34,7 @@ def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | 
         problems=tuple(problems),
         files=len(metadata.files),
         total_bytes=sum(info.size for info in metadata.files),
-        verified_bytes=_verified_bytes(metadata),
+        verified_bytes=verified_bytes(metadata),
     )
 
 
@@ -47,7 +47,7 @@ def problems_of(storage: Storage, metadata: Metadata, progress: bool | None) -> 
     return problems
 
 
-def _verified_bytes(metadata: Metadata) -> int:
+def verified_bytes(metadata: Metadata) -> int:
     """How many bytes of tensors are compared with a checksum."""
     if metadata.format == "native":
         return int(metadata.table.shard_bytes.sum())
