@@ -101,7 +101,7 @@ class Storage(Protocol):
         ...
 
     def open(self, name: str) -> ReadableFile:
-        """Open a file for reading."""
+        """Open a file for reading; IsADirectoryError if it is no file, such as a folder or a FIFO."""
         ...
 
     def size(self, name: str) -> int:
@@ -109,7 +109,7 @@ class Storage(Protocol):
         ...
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        """A file's content, or its first ``limit`` bytes."""
+        """A file's content, or its first ``limit`` bytes; IsADirectoryError if it is no file."""
         ...
 
     def publish(

@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import socket
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -113,7 +114,9 @@ class LocalStorage:
         return (self._root / name).stat().st_size
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        with (self._root / name).open("rb") as file:
+        path = self._root / name
+        _check_is_file(path)
+        with path.open("rb") as file:
             return file.read(-1 if limit is None else limit)
 
     def publish(
@@ -181,6 +184,17 @@ def give_name(source: Path, target: Path) -> bool:
             return False
         source.rename(target)
     return True
+
+
+def _check_is_file(path: Path) -> None:
+    """Refuse to open a FIFO, which would wait for a writer, and devices, which may have no end.
+
+    Raises:
+        IsADirectoryError: it is something else than a file.
+        OSError: it cannot be looked at.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is no file", str(path))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -254,6 +268,7 @@ class _LocalReadable:
     """A file that is read through the page cache, or past it where the cache does not hold what is wanted."""
 
     def __init__(self, path: Path, buffers: queue.SimpleQueue[Bytes1D]) -> None:
+        _check_is_file(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._path, self._buffers = path, buffers
         self._size = os.fstat(self._descriptor).st_size
