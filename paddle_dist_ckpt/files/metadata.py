@@ -137,6 +137,14 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         return user if isinstance(user, dict) else {}
 
     @cached_property
+    def file_checksums(self) -> dict[int, list[tuple[int, int, int, int]]]:
+        """The checksums by the number of the file."""
+        found: dict[int, list[tuple[int, int, int, int]]] = {}
+        for checksum in self.checksums:
+            found.setdefault(checksum[0], []).append(checksum)
+        return found
+
+    @cached_property
     def _keys(self) -> dict[str, str]:
         paths = self.table.paths + [path for path, _ in self.value_records]
         return dict(zip(paths, flat_keys(paths), strict=True))

@@ -12,7 +12,7 @@ from ..core.boxes import Boxes
 from ..core.progress import Progress
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError
-from ..files.metadata import Metadata
+from ..files.metadata import FileInfo, Metadata
 from ..files.reader import Consumer, StoredEntry, read_entries
 from ..files.runs import CHUNK_BYTES, open_data_file
 from ..planning.cover import covers_exactly
@@ -54,16 +54,18 @@ def verified_bytes(metadata: Metadata) -> int:
     return sum(nbytes for _, _, nbytes, _ in metadata.checksums)
 
 
-def _check_foreign(storage: Storage, metadata: Metadata, file: int, progress: Callable[[int], None]) -> list[str]:
+def _check_foreign(
+    storage: Storage, info: FileInfo, checksums: list[tuple[int, int, int, int]], progress: Callable[[int], None]
+) -> list[str]:
     """Check a file of another format: its size, and what that format has checksums of."""
-    info, problems = metadata.files[file], list[str]()
+    problems = list[str]()
     try:
         opened = open_data_file(storage, info, 0)
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
     try:
         buffer = np.empty(CHUNK_BYTES, np.uint8)
-        for _, position, nbytes, expected in (one for one in metadata.checksums if one[0] == file):
+        for _, position, nbytes, expected in checksums:
             found = 0
             for at in range(position, position + nbytes, len(buffer)):
                 part = buffer[: min(len(buffer), position + nbytes - at)]
@@ -92,7 +94,7 @@ def uncovered(metadata: Metadata) -> list[str]:
 def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress) -> list[str]:
     """Read all of one data file, or of one of another format what can be verified; returns what is wrong with it."""
     if metadata.format != "native":
-        return _check_foreign(storage, metadata, file, progress)
+        return _check_foreign(storage, metadata.files[file], metadata.file_checksums.get(file, []), progress)
     info, table = metadata.files[file], metadata.table
     first_block, counts = table.blocks(metadata.block_bytes, len(metadata.files))
     try:
