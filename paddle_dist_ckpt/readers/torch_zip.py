@@ -6,6 +6,7 @@ CRC-32 and where its local header stands, behind which are its bytes. torch comp
 
 from __future__ import annotations
 
+import bisect
 import struct
 import zlib
 from typing import NamedTuple
@@ -91,6 +92,7 @@ class TorchZip:
             raise self._damaged(f"its directory of {count} members has {nbytes} bytes at byte {at}")
         self._data_stop = at
         self._members = self._listed(file.read(at, nbytes), count)
+        self._headers = sorted(member.header for member in self._members.values())
         pickles = [name for name in self._members if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise self._damaged("it has no data.pkl")
@@ -110,13 +112,15 @@ class TorchZip:
         if full not in self._members:
             raise self._damaged(f"it has no member {shown(name)}")
         header, nbytes, crc32 = self._members[full]
-        if header + _LOCAL.size > self._data_stop:
+        after = bisect.bisect_right(self._headers, header)
+        stop = self._headers[after] if after < len(self._headers) else self._data_stop
+        if not self.start <= header <= stop - _LOCAL.size:
             raise self._damaged(f"its member {shown(name)} would be outside")
         signature, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack(
             self.file.read(header, _LOCAL.size)
         )
         position = header + _LOCAL.size + name_size + extra_size
-        if signature != b"PK\3\4" or position + nbytes > self._data_stop:
+        if signature != b"PK\3\4" or position + nbytes > stop:
             raise self._damaged(f"its member {shown(name)} is not where its directory says")
         if method or flags & _ENCRYPTED:
             raise UnsupportedValueError(f"{self.where}: {shown(name)} is compressed")
