@@ -17,6 +17,7 @@ from ..files.metadata import FileInfo, Metadata
 from ..files.names import is_ours, metadata_id
 from ..readers import READERS
 from ..readers.catalog import Catalog, Reader
+from ..readers.checks import is_text
 from ..storage.base import Storage
 from ..tree.paths import format_path
 from ..tree.values import to_jsonable
@@ -82,12 +83,13 @@ def _no_collections() -> Iterator[None]:
 def _names(storage: Storage) -> list[str]:
     """The names in a folder but for those of our own files, of which some could be taken for those of others.
 
-    A `.metadata` of ours has the name that Paddle's has.
+    A `.metadata` of ours has the name that Paddle's has. Names that are no text cannot be kept, and no format has them.
     """
     return [
         name
         for name in storage.names()
-        if not is_ours(name) or (metadata_id(name) is not None and look(storage, name)[0] is Format.PADDLE)
+        if is_text(name)
+        and (not is_ours(name) or (metadata_id(name) is not None and look(storage, name)[0] is Format.PADDLE))
     ]
 
 

@@ -107,7 +107,8 @@ def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
     more = f"; there are {', '.join(map(str, others[-10:]))}" if others else ""
     names = storage.names()
     if len(names) == 1 and not others:
-        more = f"; its file {names[0]} is of no format that is known"
+        shown = names[0].encode(errors="backslashreplace").decode()  # it may be no text
+        more = f"; its file {shown} is of no format that is known"
     return f"{storage.location} holds no committed checkpoint{which}{more}"
 
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..core.box import Box
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
-from ..tree.paths import Part
+from ..tree.paths import Part, containers_of, format_path, mixed_containers, parse_path
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
-from .checks import check_name, check_shape, first_overlap, shown
+from .checks import check_name, check_shape, first_overlap, is_text, shown
 
 __all__ = ["Assembly", "text_of"]
 
@@ -55,8 +54,8 @@ class Assembly:
         self._tensors: list[StoredTensor] = []
         self._values: list[tuple[tuple[Part, ...], Any]] = []
         self._left_out: list[tuple[tuple[Part, ...], str]] = []
-        self._leaves: set[tuple[Part, ...]] = set()
-        self._containers: set[tuple[Part, ...]] = set()
+        # As texts, whose hashes nobody knows: tuples of integers can be made to have one hash, all of them.
+        self._leaves: set[str] = set()
 
     def file(self, name: object, where: object) -> int:
         """The number of a file that ``where`` speaks of, which is text or becomes text.
@@ -97,15 +96,18 @@ class Assembly:
             if type(n) is not int or n < 0:
                 raise CheckpointCorruptedError(f"{entry} has the shape {shown(list(shape))}")
         check_shape(shape, dtype.itemsize, entry)
-        found: dict[Box, Piece] = {}
+        if name is not None and not is_text(name):
+            raise UnsupportedValueError(f"{entry} has a variable's name that is no text")
+        found: dict[str, Piece] = {}  # by boxes as texts, whose hashes nobody knows
         for piece in pieces:
             if self._check_piece(entry, shape, dtype.itemsize, piece):
-                found.setdefault(piece.box, piece)
-        if len(found) > 1:
-            overlap = first_overlap(list(found))
+                found.setdefault(str(piece.box), piece)
+        parts = sorted(found.values())
+        if len(parts) > 1:
+            overlap = first_overlap([piece.box for piece in parts])
             if overlap is not None:
                 raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
-        self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, [found[box] for box in sorted(found)]))
+        self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, parts))
 
     def add_value(self, where: str, path: tuple[Part, ...], value: Any) -> None:
         """Add a value.
@@ -126,10 +128,14 @@ class Assembly:
         """All that was added.
 
         Raises:
-            CheckpointCorruptedError: a path leads through another.
+            CheckpointCorruptedError: a path leads through another, or one takes for a list what is a dict to another.
         """
-        for path in self._leaves & self._containers:
-            raise CheckpointCorruptedError(f"{text_of(path)} is an entry, and has entries below it")
+        for text in self._leaves & containers_of(self._leaves):
+            where = f"{self._storage.location}: {text_of(parse_path(text))}"
+            raise CheckpointCorruptedError(f"{where} is an entry, and has entries below it")
+        for text in mixed_containers(self._leaves):
+            where = f"{self._storage.location}: {text_of(parse_path(text)) if text else 'the whole'}"
+            raise CheckpointCorruptedError(f"{where} has entries below it of a list and of a dict")
         return Catalog(
             format=kind,
             unique_id=unique_id,
@@ -149,18 +155,14 @@ class Assembly:
             raise UnsupportedValueError(f"{entry} is a path of more than {_MOST_CHARACTERS} characters")
         for part in path:
             if isinstance(part, str):
-                if not part.isascii():
-                    try:
-                        part.encode()
-                    except UnicodeEncodeError as error:
-                        raise UnsupportedValueError(f"{entry} has a key that is no text") from error
+                if not part.isascii() and not is_text(part):
+                    raise UnsupportedValueError(f"{entry} has a key that is no text")
             elif type(part) is int and part not in _INT64:
                 raise UnsupportedValueError(f"{entry} has a key beyond 64 bits")
-        if path in self._leaves:
+        text = format_path(path)
+        if text in self._leaves:
             raise CheckpointCorruptedError(f"{entry} is there twice")
-        self._leaves.add(path)
-        if len(path) > 1:
-            self._containers.update(path[:end] for end in range(1, len(path)))
+        self._leaves.add(text)
 
     def _check_piece(self, entry: _AtPath, shape: Sequence[int], itemsize: int, piece: Piece) -> int:
         """Refuse a piece that is not in the tensor or in its file; returns how many bytes it has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -13,18 +14,29 @@ from ..core.boxes import Boxes
 from ..core.columns import IntArray
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 
-__all__ = ["Named", "check_name", "check_shape", "first_overlap", "shown"]
+__all__ = ["Named", "check_name", "check_shape", "first_overlap", "is_text", "shown"]
 
 _MOST_DIMENSIONS = 32
-_MOST_BYTES = 1 << 62
+_MOST_ELEMENTS = 1 << 58
 _MOST_SHOWN = 200  # characters of a name in a message
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxlong = 3, 33, 33, _MOST_SHOWN
 _FEW = 16  # boxes that are compared pair by pair
 
 
 def shown(name: object) -> str:
-    """Something out of a file as a message shows it, however long it is."""
-    text = repr(name[:_MOST_SHOWN] if isinstance(name, str) else name)
+    """Something out of a file as a message shows it, however long, deep or full of repetitions it is."""
+    text = repr(name[:_MOST_SHOWN]) if isinstance(name, str) else _SHORT.repr(name)
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def is_text(text: str) -> bool:
+    """Whether it is text through and through, without halves of surrogate pairs, so that it can be stored and sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_name(name: object, names: Collection[str], where: object) -> str:
@@ -58,7 +70,7 @@ def check_shape(shape: Sequence[int], itemsize: int, where: object) -> int:
     """
     if len(shape) > _MOST_DIMENSIONS:
         raise UnsupportedValueError(f"{where} has {len(shape)} dimensions; {_MOST_DIMENSIONS} are possible")
-    if math.prod(shape if 0 not in shape else [size or 1 for size in shape]) * itemsize > _MOST_BYTES:
+    if math.prod(shape if 0 not in shape else [size or 1 for size in shape]) >= _MOST_ELEMENTS:
         raise UnsupportedValueError(f"{where} is larger than any array: {shown(list(shape))}")
     return math.prod(shape) * itemsize
 

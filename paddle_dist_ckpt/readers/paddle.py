@@ -35,7 +35,7 @@ _METADATA = re.compile(r"(0|[1-9]\d{0,17})\.metadata")
 _DATA = re.compile(r"(0|[1-9]\d{0,8})_(0|[1-9]\d{0,17})\.(?:distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
 _MOST = 1 << 62
-_MOST_DIMENSIONS = 32
+_FEW_CHARACTERS = 1 << 16
 
 
 class PaddleReader:
@@ -93,8 +93,8 @@ class _Described:
                 refers to it.
         """
         self._name = name
-        # The shapes of the shards of each key, offset and range of elements.
-        self._known: dict[tuple[str, tuple[int, ...], tuple[int, int] | None], set[tuple[int, ...]]] = defaultdict(set)
+        # The shapes of the shards of each key, by offset and range of elements: as texts, whose hashes nobody knows.
+        self._known: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         self._places: dict[str, list[tuple[_Shard, Any]]] = defaultdict(list)
@@ -103,7 +103,7 @@ class _Described:
         fields = _fields(metadata, "Metadata")
         shards = _checked(fields["state_dict_metadata"], dict)
         paths = _checked(fields.get("flat_mapping") or {}, dict)
-        if sum(len(part) for parts in (shards, paths) for part in parts.values()) > size:
+        if sum(len(parts) for told in (shards, paths) for parts in told.values()) > size:
             raise ValueError("it refers to more than it has")
         for key, parts in shards.items():
             key = _checked(key, str)
@@ -114,12 +114,14 @@ class _Described:
             self._places[_checked(place["tensor_key"], str)].append((_shard_of(place), file))
         for key, path in paths.items():
             self._paths[key] = tuple(_checked(part, str) for part in _checked(path, tuple))
+        if sum(len(str(part)) for path in self._paths.values() for part in path) > size + _FEW_CHARACTERS:
+            raise ValueError("its paths refer to the same texts again and again")
 
     def _take_shard(self, key: str, fields: Mapping[str, Any]) -> None:
         offset, extent, elements = _shard_of(fields)
         if extent is None:
             raise ValueError("a shard without a shape")
-        self._known[key, offset, elements].add(extent)
+        self._known.setdefault((key, str((offset, elements))), {})[str(extent)] = extent
         if fields.get("global_shape") is not None:
             shape = _numbers(fields["global_shape"])
         else:  # what all shards reach
@@ -136,10 +138,16 @@ class _Described:
         for key, shape in self._shapes.items():
             where = Named(self._name, key)
             dtype, name, pieces = None, None, []
+            shard_of: dict[int, _Shard] = {}
             for shard, file in self._places.get(key, ()):
                 number = assembly.file(file, where)
                 if number not in files:
                     files[number] = _stored(storage, assembly.files[number].name)
+                if number in shard_of:
+                    if shard_of[number] != shard:
+                        raise CheckpointCorruptedError(f"{where} has one place in two parts of it, in {shown(file)}")
+                    continue
+                shard_of[number] = shard
                 stored = files[number].get(key)
                 if stored is None:
                     raise CheckpointCorruptedError(f"{assembly.files[number].name} has no {shown(key)}")
@@ -168,11 +176,11 @@ class _Described:
         return dtype
 
     def _pieces(self, key: str, shard: _Shard, stored: _Stored, number: int, file: str) -> list[Piece]:
-        known = self._known.get((key, shard.offset, shard.elements), ())
+        known = self._known.get((key, str((shard.offset, shard.elements))), {})
         shape = shard.shape
         if shape is None:
-            shape = stored.shape if stored.shape in known else min(known, default=None)
-        if shape is None or shape not in known:
+            shape = stored.shape if str(stored.shape) in known else min(known.values(), default=None)
+        if shape is None or str(shape) not in known:
             raise CheckpointCorruptedError(f"{self._name} has a file for a shard of {shown(key)} that it does not know")
         if shard.elements is None:
             if stored.shape != shape:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..core.box import whole
@@ -20,7 +20,7 @@ from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
 from .paddle_pickles import PADDLE, flat_pieces, meant
-from .pickled_tree import leaves
+from .pickled_tree import PickledLeaf, leaves
 from .pickles import walk
 from .window import WindowedFile
 
@@ -77,11 +77,16 @@ class PickledState:
     """
 
     def __init__(self, file: WindowedFile) -> None:
-        tree = walk(file.window(), PADDLE)
+        window = file.window()
+        tree = walk(window, PADDLE)
         if type(tree) is not dict:
             raise UnsupportedValueError(f"{file.name} holds no state_dict, but {type(tree).__name__}")
         self.tree: dict[Any, Any] = tree
-        self._file = file
+        self._file, self._taken = file, window.taken
+
+    def leaves(self) -> Iterator[PickledLeaf]:
+        """See :func:`.pickled_tree.leaves`."""
+        return leaves(self.tree, self._file, self._taken)
 
     def names(self) -> dict[Any, Any]:
         """The names of variables by key, which are taken out of the state_dict."""
@@ -99,7 +104,7 @@ class PickledState:
         names, unpacked = self.names(), self._table(_UNPACKED)
         for key, told in unpacked.items():
             self._add_joined(assembly, prefix, key, told, names.get(key))
-        for path, value, name in leaves(self.tree, self._file):
+        for path, value, name in self.leaves():
             full = (*prefix, *path)
             if not isinstance(value, PickledArray):
                 if path:

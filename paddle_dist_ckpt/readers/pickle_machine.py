@@ -20,6 +20,9 @@ _MOST_INTEGER = 1 << 10  # bytes or digits
 _MOST_MARKS = 10_000
 _MOST_KEY = 16  # parts of a tuple that is a key
 _HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
+_HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that are not this small
+_SHARED = 1 << 16  # items and characters that functions may be given beyond the bytes that were read
+_FEW = 1 << 17  # objects that may be made whatever was read
 NOTHING: Any = object()
 """What the memo has at places that have not been filled."""
 
@@ -71,24 +74,33 @@ class Built:
 
 
 class Machine:
-    """The machine: a stack, the stacks below its marks, a memo, and what may still be spent."""
+    """The machine: a stack, the stacks below its marks, a memo, and what has been made and given to functions.
 
-    __slots__ = ("allowed", "below", "budget", "memo", "persistent", "room", "size", "stack", "window")
+    What it may do follows from the bytes that it has read so far. Those that were skipped, the data of tensors, give it
+    nothing.
+    """
+
+    __slots__ = ("allowed", "below", "made", "memo", "persistent", "spent", "stack", "window")
 
     def __init__(self, window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None) -> None:
         self.window, self.allowed, self.persistent = window, allowed, persistent
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: list[Any] = []
-        self.size = window.left
-        self.budget = self.size + (1 << 16)  # items and characters that functions are given
-        self.room = self.size // 4 + (1 << 17)  # empty containers and byte strings, which cost more memory than bytes
+        self.spent = 0  # items and characters that functions were given
+        self.made = 0  # containers and byte strings, which cost more memory than bytes
 
     def push_new(self, value: Any) -> None:
-        self.room -= 1
-        if self.room < 0:
-            raise ValueError("more objects than its size has room for")
         self.stack.append(value)
+        self.count_new()
+
+    def count_new(self) -> None:
+        self.made += 1
+        self.check_made()
+
+    def check_made(self) -> None:
+        if self.made > _FEW and self.made - _FEW > self.window.taken // 4:
+            raise ValueError("more objects than its size has room for")
 
     def mark(self) -> None:
         if len(self.below) >= _MOST_MARKS:
@@ -181,13 +193,14 @@ class Machine:
         if len(self.stack) < count:
             raise ValueError("the stack is empty")
         self.stack[-count:] = [tuple(self.stack[-count:])]
+        self.count_new()
 
     # -- the memo
 
     def keep(self, index: int) -> None:
         memo = self.memo
         if index >= len(memo):
-            if not 0 <= index <= self.size:
+            if not 0 <= index <= self.window.taken:
                 raise ValueError(f"place {index} in the memo")
             memo.extend([NOTHING] * (index + 1 - len(memo)))
         memo[index] = self.stack[-1]
@@ -225,8 +238,8 @@ class Machine:
         self.push_new(function(*args))
 
     def spend(self, value: Any) -> None:
-        self.budget -= 1 + (len(value) if isinstance(value, (str, list, tuple, dict)) else 0)
-        if self.budget < 0:
+        self.spent += 1 + (len(value) if isinstance(value, (str, list, tuple, dict)) else 0)
+        if self.spent > self.window.taken + _SHARED:
             raise ValueError("it copies more than it has")
 
     def reduce(self) -> None:
@@ -279,7 +292,9 @@ def filled(target: Any, items: list[Any]) -> dict[Any, Any]:
 def _key(value: Any, nested: bool = False) -> Any:
     """A key whose hash takes little time, and which nobody can give the hash of many others."""
     kind = type(value)
-    if kind is str or kind is bool or value is None or (kind is int and value in _HASHED) or isinstance(value, Built):
+    if kind is str or kind is bool or value is None or isinstance(value, Built):
+        return value
+    if kind is int and value in (_HASHED_WITHIN if nested else _HASHED):
         return value
     if kind is Latin1:
         return str(value)

@@ -12,9 +12,11 @@ from .numpy_pickles import PickledArray
 from .pickle_machine import Latin1, Lying
 from .window import WindowedFile
 
-__all__ = ["leaves"]
+__all__ = ["PickledLeaf", "leaves"]
 
 _MOST_DEPTH = 64
+_SHARED = 1 << 14  # nodes beyond the bytes of the pickle: what it refers to several times
+_CHEAP = 16  # characters of texts and paths that are counted as one node
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -26,30 +28,31 @@ class PickledLeaf(NamedTuple):
     name: str | None
 
 
-def leaves(tree: dict[Any, Any], file: WindowedFile) -> Iterator[PickledLeaf]:
-    """The leaves of what :func:`.walk` has read from a file.
+def leaves(tree: dict[Any, Any], file: WindowedFile, taken: int) -> Iterator[PickledLeaf]:
+    """The leaves of what :func:`.walk` has read from a file, of which it has taken so many bytes.
 
     Dicts with str and int keys are taken apart, and lists and tuples that hold an array somewhere. Arrays with their
     names, as `paddle.save` writes tensors, are arrays. Everything else is a value.
 
     Raises:
-        CheckpointCorruptedError: it refers to the same parts more often than its size has room for.
+        CheckpointCorruptedError: it refers to the same parts more often than what was taken has room for.
         UnsupportedValueError: it is nested too deeply, contains itself, or has what is no plain value.
     """
-    return _Tree(file).below((), tree)
+    return _Tree(file, taken).below((), tree)
 
 
 class _Tree:
     """Takes one tree apart. Parts of a pickle may be shared, so what is looked at is counted."""
 
-    def __init__(self, file: WindowedFile) -> None:
+    def __init__(self, file: WindowedFile, taken: int) -> None:
         self._file = file
-        self._left = file.size + (1 << 16)  # nodes and bytes
+        self._left = taken + _SHARED  # nodes
+        self._unread = file.size  # bytes of what was skipped
         self._has_array: dict[int, bool] = {}
 
     def below(self, path: tuple[Part, ...], value: Any) -> Iterator[PickledLeaf]:
         """The leaves at a path and below it."""
-        self._count(path, 1)
+        self._count(path, 1 + sum(len(part) if type(part) is str else 4 for part in path) // _CHEAP)
         array, name = _tensor(value)
         if array is not None:
             yield PickledLeaf(path, array, name)
@@ -80,8 +83,9 @@ class _Tree:
         return self._has_array[id(value)]
 
     def _plain(self, path: tuple[Part, ...], value: Any, depth: int) -> Any:
-        self._count(path, 1)
         kind = type(value)
+        text = len(value) if kind in (str, Latin1) else value.bit_length() // 4 if kind is int else 0
+        self._count(path, 1 + text // _CHEAP)
         if kind in _PLAIN:
             return value
         if kind is Latin1:
@@ -98,9 +102,11 @@ class _Tree:
         raise UnsupportedValueError(f"{self._where(path)} is no plain value, but {kind.__name__}")
 
     def _read(self, path: tuple[Part, ...], lying: Lying) -> bytes | str:
-        self._count(path, lying.nbytes)
         if lying.data is not None:
+            self._count(path, lying.nbytes // _CHEAP)
             return lying.data
+        self._unread -= lying.nbytes
+        self._count(path, 0 if self._unread >= 0 else self._left + 1)
         data = self._file.read(lying.position, lying.nbytes)
         try:
             if lying.form == "text":

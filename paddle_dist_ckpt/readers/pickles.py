@@ -19,6 +19,7 @@ from .window import FileWindow
 
 __all__ = ["walk"]
 
+_MANY = 4096  # objects that are made between looks at how many there are
 _LONGEST = 5  # bytes of an instruction with a number
 _U2, _U4, _U8, _I4, _F8 = map(struct.Struct, ("<H", "<I", "<Q", "<i", ">d"))
 
@@ -85,6 +86,10 @@ def _run(machine: Machine) -> Any:
             elif code == 0x86:  # TUPLE2
                 at += 1
                 stack[-2:] = ((stack[-2], stack[-1]),)
+                machine.made += 1
+                if not machine.made % _MANY:
+                    window.at = at
+                    machine.check_made()
             elif code == 0x6A:  # LONG_BINGET
                 at += 5
                 (index,) = _U4.unpack_from(data, at - 4)
@@ -104,23 +109,23 @@ def _run(machine: Machine) -> Any:
                 machine.mark()
                 stack = machine.stack
             elif code == 0x75:  # SETITEMS
-                at += 1
+                window.at = at = at + 1  # by which it is known how much may be made
                 machine.set_items()
                 stack = machine.stack
             elif code == 0x29:  # EMPTY_TUPLE
                 at += 1
                 stack.append(())
             elif code == 0x7D:  # EMPTY_DICT
-                at += 1
+                window.at = at = at + 1
                 machine.push_new({})
             elif code == 0x89:  # NEWFALSE
                 at += 1
                 stack.append(False)
             elif code in (0x81, 0x52):  # NEWOBJ, REDUCE
-                at += 1
+                window.at = at = at + 1
                 machine.reduce()
             elif code == 0x62:  # BUILD
-                at += 1
+                window.at = at = at + 1
                 machine.build()
             else:
                 window.at, inside = at, False

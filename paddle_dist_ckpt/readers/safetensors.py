@@ -112,7 +112,8 @@ def _entries(storage: Storage, names: set[str], sources: _StateFiles) -> dict[st
     """The entries of each key, usually one."""
     if len(sources.indexes) > 1:
         raise UnsupportedValueError(
-            f"{storage.location} has several indexes: {', '.join(sources.indexes)}; keep each in a folder of its own"
+            f"{storage.location} has several indexes: {', '.join(sources.indexes[:5])}; "
+            "keep each in a folder of its own"
         )
     weight_map = _weight_map(storage, names, sources.indexes[0]) if sources.indexes else {}
     found: dict[str, list[_Entry]] = {}
@@ -139,7 +140,9 @@ def _weight_map(storage: Storage, names: set[str], index: str) -> dict[str, str]
         record = _INDEX_DECODER.decode(text).weight_map
         weight_map = _WEIGHT_MAP_DECODER.decode(record)
     except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(f"{index}: no index of safetensors, or a damaged one: {error}") from error
+        raise CheckpointCorruptedError(
+            f"{index}: no index of safetensors, or a damaged one: {str(error)[:200]}"
+        ) from error
     if member_count(record) != len(weight_map):
         raise CheckpointCorruptedError(f"{index} has a name twice")
     for name in set(weight_map.values()):
@@ -155,7 +158,7 @@ def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]
     try:
         records = _OFFSETS_DECODER.decode(text)
     except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(f"{name}: its {_OFFSETS} cannot be read: {error}") from error
+        raise CheckpointCorruptedError(f"{name}: its {_OFFSETS} cannot be read: {str(error)[:200]}") from error
     for key, (_, shape, _) in header.entries.items():
         offset = records[key].saved_offsets if key in records else shape
         if len(offset) != len(shape) or any(start < 0 for start in offset):
@@ -167,7 +170,7 @@ def _add(assembly: Assembly, path: tuple[Part, ...], entries: list[_Entry]) -> N
     """Add the tensor of a key: one whole entry, or several of which all say where they belong."""
     first, key = entries[0], shown(path[-1])
     if len(entries) > 1 and any(entry.offset is None for entry in entries):
-        others = ", ".join(entry.file for entry in entries)
+        others = ", ".join(entry.file for entry in entries[:5])
         raise UnsupportedValueError(f"{key} is in several files, and no index says which is meant: {others}")
     dtype, shape, _ = first.entry
     pieces = []

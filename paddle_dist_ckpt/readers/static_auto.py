@@ -28,7 +28,6 @@ from .checks import shown
 from .numpy_pickles import PickledArray
 from .pdparams import PickledState
 from .pickle_machine import ENDURED
-from .pickled_tree import leaves
 from .window import WindowedFile
 
 __all__ = ["PaddleStaticReader"]
@@ -159,7 +158,7 @@ class _Variables:
         state = PickledState(file)
         state.names()
         number = self._assembly.file(file.name, file.name)
-        for path, value, _ in leaves(state.tree, file):
+        for path, value, _ in state.leaves():
             place = path[1:] if self._is_program and path[:1] == (_MODEL,) else path
             if isinstance(value, PickledArray) and len(place) == 1 and isinstance(place[0], str):
                 dtype, shape, position = state.opened(path, value)

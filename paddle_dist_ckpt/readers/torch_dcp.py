@@ -17,7 +17,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
-from ..tree.paths import ListIndex, Part, format_path, mixed_containers
+from ..tree.paths import ListIndex, Part
 from .assembly import Assembly
 from .catalog import Catalog, Piece, StoredChecksum
 from .checks import check_name, check_shape, shown
@@ -35,9 +35,9 @@ _DATA = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _MOST_DIMENSIONS = 64
 _MOST_BYTES = 1 << 62
 _MOST_DEPTH = 64  # of a path
+_MOST_VERSION = 100  # characters
 _MOST_INDEX = 100_000_000  # of a list, as in paths of this library
-_MOST_VERSION = 40  # characters
-_MOST_DIRECTORY = 64 << 20  # of a zip, in bytes
+_MOST_DIRECTORY = 8 << 20  # of a zip, in bytes
 _MOST_CHUNK_DIRECTORY = 64 << 10  # of one that has a single tensor
 
 
@@ -114,7 +114,7 @@ def _described(metadata: Any, names: set[str], size: int) -> _DCPDescription:
             if chunks > size:
                 raise ValueError("tensors refer to the same chunks again and again")
         for box in boxes:
-            place = (key, box.offset if box else None)
+            place = (key, str(box.offset) if box else None)
             if place not in ranges:
                 raise ValueError(f"{shown(key)}{box or ''} is in no file")
             items.append(_item(key, box, ranges[place], names))
@@ -124,7 +124,8 @@ def _described(metadata: Any, names: set[str], size: int) -> _DCPDescription:
             raise ValueError(f"{shown(before.key)} and {shown(item.key)} have bytes of {item.file} in common")
     version = metadata.get("version")
     paths = _paths(described, metadata.get("planner_data"), size)
-    wrote = f"torch.distributed.checkpoint {version[:_MOST_VERSION]}" if type(version) is str else None
+    told = type(version) is str and len(version) <= _MOST_VERSION and version.isprintable()
+    wrote = f"torch.distributed.checkpoint {version}" if told else None
     return _DCPDescription(tensors, items, paths, wrote)
 
 
@@ -142,15 +143,15 @@ def _tensor(key: str, record: TorchRecord) -> _Tensor:
     known = torch_dtype(dtype, where)
     shape = _size(record.get("size"))
     check_shape(shape, known.itemsize, where)
-    chunks: dict[Box, None] = {}
+    chunks: dict[str, Box] = {}
     for chunk in record.get("chunks"):
         _check(chunk, "ChunkStorageMetadata")
         box = Box(_size(chunk.get("offsets")), _size(chunk.get("sizes")))
         if len(box.offset) != len(box.shape):
             raise ValueError(f"{shown(key)} has a chunk of {len(box.offset)} and {len(box.shape)} dimensions")
         if box.size:
-            chunks[box] = None
-    return _Tensor(known, shape, list(chunks))
+            chunks[str(box)] = box
+    return _Tensor(known, shape, list(chunks.values()))
 
 
 def _size(value: Any) -> tuple[int, ...]:
@@ -162,13 +163,13 @@ def _size(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _index(record: Any) -> tuple[str, tuple[int, ...] | None]:
-    """The key and chunk that a range of a file is for."""
+def _index(record: Any) -> tuple[str, str | None]:
+    """The key and chunk that a range of a file is for; the chunk's offset as text, whose hash nobody knows."""
     _check(record, "MetadataIndex")
     key, offset = record.get("fqn"), record.get("offset")
     if type(key) is not str:
         raise TypeError(f"a key that is {type(key).__name__}")
-    return key, None if offset is None else _size(offset)
+    return key, None if offset is None else str(_size(offset))
 
 
 def _item(key: str, box: Box | None, record: TorchRecord, names: set[str]) -> _Item:
@@ -217,8 +218,9 @@ class _DCPContents:
     def add(self, file: AheadFile, item: _Item) -> None:
         """Find what an item holds."""
         most = _MOST_DIRECTORY if item.box is None else _MOST_CHUNK_DIRECTORY
+        above = sum(len(part) for part in self._description.paths[item.key] if isinstance(part, str))
         try:
-            leaves = self._saved.leaves(TorchZip(file, item.start, item.stop, most), item.key)
+            leaves = self._saved.leaves(TorchZip(file, item.start, item.stop, most), item.key, above // 16)
         except UnsupportedValueError as error:
             self._refused[item.key] = str(error)
             return
@@ -259,7 +261,4 @@ class _DCPContents:
                 self._assembly.add_tensor(_METADATA, path, dtype, shape, None, self._pieces[key])
         ranks = [int(match[1]) for item in self._description.items if (match := _DATA.fullmatch(item.file))]
         catalog = self._assembly.catalog(kind, 0, max(ranks, default=0) + 1, self._description.version)
-        texts = [format_path(path) for path in (*(t.path for t in catalog.tensors), *(p for p, _ in catalog.values))]
-        if mixed_containers(texts):
-            raise CheckpointCorruptedError(f"{_METADATA}: one path is that of a list and of a dict")
         return replace(catalog, checksums=list(self._checksums))

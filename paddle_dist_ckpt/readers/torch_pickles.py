@@ -113,7 +113,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, mark
     shape, stride = _counts(shape), _counts(stride)
     if len(shape) != len(stride):
         raise ValueError("a tensor of two numbers of dimensions")
-    said = tuple(str(mark) for mark, value in marks.items() if value) if marks else ()
+    said = tuple(mark for mark, value in marks.items() if value) if marks else ()
+    if any(type(mark) is not str for mark in said):
+        raise TypeError("marks that are no names")
     return SavedTensor(storage.key, storage.size, storage.dtype, dtype, _count(offset), shape, stride, said)
 
 

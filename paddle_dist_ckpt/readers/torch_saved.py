@@ -20,6 +20,7 @@ __all__ = ["PlacedTensor", "SavedLeaf", "SavedReader", "torch_dtype"]
 _MOST_DEPTH = 64
 _MOST_ALIKE = 1 << 10  # bytes of a pickle that may be like others
 _MOST_KNOWN = 1000  # pickles
+_CHEAP = 16  # characters of a text that are counted as one part
 _MOST_SHARED = 100_000  # parts of values beyond the size of their pickles: what is referred to several times
 
 
@@ -58,12 +59,13 @@ class SavedReader:
         self._known: dict[bytes, SavedTensor] = {}  # pickles of tensors, which are alike where tensors are
         self._left = _MOST_SHARED  # how many parts and bytes of values may still be made
 
-    def leaves(self, zip_file: TorchZip, key: str) -> list[SavedLeaf]:
+    def leaves(self, zip_file: TorchZip, key: str, above: int = 0) -> list[SavedLeaf]:
         """What was saved: a tensor, a value, or those of a dict, and of a list or a tuple that has tensors in it.
 
         Args:
             zip_file: Where it is.
             key: What it is called in messages.
+            above: How much the path above it adds to the cost of each leaf.
 
         Raises:
             CheckpointCorruptedError: the pickle, or where it says that tensors lie, is damaged.
@@ -75,7 +77,7 @@ class SavedReader:
         where = f"{zip_file.file.name}: {shown(key)}"
         saved = self._walked(zip_file, pickle, key)
         try:
-            return _PlainValue(zip_file, where, self._spend).leaves(saved)
+            return _PlainValue(zip_file, where, self._spend, above).leaves(saved)
         except Refused as error:
             raise UnsupportedValueError(f"{where} {error}") from error
         except ENDURED as error:
@@ -103,8 +105,8 @@ class SavedReader:
 class _PlainValue:
     """Makes a plain value of what a walk has found."""
 
-    def __init__(self, zip_file: TorchZip, where: str, spend: Callable[[int], None]) -> None:
-        self._zip, self._where, self._spend = zip_file, where, spend
+    def __init__(self, zip_file: TorchZip, where: str, spend: Callable[[int], None], above: int) -> None:
+        self._zip, self._where, self._spend, self._above = zip_file, where, spend, above
         self._divided: set[int] = set()  # the ids of those copies that have tensors in them
 
     def leaves(self, saved: Any) -> list[SavedLeaf]:
@@ -116,7 +118,7 @@ class _PlainValue:
             for key, item in copy.items():
                 yield from self._leaves_of(item, (*path, key))
         elif id(copy) not in self._divided:
-            self._spend(sum(len(part) if type(part) is str else 1 for part in path))
+            self._spend(self._above + sum(len(part) if type(part) is str else 1 for part in path))
             yield SavedLeaf(path, copy)
         elif type(copy) is dict:
             raise Refused("has tensors in a dict with a key that is neither str nor int")
@@ -127,8 +129,9 @@ class _PlainValue:
 
     def _copied(self, value: Any, depth: int) -> Any:
         """A copy that shares nothing, so that what refers to one thing often is found out."""
-        self._spend(1)
         kind = type(value)
+        text = len(value) if kind is str else value.bit_length() // 4 if kind is int else 0
+        self._spend(1 + text // _CHEAP)
         if value is None or kind in (bool, int, float, str):
             return value
         if kind is Latin1:

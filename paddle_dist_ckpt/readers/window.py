@@ -84,17 +84,22 @@ class FileWindow:
         at: How many of them have been taken. Who takes many in small parts may do so here.
     """
 
-    __slots__ = ("_ahead", "_base", "at", "data", "file", "start", "stop")
+    __slots__ = ("_ahead", "_base", "_skipped", "at", "data", "file", "start", "stop")
 
     def __init__(self, file: WindowedFile, start: int, stop: int) -> None:
         self.file, self.start, self.stop = file, start, stop
         self.data, self.at = b"", 0
-        self._base, self._ahead = start, _FIRST  # where `data` begin, and how much is read next
+        self._base, self._ahead, self._skipped = start, _FIRST, 0  # where `data` begin, how much is read next
 
     @property
     def position(self) -> int:
         """Where in the file the next byte lies."""
         return self._base + self.at
+
+    @property
+    def taken(self) -> int:
+        """How many bytes have been taken so far, those that were skipped not counted."""
+        return self.position - self.start - self._skipped
 
     @property
     def left(self) -> int:
@@ -141,6 +146,7 @@ class FileWindow:
         """
         self.check(nbytes)
         position = self.position
+        self._skipped += nbytes
         if self.at + nbytes <= len(self.data):
             self.at += nbytes
         else:

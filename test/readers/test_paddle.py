@@ -270,10 +270,10 @@ def test_large_data_are_not_read(tmp_path: Path) -> None:
 
 
 def many(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...], copies: bool) -> Metadata:
-    """One tensor of many shards, all of which are the same data of a file."""
+    """One tensor of many shards, each in a file of its own, or copies in one file."""
     shards = [LocalTensorMetadata(offset, extent, global_shape=shape) for offset, extent in boxes]
     places = {
-        LocalTensorIndex("w", offset, replica_id=i if copies else None): "0_0.distcp"
+        LocalTensorIndex("w", offset, replica_id=i if copies else None): f"{0 if copies else i}_0.distcp"
         for i, (offset, _) in enumerate(boxes)
     }
     return Metadata({"w": shards}, places)
@@ -282,11 +282,11 @@ def many(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int,
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (many([((i,), (4,)) for i in range(0, 16_000, 4)], (16_000,), False), None),
-        (many([((i,), (4,)) for i in range(0, 32_000, 8)], (32_000,), False), None),
-        (many([((i,), (4,)) for i in range(4000)], (4003,), False), "overlap"),
-        (many([((i, j), (2, 2)) for i in range(0, 128, 2) for j in range(0, 128, 2)], (128, 128), False), None),
-        (many([((i, j), (2, 2)) for i in range(0, 80, 2) for j in range(100)], (80, 101), False), "overlap"),
+        (many([((i,), (4,)) for i in range(0, 4000, 4)], (4000,), False), None),
+        (many([((i,), (4,)) for i in range(0, 8000, 8)], (8000,), False), None),
+        (many([((i,), (4,)) for i in range(1000)], (1003,), False), "overlap"),
+        (many([((i, j), (2, 2)) for i in range(0, 64, 2) for j in range(0, 64, 2)], (64, 64), False), None),
+        (many([((i, j), (2, 2)) for i in range(0, 40, 2) for j in range(50)], (40, 51), False), "overlap"),
         (many([((0,), (4,))] * 4000, (4,), True), None),
     ],
     ids=["tiles", "gaps", "overlaps", "grid", "overlaps in a grid", "replicas"],
@@ -296,6 +296,8 @@ def test_many_shards_take_time_and_memory_in_proportion(
 ) -> None:
     shape = next(iter(metadata.state_dict_metadata.values()))[0].local_shape
     storage = write(tmp_path, metadata, {"0_0.distcp": {"w": np.zeros(shape, np.float32)}})
+    for name in set(metadata.storage_metadata.values()) - {"0_0.distcp"}:
+        (tmp_path / name).hardlink_to(tmp_path / "0_0.distcp")
     names, size = storage.names(), storage.size("0.metadata")
 
     def work() -> None:

@@ -317,7 +317,7 @@ def test_what_is_no_state_dict_is_refused(content: Any, message: str, tmp_path: 
 
 
 def test_what_is_shared_by_many_entries_takes_little_time(tmp_path: Path) -> None:
-    key, shape = "ä" * 3000, (1,) * 10_000
+    key, shape = "ä" * 300, (1,) * 10_000
     array = np.zeros(3, np.float32)
     deep: Any = array
     for _ in range(60):

@@ -1,0 +1,280 @@
+"""Checkpoints that were made to do harm: what is small takes little, whatever it says, and is refused by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
+    CheckpointNotFoundError,
+    LoadOptions,
+    StateDictMismatchError,
+    UnsupportedValueError,
+    list_checkpoints,
+    read_metadata,
+)
+from test.jobs import try_load
+from test.readers.golden import GOLDEN
+from test.readers.torch_writer import DCP, Call, DCPWriter, Global, pickled, saved, tensor
+
+_START = b"\x80\x04"
+_MIB = 1 << 20
+REFUSED = (CheckpointCorruptedError, UnsupportedValueError, CheckpointNotFoundError)
+
+
+def text(value: str) -> bytes:
+    """A text as an instruction."""
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def number(value: int) -> bytes:
+    """An integer as an instruction."""
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def get(place: int) -> bytes:
+    """What is in the memo, as an instruction."""
+    return b"j" + struct.pack("<I", place)
+
+
+def shared_dicts(levels: int) -> bytes:
+    """Dicts, each of which has the next one twice."""
+    parts = [b"N\x940"]
+    parts += [b"}(" + text("a") + get(i) + text("b") + get(i) + b"u\x940" for i in range(levels)]
+    return b"".join(parts)[:-1]
+
+
+def colliding(count: int) -> list[tuple[int, int]]:
+    """Pairs of integers that have one hash, all of them."""
+    mask, first, second, start = 2**64 - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
+    inverse, pairs, x = pow(second, -1, 1 << 64), [], 0
+    while len(pairs) < count:
+        x += 1
+        lane = (start + x * second) & mask
+        lane = ((lane << 31 | lane >> 33) & mask) * first & mask
+        y = (0x123456789ABCDEF - lane) * inverse & mask
+        if y < 1 << 60:
+            pairs.append((x, y))
+    return pairs
+
+
+def behind_a_tensor(rest: bytes) -> Callable[[Path], None]:
+    """A file with a gigabyte that is skipped, and then this."""
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(_START + b"\x8e" + struct.pack("<Q", 1 << 30))
+            file.seek(1 << 30, os.SEEK_CUR)
+            file.write(b"0" + rest + b".")
+
+    return write
+
+
+_TUPLE = b"cbuiltins\ntuple\n\x940"
+PICKLES: dict[str, tuple[bytes | Callable[[Path], None], str]] = {
+    "a place in the memo far away": (behind_a_tensor(b"}r" + struct.pack("<I", 1 << 29)), "in the memo"),
+    "copies": (
+        behind_a_tensor(
+            b"](" + b"N" * 60_000 + b"e\x940" + _TUPLE + b"(" + (get(1) + get(0) + b"\x85R") * 1000 + b"1}"
+        ),
+        "copies more",
+    ),
+    "tuples in tuples": (_START + b")" + b"\x85" * _MIB + b"0}.", "more objects"),
+    "dicts that share": (_START + shared_dicts(60) + b".", "are larger"),
+    "dicts that share, behind a tensor": (behind_a_tensor(shared_dicts(60)), "are larger"),
+    "a text in many places": (
+        _START + text("x" * 65_000) + b"\x940}" + text("v") + b"](" + get(0) * 30_000 + b"es.",
+        "are larger",
+    ),
+    "an integer in many places": (
+        _START + b"\x8a\xff" + b"\x11" * 255 + b"\x940}" + text("v") + b"](" + get(0) * 60_000 + b"es.",
+        "are larger",
+    ),
+    "a long key above many": (
+        _START
+        + b"}"
+        + text("p" * 3900)
+        + b"}("
+        + b"".join(b"M" + struct.pack("<H", i) + b"N" for i in range(60_000))
+        + b"us.",
+        "are larger",
+    ),
+    "keys of one hash": (
+        _START
+        + b"}"
+        + text("v")
+        + b"}("
+        + b"".join(number(x) + number(y) + b"\x86N" for x, y in colliding(9000))
+        + b"us.",
+        "a key that is int",
+    ),
+    "a name that repeats itself": (
+        _START
+        + b"}("
+        + text("UnpackBigParamInfor@@")
+        + b"}"
+        + text("k")
+        + b"}("
+        + text("OriginShape")
+        + b"K\x01\x85"
+        + text("slices")
+        + b"]"
+        + text("a")
+        + b"2\x86" * 50
+        + b"ausu.",
+        "lacks its slice",
+    ),
+}
+
+
+def costs_little(folder: Path, message: str) -> None:
+    """Assert that a folder is refused, in little time and memory."""
+    start = time.process_time()
+    with pytest.raises(REFUSED, match=message) as caught:
+        read_metadata(folder)
+    assert time.process_time() - start < 2
+    assert len(str(caught.value)) < 4096
+    tracemalloc.start()
+    try:
+        with pytest.raises(REFUSED):
+            read_metadata(folder)
+        assert tracemalloc.get_traced_memory()[1] < 32 * _MIB
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_that_asks_for_much(name: str, tmp_path: Path) -> None:
+    content, message = PICKLES[name]
+    if isinstance(content, bytes):
+        (tmp_path / "a.pdparams").write_bytes(content)
+    else:
+        content(tmp_path / "a.pdparams")
+    costs_little(tmp_path, message)
+
+
+def test_paths_of_one_hash_are_read_soon(tmp_path: Path) -> None:
+    entries = b"".join(number(x) + b"}" + number(y) + b"Ns" for x, y in colliding(9000))
+    (tmp_path / "a.pdparams").write_bytes(_START + b"}(" + entries + b"u.")
+    start = time.process_time()
+    assert len(read_metadata(tmp_path).values) == 9000
+    assert time.process_time() - start < 2
+
+
+def write_all(folder: Path, files: dict[str, bytes]) -> None:
+    """Write files."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def repeated(times: int) -> Any:
+    """A small value with a very long text."""
+    value: Any = ("a", "b")
+    for _ in range(times):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"relative_path": repeated(40)}, "no name of a file"),
+        ({"transform_descriptors": repeated(40)}, "is stored through"),
+    ],
+)
+def test_what_torch_is_told_is_shown_in_short(told: dict[str, Any], message: str, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.describe("a", "float32", (1,), [((0,), (1,))])
+    writer.put("a", (0,), saved(tensor("float32", (1,)), b"1234"), **told)
+    write_all(tmp_path, writer.all_files)
+    costs_little(tmp_path, message)
+
+
+def test_a_text_in_many_places_of_a_value_of_torch(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.tensors["v"] = writer.record("BytesStorageMetadata")
+    pickle_of_list = b"\x80\x02]" + text("y" * 60_000) + b"q\x01a(" + b"h\x01" * 60_000 + b"e."
+    writer.put("v", None, saved(None, pickle=pickle_of_list))
+    write_all(tmp_path, writer.all_files)
+    costs_little(tmp_path, "again and again")
+
+
+def test_chunks_of_one_hash(tmp_path: Path) -> None:
+    writer, offsets = DCPWriter(), colliding(3000)
+    writer.describe("a", "float32", (1 << 10, 1 << 37), [(offset, (1, 1)) for offset in offsets])
+    for offset in offsets:
+        size = Call(Global("torch", "Size"), (offset,))
+        info = {"relative_path": "__0_0.distcp", "offset": 0, "length": 1}
+        index = writer.record("MetadataIndex", fqn="a", index=0, offset=size)
+        writer.ranges[index] = Call(Global(f"{DCP}.filesystem", "_StorageInfo"), (), info)
+    write_all(tmp_path, {"__0_0.distcp": b"x", **writer.all_files})
+    costs_little(tmp_path, "in common")
+
+
+def test_members_of_a_zip_that_overlap(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.describe("a", "uint8", (100,), [((0,), (100,))])
+    content = bytearray(saved(tensor("uint8", (100,)), bytes(100)))
+    entry = content.index(b"PK\1\2", content.index(b"archive/data/0", content.index(b"PK\1\2")) - 46)
+    struct.pack_into("<2L", content, entry + 20, 120, 120)  # and so reaches into the member behind it
+    writer.put("a", (0,), bytes(content))
+    write_all(tmp_path, writer.all_files)
+    costs_little(tmp_path, "not where its directory says")
+
+
+def test_one_array_in_two_parts_of_a_tensor(tmp_path: Path) -> None:
+    module = "paddle.distributed.checkpoint.metadata"
+
+    def record(kind: str, **fields: Any) -> Call:
+        return Call(Global(module, kind), (), fields)
+
+    shards = [record("LocalTensorMetadata", global_offset=(i,), local_shape=(1,), dtype="float32") for i in range(2)]
+    places = {record("LocalTensorIndex", tensor_key="w", global_offset=(i,)): "0_0.distcp" for i in range(2)}
+    metadata = record("Metadata", state_dict_metadata={"w": shards}, storage_metadata=places, flat_mapping=None)
+    (tmp_path / "0.metadata").write_bytes(pickled(metadata))
+    (tmp_path / "0_0.distcp").write_bytes(pickle.dumps({"w": np.zeros(1, np.float32)}, 4))
+    costs_little(tmp_path, "0.metadata: 'w' has one place in two parts of it, in '0_0.distcp'")
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.pdparams")).write_bytes(pickle.dumps({"a": 1}, 4))
+    costs_little(tmp_path, r"its file \\udcff.pdparams")
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps({"a": 1}, 4))
+    assert read_metadata(tmp_path).values == {"a": 1}
+    array = np.zeros(1, np.float32)
+    named = {"a": array, "StructuredToParameterName@@": {"a": "\ud800"}}
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(named, 4))
+    costs_little(tmp_path, "variable's name that is no text")
+
+
+@pytest.mark.parametrize("folder", ["paddle-3.3.1", "hf-safetensors", "torch-dcp-2.13", "static-3.3.1", "native-1.0"])
+@pytest.mark.parametrize("kind", ["fifo", "endless"])
+def test_what_is_no_file_is_not_waited_for(kind: str, folder: str, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in (GOLDEN / folder).iterdir()}
+    write_all(tmp_path, files)
+    for name in sorted(files)[:3]:
+        if name in ("expected.npz", "rank_mapping.csv"):
+            continue
+        (tmp_path / name).unlink()
+        if kind == "fifo":
+            os.mkfifo(tmp_path / name)
+        else:
+            (tmp_path / name).symlink_to("/dev/zero")
+        state = {"w": np.zeros(2, np.float32)}
+        list_checkpoints(tmp_path)
+        for error in try_load([dict(state), dict(state)], tmp_path, options=LoadOptions(timeout=30)):
+            assert isinstance(error, (*REFUSED, StateDictMismatchError))
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_bytes(files[name])
