@@ -55,7 +55,7 @@ loaded is cut in another dimension than it was saved. Ratios are medians over th
 with 95 % bootstrap intervals: of times, and of the time on the cores (of the busier rank), which depends less on what
 else the machine does. Every kind of load was compared once, value by value. Loads of our own format verify every block;
 the other formats have no checksums. Paddle's own load can work on CPU only because its calls of `Tensor.cuda` are made
-to do nothing; of very many tensors it takes minutes, and is not measured. What a checkpoint holds is found out by one
+to do nothing; of very many tensors it is not measured. What a checkpoint holds is found out by one
 rank, with `read_metadata`.
 """.strip()
 

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt.cli.comparison import ComparisonFacts, Side, compare_together
 from paddle_dist_ckpt.cli.differences import compare_items
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from test.cli.commands import answer, fails, run, save_model
-from test.jobs import data_files, make_array, save_on
+from test.jobs import all_ok, data_files, make_array, save_on
 
 DTYPE_NAMES = ("bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "complex128", "float64", "uint8")
 ARRAYS = {name: make_array((40, 50), name) for name in DTYPE_NAMES} | {
@@ -134,3 +137,20 @@ def test_how_far_items_are_apart(a: list[float], b: list[float], expected: tuple
     else:
         assert found is not None
         assert (found.differing, found.max_abs, found.max_rel, found.nan_a, found.nan_b) == expected
+
+
+def test_ranks_compare_together(tmp_path: Path) -> None:
+    array = ARRAYS["w"].copy()
+    array[[0, 49], :3] = np.nan
+    save_model(tmp_path / "a", ARRAYS)
+    save_model(tmp_path / "b", changed(w=array))
+
+    def work(rank: SimulatedRank) -> list[ComparisonFacts]:
+        with rank.hub.session("diff", 60) as session:
+            one, other = (Side(LocalStorage(tmp_path / name), None) for name in ("a", "b"))
+            return compare_together(session, one, other, None, False)
+
+    (first,), *others = all_ok(run_ranks(3, work))
+    assert others == [[], []]
+    (tensor,) = first.tensors
+    assert (tensor.key, tensor.differing, first.same) == ("model.w", 6, len(ARRAYS) - 1)

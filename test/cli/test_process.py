@@ -169,15 +169,12 @@ def launched(folder: Path, *args: Any) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_verify_and_compare(tmp_path: Path) -> None:
+def test_two_ranks_verify(tmp_path: Path) -> None:
     pytest.importorskip("paddle")
     save_model(tmp_path / "a", ARRAYS)
     changed = ARRAYS["a"].copy()
     changed[[0, 399]] = np.nan
     save_model(tmp_path / "b", {**ARRAYS, "a": changed})
-    code, found = launched(tmp_path, "diff", tmp_path / "a", tmp_path / "b")
-    (tensor,) = found["tensors"]
-    assert (code, found["same"], tensor["key"], tensor["differing"]) == (1, 1, "model.a", 100)
     for path in data_files(tmp_path / "b"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
