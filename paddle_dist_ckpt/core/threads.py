@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 __all__ = ["at_exit", "io_threads", "lower_priority", "run_all"]
@@ -74,14 +73,16 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
     if threads == 1 or at_exit():
         work()
     else:
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="paddle_dist_ckpt")
+        # Not by a pool: one that is interrupted may not know of a thread that it has started, and that waits for ever.
+        workers = [threading.Thread(target=work, name=f"paddle_dist_ckpt_{number}") for number in range(threads)]
         try:
-            for _ in range(threads):
-                pool.submit(work)
-            pool.shutdown()
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
         except BaseException as error:  # an interruption, after which files are closed in which the threads still work
             failures.append(error)
-            with ended:  # not by the pool: it may have been interrupted before it knew of a thread
+            with ended:
                 ended.wait_for(lambda: not working)
             raise
     if isinstance(iterator, Generator):
