@@ -33,7 +33,7 @@ test-long: $(INSTALLED) ## run the tests with many more random draws and kills
 
 test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older versions of Paddle (5 minutes; not a part of test)
 	@for version in $(COMPAT); do \
-		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q -n $(WORKERS) test/paddle || exit 1; \
+		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q -n $(WORKERS) test/paddle test/readers/test_paddle.py test/readers/test_pdparams.py || exit 1; \
 	done
 
 lint: $(INSTALLED_DEV) ## check style and types

@@ -130,7 +130,8 @@ def test_nested_state_dicts_are_read(paddle: Any, tmp_path: Path) -> None:
 
 
 def test_variables_of_static_programs_are_read(paddle: Any, tmp_path: Path) -> None:
-    tensor = paddle.base.core.DenseTensor()
+    core = paddle.base.core
+    tensor = (core.DenseTensor if hasattr(core, "DenseTensor") else core.LoDTensor)()  # the name in Paddle 2.6
     tensor.set(WEIGHT, paddle.CPUPlace())
     paddle.save({"fc.w_0": tensor, "step": 3}, str(tmp_path / "static.pdparams"))
     catalog = read(tmp_path)
