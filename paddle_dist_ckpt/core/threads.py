@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 (Paddle needs it, and when the interpreter ends it cannot be imported)
 import os
 import sys
 import threading
