@@ -39,6 +39,7 @@ class CoordinatorSession:
         self._emit = emit
         self._timeout = math.inf
         self._next_beat = math.inf
+        self._due = now
         self._heard = dict.fromkeys(ranks, now)  # but for ranks that have closed it
         self.kinds: dict[int, str] = {}
         self._round = 0
@@ -65,6 +66,7 @@ class CoordinatorSession:
         """Take in a message. A rank that has closed the session sends nothing more in it."""
         if rank not in self._heard:
             return
+        self._notice_own_sleep(now)
         self._heard[rank] = now
         self._moved = self._moved or (isinstance(message, wire.Beat) and message.moved)
         if isinstance(message, wire.Open):
@@ -140,6 +142,7 @@ class CoordinatorSession:
         Returns:
             When to call again, as monotonic time.
         """
+        self._notice_own_sleep(now)
         if self._missing(now):
             self._begin_judging(now)
         self._judge_if_due(now)
@@ -150,7 +153,18 @@ class CoordinatorSession:
             for rank in self._heard:
                 self._emit(rank, wire.Beat(self._number, self._moved), b"")
             self._moved = False
-        return min(self._next_beat, self._judged_at, min(self._heard.values(), default=math.inf) + self._timeout)
+        silence = math.inf if self.failing else min(self._heard.values(), default=math.inf) + self._timeout
+        self._due = min(self._next_beat, self._judged_at, silence)
+        return self._due
+
+    def _notice_own_sleep(self, now: float) -> None:
+        """If this process itself has slept, as one that is frozen does, let in first what the others sent meanwhile.
+
+        Not if they have been found silent before.
+        """
+        if now > self._due + GRACE and (self._failures or not self.failing):
+            self._due, least = now, now + GRACE - self._timeout
+            self._heard = {rank: max(heard, least) for rank, heard in self._heard.items()}
 
     def _judge_if_due(self, now: float) -> None:
         if self.verdict is not None or not self.failing:

@@ -37,7 +37,7 @@ class MemberSession:
         self._coordinator = coordinator
         self._timeout = timeout
         self._heard = now
-        self._next_beat = now + timeout / BEATS_PER_TIMEOUT
+        self._next_beat = self._due = now + timeout / BEATS_PER_TIMEOUT
         self.moved_since: Callable[[float], bool] | None = None
         self.group_moved = now
         self._coordinator_left = False
@@ -91,6 +91,8 @@ class MemberSession:
         """
         if self.verdict is not None:
             return None, math.inf
+        if now > self._due + GRACE:  # this process itself was frozen: let in first what was sent meanwhile
+            self._heard = max(self._heard, now - self._timeout)
         listens = self._rank != self._coordinator and not self._coordinator_left
         silence_ends = self._heard + self._timeout + _COORDINATOR_MARGIN if listens else math.inf
         if now > silence_ends:
@@ -104,7 +106,8 @@ class MemberSession:
             self._next_beat = now + interval
             moved = self.moved_since is not None and self.moved_since(now - 1.5 * interval)
             beat = wire.Beat(self.number, moved)
-        return beat, min(self._next_beat, silence_ends)
+        self._due = min(self._next_beat, silence_ends)
+        return beat, self._due
 
     def take_reply(self) -> bytes | None:
         """The reply of the round, which ends it for this rank; None if it has not come."""

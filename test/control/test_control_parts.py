@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, wire
+from paddle_dist_ckpt.control.coordinator import GRACE, CoordinatorSession
 from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
 from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transport
@@ -263,3 +264,41 @@ def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
     assert not any(isinstance(message, wire.Verdict) for _, message in sent)
     assert table.sessions[1].kinds.keys() == {0, 1}
     assert not table.sessions[1].failing
+
+
+@pytest.mark.parametrize("others", ["have given up", "are gone"])
+def test_a_coordinator_that_slept_hears_first_what_the_others_sent_meanwhile(others: str) -> None:
+    sent: list[wire.Message] = []
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: sent.append(message), 0.0)
+    for rank in (1, 2):
+        session.handle(rank, wire.Open(0, "save", 1.0), b"", 0.0)
+    session.tick(0.0)
+    session.handle(0, wire.Open(0, "save", 1.0), b"", 9.0)
+    session.handle(0, wire.Answer(0, 0, "plan"), b"", 9.0)
+    again = session.tick(9.0)
+    assert session.verdict is None
+    if others == "have given up":
+        for rank in (1, 2):
+            session.handle(rank, wire.Fail(0, "", failures.timeout_error("save", [0], 1.0)), b"", 9.01)
+        session.tick(9.01 + GRACE)
+    else:
+        assert again <= 9.0 + GRACE
+        session.tick(9.01 + GRACE)
+        assert session.failing
+        session.tick(99.0)  # having slept again
+    assert session.verdict is not None
+    assert session.verdict.missing_ranks == ((0,) if others == "have given up" else (1, 2))
+
+
+def test_a_rank_that_slept_hears_first_what_the_coordinator_sent_meanwhile() -> None:
+    member = MemberSession(0, "save", rank=1, coordinator=0, timeout=1.0, now=0.0)
+    member.tick(0.0)
+    _, again = member.tick(9.0)
+    assert member.verdict is None
+    assert again < 9.2
+    member.tick(9.01 + GRACE)
+    assert member.verdict is None
+    message, _ = member.tick(9.5)
+    assert isinstance(message, wire.Fail)
+    assert member.verdict is not None
+    assert member.verdict.missing_ranks == (0,)
