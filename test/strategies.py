@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.core.box import Box, whole
 
+T = TypeVar("T")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 long_run = False
@@ -20,10 +21,16 @@ long_run = False
 
 
 def draws(normal: int, long: int | None = None) -> int:
-    """How many times a test tries something at random: ``long`` times (ten times ``normal``) with ``--long``."""
+    """How many times a test tries something at random: ``long`` times (20 times ``normal``) with ``--long``."""
     if not long_run:
         return normal
-    return 10 * normal if long is None else long
+    return 20 * normal if long is None else long
+
+
+def some(cases: Iterable[T], count: int) -> list[T]:
+    """Cases to try of many that are much alike: so many, evenly spread over them; all with ``--long``."""
+    every = list(cases)
+    return every if long_run else [every[i * len(every) // count] for i in range(count)]
 
 
 def examples(normal: int, long: int | None = None) -> settings:

@@ -115,14 +115,14 @@ def prepared(tmp_path: Path, name: str, ranks: int) -> Path:
 def cut_short(counts: dict[int, int], mode: str, shift: int = 0) -> list[tuple[int, int]]:
     """The operations to try, as rank and number; all of them with ``--long``.
 
-    Without it, ranks 1 and 2 do alike, so that one of them will do; and of several ranks every other operation is cut
-    short in one mode, and those between in another.
+    Without it, ranks 1 and 2 do alike, so that one of them will do; and each operation is cut short in one of the
+    modes, the next in another.
     """
     if strategies.long_run:
         return [(rank, step) for rank, count in counts.items() for step in range(count)]
-    stride = 1 if len(counts) == 1 else 2
-    first = (shift + ("fail", "kill the rank", "kill all").index(mode)) % stride
-    return [(rank, step) for rank, count in counts.items() if rank != 1 for step in range(first, count, stride)]
+    modes = ("fail", "kill all") if len(counts) == 1 else ("fail", "kill the rank", "kill all")
+    first = (shift + modes.index(mode)) % len(modes)
+    return [(rank, step) for rank, count in counts.items() if rank != 1 for step in range(first, count, len(modes))]
 
 
 def counted(tmp_path: Path, ranks: int, unique_id: int | None) -> dict[int, int]:
@@ -266,7 +266,8 @@ def test_a_save_to_folders_of_their_own_cut_short_anywhere(tmp_path: Path, victi
     dry = Watch(homes("dry"))
     save_on(states_of(2, 2), dry.storages(), 5)
     problems = []
-    for step in range(dry.count_by_rank()[victim]):
+    begin, stride = (0, 1) if strategies.long_run else (int(mode == "fail"), 2)
+    for step in range(begin, dry.count_by_rank()[victim], stride):
         folders = homes(str(step))
         error = (lambda: OSError(errno.ENOSPC, "injected")) if mode == "fail" else Killed
         watch = Watch(folders, (victim, step), error, "none" if mode == "fail" else "rank")

@@ -12,6 +12,7 @@ import pytest
 
 from test.paddle.versions import LATER_THAN_3_0, lacks
 from test.ranks.pool import RankPool
+from test.strategies import some
 
 pytest.importorskip("paddle.distributed.auto_parallel.static.dist_input_spec")  # Paddle has it from 3.0 on
 
@@ -77,14 +78,15 @@ def test_programs_compute_what_layers_do(train: Train, layout: str) -> None:
     assert np.abs(np.subtract(fresh, losses[0][3:])).min() > 0.01  # so that what was not loaded is noticed
 
 
-@pytest.mark.parametrize(("source", "destination", "layout"), ROTATED)
+@pytest.mark.parametrize(("source", "destination", "layout"), some(ROTATED, 7))
 def test_training_goes_on(train: Train, saved: Saved, source: str, destination: str, layout: str) -> None:
     losses = go_on(train, destination, saved(source), layout)
     np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
 
 
-@pytest.mark.parametrize("source", ["mp4", "mp2_dp2", "dp4"])
-@pytest.mark.parametrize("form", ["objects", "program"])
+@pytest.mark.parametrize(
+    ("source", "form"), some(itertools.product(["mp4", "mp2_dp2", "dp4"], ["objects", "program"]), 4)
+)
 def test_from_other_layouts(train: Train, saved: Saved, source: str, form: str) -> None:
     other = "program" if form == "objects" else "dicts"
     losses = go_on(train, other, saved(form, source))
@@ -103,12 +105,15 @@ def test_schedules_go_on(train: Train, saved: Saved, source: str, destination: s
 
 @pytest.mark.parametrize(
     ("source", "destination"),
-    [
-        ("program", "program"),
-        ("program", "program_split"),
-        ("program_dict", "program"),
-        ("program_split", "program_dict"),
-    ],
+    some(
+        [
+            ("program", "program"),
+            ("program", "program_split"),
+            ("program_dict", "program"),
+            ("program_split", "program_dict"),
+        ],
+        2,
+    ),
 )
 def test_constant_learning_rates_are_loaded(train: Train, saved: Saved, source: str, destination: str) -> None:
     losses = go_on(train, destination, saved(source), rate=0.001)
@@ -134,14 +139,17 @@ def test_from_elsewhere(train: Train, saved: Saved, source: str, destination: st
 @lacks(LATER_THAN_3_0, "cannot add up bfloat16 among ranks on CPU")
 @pytest.mark.parametrize(
     ("source", "destination"),
-    [
-        ("objects", "program"),
-        ("dicts", "program_dict"),
-        ("objects", "program_split"),
-        ("program", "dicts"),
-        ("program_dict", "objects"),
-        ("program_split", "dicts"),
-    ],
+    some(
+        [
+            ("objects", "program"),
+            ("dicts", "program_dict"),
+            ("objects", "program_split"),
+            ("program", "dicts"),
+            ("program_dict", "objects"),
+            ("program_split", "dicts"),
+        ],
+        3,
+    ),
 )
 def test_master_weights_go_on(train: Train, saved: Saved, source: str, destination: str) -> None:
     losses = go_on(train, destination, saved(source, "mp4", half=True), "mp4", half=True)
@@ -155,8 +163,7 @@ def test_master_weights_and_their_moments_by_name(ranks: RankPool, tmp_path: Pat
     assert found == {"parameter": 1, "master_0": 2, "moment1_0": 3, "moment2_0": 4}
 
 
-@pytest.mark.parametrize("source", ["objects", "program_dict"])
-@pytest.mark.parametrize("destination", PROGRAMS)
+@pytest.mark.parametrize(("source", "destination"), some(itertools.product(["objects", "program_dict"], PROGRAMS), 3))
 def test_evaluation(ranks: RankPool, train: Train, saved: Saved, source: str, destination: str) -> None:
     run = Run(form=destination, layout="mp4", seed=1, load=saved(source))
     loss = np.mean(ranks.run(cases.evaluate, run, 3))

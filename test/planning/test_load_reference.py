@@ -87,7 +87,7 @@ def thresholds(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@examples(100)
+@examples(50)
 @given(problems())
 def test_items_are_all_overlaps_in_order(problem: Problem) -> None:
     check(*problem)

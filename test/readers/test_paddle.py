@@ -20,15 +20,10 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
-from test.readers.golden import GOLDEN, expected_arrays
+from test.readers.golden import GOLDEN, expected_arrays, golden_checkpoint
 
 FOLDERS = sorted(path.name for path in GOLDEN.glob("paddle-*"))
 READER = PaddleReader()
-
-
-def golden(name: str) -> ForeignCheckpoint:
-    """A checkpoint that some version of Paddle wrote."""
-    return ForeignCheckpoint.of_folder(GOLDEN / name, without=("expected.npz",), arrays=expected_arrays(name))
 
 
 class TestOfPaddle(ReaderTests):
@@ -40,7 +35,7 @@ class TestOfPaddle(ReaderTests):
 
     @pytest.fixture(params=["paddle-2.6.2", "paddle-3.3.1-flattened", "paddle-3.3.1-safetensors"])
     def checkpoint(self, request: pytest.FixtureRequest) -> ForeignCheckpoint:
-        return golden(request.param)
+        return golden_checkpoint(request.param)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

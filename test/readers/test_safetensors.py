@@ -22,7 +22,7 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
-from test.readers.golden import GOLDEN, expected_arrays
+from test.readers.golden import golden_checkpoint
 
 INDEX = "model.safetensors.index.json"
 
@@ -60,8 +60,7 @@ class TestOfHuggingFace(ReaderTests):
 
     @pytest.fixture
     def checkpoint(self) -> ForeignCheckpoint:
-        arrays = expected_arrays("hf-safetensors")
-        return ForeignCheckpoint.of_folder(GOLDEN / "hf-safetensors", without=("expected.npz",), arrays=arrays)
+        return golden_checkpoint("hf-safetensors")
 
 
 class TestOfOneFile(ReaderTests):

@@ -19,7 +19,7 @@ from paddle_dist_ckpt.readers.static_auto import PaddleStaticReader
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
-from test.readers.golden import GOLDEN, expected_arrays
+from test.readers.golden import golden_checkpoint
 
 READER = PaddleStaticReader()
 WEIGHT = np.arange(48, dtype=np.float32).reshape(8, 6)
@@ -102,9 +102,7 @@ class TestOfTheEngine(ReaderTests):
     @pytest.fixture
     def checkpoint(self) -> ForeignCheckpoint:
         name = "static-3.3.1"
-        return ForeignCheckpoint.of_folder(
-            GOLDEN / name, without=("expected.npz", "rank_mapping.csv"), arrays=expected_arrays(name)
-        )
+        return golden_checkpoint(name, without=("rank_mapping.csv",))
 
 
 MAPPINGS = [

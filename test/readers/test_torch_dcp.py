@@ -24,7 +24,7 @@ from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
 from paddle_dist_ckpt.tree.paths import ListIndex, TupleIndex
-from test.readers.golden import GOLDEN, expected_arrays
+from test.readers.golden import GOLDEN, golden_checkpoint
 from test.readers.torch_writer import DTYPES, Call, DCPWriter, Global, Outside, saved, tensor
 
 GOLDEN_VALUES = {"lr": 0.125, "note": "hello"}
@@ -50,12 +50,7 @@ class TestOfTorch213(ReaderTests):
 
     @pytest.fixture
     def checkpoint(self) -> ForeignCheckpoint:
-        return ForeignCheckpoint.of_folder(
-            GOLDEN / "torch-dcp-2.13",
-            without=("expected.npz",),
-            arrays=expected_arrays("torch-dcp-2.13"),
-            values=GOLDEN_VALUES,
-        )
+        return golden_checkpoint("torch-dcp-2.13", values=GOLDEN_VALUES)
 
 
 class TestOfOldTorch(ReaderTests):
