@@ -3,8 +3,8 @@
 ``paddle.distributed`` has its functions from a module below it, and may hand them on to others. So a function is
 replaced wherever one of ``paddle.distributed``'s modules has that very function, whatever it is called there.
 
-Replacements lie on each other like plates: each remembers the functions that it found, and which of them lie on each
-other is kept with ``paddle.distributed`` itself, for there is only one for the process.
+One replacement may be made over another: each remembers the functions that it found, and the order in which they were
+made is kept with ``paddle.distributed`` itself, for there is only one for the process.
 """
 
 from __future__ import annotations
