@@ -216,6 +216,7 @@ def test_bad_arguments_replace_nothing(arguments: dict[str, Any], error: type[Ex
 
 SAVE = ["state_dict", "path", "process_group", "coordinator_rank"]  # since Paddle 2.6
 LOAD = [*SAVE, "unique_id", "offload", "mw_name_compatibility"]  # since 3.0
+LATER = ["load_transform", "num_workers"]  # than 3.3
 MERGED = ["path", "prefix", "unique_id", "offload"]
 
 
@@ -223,7 +224,7 @@ MERGED = ["path", "prefix", "unique_id", "offload"]
     ("name", "parameters"),
     [
         ("save_state_dict", [*SAVE, "unique_id", "async_save", "safetensors", "save_replicas"]),
-        ("load_state_dict", [*LOAD, "aoa_config", "safetensors", "worker_groups", "comm_method"]),
+        ("load_state_dict", [*LOAD, "aoa_config", "safetensors", "worker_groups", "comm_method", *LATER]),
         pytest.param("load_merged_state_dict", [*MERGED, "aoa_config", "safetensors"], marks=has_merged),
     ],
 )
