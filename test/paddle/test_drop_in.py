@@ -35,7 +35,7 @@ from paddle_dist_ckpt.drop_in import install, uninstall
 from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
 from test.paddle import cases_drop_in as cases
 from test.paddle.versions import FROM_LOCAL, lacks
-from test.ranks.fresh import fresh_ranks
+from test.ranks.fresh import fresh_ranks, logs_of
 from test.ranks.pool import RankPool
 from test.ranks.world import REPOSITORY
 
@@ -411,7 +411,7 @@ def test_an_old_checkpoint_is_brought_over(tmp_path: Path) -> None:
 @lacks(FROM_LOCAL, "has keys that are numbers of the run in state_dict() of shard_optimizer")
 def test_a_trainer_that_knows_only_paddle_goes_on_in_another_layout(tmp_path: Path) -> None:
     ends = fresh_ranks(4, cases.train_and_resume, str(tmp_path))
-    assert [end.exit_code for end in ends] == [0] * 4, [end.log for end in ends if end.exit_code]
+    assert [end.exit_code for end in ends] == [0] * 4, logs_of(ends)
     for end in ends:
         found = end.result
         np.testing.assert_allclose(found["resumed"], found["uninterrupted"], rtol=1e-4)
