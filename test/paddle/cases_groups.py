@@ -9,7 +9,14 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
+from paddle_dist_ckpt import (
+    CheckpointManager,
+    LoadOptions,
+    SaveOptions,
+    export_state_dict,
+    load_state_dict,
+    save_state_dict,
+)
 from test.paddle.layouts import Spread, part_of
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -116,3 +123,22 @@ def save_before_others(path: str, ranks: list[int], coordinator: int, timeout: f
     options = SaveOptions(timeout=timeout)
     group = _groups[tuple(ranks)]
     return outcome_of(lambda: save_state_dict({"step": 1}, path, group, coordinator, options=options).unique_id)
+
+
+def name_coordinators(path: str, ranks: list[int], named: dict[int, Any]) -> dict[str, Outcome]:
+    """Make each kind of call with the coordinator that this rank is told to name."""
+    group, coordinator = _groups[tuple(ranks)], named[dist.get_rank()]
+    state = {"x": dist_tensor(array(), Spread(ranks, (0,)))}
+    calls = {
+        "save": lambda: save_state_dict(state, path, group, coordinator),
+        "async": lambda: save_state_dict(state, path, group, coordinator, async_save=True).result(),
+        "load": lambda: load_state_dict(state, path, group, coordinator),
+        "manager": lambda: CheckpointManager(path, process_group=group, coordinator_rank=coordinator).close(),
+        "export": lambda: export_state_dict(
+            state, Path(path, "out"), process_group=group, coordinator_rank=coordinator
+        ),
+    }
+    outcomes = {}
+    for name, call in calls.items():
+        outcomes[name] = outcome_of(lambda call=call: [call(), None][1])  # type: ignore[misc]
+    return outcomes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,11 +131,38 @@ def test_coordinator_that_was_never_there(some: RankPool, tmp_path: Path) -> Non
     assert all(1.5 < outcome.seconds < 30 for outcome in outcomes)
     # A call that came to nothing counts, so the coordinator is a call behind; all are in step from the next one on.
     outcomes = some.run(cases.save_before_others, str(tmp_path), group, 4, 60.0, ranks=group)
-    assert [outcome.error for outcome in outcomes] == ["RankFailureError"] * 3
-    assert all("in step" in outcome.message and outcome.seconds < 30 for outcome in outcomes)
+    assert [outcome.error for outcome in outcomes] == ["RankFailureError", "CheckpointTimeoutError", "RankFailureError"]
+    texts = ["in step", "arrived late", "in step"]
+    assert all(text in one.message and one.seconds < 30 for text, one in zip(texts, outcomes, strict=True))
     outcomes = some.run(cases.save_before_others, str(tmp_path), group, 4, 60.0, ranks=group)
     assert [outcome.message for outcome in outcomes] == [""] * 3
     assert list_checkpoints(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("named", [{2: 2, 3: 3, 5: 3}, {2: 0, 3: 5, 5: 0}, {2: 5, 3: 5, 5: 3}], ids=str)
+def test_coordinators_that_differ_are_named_at_once(some: RankPool, tmp_path: Path, named: dict[int, int]) -> None:
+    results = some.run(cases.name_coordinators, str(tmp_path), SOME, named, ranks=SOME)
+    for outcomes in results:
+        for call, outcome in outcomes.items():
+            assert outcome.error == "ValueError", (call, outcome)
+            assert outcome.seconds < 30, call
+            for rank, coordinator in named.items():
+                assert f"with coordinator_rank={coordinator or 2}" in outcome.message, (rank, outcome.message)
+    assert not list(tmp_path.iterdir())
+    for coordinator in (0, 3):  # and all are in step
+        assert [
+            right for right, _, _ in some.run(cases.save_and_load, str(tmp_path), SOME, coordinator, ranks=SOME)
+        ] == [True] * 3
+
+
+@pytest.mark.parametrize("wrong", [4, -1, "3", True])
+def test_a_wrong_coordinator_on_one_rank_is_told_to_all(some: RankPool, tmp_path: Path, wrong: Any) -> None:
+    for outcomes in some.run(cases.name_coordinators, str(tmp_path), SOME, {2: 0, 3: wrong, 5: 0}, ranks=SOME):
+        for call, outcome in outcomes.items():
+            assert outcome.error == "ValueError", (call, outcome)
+            assert repr(wrong) in outcome.message
+            assert outcome.seconds < 30
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_were_launched_but_not_initialised_are_warned_of(
