@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .api import load_merged_state_dict
-from .control.ranks import Ranks
 from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport
 from .saving.async_save import AsyncSave
@@ -112,7 +111,7 @@ class _DropIn:
         """:func:`paddle_dist_ckpt.save_state_dict`, called as that of paddle.distributed is."""
         _log_without_effect("save_state_dict", safetensors=safetensors, save_replicas=save_replicas)
         options, replace = self.save_options, self.replace_newest
-        ranks = _connect(process_group, coordinator_rank, options)
+        ranks = connected(process_group, coordinator_rank, options)
         find = paddles(ranks, state_dict)
         return save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
 
@@ -139,7 +138,7 @@ class _DropIn:
             comm_method=comm_method,
         )
         options = self.load_options
-        ranks = _connect(process_group, coordinator_rank, options)
+        ranks = connected(process_group, coordinator_rank, options)
         if aoa_config is not None:
             with ranks.hub.session("load_state_dict", options.timeout):  # so that ranks without one raise as well
                 raise _no_aoa()
@@ -162,14 +161,6 @@ class _DropIn:
         keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
         loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=self.load_options)
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
-
-
-def _connect(process_group: Any, coordinator_rank: int, options: SaveOptions | LoadOptions) -> Ranks:
-    from .paddle_adapter.patches import initialise
-
-    if not options.no_dist:
-        initialise(process_group)
-    return connected(process_group, coordinator_rank, options)
 
 
 def _log_without_effect(function: str, **arguments: Any) -> None:

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import paddle
 import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed.communication.group import Group, _GroupManager
@@ -54,11 +55,11 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
     if no_dist:
         _check_is_rank(coordinator_rank)
         return _alone(os.getpid(), rank)
+    _initialise()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         _check_is_rank(coordinator_rank)
         if coordinator_rank != 0:
             raise ValueError(f"coordinator_rank is {coordinator_rank}, but this process works alone")
-        _warn_if_launched()
         return _alone(os.getpid(), rank)
     group = process_group if process_group is not None else dist.get_group(0)
     members = tuple(sorted(group.ranks))
@@ -79,16 +80,16 @@ def _check_is_rank(coordinator_rank: Any) -> None:
         raise ValueError(f"coordinator_rank must be a rank, not {coordinator_rank!r}")
 
 
-@functools.lru_cache(maxsize=1)
-def _warn_if_launched() -> None:
-    """Warn, once, of a job of several ranks of which each would act for itself."""
-    ranks = os.environ.get("PADDLE_TRAINERS_NUM", "1")
-    if not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
-        _logger.warning(
-            "this job was launched with %s ranks, but paddle.distributed.init_parallel_env() was not called; each rank "
-            "saves and loads alone, and overwrites what the others save to the same place",
-            ranks,
-        )
+def _initialise() -> None:
+    """Initialise the parallel environment of a launched job of several ranks if it has not, as Paddle's functions do.
+
+    Else each rank would act for itself, and overwrite what the others save to the same place.
+    """
+    if dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    _logger.info("paddle.distributed is not initialised in this job of several ranks: init_parallel_env() is called")
+    with paddle.base.dygraph.guard():  # also where the program makes static graphs
+        dist.init_parallel_env()
 
 
 @functools.lru_cache(maxsize=1)
