@@ -24,13 +24,12 @@ from ..storage.base import FolderIdentity
 from ..version import __version__
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
+from .replicas import merge_contents, replica_warnings
 from .requests import (
     check_arguments,
     check_room,
     folder_warnings,
     leaders_of,
-    merge_contents,
-    replica_warnings,
 )
 from .save_memory import SaveContext
 
@@ -109,9 +108,10 @@ class SaveCoordinator:
 
     def _order(self, planned: PlannedSave) -> dict[int, bytes]:
         requests = self._requests
-        value_json, differing = merge_contents(planned.state, requests)
+        contents = merge_contents(planned.state, requests)
         folders = {rank: request.folder.identity for rank, request in requests.items()}
-        warnings = replica_warnings(differing, self._options.check_replicas, self._context.session.doubtful)
+        check, doubtful = self._options.check_replicas, self._context.session.doubtful
+        warnings = replica_warnings(planned.state, contents, check, doubtful)
         warnings += folder_warnings(folders, self._context.session.coordinator)
         for warning in warnings:
             _logger.warning("%s", warning)
@@ -120,7 +120,7 @@ class SaveCoordinator:
         self._ending.push(functools.partial(self._end, lease))
         self._ordered = _Ordered(
             planned=planned,
-            value_json=value_json,
+            value_json=contents.value_json,
             lease=lease,
             save=_save_info(lease, len(requests), ours.block_bytes, self._context.adapter.version),
             ours=ours,

@@ -10,6 +10,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_dist_ckpt import (
+    AsyncSave,
     CheckpointManager,
     LoadOptions,
     SaveOptions,
@@ -142,3 +143,16 @@ def name_coordinators(path: str, ranks: list[int], named: dict[int, Any]) -> dic
     for name, call in calls.items():
         outcomes[name] = outcome_of(lambda call=call: [call(), None][1])  # type: ignore[misc]
     return outcomes
+
+
+def save_as_stages(path: str, ranks: int, check: Any, in_background: bool) -> Outcome:
+    """Save a linear layer of which every rank has its own, under the same keys, as a stage of a pipeline."""
+    layer = paddle.nn.Linear(4, 4)
+    layer.weight.set_value(paddle.full([4, 4], float(dist.get_rank())))
+
+    def save() -> tuple[str, ...]:
+        options = SaveOptions(check_replicas=check)
+        saved = save_state_dict({"model": layer}, path, group_of(ranks), async_save=in_background, options=options)
+        return (saved.result() if isinstance(saved, AsyncSave) else saved).warnings
+
+    return outcome_of(save)

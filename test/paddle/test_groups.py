@@ -121,6 +121,17 @@ def test_replicas_that_differ_can_be_refused(pool: RankPool, tmp_path: Path) -> 
         assert outcome.result == ()
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_stages_of_equal_keys_are_refused_unless_asked_for(pool: RankPool, tmp_path: Path, in_background: bool) -> None:
+    for outcome in pool.run(cases.save_as_stages, str(tmp_path), 3, "auto", in_background, ranks=3):
+        assert outcome.error == "UnsupportedValueError"
+        assert "model.weight: differs on ranks 1, 2" in outcome.message
+    assert not list(tmp_path.iterdir())
+    for outcome in pool.run(cases.save_as_stages, str(tmp_path), 3, "warn", in_background, ranks=3):
+        assert len(outcome.result) >= 1
+    assert (load_merged_state_dict(tmp_path)["model"]["weight"].numpy() == 0).all()
+
+
 def test_two_groups_save_into_one_folder(some: RankPool, tmp_path: Path) -> None:
     others = [0, 1, 6]
     some.run(cases.make_group, others)
