@@ -14,52 +14,57 @@ from ..tree.paths import plain_key
 from .global_state import GlobalState, in_charge
 from .messages import SaveRequest, ValueRecord
 
-__all__ = ["Contents", "merge_contents", "replica_warnings"]
+__all__ = ["Comparison", "merge_contents", "replica_warnings"]
 
 _LARGE = 1 << 16
 """So many elements in one dimension are no statistic's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Contents:
+class Comparison:
     """What may be another in each save of one structure.
 
     Attributes:
         value_json: The JSON of the small values that are kept, by path.
         differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
         differs: Which tensors are among those, ``[tensors]``.
+        alike: Which plain tensors are known to be equal on all ranks that have them, ``[tensors]``.
     """
 
     value_json: dict[str, bytes]
     differing: dict[str, list[int]]
     differs: npt.NDArray[np.bool_]
+    alike: npt.NDArray[np.bool_]
 
 
-def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> Contents:
+def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> Comparison:
     """Compare what the ranks have, as far as they have said."""
     differing: dict[str, list[int]] = {}
     kept: dict[str, ValueRecord] = {}
-    seen = np.zeros(len(state.paths), np.uint64)
-    differs = np.zeros(len(state.paths), bool)
+    count = len(state.paths)
+    seen, has_seen, differs = np.zeros((count, 2), np.uint64), np.zeros(count, bool), np.zeros(count, bool)
+    compared = np.zeros(count, np.int64)
     for i in in_charge(len(state.ranks), state.coordinator):
         rank = state.ranks[i]
         for path, value in zip(state.value_paths[i], requests[rank].values, strict=True):
             if kept.setdefault(path, value).digest != value.digest:
                 differing.setdefault(path, []).append(rank)
-        digests = np.frombuffer(requests[rank].digests, "<u8")
+        digests = np.frombuffer(requests[rank].digests, "<u8").reshape(-1, 2)
         if len(digests):  # none: that rank was not to compare
             tensor = state.compared[i]
-            fresh = seen[tensor] == 0
-            seen[tensor[fresh]] = digests[fresh]
-            unequal = tensor[seen[tensor] != digests]
+            fresh = ~has_seen[tensor]
+            seen[tensor[fresh]], has_seen[tensor] = digests[fresh], True
+            compared[tensor] += 1
+            unequal = tensor[(seen[tensor] != digests).any(axis=1)]
             differs[unequal] = True
             for t in unequal.tolist():
                 differing.setdefault(state.paths[t], []).append(rank)
     value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
-    return Contents(value_json, differing, differs)
+    holders = np.bincount(np.concatenate(state.compared), minlength=count)
+    return Comparison(value_json, differing, differs, ~differs & (holders > 1) & (compared == holders))
 
 
-def replica_warnings(state: GlobalState, contents: Contents, check: str, doubtful: bool) -> list[str]:
+def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubtful: bool) -> list[str]:
     """Warnings of replicas that differ. If ``doubtful``, ranks may be at different calls.
 
     Raises:
@@ -85,7 +90,7 @@ def replica_warnings(state: GlobalState, contents: Contents, check: str, doubtfu
     return warnings
 
 
-def _check_that_most_are_equal(state: GlobalState, contents: Contents) -> None:
+def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None:
     """A few tensors that differ are statistics, as BatchNorm's. If most do, each rank has others under the same keys.
 
     Small tensors of one dimension, as statistics and generators' states are, do not count, nor does what one rank has.

@@ -156,3 +156,25 @@ def save_as_stages(path: str, ranks: int, check: Any, in_background: bool) -> Ou
         return (saved.result() if isinstance(saved, AsyncSave) else saved).warnings
 
     return outcome_of(save)
+
+
+def save_data_parallel(path: str, ranks: int, in_background: bool) -> tuple[int, int]:
+    """Save a model and its optimizer that every rank has alike, but for a statistic, after the same step on all.
+
+    Returns:
+        The bytes that this rank has written, and how many warnings there were.
+    """
+    layer = paddle.nn.Linear(256, 256)
+    layer.weight.set_value(paddle.arange(256 * 256, dtype="float32").reshape([256, 256]) / 1000)
+    norm = paddle.nn.BatchNorm1D(8)
+    norm._mean.set_value(paddle.full([8], float(dist.get_rank())))
+    optimizer = paddle.optimizer.AdamW(parameters=layer.parameters())
+    (layer(paddle.ones([2, 256])) ** 2).mean().backward()
+    optimizer.step()
+    state = {"model": layer, "norm": norm, "optimizer": optimizer}
+    saved = save_state_dict(state, path, group_of(ranks), async_save=in_background)
+    report = saved.result() if isinstance(saved, AsyncSave) else saved
+    targets = {"model": paddle.nn.Linear(256, 256)}
+    load_state_dict(targets, path, group_of(ranks))
+    assert np.array_equal(targets["model"].weight.numpy(), layer.weight.numpy())
+    return report.bytes_written, len(report.warnings)

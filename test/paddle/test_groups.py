@@ -132,6 +132,17 @@ def test_stages_of_equal_keys_are_refused_unless_asked_for(pool: RankPool, tmp_p
     assert (load_merged_state_dict(tmp_path)["model"]["weight"].numpy() == 0).all()
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_data_parallel_ranks_have_alike_is_written_by_all(
+    pool: RankPool, tmp_path: Path, in_background: bool
+) -> None:
+    results = pool.run(cases.save_data_parallel, str(tmp_path), 3, in_background, ranks=3)
+    written = [nbytes for nbytes, _ in results]
+    assert max(written) <= sum(written) // 3 + (64 << 10)
+    assert [warnings for _, warnings in results] == [1] * 3  # the statistic
+    assert load_merged_state_dict(tmp_path)["norm"]["_mean"].tolist() == [0.0] * 8
+
+
 def test_two_groups_save_into_one_folder(some: RankPool, tmp_path: Path) -> None:
     others = [0, 1, 6]
     some.run(cases.make_group, others)
