@@ -154,7 +154,7 @@ class _DropIn:
         """:func:`paddle_dist_ckpt.save_state_dict`, called as that of paddle.distributed is."""
         _log_without_effect("save_state_dict", safetensors=safetensors, save_replicas=save_replicas)
         options, replace = self.save_options, self.replace_newest
-        ranks = _connect(process_group, coordinator_rank, options)
+        ranks = connected(process_group, coordinator_rank, options)
         find = paddles(ranks, state_dict)
         saved = save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
         if isinstance(saved, AsyncSave):
@@ -188,7 +188,7 @@ class _DropIn:
         }
         _log_without_effect("load_state_dict", **of_paddle)
         options = self.load_options
-        ranks = _connect(process_group, coordinator_rank, options)
+        ranks = connected(process_group, coordinator_rank, options)
         if load_transform is not None:
             _refuse(ranks, options, _NO_TRANSFORM)
         if aoa_config is not None:
@@ -297,14 +297,6 @@ def _our_metadata(path: Any) -> Metadata | None:
     if unique_id is None or look(LocalStorage(Path(place).parent), Path(place).name)[0] is not Format.OURS:
         return None
     return read_metadata(Path(place).parent, unique_id)
-
-
-def _connect(process_group: Any, coordinator_rank: int, options: SaveOptions | LoadOptions) -> Ranks:
-    from .paddle_adapter.patches import initialise
-
-    if not options.no_dist:
-        initialise(process_group)
-    return connected(process_group, coordinator_rank, options)
 
 
 def _log_without_effect(function: str, **arguments: Any) -> None:

@@ -49,7 +49,7 @@ def save(
         others: A dict of anything else that :func:`paddle_dist_ckpt.save_state_dict` takes: values, tensors, objects
             such as a learning rate's scheduler, :class:`PerRank` values.
         group: The Paddle group whose ranks save together; None for the default group, or for this process alone if
-            nothing is initialised.
+            it is the only one.
 
     Returns:
         What was saved, in bytes and seconds.

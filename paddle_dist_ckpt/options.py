@@ -24,7 +24,8 @@ class SaveOptions:
             fine: a rank that works is not silent.
         no_dist: Save this rank's state_dict alone, even in a job of many ranks.
         check_replicas: What to do when plain tensors or values that should be equal on every rank are not: ``"warn"``
-            logs their names, ``"error"`` raises before anything is written, ``"off"`` does not compare.
+            logs their names, ``"error"`` raises before anything is written, ``"off"`` does not compare, ``"auto"``
+            raises if most of the tensors are not equal, which are no replicas then, and else logs the names.
         user_metadata: Values to store in ``.metadata`` beside the state (the coordinator's are kept).
         block_bytes: Bytes that share a checksum; a power of two. Smaller blocks let slices be read with less waste.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal, but not for a save in
@@ -37,7 +38,7 @@ class SaveOptions:
 
     timeout: float = 300.0
     no_dist: bool = False
-    check_replicas: Literal["warn", "error", "off"] = "warn"
+    check_replicas: Literal["auto", "warn", "error", "off"] = "auto"
     user_metadata: Mapping[str, Any] | None = None
     block_bytes: int = 1 << 20
     progress: bool | None = None
@@ -46,7 +47,7 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
-        _check_choice("check_replicas", self.check_replicas, ("warn", "error", "off"))
+        _check_choice("check_replicas", self.check_replicas, ("auto", "warn", "error", "off"))
         _check_bools(no_dist=self.no_dist, progress=False if self.progress is None else self.progress)
         _check_choice("when_busy", self.when_busy, ("wait", "raise"))
         bound = self.snapshot_bytes

@@ -167,16 +167,9 @@ def export_state_with(
 
 
 def members(process_group: Any, options: LoadOptions) -> Ranks:
-    """The ranks of a Paddle group; this process alone, without Paddle, if it was not launched as one of several.
-
-    A launched job that has not initialised its parallel environment is initialised.
-    """
+    """The ranks of a Paddle group; this process alone, without Paddle, if it was not launched as one of several."""
     if process_group is None and "paddle" not in sys.modules and os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1":
         return Ranks.alone()
-    if not options.no_dist:
-        from .paddle_adapter.patches import initialise
-
-        initialise(process_group)
     return connected(process_group, 0, options)
 
 

@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("options", [SaveOptions, LoadOptions])
 
 
 def test_the_defaults_are_those_that_are_documented() -> None:
-    assert SaveOptions().check_replicas == "warn"
+    assert SaveOptions().check_replicas == "auto"
     assert SaveOptions().block_bytes == 1 << 20
     assert SaveOptions().timeout == LoadOptions().timeout == 300
     assert LoadOptions().strict

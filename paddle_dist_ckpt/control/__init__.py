@@ -1,7 +1,8 @@
 """Ranks talking: rounds of messages among a group, with deadlines on silence and failures told to everyone."""
 
+from .agreement import AgreedHub, RefusingHub
 from .bootstrap import BootstrapStore
 from .hub import ZmqHub
 from .ranks import NoTransport, SoloHub
 
-__all__ = ["BootstrapStore", "NoTransport", "SoloHub", "ZmqHub"]
+__all__ = ["AgreedHub", "BootstrapStore", "NoTransport", "RefusingHub", "SoloHub", "ZmqHub"]

@@ -133,6 +133,12 @@ class Board(ABC):
             del self._sessions[session.number]
             self.post(wire.Bye(session.number))
 
+    def doubt(self) -> None:
+        """On the coordinator: be doubtful until a session succeeds, since ranks may not be at the same calls."""
+        with self.changed:
+            if self.table is not None:
+                self.table.doubt()
+
     def post(self, message: ToCoordinator, payload: bytes = b"") -> None:
         """Send to the coordinator, which may be this rank."""
         with self.changed:

@@ -189,12 +189,27 @@ class CoordinatorSession:
                 self._emit(rank, wire.Verdict(self._number, self.verdict, self.resume), b"")
 
     def _disagreement(self) -> ErrorRecord | None:
+        named = self._different_coordinators()
+        if named is not None:
+            return named
         for said, what in ((self.kinds, f"session {self._number}"), (self._names, f"round {self._round}")):
             if len(set(said.values())) > 1:
                 lines = ", ".join(f"rank {rank} calls {said[rank]!r}" for rank in sorted(said))
                 advice = "all ranks must make the same calls in the same order"
                 return failures.record(f"ranks disagree about {what}: {lines}; {advice}")
         return None
+
+    def _different_coordinators(self) -> ErrorRecord | None:
+        """Ranks whose calls name another coordinator, unless all name the same one. Ranks that name none mean this."""
+        said = {rank: kind.partition(wire.NAMED_COORDINATOR)[::2] for rank, kind in self.kinds.items()}
+        named = {rank: number or str(self._coordinator) for rank, (_, number) in said.items()}
+        if len(set(named.values())) == 1:
+            return None
+        lines = ", ".join(
+            f"rank {rank} calls {said[rank][0]!r} with coordinator_rank={named[rank]}" for rank in sorted(said)
+        )
+        text = f"ranks disagree about the coordinator: {lines}; all ranks must pass the same coordinator_rank"
+        return ErrorRecord("ValueError", text, shared=True)
 
     def _failure(self, now: float) -> ErrorRecord:
         own = self._failures.get(self._coordinator)

@@ -26,6 +26,7 @@ from .wire import ErrorRecord
 __all__ = ["CoordinatorTable"]
 
 _REMEMBERED = 16
+_NO_DOUBT = -2
 _LATE_GRACE = 1.0
 """Longest wait, in seconds, of a rank that opens a session which is over, for the others to open a newer one."""
 
@@ -47,7 +48,7 @@ class CoordinatorTable:
         # By rank and session: why it is over that the rank has opened only now, until when the answer can wait.
         self._late: dict[tuple[int, int], tuple[ErrorRecord, float]] = {}
         self._opened = 0
-        self._doubted = -1
+        self._doubted = _NO_DOUBT  # the newest session in which, or after which, there is doubt; -1: before all
 
     def handle(
         self, rank: int, message: wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye, payload: bytes, now: float
@@ -127,7 +128,7 @@ class CoordinatorTable:
             elif session.abandoned:
                 # One that was opened before others were given up says nothing about those.
                 if number > self._doubted:
-                    self._doubted = -1
+                    self._doubted = _NO_DOUBT
             else:
                 continue
             del self.sessions[number]
@@ -135,7 +136,11 @@ class CoordinatorTable:
     @property
     def doubtful(self) -> bool:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
-        return self._doubted >= 0
+        return self._doubted != _NO_DOUBT
+
+    def doubt(self) -> None:
+        """Have doubts until a session succeeds that the coordinator opens from now on."""
+        self._doubted = max(self._doubted, self._opened - 1)
 
     @property
     def failing(self) -> bool:

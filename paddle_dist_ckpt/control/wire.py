@@ -21,6 +21,7 @@ __all__ = [
     "MAX_PROBLEMS",
     "MAX_TEXT",
     "MAX_TOPIC",
+    "NAMED_COORDINATOR",
     "Answer",
     "Appointed",
     "Beat",
@@ -44,6 +45,9 @@ MAX_TOPIC = 1024
 MAX_TEXT = 1 << 20
 MAX_PROBLEMS = 100_000
 MAX_RANKS = 1 << 20
+
+NAMED_COORDINATOR = " with coordinator_rank="
+"""Stands in what a session is doing before the rank that a caller named, where that is not the hub's coordinator."""
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
 BEFORE = -1

@@ -13,12 +13,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import paddle
 import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed.communication.group import Group, _GroupManager
 
-from ..control import ZmqHub
+from ..control import AgreedHub, RefusingHub, ZmqHub
 from ..control.ranks import Ranks
+from ..core.protocols import ControlHub
 from .transport import PaddleTransport, takes_host_memory
 
 __all__ = ["connect"]
@@ -39,43 +41,55 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
         no_dist: Act alone.
         timeout: How long to wait for the coordinator, in seconds.
 
+    Returns:
+        The ranks. If the coordinator is not in the group, or if ranks name different ones, the first session that any
+        of them opens raises that as a ValueError on all.
+
     Raises:
-        ValueError: this rank, or the coordinator, is not in the group.
-        CheckpointTimeoutError: the coordinator did not show up.
+        ValueError: this rank is not in the group; or it works alone, and the coordinator is another.
+        CheckpointTimeoutError: the group's first rank did not show up.
     """
-    if type(coordinator_rank) is not int or coordinator_rank < 0:
-        raise ValueError(f"coordinator_rank must be a rank, not {coordinator_rank!r}")
     if process_group is not None and not isinstance(process_group, Group):
         raise TypeError(f"process_group must be a paddle.distributed group, not {type(process_group).__name__}")
     rank = dist.get_rank()
     if no_dist:
+        _check_is_rank(coordinator_rank)
         return _alone(os.getpid(), rank)
+    _initialise()
     if not dist.is_initialized() or dist.get_world_size() == 1:
+        _check_is_rank(coordinator_rank)
         if coordinator_rank != 0:
             raise ValueError(f"coordinator_rank is {coordinator_rank}, but this process works alone")
-        _warn_if_launched()
         return _alone(os.getpid(), rank)
     group = process_group if process_group is not None else dist.get_group(0)
     members = tuple(sorted(group.ranks))
     if rank not in members:
         raise ValueError(f"rank {rank} is not in the process group {list(members)}, and so must not make this call")
-    if coordinator_rank not in members:
-        if coordinator_rank != 0:
+    try:
+        _check_is_rank(coordinator_rank)
+        if coordinator_rank not in (0, *members):
             raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
-        coordinator_rank = members[0]
-    return _connection(group, members, rank, coordinator_rank, timeout)
+    except ValueError as error:
+        known = _connection(group, members, rank, members[0], timeout)
+        return Ranks(rank, RefusingHub(known.hub, error), known.transport, known.host_transport)
+    return _connection(group, members, rank, coordinator_rank if coordinator_rank in members else members[0], timeout)
 
 
-@functools.lru_cache(maxsize=1)
-def _warn_if_launched() -> None:
-    """Warn, once, of a job of several ranks of which each would act for itself."""
-    ranks = os.environ.get("PADDLE_TRAINERS_NUM", "1")
-    if not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
-        _logger.warning(
-            "this job was launched with %s ranks, but paddle.distributed.init_parallel_env() was not called; each rank "
-            "saves and loads alone, and overwrites what the others save to the same place",
-            ranks,
-        )
+def _check_is_rank(coordinator_rank: Any) -> None:
+    if type(coordinator_rank) is not int or coordinator_rank < 0:
+        raise ValueError(f"coordinator_rank must be a rank, not {coordinator_rank!r}")
+
+
+def _initialise() -> None:
+    """Initialise the parallel environment of a launched job of several ranks if it has not, as Paddle's functions do.
+
+    Else each rank would act for itself, and overwrite what the others save to the same place.
+    """
+    if dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    _logger.info("paddle.distributed is not initialised in this job of several ranks: init_parallel_env() is called")
+    with paddle.base.dygraph.guard():  # also where the program makes static graphs
+        dist.init_parallel_env()
 
 
 @functools.lru_cache(maxsize=1)
@@ -110,21 +124,31 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
             kept.host_transport = kept.transport
         group.__dict__[_ATTRIBUTE] = kept
     if coordinator not in kept.connections:
-        attempts = kept.attempts.get(coordinator, 0)
-        kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
-        hub = ZmqHub(
-            rank,
-            members,
-            coordinator,
-            _PaddleStore(),
-            f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}",
-            bind_host=_own_host(),
-            bootstrap_timeout=timeout,
-            opened=attempts,
-            on_abandon=kept.abandon,
-        )
+        hub: ControlHub
+        if coordinator == members[0]:
+            hub = _hub(kept, group, members, rank, coordinator, timeout)
+        else:
+            meeting = _connection(group, members, rank, members[0], timeout).hub
+            hub = AgreedHub(meeting, coordinator, functools.partial(_hub, kept, group, members, rank, coordinator))
         kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport)
     return kept.connections[coordinator]
+
+
+def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> ZmqHub:
+    """The hub of one coordinator."""
+    attempts = kept.attempts.get(coordinator, 0)
+    kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
+    return ZmqHub(
+        rank,
+        members,
+        coordinator,
+        _PaddleStore(),
+        f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}",
+        bind_host=_own_host(),
+        bootstrap_timeout=timeout,
+        opened=attempts,
+        on_abandon=kept.abandon,
+    )
 
 
 def _host_group(group: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
-__all__ = ["Replacement", "in_dynamic_mode", "initialise", "newest_replacement"]
+__all__ = ["Replacement", "in_dynamic_mode", "newest_replacement"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
@@ -106,12 +106,6 @@ def newest_replacement() -> Replacement | None:
     """The replacement that was made last, of those that have not ended."""
     stack = _stack()
     return stack[-1] if stack else None
-
-
-def initialise(process_group: Any) -> None:
-    """Initialise the parallel environment if the program has not, as Paddle's own functions do."""
-    if process_group is None and dist.get_world_size() > 1 and not dist.is_initialized():
-        dist.init_parallel_env()
 
 
 def _stack() -> list[Replacement]:

@@ -1,8 +1,8 @@
 """Models and optimizers that every rank has alike, as data-parallel training keeps them, and what a user calls them.
 
-A plain tensor is saved whole by one rank. Here parameters and what an optimizer keeps for them are handed to the engine
-as tensors of which each rank has all, so that the ranks divide them. Buffers and other statistics, which differ among
-the ranks, stay plain.
+Plain tensors are divided among ranks once their contents have been compared. Parameters, and what an optimizer keeps
+for them, need no comparison: they are handed to the engine as tensors of which each rank has all, so that the ranks
+divide them. Buffers and other statistics, which differ among the ranks, stay plain.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class HeldShards:
         rank: Position of the rank that holds it, ascending, ``[n]``.
         row: Its number among that rank's local shards, ``[n]``.
         boxes: Where it lies in the tensor.
-        plain: Whether it is a plain tensor, which is whole and saved by one rank, not divided, ``[n]``.
+        plain: Whether it is to be saved whole by one rank, as a plain tensor whose replicas may differ, ``[n]``.
         addend: For a partial tensor its position among the addends, otherwise -1, ``[n]``.
         addends: How many addends there are, 0 if the tensor is not partial, ``[n]``.
     """

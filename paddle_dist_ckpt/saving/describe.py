@@ -242,18 +242,21 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
 
 
 def digests_of(state: LocalState) -> bytes:
-    """xxh3_64 of the bytes of each plain tensor, which is one whole shard, to be compared among ranks."""
+    """xxh3_128 of the bytes of each plain tensor, which is one whole shard, to be compared among ranks.
+
+    Ranks write parts of one tensor if these are equal, so they are as long as those of structures.
+    """
     is_plain = np.array([g.plain and g.kind != Kind.VALUE for g, _ in state.shards.cells], bool)
     rows = np.flatnonzero(is_plain[state.shards.cell]).tolist()
-    return np.array([_digest(state.array(row), state) for row in rows], "<u8").tobytes()
+    return b"".join(_digest(state.array(row), state) for row in rows)
 
 
-def _digest(array: npt.NDArray[Any] | DeviceArray, state: LocalState) -> int:
+def _digest(array: npt.NDArray[Any] | DeviceArray, state: LocalState) -> bytes:
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
-        return xxhash.xxh3_64_intdigest(array.reshape(-1).view(np.uint8).data)
-    digest, buffer = xxhash.xxh3_64(), np.empty(_HASH_CHUNK, np.uint8)
+        return xxhash.xxh3_128_digest(array.reshape(-1).view(np.uint8).data)
+    digest, buffer = xxhash.xxh3_128(), np.empty(_HASH_CHUNK, np.uint8)
     for start in range(0, array.nbytes, _HASH_CHUNK):
         stop = min(start + _HASH_CHUNK, array.nbytes)
         state.read(array, start, stop, buffer[: stop - start])
         digest.update(buffer[: stop - start].data)
-    return digest.intdigest()
+    return digest.digest()

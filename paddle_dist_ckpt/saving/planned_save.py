@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.columns import IntArray, pack_column, pack_signed
@@ -16,7 +16,7 @@ from ..core.shards import Layout, ShardTable
 from ..planning.order import box_order
 from ..planning.save_plan import HeldShards, SavePlan, plan_save
 from ..tree.paths import plain_key
-from .global_state import GlobalState, merge_structures
+from .global_state import GlobalState
 from .messages import RankPlan, Transfer
 
 __all__ = ["PlannedSave", "make_plan"]
@@ -24,11 +24,12 @@ __all__ = ["PlannedSave", "make_plan"]
 
 @dataclass(slots=True, eq=False)
 class PlannedSave:
-    """A plan, and the ranks' fingerprints for which it is right.
+    """A plan, and what it is right for: the ranks' fingerprints, and which of their plain tensors are equal.
 
     Attributes:
         plan_id: By which coordinator and ranks know that they mean the same plan; never 0.
         fingerprints: Digest of each rank's structure, by global rank.
+        alike: Which plain tensors are divided among the ranks that have them, since they are equal, ``[tensors]``.
         state: What all ranks have, without the shards.
         plan: Who writes what.
         rank_plans: Each rank's encoded :class:`.messages.RankPlan`, by global rank.
@@ -38,6 +39,7 @@ class PlannedSave:
 
     plan_id: int
     fingerprints: dict[int, bytes]
+    alike: npt.NDArray[np.bool_]
     state: GlobalState
     plan: SavePlan
     rank_plans: dict[int, bytes]
@@ -53,13 +55,21 @@ class PlannedSave:
         return self._tables[entries]
 
 
-def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], coordinator: int) -> PlannedSave:
-    """Plan a save of every rank's encoded :class:`.messages.Structure`, given with their digests, by global rank.
+def make_plan(
+    state: GlobalState, shards: HeldShards, fingerprints: dict[int, bytes], alike: npt.NDArray[np.bool_]
+) -> PlannedSave:
+    """Plan a save.
+
+    Args:
+        state: What all ranks have.
+        shards: Who has what of it.
+        fingerprints: Digest of each rank's structure, by global rank.
+        alike: Which plain tensors are equal on all ranks that have them, ``[tensors]``.
 
     Raises:
-        UnsupportedValueError: what the ranks have does not fit together, or does not make up whole tensors.
+        UnsupportedValueError: what the ranks have does not make up whole tensors.
     """
-    state, shards = merge_structures(structures, coordinator)
+    shards = replace(shards, plain=np.where(alike[shards.tensor], 0, shards.plain))
     plan = plan_save(state.tensors, shards, len(state.ranks), state.coordinator)
     bounds = np.searchsorted(plan.rank, np.arange(len(state.ranks) + 1))
     nbytes = plan.boxes.volumes * state.tensors.itemsize[plan.tensor]
@@ -67,6 +77,7 @@ def make_plan(structures: Mapping[int, bytes], fingerprints: dict[int, bytes], c
     return PlannedSave(
         plan_id=secrets.randbits(62) + 1,
         fingerprints=fingerprints,
+        alike=alike,
         state=state,
         plan=plan,
         rank_plans=_rank_plans(state, shards, plan, bounds, int(ends[-1])),

@@ -6,16 +6,11 @@ import errno
 from collections import Counter
 from collections.abc import Mapping
 
-import numpy as np
-
-from ..errors import UnsupportedValueError
 from ..storage.base import FolderIdentity
-from ..tree.paths import plain_key
-from .global_state import GlobalState, in_charge
-from .messages import SaveRequest, ValueRecord
+from .messages import SaveRequest
 from .planned_save import PlannedSave
 
-__all__ = ["check_arguments", "check_room", "folder_warnings", "leaders_of", "merge_contents", "replica_warnings"]
+__all__ = ["check_arguments", "check_room", "folder_warnings", "leaders_of"]
 
 
 def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
@@ -36,58 +31,6 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
                 f"rank {rank} passed block_bytes={request.block_bytes}, rank {coordinator} {ours.block_bytes}; "
                 "all ranks must pass the same"
             )
-
-
-def merge_contents(
-    state: GlobalState, requests: Mapping[int, SaveRequest]
-) -> tuple[dict[str, bytes], dict[str, list[int]]]:
-    """What may be another in each save.
-
-    Returns:
-        The JSON of the small values that are kept, by path; and for each path whose replicas are not equal the ranks
-        that differ from the one that is saved.
-    """
-    differing: dict[str, list[int]] = {}
-    kept: dict[str, ValueRecord] = {}
-    seen = np.zeros(len(state.paths), np.uint64)
-    for i in in_charge(len(state.ranks), state.coordinator):
-        rank = state.ranks[i]
-        for path, value in zip(state.value_paths[i], requests[rank].values, strict=True):
-            if kept.setdefault(path, value).digest != value.digest:
-                differing.setdefault(path, []).append(rank)
-        digests = np.frombuffer(requests[rank].digests, "<u8")
-        if len(digests):  # none: that rank was not to compare
-            tensor = state.compared[i]
-            fresh = seen[tensor] == 0
-            seen[tensor[fresh]] = digests[fresh]
-            for t in tensor[seen[tensor] != digests].tolist():
-                differing.setdefault(state.paths[t], []).append(rank)
-    value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
-    return value_json, differing
-
-
-def replica_warnings(differing: Mapping[str, list[int]], check: str, doubtful: bool) -> list[str]:
-    """Warnings of replicas that differ, by path those of which ranks. If ``doubtful``, ranks may be at different calls.
-
-    Raises:
-        UnsupportedValueError: some do, and it is not known that they may.
-    """
-    if check == "off" and not doubtful:
-        return []
-    warnings = [
-        f"{plain_key(path)}: the plain tensors or values of ranks {', '.join(map(str, sorted(ranks)))} differ from "
-        "the others'; the coordinator's is saved, or else that of the lowest rank that has one"
-        for path, ranks in sorted(differing.items())
-    ]
-    if warnings and doubtful:
-        raise UnsupportedValueError(
-            "an earlier call was given up because ranks did not take part, and now their states differ: they may "
-            "be at different calls. Let all ranks meet (a barrier will do) and save again, or pass the step as "
-            "unique_id, so that it can be told what belongs together:\n" + "\n".join(warnings)
-        )
-    if warnings and check == "error":
-        raise UnsupportedValueError("replicas differ:\n" + "\n".join(warnings))
-    return warnings
 
 
 def folder_warnings(folders: Mapping[int, FolderIdentity], coordinator: int) -> list[str]:

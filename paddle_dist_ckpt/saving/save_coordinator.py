@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import msgspec
+import numpy as np
 
 from ..core.messages import decode, encode
 from ..errors import CheckpointError
@@ -22,15 +23,15 @@ from ..folder.lease import Lease
 from ..options import SaveOptions
 from ..storage.base import FolderIdentity
 from ..version import __version__
+from .global_state import GlobalState, merge_structures
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
+from .replicas import Comparison, merge_contents, replica_warnings
 from .requests import (
     check_arguments,
     check_room,
     folder_warnings,
     leaders_of,
-    merge_contents,
-    replica_warnings,
 )
 from .save_memory import SaveContext
 
@@ -91,7 +92,9 @@ class SaveCoordinator:
         self._fingerprints = {rank: request.fingerprint for rank, request in requests.items()}
         known = self._context.memory.planned
         if known is not None and known.fingerprints == self._fingerprints:
-            return self._order(known)
+            contents = merge_contents(known.state, requests)
+            if np.array_equal(known.alike, contents.alike):
+                return self._order(known, contents, self._warnings(known.state, contents))
         structures = {rank: request.structure for rank, request in requests.items() if request.structure is not None}
         if len(structures) < len(requests):
             return dict.fromkeys(messages, b"")
@@ -104,15 +107,21 @@ class SaveCoordinator:
     def _plan_and_order(self, structures: Mapping[int, bytes]) -> dict[int, bytes]:
         memory = self._context.memory
         memory.planned = None  # first of all make room
-        memory.planned = make_plan(structures, self._fingerprints, self._context.session.coordinator)
-        return self._order(memory.planned)
+        state, shards = merge_structures(structures, self._context.session.coordinator)
+        contents = merge_contents(state, self._requests)
+        warnings = self._warnings(state, contents)
+        memory.planned = make_plan(state, shards, self._fingerprints, contents.alike)
+        return self._order(memory.planned, contents, warnings)
 
-    def _order(self, planned: PlannedSave) -> dict[int, bytes]:
+    def _warnings(self, state: GlobalState, contents: Comparison) -> list[str]:
+        """What is to be said of replicas and folders; raises if replicas differ that must not."""
+        folders = {rank: request.folder.identity for rank, request in self._requests.items()}
+        warnings = replica_warnings(state, contents, self._options.check_replicas, self._context.session.doubtful)
+        return warnings + folder_warnings(folders, self._context.session.coordinator)
+
+    def _order(self, planned: PlannedSave, contents: Comparison, warnings: list[str]) -> dict[int, bytes]:
         requests = self._requests
-        value_json, differing = merge_contents(planned.state, requests)
         folders = {rank: request.folder.identity for rank, request in requests.items()}
-        warnings = replica_warnings(differing, self._options.check_replicas, self._context.session.doubtful)
-        warnings += folder_warnings(folders, self._context.session.coordinator)
         for warning in warnings:
             _logger.warning("%s", warning)
         ours = requests[self._context.session.coordinator]
@@ -120,7 +129,7 @@ class SaveCoordinator:
         self._ending.push(functools.partial(self._end, lease))
         self._ordered = _Ordered(
             planned=planned,
-            value_json=value_json,
+            value_json=contents.value_json,
             lease=lease,
             save=_save_info(lease, len(requests), ours.block_bytes, self._context.adapter.version),
             ours=ours,

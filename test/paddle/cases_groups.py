@@ -9,7 +9,15 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
+from paddle_dist_ckpt import (
+    AsyncSave,
+    CheckpointManager,
+    LoadOptions,
+    SaveOptions,
+    export_state_dict,
+    load_state_dict,
+    save_state_dict,
+)
 from test.paddle.layouts import Spread, part_of
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -116,3 +124,57 @@ def save_before_others(path: str, ranks: list[int], coordinator: int, timeout: f
     options = SaveOptions(timeout=timeout)
     group = _groups[tuple(ranks)]
     return outcome_of(lambda: save_state_dict({"step": 1}, path, group, coordinator, options=options).unique_id)
+
+
+def name_coordinators(path: str, ranks: list[int], named: dict[int, Any]) -> dict[str, Outcome]:
+    """Make each kind of call with the coordinator that this rank is told to name."""
+    group, coordinator = _groups[tuple(ranks)], named[dist.get_rank()]
+    state = {"x": dist_tensor(array(), Spread(ranks, (0,)))}
+    calls = {
+        "save": lambda: save_state_dict(state, path, group, coordinator),
+        "async": lambda: save_state_dict(state, path, group, coordinator, async_save=True).result(),
+        "load": lambda: load_state_dict(state, path, group, coordinator),
+        "manager": lambda: CheckpointManager(path, process_group=group, coordinator_rank=coordinator).close(),
+        "export": lambda: export_state_dict(
+            state, Path(path, "out"), process_group=group, coordinator_rank=coordinator
+        ),
+    }
+    outcomes = {}
+    for name, call in calls.items():
+        outcomes[name] = outcome_of(lambda call=call: [call(), None][1])  # type: ignore[misc]
+    return outcomes
+
+
+def save_as_stages(path: str, ranks: int, check: Any, in_background: bool) -> Outcome:
+    """Save a linear layer of which every rank has its own, under the same keys, as a stage of a pipeline."""
+    layer = paddle.nn.Linear(4, 4)
+    layer.weight.set_value(paddle.full([4, 4], float(dist.get_rank())))
+
+    def save() -> tuple[str, ...]:
+        options = SaveOptions(check_replicas=check)
+        saved = save_state_dict({"model": layer}, path, group_of(ranks), async_save=in_background, options=options)
+        return (saved.result() if isinstance(saved, AsyncSave) else saved).warnings
+
+    return outcome_of(save)
+
+
+def save_data_parallel(path: str, ranks: int, in_background: bool) -> tuple[int, int]:
+    """Save a model and its optimizer that every rank has alike, but for a statistic, after the same step on all.
+
+    Returns:
+        The bytes that this rank has written, and how many warnings there were.
+    """
+    layer = paddle.nn.Linear(256, 256)
+    layer.weight.set_value(paddle.arange(256 * 256, dtype="float32").reshape([256, 256]) / 1000)
+    norm = paddle.nn.BatchNorm1D(8)
+    norm._mean.set_value(paddle.full([8], float(dist.get_rank())))
+    optimizer = paddle.optimizer.AdamW(parameters=layer.parameters())
+    (layer(paddle.ones([2, 256])) ** 2).mean().backward()
+    optimizer.step()
+    state = {"model": layer, "norm": norm, "optimizer": optimizer}
+    saved = save_state_dict(state, path, group_of(ranks), async_save=in_background)
+    report = saved.result() if isinstance(saved, AsyncSave) else saved
+    targets = {"model": paddle.nn.Linear(256, 256)}
+    load_state_dict(targets, path, group_of(ranks))
+    assert np.array_equal(targets["model"].weight.numpy(), layer.weight.numpy())
+    return report.bytes_written, len(report.warnings)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -36,8 +34,8 @@ from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
 from test.paddle import cases_drop_in as cases
 from test.paddle.versions import FROM_LOCAL, lacks
 from test.ranks.fresh import fresh_ranks, logs_of
+from test.ranks.launcher import launched
 from test.ranks.pool import RankPool
-from test.ranks.world import REPOSITORY
 
 ALL = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
 NAMES = tuple(name for name in ALL if hasattr(dist, name))
@@ -452,17 +450,5 @@ assert read_metadata("checkpoint").world_size == dist.get_world_size() == 2
 
 
 def test_a_job_that_has_not_initialised_anything_is_initialised_as_by_paddle(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(UNINITIALISED, encoding="utf-8")
-    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--host", "127.0.0.1"]
-    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run(
-        [*command, "--log_dir", "logs", "script.py"],
-        env={**env, "PYTHONPATH": str(REPOSITORY)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    logs = "".join(path.read_text(errors="replace")[-2000:] for path in sorted(tmp_path.glob("logs/workerlog.*")))
-    assert done.returncode == 0, done.stdout[-1000:] + logs
+    launched(tmp_path, UNINITIALISED)
     assert list_checkpoints(tmp_path / "checkpoint") == [0]

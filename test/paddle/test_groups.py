@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
-from paddle_dist_ckpt import SaveOptions, list_checkpoints, load_merged_state_dict, save_state_dict
-from paddle_dist_ckpt.paddle_adapter import groups
+from paddle_dist_ckpt import (
+    CheckpointManager,
+    LoadOptions,
+    SaveOptions,
+    export,
+    export_state_dict,
+    list_checkpoints,
+    load_merged_state_dict,
+    load_state_dict,
+    save,
+    save_state_dict,
+)
 from test.paddle import cases_groups as cases
+from test.ranks.launcher import launched
 from test.ranks.pool import RankPool
 
 SOME = [2, 3, 5]
@@ -107,6 +121,28 @@ def test_replicas_that_differ_can_be_refused(pool: RankPool, tmp_path: Path) -> 
         assert outcome.result == ()
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_stages_of_equal_keys_are_refused_unless_asked_for(pool: RankPool, tmp_path: Path, in_background: bool) -> None:
+    for outcome in pool.run(cases.save_as_stages, str(tmp_path), 3, "auto", in_background, ranks=3):
+        assert outcome.error == "UnsupportedValueError"
+        assert "model.weight: differs on ranks 1, 2" in outcome.message
+    assert not list(tmp_path.iterdir())
+    for outcome in pool.run(cases.save_as_stages, str(tmp_path), 3, "warn", in_background, ranks=3):
+        assert len(outcome.result) >= 1
+    assert (load_merged_state_dict(tmp_path)["model"]["weight"].numpy() == 0).all()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_data_parallel_ranks_have_alike_is_written_by_all(
+    pool: RankPool, tmp_path: Path, in_background: bool
+) -> None:
+    results = pool.run(cases.save_data_parallel, str(tmp_path), 3, in_background, ranks=3)
+    written = [nbytes for nbytes, _ in results]
+    assert max(written) <= sum(written) // 3 + (64 << 10)
+    assert [warnings for _, warnings in results] == [1] * 3  # the statistic
+    assert load_merged_state_dict(tmp_path)["norm"]["_mean"].tolist() == [0.0] * 8
+
+
 def test_two_groups_save_into_one_folder(some: RankPool, tmp_path: Path) -> None:
     others = [0, 1, 6]
     some.run(cases.make_group, others)
@@ -130,22 +166,113 @@ def test_coordinator_that_was_never_there(some: RankPool, tmp_path: Path) -> Non
     assert all(1.5 < outcome.seconds < 30 for outcome in outcomes)
     # A call that came to nothing counts, so the coordinator is a call behind; all are in step from the next one on.
     outcomes = some.run(cases.save_before_others, str(tmp_path), group, 4, 60.0, ranks=group)
-    assert [outcome.error for outcome in outcomes] == ["RankFailureError"] * 3
-    assert all("in step" in outcome.message and outcome.seconds < 30 for outcome in outcomes)
+    assert [outcome.error for outcome in outcomes] == ["RankFailureError", "CheckpointTimeoutError", "RankFailureError"]
+    texts = ["in step", "arrived late", "in step"]
+    assert all(text in one.message and one.seconds < 30 for text, one in zip(texts, outcomes, strict=True))
     outcomes = some.run(cases.save_before_others, str(tmp_path), group, 4, 60.0, ranks=group)
     assert [outcome.message for outcome in outcomes] == [""] * 3
     assert list_checkpoints(tmp_path) == [0]
 
 
-def test_ranks_that_were_launched_but_not_initialised_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("named", [{2: 2, 3: 3, 5: 3}, {2: 0, 3: 5, 5: 0}, {2: 5, 3: 5, 5: 3}], ids=str)
+def test_coordinators_that_differ_are_named_at_once(some: RankPool, tmp_path: Path, named: dict[int, int]) -> None:
+    results = some.run(cases.name_coordinators, str(tmp_path), SOME, named, ranks=SOME)
+    for outcomes in results:
+        for call, outcome in outcomes.items():
+            assert outcome.error == "ValueError", (call, outcome)
+            assert outcome.seconds < 30, call
+            for rank, coordinator in named.items():
+                assert f"with coordinator_rank={coordinator or 2}" in outcome.message, (rank, outcome.message)
+    assert not list(tmp_path.iterdir())
+    for coordinator in (0, 3):  # and all are in step
+        assert [
+            right for right, _, _ in some.run(cases.save_and_load, str(tmp_path), SOME, coordinator, ranks=SOME)
+        ] == [True] * 3
+
+
+@pytest.mark.parametrize("wrong", [4, -1, "3", True])
+def test_a_wrong_coordinator_on_one_rank_is_told_to_all(some: RankPool, tmp_path: Path, wrong: Any) -> None:
+    for outcomes in some.run(cases.name_coordinators, str(tmp_path), SOME, {2: 0, 3: wrong, 5: 0}, ranks=SOME):
+        for call, outcome in outcomes.items():
+            assert outcome.error == "ValueError", (call, outcome)
+            assert repr(wrong) in outcome.message
+            assert outcome.seconds < 30
+    assert not list(tmp_path.iterdir())
+
+
+def as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Paddle believe that this is one of two processes that were launched."""
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    groups._warn_if_launched.cache_clear()
-    for _ in range(2):
-        save_state_dict({"x": np.ones(2)}, tmp_path)
-    assert caplog.text.count("init_parallel_env() was not called") == 1
-    groups._warn_if_launched.cache_clear()
-    caplog.clear()
-    save_state_dict({"x": np.ones(2)}, tmp_path, options=SaveOptions(no_dist=True))
-    assert "init_parallel_env" not in caplog.text
+    monkeypatch.setattr("paddle.distributed.parallel._global_parallel_env", None)
+    assert paddle.distributed.get_world_size() == 2
+
+
+class Initialised(Exception):
+    """Raised in the place of what init_parallel_env does."""
+
+
+def first_calls(folder: Path, no_dist: bool) -> dict[str, Callable[[], object]]:
+    """What a program may call first, each with options."""
+    save, load = SaveOptions(no_dist=no_dist), LoadOptions(no_dist=no_dist)
+    state = {"x": np.ones(2)}
+    return {
+        "save": lambda: save_state_dict(state, folder, options=save),
+        "async": lambda: save_state_dict(state, folder, async_save=True, options=save).result(),
+        "load": lambda: load_state_dict(state, folder, unique_id=0, options=load),
+        "manager": lambda: CheckpointManager(folder / "steps", options=save).close(),
+        "export_state_dict": lambda: export_state_dict(state, folder / "exported", options=save),
+    }
+
+
+@pytest.mark.parametrize("call", [*first_calls(Path(), False), "one call", "export"])
+def test_a_launched_job_that_is_not_initialised_is_initialised_by_its_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def initialise() -> None:
+        assert paddle.in_dynamic_mode()
+        raise Initialised
+
+    save_state_dict({"x": np.ones(2)}, tmp_path)
+    calls = first_calls(tmp_path, no_dist=False)
+    calls["one call"] = lambda: save(tmp_path / "model", paddle.nn.Linear(2, 2))
+    calls["export"] = lambda: export(tmp_path, tmp_path / "out")
+    monkeypatch.setattr(paddle.distributed, "init_parallel_env", initialise)
+    as_launched(monkeypatch)
+    with pytest.raises(Initialised):
+        calls[call]()
+    paddle.enable_static()
+    try:
+        with pytest.raises(Initialised):
+            calls[call]()
+    finally:
+        paddle.disable_static()
+
+
+def test_a_rank_of_a_launched_job_may_act_alone_without_initialising(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paddle.distributed, "init_parallel_env", pytest.fail)
+    as_launched(monkeypatch)
+    for call in first_calls(tmp_path, no_dist=True).values():
+        call()
+    assert list_checkpoints(tmp_path) == [0, 1]
+
+
+UNINITIALISED = """
+import numpy
+import paddle.distributed as dist
+from paddle_dist_ckpt import load_state_dict, read_metadata, save_state_dict
+
+assert not dist.is_initialized()
+rank = dist.get_rank()
+save_state_dict({"w": numpy.ones(4), f"own{rank}": numpy.full(4, float(rank))}, "checkpoint", async_save=True).result()
+assert read_metadata("checkpoint").world_size == dist.get_world_size() == 2
+state = {"own0": numpy.zeros(4), "own1": numpy.zeros(4)}
+load_state_dict(state, "checkpoint")
+assert (state["own1"] == 1).all()
+"""
+
+
+def test_a_launched_job_that_is_not_initialised_saves_together(tmp_path: Path) -> None:
+    launched(tmp_path, UNINITIALISED)
+    assert list_checkpoints(tmp_path / "checkpoint") == [0]

@@ -1,0 +1,100 @@
+"""Ranks that may have named different coordinators: each has a hub of its own, on which the others would never come.
+
+So there is one hub on which all calls of a group meet: that of the group's first rank. A call that names another
+coordinator opens a session there before its own. Sessions are matched by counting and compared by what is being done,
+so a call that names another one, or the first rank, is found as any two different calls are: at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NoReturn
+
+from ..core.protocols import ControlHub
+from .board import Board
+from .session import BoardAppointments, Session
+from .wire import NAMED_COORDINATOR
+
+__all__ = ["AgreedHub", "RefusingHub"]
+
+
+class AgreedHub:
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` for a coordinator that not every rank may name.
+
+    Args:
+        meeting: The hub of the group's first rank, which is not this coordinator.
+        coordinator: The one that this rank names.
+        make: Makes the coordinator's hub, when all ranks have named it; given how many seconds that may take.
+    """
+
+    def __init__(self, meeting: ControlHub, coordinator: int, make: Callable[[float], Board]) -> None:
+        self._meeting = meeting
+        self._coordinator = coordinator
+        self._make = make
+        self._hub: Board | None = None
+
+    def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
+        """Open the next session, after a round in which all ranks turn out to mean the same coordinator.
+
+        Raises:
+            ValueError: they do not; says who named whom.
+            CheckpointTimeoutError, RankFailureError: a rank did not come, or was lost.
+        """
+        with self._meeting.session(f"{kind}{NAMED_COORDINATOR}{self._coordinator}", timeout) as meeting:
+            doubtful = meeting.gather_scatter(
+                "coordinator_rank", lambda: b"", lambda asked: dict.fromkeys(asked, b"1" if meeting.doubtful else b"")
+            )
+        hub = self._own(timeout)
+        if doubtful:
+            hub.doubt()
+        return hub.session(kind, timeout)
+
+    def appointments(self, topic: str, timeout: float) -> BoardAppointments:
+        """Make appointments with the coordinator, on which the ranks have agreed in a session before."""
+        return self._own(timeout).appointments(topic, timeout)
+
+    def close(self) -> None:
+        """End the coordinator's connection; the first rank's goes on."""
+        if self._hub is not None:
+            self._hub.close()
+
+    def _own(self, timeout: float) -> Board:
+        if self._hub is None:
+            self._hub = self._make(timeout)
+        return self._hub
+
+
+class RefusingHub:
+    """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` for a rank with an argument that is wrong.
+
+    What it raises is raised by every rank that makes the same call, for none of them has to wait for this one.
+
+    Args:
+        meeting: The hub of the group's first rank.
+        error: What is wrong.
+    """
+
+    def __init__(self, meeting: ControlHub, error: ValueError) -> None:
+        self._meeting = meeting
+        self._error = error
+
+    def session(self, kind: str, timeout: float) -> NoReturn:
+        """Fail in the next session.
+
+        Raises:
+            ValueError: always.
+        """
+        with self._meeting.session(kind, timeout):
+            raise self._error
+
+    def appointments(self, topic: str, timeout: float) -> NoReturn:
+        """Make no appointments.
+
+        Raises:
+            ValueError: always.
+        """
+        raise self._error
+
+    def close(self) -> None:
+        """Does nothing: no connection is held."""

@@ -1,0 +1,120 @@
+"""Whether what several ranks have under one key is the same on all of them, and what becomes of it if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.shards import Kind
+from ..errors import UnsupportedValueError
+from ..tree.paths import plain_key
+from .global_state import GlobalState, in_charge
+from .messages import SaveRequest, ValueRecord
+
+__all__ = ["Comparison", "merge_contents", "replica_warnings"]
+
+_LARGE = 1 << 16
+"""So many elements in one dimension are no statistic's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """What may be another in each save of one structure.
+
+    Attributes:
+        value_json: The JSON of the small values that are kept, by path.
+        differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
+        differs: Which tensors are among those, ``[tensors]``.
+        alike: Which plain tensors are known to be equal on all ranks that have them, ``[tensors]``.
+    """
+
+    value_json: dict[str, bytes]
+    differing: dict[str, list[int]]
+    differs: npt.NDArray[np.bool_]
+    alike: npt.NDArray[np.bool_]
+
+
+def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> Comparison:
+    """Compare what the ranks have, as far as they have said."""
+    differing: dict[str, list[int]] = {}
+    kept: dict[str, ValueRecord] = {}
+    count = len(state.paths)
+    seen, has_seen, differs = np.zeros((count, 2), np.uint64), np.zeros(count, bool), np.zeros(count, bool)
+    compared = np.zeros(count, np.int64)
+    for i in in_charge(len(state.ranks), state.coordinator):
+        rank = state.ranks[i]
+        for path, value in zip(state.value_paths[i], requests[rank].values, strict=True):
+            if kept.setdefault(path, value).digest != value.digest:
+                differing.setdefault(path, []).append(rank)
+        digests = np.frombuffer(requests[rank].digests, "<u8").reshape(-1, 2)
+        if len(digests):  # none: that rank was not to compare
+            tensor = state.compared[i]
+            fresh = ~has_seen[tensor]
+            seen[tensor[fresh]], has_seen[tensor] = digests[fresh], True
+            compared[tensor] += 1
+            unequal = tensor[(seen[tensor] != digests).any(axis=1)]
+            differs[unequal] = True
+            for t in unequal.tolist():
+                differing.setdefault(state.paths[t], []).append(rank)
+    value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
+    holders = np.bincount(np.concatenate(state.compared), minlength=count)
+    return Comparison(value_json, differing, differs, ~differs & (holders > 1) & (compared == holders))
+
+
+def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubtful: bool) -> list[str]:
+    """Warnings of replicas that differ. If ``doubtful``, ranks may be at different calls.
+
+    Raises:
+        UnsupportedValueError: some do, and it is not known that they may; or so many that they are no replicas.
+    """
+    if check == "off" and not doubtful:
+        return []
+    warnings = [
+        f"{plain_key(path)}: the plain tensors or values of {_ranks(ranks)} differ from the others'; the coordinator's "
+        "is saved, or else that of the lowest rank that has one"
+        for path, ranks in sorted(contents.differing.items())
+    ]
+    if warnings and doubtful:
+        raise UnsupportedValueError(
+            "an earlier call was given up because ranks did not take part, and now their states differ: they may "
+            "be at different calls. Let all ranks meet (a barrier will do) and save again, or pass the step as "
+            "unique_id, so that it can be told what belongs together:\n" + "\n".join(warnings)
+        )
+    if warnings and check == "error":
+        raise UnsupportedValueError("replicas differ:\n" + "\n".join(warnings))
+    if check == "auto":
+        _check_that_most_are_equal(state, contents)
+    return warnings
+
+
+def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None:
+    """A few tensors that differ are statistics, as BatchNorm's. If most do, each rank has others under the same keys.
+
+    Small tensors of one dimension, as statistics and generators' states are, do not count, nor does what one rank has.
+
+    Raises:
+        UnsupportedValueError: most differ.
+    """
+    holders = np.bincount(np.concatenate(state.compared), minlength=len(state.paths))
+    counted = (holders != 1) & (np.array(state.kinds, np.int64) != Kind.VALUE)  # 0 holders: it is distributed
+    counted &= (state.tensors.ndim > 1) | (state.tensors.shape[:, 0] >= _LARGE)
+    unequal = np.flatnonzero(contents.differs & counted).tolist()
+    if 2 * len(unequal) <= np.count_nonzero(counted):
+        return
+    lines = [
+        f"{plain_key(path)}: differs on {_ranks(contents.differing[path])}"
+        for path in (state.paths[t] for t in unequal)
+    ]
+    raise UnsupportedValueError(
+        f"most plain tensors of the same keys ({len(unequal)} of {np.count_nonzero(counted)}) differ among ranks, so "
+        "they are no replicas, and those of all ranks but one would be lost. Give tensors that belong to one rank keys "
+        "of their own, such as {f'stage{i}': state} for stage i of a pipeline; make parts of a tensor DistTensors or "
+        "ShardedWeights; or pass SaveOptions(check_replicas='warn') if one rank's shall be saved:\n" + "\n".join(lines)
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"ranks {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,133 @@
+"""Ranks that name different coordinators, or one that there is not: every rank hears of it at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from paddle_dist_ckpt.control import AgreedHub, RefusingHub
+from paddle_dist_ckpt.core.protocols import ControlHub
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError
+from paddle_dist_ckpt.testing.in_process import InProcessWorld
+
+RANKS = 3
+LONG = 200.0
+SHORT = 0.3
+AT_ONCE = 10.0
+
+
+class Job:
+    """Ranks in one process, whose calls may name any of them as the coordinator; rank 0 is the first one."""
+
+    def __init__(self) -> None:
+        self._worlds = [InProcessWorld(RANKS, coordinator) for coordinator in range(RANKS)]
+        self.made: list[tuple[int, int]] = []
+        self._hubs: dict[tuple[int, int], ControlHub] = {}
+
+    def _make(self, rank: int, coordinator: int) -> ControlHub:
+        meeting = self._worlds[0].hub(rank)
+
+        def make(_: float) -> Any:
+            self.made.append((rank, coordinator))
+            return self._worlds[coordinator].hub(rank)
+
+        return AgreedHub(meeting, coordinator, make) if coordinator else meeting
+
+    def hub(self, rank: int, coordinator: int) -> ControlHub:
+        if coordinator >= RANKS:
+            return RefusingHub(self._worlds[0].hub(rank), ValueError(f"coordinator_rank {coordinator} is not there"))
+        if (rank, coordinator) not in self._hubs:
+            self._hubs[rank, coordinator] = self._make(rank, coordinator)
+        return self._hubs[rank, coordinator]
+
+    def call(self, named: dict[int, int], kinds: dict[int, str] | None = None, timeout: float = LONG) -> dict[int, Any]:
+        """One call of each rank in ``named``, with the coordinator there; what each got or raised."""
+
+        def work(rank: int, coordinator: int) -> Any:
+            try:
+                hub = self.hub(rank, coordinator)
+                with hub.session((kinds or {}).get(rank, "save"), timeout) as session:
+                    reply = session.gather_scatter("plan", lambda: b"%d" % rank, lambda parts: parts)
+                    return session.coordinator, reply, session.doubtful
+            except (CheckpointError, ValueError) as error:
+                return error
+
+        begun = time.monotonic()
+        with ThreadPoolExecutor(RANKS) as threads:
+            futures = {rank: threads.submit(work, rank, coordinator) for rank, coordinator in named.items()}
+            results = {rank: future.result(60) for rank, future in futures.items()}
+        assert time.monotonic() - begun < AT_ONCE
+        return results
+
+
+def works(job: Job, coordinator: int) -> None:
+    named = dict.fromkeys(range(RANKS), coordinator)
+    assert job.call(named) == {rank: (coordinator, b"%d" % rank, False) for rank in named}
+
+
+def each(results: dict[int, Any], kind: type[Exception], check: Callable[[Any], bool] = lambda _: True) -> None:
+    for rank, error in results.items():
+        assert type(error) is kind, (rank, error)
+        assert check(error), error
+
+
+@pytest.mark.parametrize("before", [(), (0,), (2, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("named", [(0, 1, 1), (1, 0, 0), (0, 1, 2), (2, 2, 0), (1, 1, 2), (2, 1, 1)], ids=str)
+def test_different_coordinators_are_named_at_once_on_every_rank(named: tuple[int, ...], before: tuple[int]) -> None:
+    job = Job()
+    for coordinator in before:
+        works(job, coordinator)
+    results = job.call(dict(enumerate(named)))
+    said = [f"rank {rank} calls 'save' with coordinator_rank={coordinator}" for rank, coordinator in enumerate(named)]
+    each(results, ValueError, lambda error: all(text in str(error) for text in said))
+    for coordinator in range(RANKS):  # and they are in step again
+        works(job, coordinator)
+
+
+def test_a_coordinator_that_all_name_has_a_hub_of_its_own_made_once() -> None:
+    job = Job()
+    for coordinator in (2, 0, 2):
+        works(job, coordinator)
+    assert sorted(job.made) == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_different_calls_that_name_one_coordinator_are_no_different_coordinators() -> None:
+    job = Job()
+    results = job.call({0: 2, 1: 2, 2: 2}, {1: "load"})
+    each(results, CheckpointError, lambda error: "rank 1 calls 'load with" in str(error))
+    works(job, 2)
+
+
+def test_a_coordinator_that_is_not_there_is_told_to_every_rank() -> None:
+    job = Job()
+    for others in (0, 1):
+        results = job.call({0: others, 1: 7, 2: others})
+        assert all(isinstance(error, ValueError) for error in results.values()), results
+        assert "coordinator_rank 7" in str(results[1])
+        if others == 0:
+            assert all("on rank 1: coordinator_rank 7" in str(results[rank]) for rank in (0, 2))
+    works(job, 0)
+    works(job, 1)
+
+
+def test_a_rank_that_does_not_come_is_named_and_leaves_a_doubt() -> None:
+    job = Job()
+    each(job.call({0: 1, 1: 1}, timeout=SHORT), CheckpointTimeoutError, lambda error: error.missing_ranks == (2,))
+    late = job.call({0: 1, 1: 1, 2: 1})  # rank 2 is a call behind
+    assert all(isinstance(error, CheckpointError) for error in late.values()), late
+    results = job.call({0: 1, 1: 1, 2: 1})
+    assert {rank: doubtful for rank, (_, _, doubtful) in results.items()} == {0: False, 1: True, 2: False}
+    works(job, 1)
+
+
+def test_appointments_are_with_the_coordinator_that_was_agreed_on() -> None:
+    job = Job()
+    works(job, 2)
+    made = [job.hub(rank, 2).appointments("steps", LONG) for rank in range(RANKS)]
+    assert [one.leads for one in made] == [False, False, True]
+    with pytest.raises(ValueError, match="not there"):
+        job.hub(0, 9).appointments("steps", LONG)
