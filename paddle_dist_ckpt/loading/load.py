@@ -52,7 +52,9 @@ __all__ = ["LeavesLoad", "load"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _PARTLY = "\nTargets are partly written: load again, or do not use them."
-_COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")  # options that are the same on all ranks
+# Options that are the same on all ranks, some of them as sequences of any kind.
+_COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")
+_SEQUENCES = ("allow_missing", "allow_unused")
 T = TypeVar("T")
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -187,6 +189,7 @@ class LeavesLoad:
         tensors = wanted.tensors
         paths = WantedPaths(tensors.paths, wanted.values, tensors.names, wanted.others, wanted.moved)
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
+        choices |= {name: str(list(getattr(self.context.options, name))) for name in _SEQUENCES}
         choices["offload"] = str(self.context.offload)
         return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths))
 
