@@ -244,6 +244,18 @@ def test_sharded_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
             np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-6)
 
 
+def test_a_vocabulary_that_was_padded_for_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+    """With its moments; of four ranks the last one has padding alone."""
+    saved = pool.run(cases.resized, 10, 2, 1, None, str(tmp_path), ranks=2)
+    before = pool.run(cases.resized, 16, 4, 2, None, None, ranks=4)
+    loaded = pool.run(cases.resized, 16, 4, 2, str(tmp_path), None, ranks=4)
+    for key in ("weight", "moment2"):
+        stored, kept, found = (np.concatenate([rank[key] for rank in ranks]) for ranks in (saved, before, loaded))
+        assert np.array_equal(found[:10], stored)
+        assert np.array_equal(found[10:], kept[10:])
+        assert not np.array_equal(kept[:10], stored)
+
+
 @on_fleet
 def test_a_wrapped_scaler_is_the_scaler(tmp_path: Path) -> None:
     """Paddle's own has no state where it is not enabled, as on a CPU."""
