@@ -51,6 +51,8 @@ __all__ = [
     "load",
     "load_merged_state_dict",
     "load_state_dict",
+    "model_state_dict",
+    "optimizer_state_dict",
     "read_metadata",
     "rebuild_metadata",
     "rng_state",

@@ -8,6 +8,7 @@ process. What is stored is a checkpoint like any other: ``{"model": ..., "optimi
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
@@ -20,7 +21,7 @@ from .storage import Storage, as_source
 from .tree.state_dict import Adapter
 from .wiring import connected, load_whole, load_with, paddles, save_with
 
-__all__ = ["load", "save"]
+__all__ = ["load", "model_state_dict", "optimizer_state_dict", "save"]
 
 _UNIQUE_ID = 0  # a folder holds one such checkpoint, which each save replaces
 _OURS = ("model", "optimizer")
@@ -121,6 +122,79 @@ def load(
         return load_whole(storage, _UNIQUE_ID, Selection(), False, LoadOptions(), place, threads)
     others = _load_into(objects, storage, place, threads)
     return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
+
+
+def model_state_dict(
+    loaded: Mapping[str, Any], model: Any, *, frozen: bool = True, variable_names: bool = False
+) -> dict[str, Any]:
+    """What was loaded of a model, as this run's model takes it; nothing else is in it, and nothing is missing.
+
+    ::
+
+        state = paddle_dist_ckpt.load("latest")
+        model.set_state_dict(paddle_dist_ckpt.model_state_dict(state["model"], model))
+
+    Args:
+        loaded: ``load(path)["model"]``, or that of ``load_merged_state_dict(path)``: whole tensors by structured name.
+        model: A ``paddle.nn.Layer``, wrapped for data parallelism or not.
+        frozen: Whether parameters that are not trained (``stop_gradient``) are among them.
+        variable_names: Give them the names of this run's variables (``linear_3.w_0``), for
+            ``set_state_dict(..., use_structured_name=False)``.
+
+    Returns:
+        The loaded tensors, not copies.
+
+    Raises:
+        StateDictMismatchError: an entry of the model is missing, or has another shape or dtype, or is distributed in
+            this run; lists every problem.
+        TypeError: an argument is not what it should be.
+    """
+    from .paddle_adapter import replicas, run_names
+
+    layer = replicas.layers(model)
+    if isinstance(layer, (list, tuple)):
+        raise TypeError("model must be a paddle.nn.Layer; call this for each of several")
+    return run_names.model_state_of_run(_checked_mapping(loaded), layer, frozen, variable_names)
+
+
+def optimizer_state_dict(loaded: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """What was loaded of an optimizer under the names that Paddle has in this run, for ``optimizer.set_state_dict()``.
+
+    A checkpoint names an optimizer's entries after the parameters (``fc.weight.moment1``); Paddle's own setter wants
+    ``linear_3.w_0_moment1_0``, which is another name in each run. ::
+
+        state = paddle_dist_ckpt.load("latest")
+        model.set_state_dict(state["model"])
+        optimizer.set_state_dict(paddle_dist_ckpt.optimizer_state_dict(state["optimizer"], model, optimizer))
+
+    An optimizer that has not taken a step gets its accumulators, as by a load into the object.
+
+    Args:
+        loaded: ``load(path)["optimizer"]``, or that of ``load_merged_state_dict(path)``, nested and with whole tensors.
+        model: The model, or the list of models, beside which the optimizer was saved.
+        optimizer: One of Paddle's optimizers, wrapped by fleet or not.
+
+    Returns:
+        The loaded tensors under other names, not copies; but master weights are copies.
+
+    Raises:
+        StateDictMismatchError: an entry of the optimizer is missing, or has another shape or dtype, or is distributed
+            in this run; lists every problem.
+        UnsupportedValueError: the optimizer's setter does not take all of its state (LBFGS, LookAhead).
+        TypeError: an argument is not what it should be.
+    """
+    from .paddle_adapter import replicas, run_names
+
+    if isinstance(optimizer, (list, tuple)):
+        raise TypeError("optimizer must be one optimizer; call this for each of several")
+    one = replicas.optimizers(optimizer)
+    return run_names.optimizer_state_of_run(_checked_mapping(loaded), replicas.layers(model), one)
+
+
+def _checked_mapping(loaded: Any) -> Mapping[str, Any]:
+    if not isinstance(loaded, Mapping):
+        raise TypeError(f"loaded must be a mapping of keys to tensors, not {type(loaded).__name__}")
+    return loaded
 
 
 def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -68,7 +68,13 @@ class LoadOptions:
         timeout: The longest silence of a rank, in seconds, before the others give up on it.
         no_dist: Load this rank's state_dict alone, even in a job of many ranks.
         strict: Raise when a wanted key is missing or does not fit. With False, what fits is loaded and the report
-            names the rest.
+            names the rest. With ``"all"``, a stored key that nothing asks for raises, too.
+        allow_missing: Patterns (as :func:`fnmatch.fnmatchcase` has them) of wanted flat keys that need not be stored.
+            Those that are not are left as they are, and the report names them.
+        allow_unused: Patterns of stored flat keys that nothing need ask for, if ``strict`` is ``"all"``.
+        resize: Along which axis a wanted tensor may be longer or shorter than the stored one, by patterns of wanted
+            flat keys, of which the first counts: ``{"*embed.weight*": 0}``. A longer one keeps what it has beyond. With
+            ``(axis, n)`` it may be shorter, too, and both must be at least n long; what is stored beyond is left out.
         cast: Convert where dtypes differ: float to float, int to a wider int, bool to int, real to complex. A finite
             value that the target cannot hold is an error.
         per_rank: What becomes of :class:`PerRank` values that another number of ranks has saved: ``"refuse"`` raises,
@@ -87,7 +93,10 @@ class LoadOptions:
 
     timeout: float = 300.0
     no_dist: bool = False
-    strict: bool = True
+    strict: bool | Literal["all"] = True
+    allow_missing: Sequence[str] = ()
+    allow_unused: Sequence[str] = ()
+    resize: Mapping[str, int | tuple[int, int]] | None = None
     cast: bool = False
     per_rank: Literal["refuse", "by_rank", "coordinator"] = "refuse"
     exchange: Literal["auto", "always", "never"] = "auto"
@@ -102,7 +111,11 @@ class LoadOptions:
             raise ValueError(f"staging_bytes must be a number of bytes above 0, not {self.staging_bytes!r}")
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
-        _check_bools(no_dist=self.no_dist, strict=self.strict, cast=self.cast)
+        _check_bools(no_dist=self.no_dist, cast=self.cast)
+        if not isinstance(self.strict, bool) and self.strict != "all":
+            raise TypeError(f"strict must be True, False or 'all', not {self.strict!r}")
+        _check_patterns(allow_missing=self.allow_missing, allow_unused=self.allow_unused)
+        _check_resize(self.resize)
         _check_bools(progress=False if self.progress is None else self.progress)
 
 
@@ -138,6 +151,27 @@ def _check_key_map(key_map: object) -> None:
     for wanted, stored in key_map.items():
         if not isinstance(wanted, str) or not (stored is None or isinstance(stored, str)):
             raise TypeError(f"key_map must have keys for keys (or None), not {wanted!r}: {stored!r}")
+
+
+def _check_patterns(**options: object) -> None:
+    for name, patterns in options.items():
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence) or not all(map(_is_str, patterns)):
+            raise TypeError(f"{name} must be a list or tuple of patterns of keys, not {patterns!r}")
+
+
+def _check_resize(resize: object) -> None:
+    if resize is not None and not isinstance(resize, Mapping):
+        raise TypeError(f"resize must be a mapping of patterns of keys to axes, not {type(resize).__name__}")
+    for pattern, rule in (resize or {}).items():
+        numbers = rule if isinstance(rule, tuple) and len(rule) == 2 else (rule,)
+        if not isinstance(pattern, str) or not all(type(one) is int and one >= 0 for one in numbers):
+            raise TypeError(
+                f"resize must have patterns of keys for axes from 0, or for (axis, length), not {pattern!r}: {rule!r}"
+            )
+
+
+def _is_str(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _check_bools(**options: bool) -> None:

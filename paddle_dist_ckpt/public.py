@@ -34,7 +34,12 @@ from .files.metadata import (
     StorageInfo as StorageInfo,
 )
 from .manager import CheckpointManager as CheckpointManager
-from .one_call import load as load, save as save
+from .one_call import (
+    load as load,
+    model_state_dict as model_state_dict,
+    optimizer_state_dict as optimizer_state_dict,
+    save as save,
+)
 from .options import LoadOptions as LoadOptions, SaveOptions as SaveOptions
 from .reports import (
     ExportReport as ExportReport,

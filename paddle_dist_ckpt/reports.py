@@ -44,7 +44,8 @@ class LoadReport:
         bytes_read: Bytes that this rank read from data files, headers left out.
         bytes_received: Bytes that other ranks read for this one.
         files_opened: How many data files this rank opened.
-        skipped: With ``strict=False``, a line for every target that was not loaded, and why.
+        skipped: With ``strict=False`` or ``allow_missing``, a line for every target that was not loaded, and why; with
+            ``resize``, what of a tensor was left as it is or left out.
         unused_keys: Flat keys that the checkpoint has and no rank asked for.
         seconds: Seconds per phase on this rank: ``plan``, ``read``, and ``open`` where ranks read for each other.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_optimizers
 from ..tree.paths import is_own, parent_of, plain_key, plain_keys
-from .key_map import path_of_key
+from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
 
 __all__ = ["Answering"]
@@ -41,15 +42,16 @@ class _Draft:
 
 
 class Answering:
-    """Looks up in one checkpoint what ranks want.
+    """Looks up in one checkpoint what ranks want. ``allow_missing`` are patterns of wanted keys that need not be there.
 
     Attributes:
         files: The data files, each with its number of blocks.
         asked: The stored paths of what ranks were given.
     """
 
-    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int]) -> None:
+    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int], allow_missing: Sequence[str] = ()) -> None:
         self._metadata, self._ranks_on_host = metadata, ranks_on_host
+        self._may_be_missing = matcher(allow_missing)
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
         self._paths = sorted([*metadata.table.paths, *self._values])
@@ -80,7 +82,7 @@ class Answering:
             elif not self._names.learning_rates and path in names.learning_rates:
                 found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
-                found.unfit[path] = self._what_is(moved.get(path, path))
+                self._lack(path, moved.get(path, path), found)
         schedulers = {scheduler for path in wanted.values if (scheduler := _scheduler_of(path)) is not None}
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
@@ -126,7 +128,18 @@ class Answering:
         elif present == "optional":
             found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:
+            self._lack(path, source, found)
+
+    def _lack(self, path: str, source: str, found: _Draft) -> None:
+        """What is wanted at a path is not what is stored at ``source``, if anything is."""
+        if self._may_be_missing(plain_key(path)) and not self._is_there(source):
+            found.skipped[path] = "left as it is, for the checkpoint does not have it"
+        else:
             found.unfit[path] = self._what_is(source)
+
+    def _is_there(self, path: str) -> bool:
+        """Whether anything is stored at a path or below, or would be if it were read."""
+        return self._is_value(path) or path in self._index or path in self._metadata.left_out or bool(self._below(path))
 
     def _is_value(self, path: str) -> bool:
         """Whether a value is stored at a path, in `.metadata` or as an entry of a data file."""
@@ -145,7 +158,7 @@ class Answering:
         """All values and arrays at or below a path; the tensors there have to be wanted by themselves."""
         below = [source] if self._is_value(source) else self._below(source)
         if not below or (source in self._values and not _is_dict(self._values[source])):
-            found.unfit[path] = self._what_is(source)
+            self._lack(path, source, found)
             return
         for stored in below:
             wanted = path + stored[len(source) :]
@@ -158,7 +171,7 @@ class Answering:
         """What every rank has of its own at a path."""
         below = self._below(source)
         if not below or not all(is_own(stored) and parent_of(stored) == source for stored in below):
-            found.unfit[path] = self._what_is(source)
+            self._lack(path, source, found)
             return
         for stored in below:
             self._take(stored, path + stored[len(source) :], found)
@@ -170,7 +183,7 @@ class Answering:
         if held:
             found.unfit[path] = f"a container of tensors, such as {self._metadata.key(held[0])}"
         elif not below:
-            found.unfit[path] = self._what_is(source)
+            self._lack(path, source, found)
         else:
             for stored in below:
                 self._take(stored, path + stored[len(source) :], found)

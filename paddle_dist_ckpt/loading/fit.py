@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Container, Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from ..files.runs import OpenFile
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
+from .resize import Rules
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
@@ -32,7 +34,7 @@ class Fit:
     Its needs are the overlaps of targets with stored shards, numbered from 0. Its columns have a row for each need
     (``[needs]``), or for needs that are alike in all their boxes (``[kinds, dimensions]``).
 
-    ``left_out`` are stored values that this rank does not take.
+    ``left_out`` are stored values that this rank does not take, ``resize`` is ``LoadOptions.resize``.
 
     Attributes:
         targets: What is filled.
@@ -45,18 +47,24 @@ class Fit:
     """
 
     def __init__(
-        self, answer: LoadAnswer, wanted: WantedState, cast: bool, left_out: Container[str], adapter: TensorAdapter
+        self,
+        answer: LoadAnswer,
+        wanted: WantedState,
+        cast: bool,
+        left_out: Container[str],
+        adapter: TensorAdapter,
+        resize: Rules = MappingProxyType({}),
     ) -> None:
         self.answer, self.wanted = answer, wanted
         self.stored = StoredShards(answer)
         self._table = self.stored.table
         elsewhere = {**answer.stored, **dict.fromkeys((*answer.unfit, *answer.skipped))}
         self.problems = wanted.problems + _unfit(answer, wanted)
-        self.targets = Targets(wanted, self._table, cast, elsewhere, left_out, adapter)
+        self.targets = Targets(wanted, self._table, cast, elsewhere, left_out, adapter, resize)
         self.problems += self.targets.problems
         self._plan()
         left = [f"{plain_key(path)}: {reason}" for path, reason in answer.skipped.items()]
-        self.skipped = self.problems + wanted.left + left
+        self.skipped = self.problems + wanted.left + left + self.targets.resized
 
     def _plan(self) -> None:
         """Fill the columns: ``_target``, ``_shard`` and ``_like`` are ``[needs]``; the boxes' shape, where it starts in

@@ -1,13 +1,15 @@
-"""Where the user says that wanted entries are stored: ``LoadOptions.key_map``."""
+"""What the user says of keys: where wanted entries are stored (``LoadOptions.key_map``), and patterns of keys."""
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from ..files.metadata import Metadata
 from ..tree.paths import containers_of, flat_keys, join, plain_key
 
-__all__ = ["KeyMap", "apply", "path_of_key"]
+__all__ = ["KeyMap", "apply", "matcher", "path_of_key"]
 
 KeyMap = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 
@@ -80,3 +82,11 @@ def path_of_key(metadata: Metadata) -> Callable[[str], str]:
         return join("", key)
 
     return find
+
+
+def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """A function that says whether a flat key matches one of some patterns, as :func:`fnmatch.fnmatchcase` has them."""
+    if not patterns:
+        return lambda _: False
+    match = re.compile("|".join(map(fnmatch.translate, patterns))).match
+    return lambda key: match(key) is not None

@@ -52,7 +52,9 @@ __all__ = ["LeavesLoad", "load"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _PARTLY = "\nTargets are partly written: load again, or do not use them."
-_COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")  # options that are the same on all ranks
+# Options that are the same on all ranks, some of them as sequences of any kind.
+_COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")
+_SEQUENCES = ("allow_missing", "allow_unused")
 T = TypeVar("T")
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -187,13 +189,15 @@ class LeavesLoad:
         tensors = wanted.tensors
         paths = WantedPaths(tensors.paths, wanted.values, tensors.names, wanted.others, wanted.moved)
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
+        choices |= {name: str(list(getattr(self.context.options, name))) for name in _SEQUENCES}
+        choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
         return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths))
 
     def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
         session, options = self.context.session, self.context.options
         left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)
-        fit = Fit(answer, wanted, options.cast, left_out, self.context.adapter)
+        fit = Fit(answer, wanted, options.cast, left_out, self.context.adapter, options.resize or {})
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if options.exchange != "always" or len(session.ranks) == 1:

@@ -16,6 +16,7 @@ from ..storage.base import FolderIdentity
 from ..tree.names import is_of_run
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
+from .key_map import matcher
 from .messages import (
     DecideAnswer,
     DecideRequest,
@@ -71,7 +72,7 @@ class LoadCoordinator:
             self._groups.setdefault(folder, []).append(rank)
         sharing = Counter(folder.host for folder in self._folders.values())
         on_host = {rank: sharing[folder.host] for rank, folder in self._folders.items()}
-        self._answering = Answering(metadata, on_host)
+        self._answering = Answering(metadata, on_host, self._options.allow_missing)
         answered: dict[bytes, bytes] = {}
         for request in requests.values():
             if request.wanted not in answered:
@@ -81,7 +82,9 @@ class LoadCoordinator:
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
         needs = {rank: decode(data, DecideRequest) for rank, data in messages.items()}
-        self._check({rank: n.problems for rank, n in needs.items()})
+        paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
+        unused = [self._metadata.key(path) for path in paths if path not in self._answering.asked]
+        self._check({rank: n.problems for rank, n in needs.items()}, unused)
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
@@ -90,11 +93,10 @@ class LoadCoordinator:
             raise CheckpointCorruptedError(
                 _missing_text(missing, "; exchange is 'never', so no other rank may read it")
             )
-        paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
         decision = DecideAnswer(
             staged=any(n.staged for n in needs.values()),
             objects=any(n.objects for n in needs.values()),
-            unused=[self._metadata.key(path) for path in paths if path not in self._answering.asked],
+            unused=unused,
         )
         by_host = self._bytes_by_host(needs)
         if not self._exchange_wanted(by_host, bool(missing)):
@@ -146,20 +148,24 @@ class LoadCoordinator:
             raise CheckpointCorruptedError(_missing_text(gone, ""))
         return bool(gone)
 
-    def _check(self, by_rank: Mapping[int, Sequence[str]]) -> None:
-        """Raise all problems at once, each said once with the ranks that have it."""
+    def _check(self, by_rank: Mapping[int, Sequence[str]], unused: Sequence[str] = ()) -> None:
+        """Raise all problems at once, each said once with the ranks that have it, and the keys that nothing asks for if
+        these are problems."""
         ranks: dict[str, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
             for problem in problems:
                 ranks.setdefault(problem, []).append(rank)
-        if not ranks or not self._options.strict:
+        surplus = self._surplus(ranks, unused)
+        if not (ranks or surplus) or not self._options.strict:
             return
         everyone = len(by_rank)
         lines = [
             problem if len(having) == everyone else f"{problem} (rank {', '.join(map(str, having))})"
             for problem, having in ranks.items()
-        ]
+        ] + surplus
         advice = "LoadOptions(strict=False) loads what fits"
+        if surplus:
+            advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
         if any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
         if any("missing" in line and is_of_run(line.partition(":")[0]) for line in lines):
@@ -169,6 +175,13 @@ class LoadCoordinator:
             f"left as it was; {len(lines)} problem(s):"
         )
         raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
+
+    def _surplus(self, problems: Iterable[str], unused: Sequence[str]) -> list[str]:
+        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks."""
+        if self._options.strict != "all" or not unused:
+            return []
+        said, allowed = {line.partition(": ")[0] for line in problems}, matcher(self._options.allow_unused)
+        return [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
 
 
 def _missing_text(reasons: Mapping[str, str], more: str) -> str:

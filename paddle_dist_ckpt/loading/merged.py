@@ -59,7 +59,8 @@ def load_merged(
             return leaves
 
     with SoloHub().session("load", options.timeout) as session:
-        options = dataclasses.replace(options, key_map=None)  # whole tensors are loaded under the keys that they have
+        # Whole tensors are loaded under the keys that they have, and those that are not chosen are not asked for.
+        options = dataclasses.replace(options, key_map=None, strict=bool(options.strict))
         context = LoadContext(storage, session, NoTransport(), adapter, options, threads)
         restore, read = (lambda found, _: values.update(found)), (lambda _: metadata)
         LeavesLoad(scan, restore, context, unique_id, read=read).run()

@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from ..files.reader import Consumer, view_at
 from ..tree.paths import plain_key
 from ..tree.values import decode_value
+from .resize import Rules, resize
 from .shared_memory import SharedMemory, find_shared_memory
 from .wanted import WantedState
 
@@ -41,6 +42,7 @@ class Targets:
             there is nothing.
         left_out: Stored values that are not read.
         adapter: Makes the memory of devices accessible.
+        rules: Which tensors may be of another length than what is stored, see :mod:`.resize`.
 
     Attributes:
         cells: The different targets: the geometry of the tensor, and which local shard of it.
@@ -51,6 +53,7 @@ class Targets:
         staged: Whether it goes to a buffer that is looked at before anything else is touched, ``[rows]``.
         on_device: Whether its tensor is in a device's memory, ``[rows]``.
         problems: What does not fit, a line each.
+        resized: What of tensors of another length is left as it is or left out, a line each.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Targets:
         stored: Mapping[str, str | None],
         left_out: Container[str],
         adapter: TensorAdapter,
+        rules: Rules,
     ) -> None:
         self._table, self._devices = table, adapter.devices
         self.problems: list[str] = []
@@ -70,10 +74,12 @@ class Targets:
         places: dict[str | None, int] = {None: -1}
         places.update(table.index)
         place = np.array([places.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
-        for tensor, reason in _find_mismatches(tensors, table, place, cast).items():
+        asked = set(place.tolist())  # also for what does not fit, which stays as it is
+        refused, self.resized = resize(tensors, table, place, rules)
+        for tensor, reason in {**_find_mismatches(tensors, table, place, cast), **refused}.items():
             self.problems.append(f"{plain_key(tensors.paths[tensor])}: {reason}")
             place[tensor] = -1
-        self._values = self._add_values(left_out, set(place.tolist()))
+        self._values = self._add_values(left_out, asked)
         first_value, place = len(place), np.append(place, np.array([t for t, _ in self._values], np.int64))
 
         pieces = LocalShards(tensors.geometries, np.array(tensors.geometry, np.int64))
@@ -100,12 +106,12 @@ class Targets:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def _add_values(self, left_out: Container[str], filled: Container[int]) -> list[tuple[int, Array]]:
+    def _add_values(self, left_out: Container[str], asked: Container[int]) -> list[tuple[int, Array]]:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
         that it belongs to; returns their places in the table and the buffers."""
         table, added = self._table, []
         for t in np.flatnonzero(table.kinds != Kind.TENSOR).tolist():
-            if t not in filled and table.paths[t] not in left_out:
+            if t not in asked and table.paths[t] not in left_out:
                 shape, dtype = table.layouts[table.layout_of[t]].shape, table.dtypes[t]
                 buffer: Array = np.empty(shape, dtype.raw)
                 geometry = Geometry(Kind(int(table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))

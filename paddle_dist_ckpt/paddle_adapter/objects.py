@@ -16,11 +16,13 @@ from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
-from ..tree.objects import set_state
+from ..tree.objects import is_stateful, set_state
 from .static_program import SCHEDULER, is_program, program_scheduler
+from .wrappers import INNER, STEPS, is_look_ahead, is_wrapper, refusal, unwrapped
 
 __all__ = [
     "check_optimizer",
+    "is_object",
     "is_optimizer",
     "make_accumulators",
     "optimizer_state",
@@ -32,14 +34,20 @@ _SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
 _MASTERS = "master_weights"
 
 
+def is_object(value: Any) -> bool:
+    """Whether it is an object with a state_dict, also one that only passes on what it wraps, or one to be refused."""
+    return is_stateful(value) or is_wrapper(value) or refusal(value) is not None
+
+
 def is_optimizer(value: Any) -> bool:
-    """Whether it is one of Paddle's optimizers, or what ``paddle.distributed.shard_optimizer`` made of one."""
-    return isinstance(value, (paddle.optimizer.Optimizer, _SHARD_OPTIMIZER))
+    """Whether it is one of Paddle's optimizers, or what fleet or ``paddle.distributed.shard_optimizer`` made of one."""
+    return isinstance(unwrapped(value), (paddle.optimizer.Optimizer, _SHARD_OPTIMIZER))
 
 
 def _inner(optimizer: Any) -> Any:
     """The optimizer that holds the state."""
-    return optimizer._inner_opt if isinstance(optimizer, _SHARD_OPTIMIZER) else optimizer
+    optimizer = unwrapped(optimizer)
+    return unwrapped(optimizer._inner_opt) if isinstance(optimizer, _SHARD_OPTIMIZER) else optimizer
 
 
 # -- accumulators
@@ -52,6 +60,7 @@ def make_accumulators(optimizer: Any) -> None:
     distributed likewise. Ranks that share parameters must call it together. Optimizers that have no such accumulators
     are left alone.
     """
+    optimizer = unwrapped(optimizer)
     create, groups = getattr(optimizer, "_create_accumulators", None), getattr(optimizer, "_param_groups", None)
     if create is None or not groups or not paddle.in_dynamic_mode():
         return
@@ -126,12 +135,17 @@ def _distribute(optimizer: Any, parameter: Any) -> None:
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """All state of an optimizer as Paddle names and nests it, also of one that never took a step.
 
-    The tensors are its own, not copies; the dicts are copies.
+    The tensors are its own, not copies; the dicts are copies. To that of a LookAhead is added what Paddle leaves out:
+    the state of the optimizer in it, and the number of steps.
     """
     make_accumulators(optimizer)
-    state = dict(_inner(optimizer).state_dict())  # that of shard_optimizer may take a step
+    owner = _inner(optimizer)
+    state = dict(owner.state_dict())  # that of shard_optimizer may take a step
     if isinstance(state.get(_MASTERS), dict):
         state[_MASTERS] = dict(state[_MASTERS])
+    if is_look_ahead(owner):
+        steps = owner._global_step_var
+        state |= {INNER: optimizer_state(owner.inner_optimizer), STEPS: 0 if steps is None else int(steps)}
     return state
 
 
@@ -141,7 +155,10 @@ def check_optimizer(optimizer: Any, key: str) -> None:
     Raises:
         UnsupportedValueError: this is one.
     """
-    accumulators = getattr(_inner(optimizer), "_accumulators", {}).values()
+    owner = _inner(optimizer)
+    if is_look_ahead(owner):
+        check_optimizer(owner.inner_optimizer, key)
+    accumulators = getattr(owner, "_accumulators", {}).values()
     # A static-graph program has taken its variables over. Paddle's own state_dict() crashes then.
     if any(not isinstance(value, paddle.Tensor) for by_name in accumulators for value in by_name.values()):
         raise UnsupportedValueError(f"{key}: this optimizer belongs to a static-graph program; use the DistModel")
@@ -153,8 +170,8 @@ def check_optimizer(optimizer: Any, key: str) -> None:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """The parameters that an optimizer steps."""
-    groups = getattr(optimizer, "_param_groups", None) or []
+    """The parameters that an optimizer steps; of a sharded one, those that it steps on this rank."""
+    groups = getattr(unwrapped(optimizer), "_param_groups", None) or []
     return [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
 
 
@@ -163,6 +180,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 def restore(value: Any, state: dict[str, Any]) -> None:
     """Give an object its state back, whose tensors were filled in place."""
+    value = unwrapped(value)
     if isinstance(value, paddle.nn.Layer):
         _restore_layer(value, state)
     elif is_optimizer(value):
@@ -206,13 +224,26 @@ def _in_own_dtypes(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
 def _restore_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Give an optimizer its state back: what :func:`optimizer_state` returned, with the tensors filled in place.
 
-    What is left to do is the learning rate's scheduler. A class with its own ``set_state_dict`` gets everything.
+    What is left to do is the learning rate's scheduler; for a LookAhead, the optimizer in it and the number of steps. A
+    class with its own ``set_state_dict`` gets everything.
     """
     owner = _inner(optimizer)
+    if is_look_ahead(owner):
+        state = dict(state)
+        _restore_optimizer(owner.inner_optimizer, state.pop(INNER, {}))
+        _set_steps(owner, state.pop(STEPS, 0))
     if _overrides(owner, paddle.optimizer.Optimizer):
         owner.set_state_dict(dict(state))
         return
     _restore_rate(getattr(owner, "_learning_rate", None), state)
+
+
+def _set_steps(optimizer: Any, steps: int) -> None:
+    """Let a LookAhead have taken so many steps."""
+    if optimizer._global_step_var is None and steps:
+        optimizer._increment_global_var()  # which makes it
+    if optimizer._global_step_var is not None:
+        optimizer._global_step_var.set_value(paddle.full([1], steps, "int32"))
 
 
 def _restore_rate(scheduler: Any, state: dict[str, Any]) -> None:

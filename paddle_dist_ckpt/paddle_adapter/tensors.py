@@ -26,10 +26,9 @@ from .identity import KnownTensor, TensorIdentity
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import WeightPart, is_sharded_weight
 from .static_program import is_program, program_state, variables_by_address
+from .wrappers import refusal, unwrapped
 
 __all__ = ["PaddleAdapter"]
-
-_NOT_RESTORED: tuple[Any, ...] = tuple(filter(None, [getattr(paddle.optimizer, "LBFGS", None)]))
 
 
 class PaddleAdapter:
@@ -69,13 +68,16 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, paddle.Tensor) or is_native_array(value) or is_sharded_weight(value)
 
+    def is_object(self, value: Any) -> bool:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return objects.is_object(value)
+
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """See :class:`..core.tensors.TensorAdapter`."""
-        if isinstance(value, _NOT_RESTORED):
-            raise UnsupportedValueError(
-                f"{key}: set_state_dict() of Paddle's {type(value).__name__} ignores most of its state, so the object "
-                "could not be restored; save what you need of its state_dict()"
-            )
+        refused = refusal(value)
+        if refused is not None:
+            raise UnsupportedValueError(f"{key}: {refused}")
+        value = unwrapped(value)
         if objects.is_optimizer(value):
             objects.check_optimizer(value, key)
             return ObjectKind.OPTIMIZER, objects.optimizer_state(value)

@@ -15,7 +15,7 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, Reduction, TensorView, is_native_array, view_of_array
-from ..tree.objects import ObjectKind, set_state, state_of
+from ..tree.objects import ObjectKind, is_stateful, set_state, state_of
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
 
@@ -83,6 +83,10 @@ class NumpyAdapter:
     def is_tensor(self, value: Any) -> bool:
         """See :class:`..core.tensors.TensorAdapter`."""
         return isinstance(value, ShardedArray) or is_native_array(value)
+
+    def is_object(self, value: Any) -> bool:
+        """See :class:`..core.tensors.TensorAdapter`."""
+        return is_stateful(value)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
         """See :class:`..core.tensors.TensorAdapter`."""

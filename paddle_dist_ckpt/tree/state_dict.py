@@ -11,7 +11,7 @@ import numpy as np
 from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
 from .names import canonical_paths
-from .objects import ObjectKind, OpenedObject, is_stateful
+from .objects import ObjectKind, OpenedObject
 from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parent_of, parse_path, plain_key
 
 __all__ = ["Adapter", "Leaves", "PerRank", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
@@ -52,8 +52,12 @@ class Leaves:
 class Adapter(TensorAdapter, Protocol):
     """All that a save or a load needs to know of a framework: its tensors, and its objects with states of their own."""
 
+    def is_object(self, value: Any) -> bool:
+        """Whether a value is an object with a state_dict of its own, as :func:`.objects.is_stateful` or as it knows."""
+        ...
+
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
-        """What kind an object (as :func:`.objects.is_stateful` has it) is of, and its state_dict.
+        """What kind an object is of, and its state_dict.
 
         Raises:
             UnsupportedValueError: it has none.
@@ -129,7 +133,7 @@ class _Flattening:
                     continue
             except RecursionError:
                 raise UnsupportedValueError(f"{plain_key(child)[:80]}: nested too deeply, or contains itself") from None
-            if is_stateful(value):
+            if self._adapter.is_object(value):
                 self._found.append((child, value, depth))
             else:
                 leaves.value_paths.append(child)
@@ -160,7 +164,7 @@ class _Flattening:
 
     def _is_apart(self, value: Any) -> bool:
         """Whether a value is never a part of a larger one."""
-        return self._is_tensor(value) or isinstance(value, PerRank) or is_stateful(value)
+        return self._is_tensor(value) or isinstance(value, PerRank) or self._adapter.is_object(value)
 
     def open_objects(self) -> None:
         """Replace the objects by their state_dicts."""

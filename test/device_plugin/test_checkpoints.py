@@ -107,3 +107,14 @@ def test_a_snapshot_does_not_hold_up_the_device(devices: DevicePool, tmp_path: P
 def test_host_memory_is_bounded(devices: DevicePool, tmp_path: Path) -> None:
     for found in devices.run(cases.peak_of_host, str(tmp_path), 400 << 20, ranks=1):
         assert max(found) < 100 << 20
+
+
+def test_tensors_of_another_length(devices: DevicePool, tmp_path: Path) -> None:
+    stored = cases.whole("matrix")
+    for found in devices.run(cases.load_resized, str(tmp_path)):
+        for array in found:
+            expected = np.full(array.shape, 5, np.float32)
+            rows, columns = (min(pair) for pair in zip(array.shape, stored.shape, strict=True))
+            expected[:rows, :columns] = stored[:rows, :columns]
+            assert np.array_equal(array, expected)
+        assert len(found) == 4

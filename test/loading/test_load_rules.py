@@ -95,6 +95,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_reported(tmp_path: P
     for part in parts:
         check_pieces(part, good)
     assert same_bits(bad, blank_like(good[:3].copy()))
+    assert wanted[0]["bad"] is bad
     assert wanted[0]["n"] == 7
     assert wanted[0]["absent"] == 1
     assert wanted[1]["ghost"] is None

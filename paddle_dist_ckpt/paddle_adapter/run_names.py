@@ -1,0 +1,101 @@
+"""Loaded states under the names that this run has for them, as Paddle's own setters take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import paddle
+
+from ..errors import StateDictMismatchError, UnsupportedValueError
+from ..tree.paths import parse_path
+from ..tree.state_dict import flatten
+from .objects import check_optimizer, optimizer_state
+from .static_program import SCHEDULER
+from .tensors import PaddleAdapter
+from .wrappers import is_look_ahead, refusal, unwrapped
+
+__all__ = ["model_state_of_run", "optimizer_state_of_run"]
+
+_MASTERS = "master_weights"
+_TOP = "/optimizer/"
+
+
+def model_state_of_run(loaded: Mapping[str, Any], model: Any, frozen: bool, variable_names: bool) -> dict[str, Any]:
+    """See :func:`paddle_dist_ckpt.model_state_dict`; ``model`` is a layer."""
+    left_out = set() if frozen else {id(one) for one in model.parameters() if one.stop_gradient}
+    state, problems = {}, list[str]()
+    for key, tensor in model.state_dict().items():
+        if id(tensor) not in left_out:
+            state[tensor.name if variable_names else key] = loaded.get(key)
+            problems += _problems(key, loaded.get(key), tensor)
+    _raise(problems, "model")
+    return state
+
+
+def optimizer_state_of_run(loaded: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """See :func:`paddle_dist_ckpt.optimizer_state_dict`; ``model`` is a layer, or a list or tuple of them."""
+    refused = refusal(optimizer)
+    if refused is None and is_look_ahead(unwrapped(optimizer)):
+        refused = "set_state_dict() of Paddle's LookAhead does not reach the optimizer in it; load the object itself"
+    if refused is not None:
+        raise UnsupportedValueError(f"optimizer: {refused}")
+    check_optimizer(optimizer, "optimizer")
+    own = optimizer_state(optimizer)
+    leaves = flatten({"model": model, "optimizer": optimizer}, PaddleAdapter(0))
+    stored = {
+        id(tensor): [str(part) for part in parse_path("/" + path.removeprefix(_TOP))]
+        for path, tensor in zip(leaves.tensor_paths, leaves.tensors, strict=True)
+        if path.startswith(_TOP)
+    }
+    problems: list[str] = []
+
+    def take(tensor: Any) -> Any:
+        parts = stored[id(tensor)]
+        found: Any = loaded
+        for part in parts:
+            found = found.get(part) if isinstance(found, Mapping) else None
+        problems.extend(_problems(".".join(parts), found, tensor))
+        return found
+
+    state = {key: take(value) for key, value in own.items() if isinstance(value, paddle.Tensor)}
+    masters = {name: take(tensor) for name, tensor in own.get(_MASTERS, {}).items()}
+    if SCHEDULER in own and not isinstance(loaded.get(SCHEDULER), Mapping):
+        problems.append(f"{SCHEDULER}: missing")
+    _raise(problems, "optimizer")
+    if masters:
+        # Accumulators are found by the names of the master weights, which Paddle's setter replaces by these tensors.
+        state[_MASTERS] = {name: _named(masters[name], own[_MASTERS][name].name) for name in masters}
+    if SCHEDULER in own:
+        state[SCHEDULER] = dict(loaded[SCHEDULER])
+    return state
+
+
+def _named(tensor: Any, name: str) -> Any:
+    """A copy of a tensor, of this name."""
+    copied = tensor.clone().detach()
+    copied.name = name
+    return copied
+
+
+def _problems(key: str, found: Any, tensor: Any) -> list[str]:
+    """Why a tensor cannot be set to what was found for it, if it cannot."""
+    if tensor.is_dist():
+        return [f"{key}: is distributed in this run; load the object itself, which reads this rank's part"]
+    if found is None:
+        return [f"{key}: missing"]
+    if not isinstance(found, paddle.Tensor):
+        return [f"{key}: a tensor is due, not a {type(found).__name__}"]
+    if found.shape != tensor.shape:
+        return [f"{key}: this run has shape {list(tensor.shape)}, the loaded tensor {list(found.shape)}"]
+    if found.dtype != tensor.dtype:
+        return [f"{key}: this run has dtype {tensor.dtype}, the loaded tensor {found.dtype}"]
+    return []
+
+
+def _raise(problems: list[str], what: str) -> None:
+    if problems:
+        lines = "\n".join(problems)
+        raise StateDictMismatchError(
+            f"the loaded state does not fit the {what}; {len(problems)} problem(s):\n{lines}", problems
+        )

@@ -1,0 +1,180 @@
+"""How strict a load is: keys that may be missing, and stored ones that nothing asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, LoadReport, PerRank, StateDictMismatchError
+from paddle_dist_ckpt.testing import run_ranks
+from test.jobs import all_ok, errors_of, load_whole
+
+LARGE = "x" * 10_000  # an entry of a data file
+STATE: dict[str, Any] = {"net": {"weight": np.arange(6.0), "bias": np.ones(2)}, "text": LARGE, "epoch": 3, "e": {}}
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.state: Any = {"n": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def saved(path: Path, state: dict[str, Any]) -> None:
+    all_ok(run_ranks(2, lambda rank: rank.save(state, path)))
+
+
+def outcomes(path: Path, targets: list[dict[str, Any]], *options: LoadOptions) -> list[Any]:
+    each = options if len(options) > 1 else options * len(targets)
+    return run_ranks(len(targets), lambda rank: rank.load(targets[rank.rank], path, options=each[rank.rank]))
+
+
+def loaded(path: Path, targets: list[dict[str, Any]], **options: Any) -> list[LoadReport]:
+    return all_ok(outcomes(path, targets, LoadOptions(timeout=60, **options)))
+
+
+def problems(path: Path, targets: list[dict[str, Any]], **options: Any) -> list[str]:
+    errors = errors_of(outcomes(path, targets, LoadOptions(timeout=60, **options)), StateDictMismatchError)
+    assert len({error.problems for error in errors}) == 1
+    return list(errors[0].problems)
+
+
+def blank(**more: Any) -> dict[str, Any]:
+    return {"net": {"weight": np.zeros(6), "bias": np.zeros(2)}, "text": None, "epoch": 0, "e": {}, **more}
+
+
+# -- strict="all"
+
+
+def test_what_asks_for_everything_is_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, STATE)
+    target = blank()
+    loaded(tmp_path, [target], strict="all")
+    assert target["net"]["weight"].tolist() == STATE["net"]["weight"].tolist()
+    assert (target["text"], target["epoch"]) == (LARGE, 3)
+
+
+def test_all_that_nothing_asks_for_is_listed_and_nothing_touched(tmp_path: Path) -> None:
+    saved(tmp_path, STATE)
+    target = {"net": {"weight": np.zeros(6), "gone": np.zeros(1)}}
+    found = problems(tmp_path, [target, {"epoch": 0}], strict="all")
+    assert len(found) == 4
+    assert {line for line in found if "nothing asks" in line} == {
+        f"{key}: stored, but nothing asks for it" for key in ("e", "net.bias", "text")
+    }
+    assert any(line.startswith("net.gone: ") and line.endswith("(rank 0)") for line in found)
+    assert not target["net"]["weight"].any()
+    with pytest.raises(StateDictMismatchError, match=r"strict=True lets stored keys be unused"):
+        all_ok(outcomes(tmp_path, [{"epoch": 0}], LoadOptions(strict="all")))
+
+
+def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:
+    saved(tmp_path, STATE)
+    whole = blank()
+    targets: list[dict[str, Any]] = [{"net": whole["net"]}, {"text": None, "epoch": 0, "e": {}}]
+    loaded(tmp_path, targets, strict="all")
+    assert targets[1]["epoch"] == 3
+
+
+def test_what_does_not_fit_is_said_once(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": 1, "b": np.ones(3)})
+    found = problems(tmp_path, [{"a": np.zeros(2), "b": np.zeros(2)}], strict="all")
+    assert [line.partition(":")[0] for line in found] == ["a", "b"]
+
+
+def test_some_keys_may_be_unused(tmp_path: Path) -> None:
+    saved(tmp_path, STATE)
+    target = {"net": {"weight": np.zeros(6)}, "epoch": 0}
+    report = loaded(tmp_path, [target], strict="all", allow_unused=["*.bias", "text", "[e]"])[0]
+    assert sorted(report.unused_keys) == ["e", "net.bias", "text"]
+    assert problems(tmp_path, [target], strict="all", allow_unused=("text", "e", "bias"))[0].startswith("net.bias: ")
+
+
+def test_what_objects_and_ranks_of_their_own_take_is_used(tmp_path: Path) -> None:
+    own = [{"o": Counter(), "r": PerRank(rank)} for rank in range(2)]
+    all_ok(run_ranks(2, lambda rank: rank.save(own[rank.rank], tmp_path)))
+    loaded(tmp_path, own, strict="all")
+    assert own[1]["r"].value == 1
+    assert problems(tmp_path, [{"r": PerRank(None)}, {"r": PerRank(None)}], strict="all")[0].startswith("o.n: ")
+
+
+def test_a_part_is_still_loaded_whole(tmp_path: Path) -> None:
+    """What is selected there is all that is asked for."""
+    saved(tmp_path, STATE)
+    found = load_whole(tmp_path, keys=["epoch"], options=LoadOptions(strict="all"))
+    assert found == {"epoch": 3}
+
+
+# -- allow_missing
+
+
+def test_some_keys_may_be_missing(tmp_path: Path) -> None:
+    saved(tmp_path, STATE)
+    target = blank(head={"weight": np.full(3, 7.0)}, new=5, lr=Counter(), own=PerRank(4), none=None)
+    reports = loaded(tmp_path, [target, blank()], allow_missing=["head.*", "n*", "lr", "own"], strict="all")
+    assert target["head"]["weight"].tolist() == [7, 7, 7]
+    assert (target["new"], target["own"].value, target["lr"].state, target["none"]) == (5, 4, {"n": 0}, None)
+    assert target["epoch"] == 3
+    assert {line.partition(":")[0] for line in reports[0].skipped} == {"head.weight", "new", "lr", "own", "none"}
+    assert all(line.endswith("left as it is, for the checkpoint does not have it") for line in reports[0].skipped)
+    assert reports[1].skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"heads.weight": np.zeros(3)}, "heads.weight"),  # matches no pattern
+        ({"head.Weight": np.zeros(3)}, "head.Weight"),  # in another case
+        ({"epoch": np.zeros(3)}, "epoch"),  # there, but a value
+        ({"text": {"a": 1}}, "text.a"),
+        ({"net": {"weight": np.zeros(5), "bias": np.zeros(2)}}, "net.weight"),  # there, in another shape
+        ({"net": 3}, "net"),  # there, as a container
+    ],
+)
+def test_others_may_not_and_what_is_there_has_to_fit(tmp_path: Path, more: dict[str, Any], key: str) -> None:
+    saved(tmp_path, STATE)
+    allowed = ["head.weight", "epoch", "net*"]
+    found = problems(tmp_path, [{**blank(), **more}], allow_missing=allowed)
+    assert [line.partition(":")[0] for line in found] == [key]
+
+
+# -- the options
+
+
+@pytest.mark.parametrize("strict", ["none", "ALL", 1, None, "", ["all"]])
+def test_levels(strict: Any) -> None:
+    with pytest.raises(TypeError, match="strict must be True, False or 'all'"):
+        LoadOptions(strict=strict)
+    assert LoadOptions(strict="all").strict == "all"
+
+
+@pytest.mark.parametrize("name", ["allow_missing", "allow_unused"])
+@pytest.mark.parametrize("patterns", ["*.bias", None, [1], {"a": 1}, 5, b"a"])
+def test_patterns(name: str, patterns: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be a list or tuple of patterns of keys"):
+        LoadOptions(**{name: patterns})
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("strict", "all", True),
+        ("strict", "all", False),
+        ("allow_missing", ("a", "b"), ("a",)),
+        ("allow_unused", ("a",), ()),
+    ],
+)
+def test_they_are_the_same_on_all_ranks(tmp_path: Path, name: str, one: Any, other: Any) -> None:
+    saved(tmp_path, STATE)
+    both = [LoadOptions(timeout=60, **{name: value}) for value in (one, other)]
+    for error in errors_of(outcomes(tmp_path, [blank(), blank()], *both), ValueError):
+        assert f"LoadOptions({name}=" in str(error)
+    same = [LoadOptions(timeout=60, allow_missing=["a"]), LoadOptions(timeout=60, allow_missing=("a",))]
+    all_ok(outcomes(tmp_path, [blank(), blank()], *same))
