@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from .recipes import Recipe, placeholders, stored_keys
+
 __all__ = ["LoadOptions", "SaveOptions", "as_integer", "checked"]
 
 T = TypeVar("T")
@@ -79,6 +81,9 @@ class LoadOptions:
         key_map: Where wanted entries are stored, if not under their own keys: a mapping of wanted flat keys, or of
             first parts of some (of which the longest counts), to stored ones; or a function of a wanted key that
             returns the stored one. None instead of a key leaves the entry as it is.
+        recipes: What wanted tensors are made of, if not of the stored tensor of their key: a mapping of wanted flat
+            keys to expressions of stored tensors (see :func:`stored`). A key may have placeholders
+            (``layers.{i}.weight``), each of which stands for a text without dots that is put into the stored keys.
         staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
             time, and the most memory of the device that an exchange uses; the same on every rank.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
@@ -91,12 +96,14 @@ class LoadOptions:
     per_rank: Literal["refuse", "by_rank", "coordinator"] = "refuse"
     exchange: Literal["auto", "always", "never"] = "auto"
     key_map: Mapping[str, str | None] | Callable[[str], str | None] | None = None
+    recipes: Mapping[str, Recipe] | None = None
     staging_bytes: int = 256 << 20
     progress: bool | None = None
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_key_map(self.key_map)
+        _check_recipes(self.recipes)
         if (as_integer(self.staging_bytes) or 0) < 1:
             raise ValueError(f"staging_bytes must be a number of bytes above 0, not {self.staging_bytes!r}")
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
@@ -137,6 +144,20 @@ def _check_key_map(key_map: object) -> None:
     for wanted, stored in key_map.items():
         if not isinstance(wanted, str) or not (stored is None or isinstance(stored, str)):
             raise TypeError(f"key_map must have keys for keys (or None), not {wanted!r}: {stored!r}")
+
+
+def _check_recipes(recipes: object) -> None:
+    if recipes is None:
+        return
+    if not isinstance(recipes, Mapping):
+        raise TypeError(f"recipes must be a mapping, not {type(recipes).__name__}")
+    for wanted, recipe in recipes.items():
+        if not isinstance(wanted, str) or not isinstance(recipe, Recipe):
+            raise TypeError(f"recipes must have expressions of stored(...) for keys, not {wanted!r}: {recipe!r}")
+        for key in stored_keys(recipe):
+            unknown = [name for name in placeholders(key) if name not in placeholders(wanted)]
+            if unknown:
+                raise ValueError(f"recipes: {wanted!r} has no {{{unknown[0]}}}, which the stored key {key!r} asks for")
 
 
 def _check_bools(**options: bool) -> None:

@@ -36,6 +36,7 @@ from .files.metadata import (
 from .manager import CheckpointManager as CheckpointManager
 from .one_call import load as load, save as save
 from .options import LoadOptions as LoadOptions, SaveOptions as SaveOptions
+from .recipes import Recipe as Recipe, concat as concat, split as split, stored as stored
 from .reports import (
     ExportReport as ExportReport,
     LoadReport as LoadReport,

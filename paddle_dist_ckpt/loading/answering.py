@@ -37,18 +37,25 @@ class _Draft:
     skipped: dict[str, str] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 class Answering:
     """Looks up in one checkpoint what ranks want.
+
+    Args:
+        metadata: What `.metadata` says.
+        ranks_on_host: For each rank how many are on its host.
+        unmatched: The keys of recipes that no rank has a tensor for.
 
     Attributes:
         files: The data files, each with its number of blocks.
         asked: The stored paths of what ranks were given.
     """
 
-    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int]) -> None:
-        self._metadata, self._ranks_on_host = metadata, ranks_on_host
+    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int], unmatched: list[str]) -> None:
+        self._metadata, self._ranks_on_host, self._unmatched = metadata, ranks_on_host, unmatched
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
         self._paths = sorted([*metadata.table.paths, *self._values])
@@ -69,8 +76,10 @@ class Answering:
         moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         own_names = wanted.names or [None] * len(wanted.tensors)
         names = Names([*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()])
-        places = NameMatch(self._names, self._index, names, moved).places(wanted.tensors)
-        for path in wanted.tensors:
+        made = set(wanted.made)
+        as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
+        places = NameMatch(self._names, self._index, names, moved).places(as_they_are)
+        for path in as_they_are:
             place = places.get(path)
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
@@ -84,8 +93,20 @@ class Answering:
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             self._answer_value(path, source, present, found)
+        for key in wanted.sources:
+            self._answer_source(key, found)
         self.asked.update(paths[t] for t in found.tensors)
         return self._assemble(found)
+
+    def _answer_source(self, key: str, found: _Draft) -> None:
+        """A stored tensor of which wanted ones are made."""
+        path = self._path_of_key(key)
+        place = self._index.get(path)
+        if place is None or place in self._blobs:
+            found.absent[key] = self._what_is(path)
+        else:
+            found.tensors.add(place)
+            found.sources[key] = path
 
     def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``."""
@@ -217,6 +238,10 @@ class Answering:
             stored=found.stored,
             renamed={path: wanted for path, wanted in found.renamed.items() if wanted != [path]},
             saved_by=metadata.world_size,
+            sources=found.sources,
+            absent=found.absent,
+            unread=sorted(path for path in found.sources.values() if path not in found.renamed),
+            unmatched=self._unmatched,
         )
 
 

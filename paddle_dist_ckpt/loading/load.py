@@ -179,16 +179,18 @@ class LeavesLoad:
         return ask(self.context.session, name, local, kind, only_on(self._coordinator, answer))
 
     def _request(self) -> tuple[WantedState, LoadRequest]:
-        wanted = collect(self.scan(), self.context.adapter, self.context.options.key_map)
+        wanted = collect(self.scan(), self.context.adapter, self.context.options)
         try:
             folder = self.context.storage.identity()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
         tensors = wanted.tensors
-        paths = WantedPaths(tensors.paths, wanted.values, tensors.names, wanted.others, wanted.moved)
+        made = wanted.made
+        moved, recipes = wanted.moved, [path for path in tensors.paths if path in made.recipes]
+        paths = WantedPaths(tensors.paths, wanted.values, tensors.names, wanted.others, moved, recipes, made.sources)
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
         choices["offload"] = str(self.context.offload)
-        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths))
+        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), made.patterns)
 
     def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
         session, options = self.context.session, self.context.options

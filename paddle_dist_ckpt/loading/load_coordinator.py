@@ -71,7 +71,9 @@ class LoadCoordinator:
             self._groups.setdefault(folder, []).append(rank)
         sharing = Counter(folder.host for folder in self._folders.values())
         on_host = {rank: sharing[folder.host] for rank, folder in self._folders.items()}
-        self._answering = Answering(metadata, on_host)
+        matched = {key for request in requests.values() for key, found in request.patterns.items() if found}
+        keys = dict.fromkeys(key for request in requests.values() for key in request.patterns if key not in matched)
+        self._answering = Answering(metadata, on_host, list(keys))
         answered: dict[bytes, bytes] = {}
         for request in requests.values():
             if request.wanted not in answered:

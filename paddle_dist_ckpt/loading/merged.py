@@ -36,6 +36,11 @@ def load_merged(
     threads: int | None = None,
 ) -> dict[Any, Any]:
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
+    if options.recipes:
+        raise ValueError(
+            "LoadOptions(recipes=...) is for loads into tensors that are there; a merged load makes those that are "
+            "stored"
+        )
     restarts = Restarts(storage)
     metadata: Metadata
     chosen: dict[str, str]
