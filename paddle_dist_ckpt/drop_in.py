@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import logging
 from collections.abc import Callable
@@ -138,11 +139,8 @@ class _DropIn:
             worker_groups=worker_groups,
             comm_method=comm_method,
         )
-        options = self.load_options
-        ranks = _connect(process_group, coordinator_rank, options)
-        if aoa_config is not None:
-            with ranks.hub.session("load_state_dict", options.timeout):  # so that ranks without one raise as well
-                raise _no_aoa()
+        ranks = _connect(process_group, coordinator_rank, self.load_options)
+        options = _with_aoa(ranks, self.load_options, aoa_config)
         find = paddles(ranks, state_dict, options.staging_bytes)
         return load_with(ranks, find, path, unique_id, options, offload)
 
@@ -157,10 +155,11 @@ class _DropIn:
     ) -> dict[Any, Any]:
         """:func:`paddle_dist_ckpt.load_merged_state_dict`, called as that of paddle.distributed is: with flat keys."""
         _log_without_effect("load_merged_state_dict", safetensors=safetensors)
+        options = self.load_options
         if aoa_config is not None:
-            raise _no_aoa()
+            options = dataclasses.replace(options, aoa_config=aoa_config)
         keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
-        loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=self.load_options)
+        loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
 
 
@@ -179,9 +178,11 @@ def _log_without_effect(function: str, **arguments: Any) -> None:
             _logger.debug("%s: %s=%r changes nothing here: %s", function, name, value, reason)
 
 
-def _no_aoa() -> NotImplementedError:
-    return NotImplementedError(
-        "aoa_config is not supported: tensors are loaded in the shapes in which they were saved. Pass None. What is "
-        "only called otherwise is found by install(load_options=LoadOptions(key_map=...)); what has to be split or "
-        "merged is for the program to split or merge after the load"
-    )
+def _with_aoa(ranks: Ranks, options: LoadOptions, aoa_config: Any) -> LoadOptions:
+    if aoa_config is None:
+        return options
+    try:
+        return dataclasses.replace(options, aoa_config=aoa_config)
+    except TypeError:
+        with ranks.hub.session("load_state_dict", options.timeout):  # so that the other ranks hear of it
+            raise

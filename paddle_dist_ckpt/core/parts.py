@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from .box import Box, intersect
 from .dtypes import DType
 
-__all__ = ["Part", "SourceTensor"]
+__all__ = ["Arranged", "Arranger", "Part", "SourceTensor", "WantedTensor"]
 
 
 class SourceTensor(NamedTuple):
@@ -22,6 +22,21 @@ class SourceTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: DType
+    offsets: Sequence[tuple[int, ...]] = ()
+
+
+class WantedTensor(NamedTuple):
+    """What a load's ranks say together of a tensor that they want.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: The name of its element type.
+        offsets: Where the boxes that ranks have of it start, or those from which their parts are cut; each once,
+            ascending.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
     offsets: Sequence[tuple[int, ...]] = ()
 
 
@@ -63,3 +78,41 @@ class Part(NamedTuple):
         offset = list(self.place.offset)
         offset[axis] += distance
         return self._replace(place=Box(tuple(offset), self.place.shape))
+
+
+class Arranged(NamedTuple):
+    """What a wanted tensor is made of.
+
+    Attributes:
+        shape: The shape of what is made.
+        parts: The parts, which tile it.
+    """
+
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+
+class Arranger(Protocol):
+    """Says for a framework which stored tensors become which wanted ones."""
+
+    def corner(self, value: Any) -> tuple[int, ...] | None:
+        """Where the box starts from which a tensor's part on this rank is cut, if the tensor itself says that."""
+        ...
+
+    def arrange(
+        self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
+    ) -> dict[str, Arranged | None]:
+        """What wanted tensors are made of.
+
+        Args:
+            stored: The stored tensors, by flat key.
+            wanted: The wanted ones of all ranks, by flat key; None for all that can be made.
+
+        Returns:
+            What it is for each wanted key about which there is anything to say; None for one that is left as it is.
+
+        Raises:
+            ValueError: what is asked for cannot be done.
+            UnsupportedValueError: the framework cannot do it.
+        """
+        ...

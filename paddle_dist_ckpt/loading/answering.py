@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ..core.columns import pack_column
+from ..core.parts import Arranged, SourceTensor
 from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
@@ -21,7 +23,7 @@ from ..tree.paths import is_own, parent_of, plain_key
 from .key_map import path_of_key
 from .messages import LoadAnswer, WantedPaths
 
-__all__ = ["Answering"]
+__all__ = ["Answering", "stored_tensors"]
 
 _MOST_HINTS = 20  # each costs a comparison with every key
 _SCHEDULER = "/LR_Scheduler"
@@ -39,6 +41,7 @@ class _Draft:
     renamed: dict[str, list[str]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Arranged] = field(default_factory=dict)
 
 
 class Answering:
@@ -70,13 +73,14 @@ class Answering:
     def _path_of_key(self) -> Any:
         return path_of_key(self._metadata)
 
-    def answer(self, wanted: WantedPaths) -> LoadAnswer:
-        """What the checkpoint has of what a rank wants."""
+    def answer(self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None]) -> LoadAnswer:
+        """What the checkpoint has of what a rank wants; of tensors that are arranged by flat key, of their parts."""
         paths, found = self._metadata.table.paths, _Draft()
         moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         own_names = wanted.names or [None] * len(wanted.tensors)
         names = Names([*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()])
         made = set(wanted.made)
+        self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
         places = NameMatch(self._names, self._index, names, moved).places(as_they_are)
         for path in as_they_are:
@@ -97,6 +101,23 @@ class Answering:
             self._answer_source(key, found)
         self.asked.update(paths[t] for t in found.tensors)
         return self._assemble(found)
+
+    def _answer_arranged(
+        self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None], made: set[str], found: _Draft
+    ) -> None:
+        """Tensors that have no recipe, and are arranged; they are added to ``made``."""
+        for path, record in wanted.records.items() if arranged else ():
+            if record.key not in arranged or path in made:
+                continue
+            made.add(path)
+            whole = arranged[record.key]
+            if whole is None:
+                found.skipped[path] = "left as it is, as aoa_config says"
+                continue
+            found.parts[path] = whole
+            for key in dict.fromkeys(part.key for part in whole.parts):
+                if key not in found.sources and key not in found.absent:
+                    self._answer_source(key, found)
 
     def _answer_source(self, key: str, found: _Draft) -> None:
         """A stored tensor of which wanted ones are made."""
@@ -240,9 +261,22 @@ class Answering:
             saved_by=metadata.world_size,
             sources=found.sources,
             absent=found.absent,
+            parts=found.parts,
             unread=sorted(path for path in found.sources.values() if path not in found.renamed),
             unmatched=self._unmatched,
         )
+
+
+def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
+    """All tensors of a checkpoint by flat key, with where their boxes start."""
+    table = metadata.table
+    offsets = [list(map(tuple, layout.boxes.offset.tolist())) for layout in table.layouts]
+    columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
+    return {
+        metadata.key(path): SourceTensor(table.layouts[layout].shape, dtype, offsets[layout])
+        for path, dtype, layout, kind in columns
+        if kind != Kind.VALUE
+    }
 
 
 def _scheduler_of(path: str) -> str | None:

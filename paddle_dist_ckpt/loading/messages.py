@@ -9,7 +9,7 @@ import msgspec
 from ..core.box import Box
 from ..core.columns import Column
 from ..core.messages import prepare
-from ..core.parts import Part
+from ..core.parts import Arranged
 from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
 from ..storage.base import FolderIdentity
@@ -29,7 +29,18 @@ __all__ = [
     "ShardOrder",
     "UnitOrder",
     "WantedPaths",
+    "WantedRecord",
 ]
+
+
+class WantedRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of a tensor that it wants: its flat key, its shape, its dtype, and where the rank's box of it
+    starts, or that from which its part is cut."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...] | None
 
 
 class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +49,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
 
     ``others`` are names of tensors of the same state_dict that are not wanted, by their paths. ``moved`` has the stored
     flat key that the user gives for a wanted path. ``made`` are the paths of tensors that have recipes, ``sources`` the
-    flat keys of the stored tensors in these.
+    flat keys of the stored tensors in these. ``records`` are there if the coordinator arranges what is made of what.
     """
 
     tensors: list[str]
@@ -48,6 +59,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     moved: dict[str, str] = {}
     made: list[str] = []
     sources: list[str] = []
+    records: dict[str, WantedRecord] = {}
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +104,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     saved_by: int = 1
     sources: dict[str, str] = {}
     absent: dict[str, str] = {}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, Arranged] = {}
     unread: list[str] = []
     unmatched: list[str] = []
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.box import Box
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import dtype_named
 from ..core.local_tensors import LocalTensors
-from ..core.parts import Part, SourceTensor
+from ..core.parts import Arranged, Part, SourceTensor
 from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
@@ -129,7 +129,7 @@ def expand(
             result.cast.append(cast)
             continue
         try:
-            made = _made(recipes.get(path), answer.parts.get(path, []), geometry, answer, table)
+            made = _made(recipes.get(path), answer.parts.get(path), geometry, answer, table)
         except RecipeError as error:
             result.problems.append(f"{plain_key(path)}: {error}")
             continue
@@ -150,7 +150,7 @@ def expand(
 
 
 def _made(
-    recipe: Recipe | None, parts: Iterable[Part], geometry: Geometry, answer: LoadAnswer, table: ShardTable
+    recipe: Recipe | None, arranged: Arranged | None, geometry: Geometry, answer: LoadAnswer, table: ShardTable
 ) -> Made:
     """What a recipe makes, or parts that the coordinator has found.
 
@@ -166,12 +166,12 @@ def _made(
 
     if recipe is not None:
         return make_parts(recipe, find)
-    parts = list(parts)
-    dtypes = dict.fromkeys(dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts)
-    for dtype in dtypes:
+    assert arranged is not None, "it has one or the other"
+    shape, parts = arranged
+    for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
         if dtype is not geometry.dtype:
-            return Made(geometry.shape, dtype, parts)
-    return Made(geometry.shape, geometry.dtype, parts)
+            return Made(shape, dtype, parts)
+    return Made(shape, geometry.dtype, parts)
 
 
 def _part_of(view: TensorView, part: Part, shape: Sequence[int]) -> TensorView | None:
