@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,10 +169,18 @@ def _made(
         return make_parts(recipe, find)
     assert arranged is not None, "it has one or the other"
     shape, parts = arranged
+    if sum(part.place.size for part in parts) != math.prod(shape) or not all(map(_is_sound, parts)):
+        raise RecipeError("its parts do not make up a tensor")
     for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
         if dtype is not geometry.dtype:
             return Made(shape, dtype, parts)
     return Made(shape, geometry.dtype, parts)
+
+
+def _is_sound(part: Part) -> bool:
+    """Whether a part's boxes are of one shape but for the order of the axes."""
+    box, axes, place = part.box, part.axes, part.place
+    return sorted(axes) == list(range(len(box.shape))) and tuple(box.shape[a] for a in axes) == place.shape
 
 
 def _part_of(view: TensorView, part: Part, shape: Sequence[int]) -> TensorView | None:

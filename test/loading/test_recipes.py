@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import LoadOptions, LoadReport, Recipe, StateDictMismatchError, concat, split, stored
+from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, cut_flat_range
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.core.parts import Arranged, Part
 from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.loading.load import load
+from paddle_dist_ckpt.loading.reading import LoadContext
 from paddle_dist_ckpt.loading.recipes import match_recipes
-from paddle_dist_ckpt.testing import ShardedArray, run_ranks
+from paddle_dist_ckpt.storage import as_source
+from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, run_ranks
 from test.jobs import (
     LAYOUTS,
     all_ok,
@@ -431,3 +436,58 @@ def test_expressions_are_values() -> None:
     assert str(one()) == (
         "concat(stored('a').T, split(stored('b')[1:, :-2], 2, axis=1)[1].cast('float32').permute(1, 0), axis=1)"
     )
+
+
+# -- what is arranged by somebody else
+
+
+class Arranging:
+    """Arranges that everything wanted is made of given parts."""
+
+    def __init__(self, arranged: dict[str, Arranged | None]) -> None:
+        self.arranged = arranged
+
+    def corner(self, value: Any) -> tuple[int, ...] | None:
+        return None
+
+    def arrange(self, stored: Any, wanted: Any) -> dict[str, Arranged | None]:
+        return self.arranged
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((4, 6), [Part("k", Box((0, 0), (2, 6)), (0, 1), Box((0, 0), (2, 6)))]),  # a part is missing
+        ((4, 6), [Part("k", Box((0, 0), (4, 6)), (1, 0), Box((0, 0), (4, 6)))]),  # boxes of other shapes
+        ((4, 6), [Part("k", Box((0, 0), (4, 6)), (0, 0), Box((0, 0), (4, 6)))]),  # no order of axes
+        ((4, 6), [Part("k", Box((1, 0), (4, 6)), (0, 1), Box((0, 0), (4, 6)))]),  # outside of what is stored
+        ((4, 6), [Part("q", Box((0, 0, 0), (1, 4, 6)), (1, 2), Box((0, 0), (4, 6)))]),
+        ((4, 6), [Part("gone", Box((0, 0), (4, 6)), (0, 1), Box((0, 0), (4, 6)))]),
+        ((6, 4), [Part("k", Box((0, 0), (4, 6)), (1, 0), Box((0, 0), (6, 4)))]),  # another shape
+    ],
+)
+def test_parts_that_cannot_be_are_refused(folder: Path, shape: tuple[int, ...], parts: list[Part]) -> None:
+    target = np.zeros((4, 6), "float32")
+    with pytest.raises(StateDictMismatchError) as caught:
+        with_arranger(folder, {"x": target}, {"x": Arranged(shape, parts)})
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["x"]
+    assert not target.any()
+
+
+def test_parts_of_an_arranger(folder: Path) -> None:
+    target = {"x": np.zeros((6, 4), "float32"), "q": np.ones((8, 6), "float32"), "v": np.zeros((4, 6), "float32")}
+    whole_k = Part("k", Box((0, 0), (4, 6)), (1, 0), Box((0, 0), (6, 4)))
+    report = with_arranger(folder, target, {"x": Arranged((6, 4), [whole_k]), "q": None})
+    assert target["x"].tolist() == SAVED["k"].T.tolist()
+    assert target["v"].tolist() == SAVED["v"].tolist()
+    assert (target["q"] == 1).all()
+    assert [line.partition(":")[0] for line in report.skipped] == ["q"]
+    assert not {"k", "v"} & set(report.unused_keys)
+
+
+def with_arranger(folder: Path, target: dict[str, Any], arranged: dict[str, Arranged | None]) -> LoadReport:
+    loading = LoadOptions(timeout=60)
+    with SoloHub().session("load", 60) as session:
+        storage, arranger = as_source(folder), Arranging(arranged)
+        context = LoadContext(storage, session, NoTransport(), NumpyAdapter(), loading, arranger=arranger)
+        return load(target, context, None)
