@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle.distributed as dist
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt import LoadOptions, concat, split, stored
 from paddle_dist_ckpt.wiring import load_with, paddles
+from test.paddle import cases_recipes as cases
 from test.paddle.tensors import NUMPY_DTYPES
 from test.paddle.test_sharded_weight import States, assert_same, layouts, on_ranks, raise_first, saved
+from test.paddle.versions import lacks
+from test.ranks.pool import RankPool
 from test.strategies import examples
+
+has_aoa = lacks("aoa_config" in inspect.signature(dist.load_state_dict).parameters, "has no aoa_config")
 
 
 @given(data=st.data())
@@ -43,3 +51,10 @@ def test_every_layout_to_every_other(tmp_path_factory: pytest.TempPathFactory, d
     raise_first(on_ranks([{"x": value} for value in values], load))
     for found, part in zip(target.found(values), target.expected(expected), strict=True):
         assert_same(found, part)
+
+
+@pytest.mark.parametrize("aoa", [False, pytest.param(True, marks=has_aoa)])
+@pytest.mark.parametrize(("dimension", "exchange"), [(0, "always"), (1, "auto")])
+def test_on_ranks(pool: RankPool, tmp_path: Path, dimension: int, exchange: str, aoa: bool) -> None:
+    results = pool.run(cases.load_what_is_made, str(tmp_path), 2, dimension, exchange, aoa, ranks=2)
+    assert results == [[], []]
