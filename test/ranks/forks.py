@@ -14,6 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -36,6 +38,7 @@ DUMP_STACKS = signal.SIGUSR1
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _REQUEST_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 8
+_QUIET_SECONDS = 5.0
 
 _sources: dict[int, socket.socket] = {}  # those that have been started, for this process's whole life
 
@@ -140,17 +143,32 @@ def serve(requests: socket.socket) -> list[str] | None:
         request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, _MOST_DESCRIPTORS)
         if not request:
             return None
-        if os.fork() == 0:
+        if _fork() == 0:
             requests.close()
             return _keep(Connection(descriptors[0]), descriptors[1:], *pickle.loads(request))
         for descriptor in descriptors:
             os.close(descriptor)
 
 
+def _fork() -> int:
+    """Fork while the other threads sleep: a lock that one of them held would be locked in the new process for ever.
+
+    Paddle 3.0 has a thread that takes one every second, which a process takes as well when it ends.
+    """
+    own, deadline = threading.get_native_id(), time.monotonic() + _QUIET_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != own]
+            if all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in others):
+                break
+        time.sleep(0.001)
+    return os.fork()
+
+
 def _keep(status: Connection, descriptors: list[int], arguments: list[str], env: dict[str, str]) -> list[str]:
     """Fork the process, in which this returns. What calls it tells how that ended, and ends then."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()
+    pid = _fork()
     if pid == 0:
         status.close()
         return _prepare(descriptors, arguments, env)
