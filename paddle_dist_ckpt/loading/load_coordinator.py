@@ -94,7 +94,8 @@ class LoadCoordinator:
             if any(record.shape != shape for record in said):
                 shapes = sorted({str(list(record.shape)) for record in said})
                 raise ValueError(f"aoa_config: ranks want {key} in different shapes: {', '.join(shapes)}")
-            together[key] = WantedTensor(shape, dtype, sorted({r.offset for r in said if r.offset is not None}))
+            offsets = sorted({record.offset for record in said if record.offset is not None})
+            together[key] = WantedTensor(shape, dtype, offsets or [(0,) * len(shape)])
         return self._arranger.arrange(stored_tensors(self._metadata), together)
 
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:

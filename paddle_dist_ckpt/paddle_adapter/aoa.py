@@ -25,7 +25,7 @@ __all__ = ["PaddleArranger"]
 
 _POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 _STATES = ("", ".w_0", ".moment1_0", ".moment2_0")  # that are cut as their parameter is
-_ENGINE_ERRORS = (AssertionError, ValueError, KeyError, IndexError, TypeError, SyntaxError, RuntimeError)
+_ENGINE_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
 
 
 class PaddleArranger:

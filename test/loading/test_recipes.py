@@ -15,7 +15,7 @@ from paddle_dist_ckpt import LoadOptions, LoadReport, Recipe, StateDictMismatchE
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, cut_flat_range
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.core.parts import Arranged, Part
+from paddle_dist_ckpt.core.parts import Arranged, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.reading import LoadContext
@@ -446,11 +446,13 @@ class Arranging:
 
     def __init__(self, arranged: dict[str, Arranged | None]) -> None:
         self.arranged = arranged
+        self.wanted: dict[str, WantedTensor] = {}
 
     def corner(self, value: Any) -> tuple[int, ...] | None:
         return None
 
     def arrange(self, stored: Any, wanted: Any) -> dict[str, Arranged | None]:
+        self.wanted = wanted
         return self.arranged
 
 
@@ -485,9 +487,27 @@ def test_parts_of_an_arranger(folder: Path) -> None:
     assert not {"k", "v"} & set(report.unused_keys)
 
 
-def with_arranger(folder: Path, target: dict[str, Any], arranged: dict[str, Arranged | None]) -> LoadReport:
+def test_an_arranger_is_told_where_boxes_start(folder: Path) -> None:
+    arranger = Arranging({"nowhere": None})
+    lower, right = Box((4, 0), (4, 6)), Box((0, 3), (4, 3))
+    target = {
+        "q": sharded(SAVED["q"], [lower], fill=False),
+        "k": sharded(SAVED["k"], [right], fill=False),
+        "v": np.zeros((4, 6), "float32"),
+        "nowhere": ShardedArray((2, 3), DTYPES["float32"], [], []),
+    }
+    with_arranger(folder, target, arranger)
+    assert {key: list(tensor.offsets) for key, tensor in arranger.wanted.items()} == {
+        "q": [(4, 0)],
+        "k": [(0, 3)],
+        "v": [(0, 0)],
+        "nowhere": [(0, 0)],  # no rank has a part of it, which counts as one
+    }
+
+
+def with_arranger(folder: Path, target: dict[str, Any], arranged: Arranging | dict[str, Arranged | None]) -> LoadReport:
     loading = LoadOptions(timeout=60)
     with SoloHub().session("load", 60) as session:
-        storage, arranger = as_source(folder), Arranging(arranged)
+        storage, arranger = as_source(folder), arranged if isinstance(arranged, Arranging) else Arranging(arranged)
         context = LoadContext(storage, session, NoTransport(), NumpyAdapter(), loading, arranger=arranger)
         return load(target, context, None)

@@ -19,6 +19,7 @@ from paddle_dist_ckpt import (
     LoadOptions,
     StateDictMismatchError,
     concat,
+    export,
     load_merged_state_dict,
     save_state_dict,
     stored,
@@ -310,6 +311,21 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     assert_same(targets["x"], arrays["a"][:256])
     assert report.bytes_read == targets["x"].nbytes
     assert report.unused_keys == ("b",)
+
+
+def test_other_formats(tmp_path: Path) -> None:
+    arrays = {f"l.{i}.{name}": array_of((8, 6), BF16, i) for i in range(2) for name in ("gate", "up")}
+    save_state_dict({key: tensor_of(array) for key, array in arrays.items()}, tmp_path / "own")
+    export(tmp_path / "own", tmp_path / "files")
+    parts = {f"m.{i}": cut("flat columns", (6, 16), 4) for i in range(2)}
+    states = [weights({key: np.zeros((6, 16), BF16) for key in parts}, parts, rank) for rank in range(4)]
+    statements = ["l.$LAYER_ID.gate^T, l.$LAYER_ID.up^T -> m.$LAYER_ID, fused_ffn"]
+    raise_first(loaded(tmp_path / "files", states, {"aoa_statements": statements}))
+    for i in range(2):
+        halves = [np.split(arrays[f"l.{i}.{name}"].T, 2, axis=1) for name in ("gate", "up")]
+        expected = np.hstack([halves[0][0], halves[1][0], halves[0][1], halves[1][1]])
+        for state, part in zip(states, parts[f"m.{i}"], strict=True):
+            assert_same(to_array(state[f"m.{i}"].local_tensor), part.of(expected))
 
 
 def test_what_no_statement_is_about_is_as_in_any_load(tmp_path: Path) -> None:
