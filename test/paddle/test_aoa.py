@@ -122,6 +122,7 @@ CASES: dict[str, Case] = {
     "reverse with layers": Case(["m.$LAYER_ID.a -> n.$LAYER_ID.a"], {f"n.{i}.a": (4, 6) for i in range(3)},
                                 {f"m.{i}.a": (4, 6) for i in range(3)}, reverse=True),
     "nothing to be filled": Case(["_ -> b", "a -> c"], {"a": (4, 6)}, {"b": (4, 6), "c": (4, 6)}, kept=("b",)),
+    "dropped and wanted": Case(["a -> _"], {"a": (4, 6), "b": (4, 6)}, {"a": (4, 6), "b": (4, 6)}, kept=("a",)),
     "dropped": Case(["a -> _", "_ -> a"], {"a": (4, 6), "b": (4, 6)}, {"a": (4, 6), "b": (4, 6)}, kept=("a",)),
 }  # fmt: skip
 STATES = {".w_0": "float32", ".moment1_0": "float32", ".moment2_0": "float32"}
