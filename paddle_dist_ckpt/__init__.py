@@ -1,8 +1,8 @@
 """Distributed checkpoints for PaddlePaddle: save on one layout, load on any other.
 
 The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.export_calls`, :mod:`.drop_in`, :mod:`.manager`,
-:mod:`.options`, :mod:`.reports`, :mod:`.errors`, :mod:`.storage`, :mod:`.files.metadata`, :mod:`.saving.async_save` and
-:mod:`.tree.state_dict`.
+:mod:`.options`, :mod:`.recipes`, :mod:`.reports`, :mod:`.errors`, :mod:`.storage`, :mod:`.files.metadata`,
+:mod:`.saving.async_save` and :mod:`.tree.state_dict`.
 Importing the package does not import paddle. What the public names stand for is imported when the first of them is
 used, so that the command line need not wait for all of it.
 """
@@ -34,6 +34,7 @@ __all__ = [
     "Metadata",
     "PerRank",
     "RankFailureError",
+    "Recipe",
     "SaveOptions",
     "SaveReport",
     "StateDictMismatchError",
@@ -42,6 +43,7 @@ __all__ = [
     "UnsupportedValueError",
     "VerifyReport",
     "__version__",
+    "concat",
     "copy_checkpoint",
     "delete_checkpoint",
     "export",
@@ -59,6 +61,8 @@ __all__ = [
     "save",
     "save_state_dict",
     "set_rng_state",
+    "split",
+    "stored",
     "uninstall",
     "verify",
 ]

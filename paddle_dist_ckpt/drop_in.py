@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import inspect
 import logging
@@ -190,14 +191,17 @@ class _DropIn:
         options = self.load_options
         ranks = connected(process_group, coordinator_rank, options)
         if load_transform is not None:
-            _refuse(ranks, options, _NO_TRANSFORM)
-        if aoa_config is not None:
-            _refuse(ranks, options, _NO_AOA)
+            _refuse(ranks, options, NotImplementedError(_NO_TRANSFORM))
+        try:
+            options = dataclasses.replace(options, aoa_config=aoa_config) if aoa_config is not None else options
+        except TypeError as error:
+            _refuse(ranks, options, error)
         find = paddles(ranks, state_dict, options.staging_bytes)
         try:
             return load_with(ranks, find, path, unique_id, options, offload)
         except _NOT_OURS as error:
             of_paddle |= {"process_group": process_group, "coordinator_rank": coordinator_rank, "unique_id": unique_id}
+            of_paddle["aoa_config"] = aoa_config
             self._ask_former("load_state_dict", error, state_dict, path, offload=offload, **of_paddle)
             return None
 
@@ -212,15 +216,14 @@ class _DropIn:
     ) -> dict[Any, Any]:
         """:func:`paddle_dist_ckpt.load_merged_state_dict`, called as that of paddle.distributed is: with flat keys."""
         _log_without_effect("load_merged_state_dict", safetensors=safetensors)
+        options = self.load_options
         if aoa_config is not None:
-            raise NotImplementedError(_NO_AOA)
+            options = dataclasses.replace(options, aoa_config=aoa_config)
         keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
         try:
-            loaded = load_merged_state_dict(
-                path, None, unique_id, offload, keys=keys, flat=True, options=self.load_options
-            )
+            loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
         except _NOT_OURS as error:
-            more = {"unique_id": unique_id, "offload": offload, "safetensors": safetensors}
+            more = {"unique_id": unique_id, "offload": offload, "aoa_config": aoa_config, "safetensors": safetensors}
             found: dict[Any, Any] = self._ask_former("load_merged_state_dict", error, path, prefix=prefix, **more)
             return found
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
@@ -306,17 +309,13 @@ def _log_without_effect(function: str, **arguments: Any) -> None:
             _logger.debug("%s: %s=%r changes nothing here: %s", function, name, value, reason)
 
 
-def _refuse(ranks: Ranks, options: LoadOptions, text: str) -> NoReturn:
+def _refuse(ranks: Ranks, options: LoadOptions, error: Exception) -> NoReturn:
     """Raise on all ranks, on those that did not ask for it as well."""
     with ranks.hub.session("load_state_dict", options.timeout):
-        raise NotImplementedError(text)
+        raise error
 
 
-_NO_AOA = (
-    "aoa_config is not supported: tensors are loaded in the shapes in which they were saved. Pass None. What is "
-    "only called otherwise is found by install(load_options=LoadOptions(key_map=...)); what has to be split or "
-    "merged is for the program to split or merge after the load"
-)
+_NO_AOA = "merge_sharded_state_dict has no aoa_config here; pass None. load_merged_state_dict takes one"
 _NO_TRANSFORM = (
     "load_transform is not supported: tensors are loaded as they were saved, and what is quantized is for the program "
     "to convert. Pass None"

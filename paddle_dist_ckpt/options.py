@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from .recipes import Recipe, placeholders, stored_keys
+
 __all__ = ["LoadOptions", "SaveOptions", "as_integer", "checked"]
 
 T = TypeVar("T")
@@ -86,6 +88,11 @@ class LoadOptions:
         key_map: Where wanted entries are stored, if not under their own keys: a mapping of wanted flat keys, or of
             first parts of some (of which the longest counts), to stored ones; or a function of a wanted key that
             returns the stored one. None instead of a key leaves the entry as it is.
+        recipes: What wanted tensors are made of, if not of the stored tensor of their key: a mapping of wanted flat
+            keys to expressions of stored tensors (see :func:`stored`). A key may have placeholders
+            (``layers.{i}.weight``), each of which stands for a text without dots that is put into the stored keys.
+        aoa_config: The same in Paddle's own language, as ``paddle.distributed.load_state_dict`` takes it: a mapping
+            with ``aoa_statements``, and ``aoa_config_reverse`` if need be; the same on every rank. Needs Paddle 3.3.
         staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
             time, and the most memory of the device that an exchange uses; the same on every rank.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
@@ -101,12 +108,16 @@ class LoadOptions:
     per_rank: Literal["refuse", "by_rank", "coordinator"] = "refuse"
     exchange: Literal["auto", "always", "never"] = "auto"
     key_map: Mapping[str, str | None] | Callable[[str], str | None] | None = None
+    recipes: Mapping[str, Recipe] | None = None
+    aoa_config: Mapping[str, Any] | None = None
     staging_bytes: int = 256 << 20
     progress: bool | None = None
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_key_map(self.key_map)
+        _check_recipes(self.recipes)
+        _check_aoa(self.aoa_config)
         if (as_integer(self.staging_bytes) or 0) < 1:
             raise ValueError(f"staging_bytes must be a number of bytes above 0, not {self.staging_bytes!r}")
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
@@ -172,6 +183,30 @@ def _check_resize(resize: object) -> None:
 
 def _is_str(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _check_recipes(recipes: object) -> None:
+    if recipes is None:
+        return
+    if not isinstance(recipes, Mapping):
+        raise TypeError(f"recipes must be a mapping, not {type(recipes).__name__}")
+    for wanted, recipe in recipes.items():
+        if not isinstance(wanted, str) or not isinstance(recipe, Recipe):
+            raise TypeError(f"recipes must have expressions of stored(...) for keys, not {wanted!r}: {recipe!r}")
+        for key in stored_keys(recipe):
+            unknown = [name for name in placeholders(key) if name not in placeholders(wanted)]
+            if unknown:
+                raise ValueError(f"recipes: {wanted!r} has no {{{unknown[0]}}}, which the stored key {key!r} asks for")
+
+
+def _check_aoa(config: object) -> None:
+    if config is None:
+        return
+    if not isinstance(config, Mapping):
+        raise TypeError(f"aoa_config must be a mapping, not {type(config).__name__}")
+    statements = config.get("aoa_statements", [])
+    if not isinstance(statements, (list, tuple)) or not all(isinstance(one, str) for one in statements):
+        raise TypeError(f"aoa_config must have a list of str as aoa_statements, not {str(statements)[:200]}")
 
 
 def _check_bools(**options: bool) -> None:

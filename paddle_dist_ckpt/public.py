@@ -41,6 +41,7 @@ from .one_call import (
     save as save,
 )
 from .options import LoadOptions as LoadOptions, SaveOptions as SaveOptions
+from .recipes import Recipe as Recipe, concat as concat, split as split, stored as stored
 from .reports import (
     ExportReport as ExportReport,
     LoadReport as LoadReport,

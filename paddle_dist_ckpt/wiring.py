@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .control.ranks import Ranks
+from .core.parts import Arranger
 from .exporting.export import check_free, export_checkpoint
 from .exporting.formats import ExportRequest
 from .files.names import MOST_IDS
@@ -110,8 +111,18 @@ def load_with(
         _check_bool("offload", offload)
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
-        context = LoadContext(as_source(path), session, transport, adapter, options, threads, offload)
+        arranger = _arranger(options)
+        context = LoadContext(as_source(path), session, transport, adapter, options, threads, offload, arranger)
         return load(state_dict, context, unique_id)
+
+
+def _arranger(options: LoadOptions) -> Arranger | None:
+    """What reads Paddle's own configuration of what tensors are made of, if there is one."""
+    if options.aoa_config is None or not options.aoa_config.get("aoa_statements"):
+        return None
+    from .paddle_adapter.aoa import PaddleArranger
+
+    return PaddleArranger(options.aoa_config)
 
 
 def load_whole(
@@ -132,7 +143,7 @@ def load_whole(
     from .paddle_adapter import PaddleAdapter
 
     adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
-    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads)
+    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads, _arranger(options))
 
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:

@@ -11,7 +11,7 @@ from test.rooms import PACKAGE, PICTURES, drawn, imported, part_of
 
 NAME = PACKAGE.name
 
-_BASE = {"errors", "options"}  # core imports nothing else of ours
+_BASE = {"errors", "options", "recipes"}  # core imports nothing else of ours
 _TREE = _BASE | {"core"}
 _FILES = _TREE | {"tree", "storage", "planning"}
 _FOLDER = _FILES | {"files", "readers", "reports"}
@@ -22,7 +22,8 @@ _ABOVE = _CALLS | {"api", "drop_in", "export_calls", "manager", "one_call"}
 # What each part may import beside itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "options": {"errors"},
+    "recipes": {"errors"},
+    "options": {"errors", "recipes"},
     "reports": set(),
     "version": set(),
     "core": _BASE,

@@ -11,7 +11,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..tree.paths import plain_key
 
-__all__ = ["Selection", "checked_keys", "select", "unread"]
+__all__ = ["Selection", "checked_keys", "select", "select_keys", "unread"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -62,6 +62,25 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     if len(set(chosen.values())) < len(chosen):
         raise CheckpointError(f"below the prefix {prefix!r} there are equal keys from different branches")
     return chosen
+
+
+def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:
+    """Those of some flat keys that are selected, with their paths; a prefix is the beginning of a key before a dot.
+
+    Raises:
+        CheckpointNotFoundError: nothing matches, or one of the keys matches nothing.
+    """
+    prefix = "" if selection.prefix is None else f"{selection.prefix}."
+    below = {key: path for key, path in paths.items() if key.startswith(prefix)}
+    if selection.keys is None and (below or not prefix):
+        return below
+    matched = _matching(below, selection.keys if selection.keys is not None else [f"{prefix}*"])
+    unmatched = [pattern for pattern, found in matched.items() if not found]
+    if unmatched:
+        examples = ", ".join(list(paths)[:5])
+        raise CheckpointNotFoundError(f"no key matches {unmatched}; there are, for example: {examples}")
+    wanted = set().union(*matched.values())
+    return {key: path for key, path in below.items() if path in wanted}
 
 
 def unread(metadata: Metadata, selection: Selection) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ..core.columns import pack_column
+from ..core.parts import Arranged, SourceTensor
 from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
@@ -23,7 +24,7 @@ from ..tree.paths import is_own, parent_of, plain_key, plain_keys
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
 
-__all__ = ["Answering"]
+__all__ = ["Answering", "stored_tensors"]
 
 _MOST_HINTS = 20  # each costs a comparison with every key
 _SCHEDULER = "/LR_Scheduler"
@@ -39,18 +40,33 @@ class _Draft:
     skipped: dict[str, str] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Arranged] = field(default_factory=dict)
 
 
 class Answering:
-    """Looks up in one checkpoint what ranks want. ``allow_missing`` are patterns of wanted keys that need not be there.
+    """Looks up in one checkpoint what ranks want.
+
+    Args:
+        metadata: What `.metadata` says.
+        ranks_on_host: For each rank how many are on its host.
+        unmatched: The keys of recipes that no rank has a tensor for.
+        allow_missing: Patterns of wanted keys that need not be there.
 
     Attributes:
         files: The data files, each with its number of blocks.
         asked: The stored paths of what ranks were given.
     """
 
-    def __init__(self, metadata: Metadata, ranks_on_host: dict[int, int], allow_missing: Sequence[str] = ()) -> None:
-        self._metadata, self._ranks_on_host = metadata, ranks_on_host
+    def __init__(
+        self,
+        metadata: Metadata,
+        ranks_on_host: dict[int, int],
+        unmatched: list[str],
+        allow_missing: Sequence[str] = (),
+    ) -> None:
+        self._metadata, self._ranks_on_host, self._unmatched = metadata, ranks_on_host, unmatched
         self._may_be_missing = matcher(allow_missing)
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
@@ -66,14 +82,17 @@ class Answering:
     def _path_of_key(self) -> Any:
         return path_of_key(self._metadata)
 
-    def answer(self, wanted: WantedPaths) -> LoadAnswer:
-        """What the checkpoint has of what a rank wants."""
+    def answer(self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None]) -> LoadAnswer:
+        """What the checkpoint has of what a rank wants; of tensors that are arranged by flat key, of their parts."""
         paths, found = self._metadata.table.paths, _Draft()
         moved = self._nested_otherwise(wanted) | {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         own_names = wanted.names or [None] * len(wanted.tensors)
         names = Names([*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()])
-        places = NameMatch(self._names, self._index, names, moved).places(wanted.tensors)
-        for path in wanted.tensors:
+        made = set(wanted.made)
+        self._answer_arranged(wanted, arranged, made, found)
+        as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
+        places = NameMatch(self._names, self._index, names, moved).places(as_they_are)
+        for path in as_they_are:
             place = places.get(path)
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
@@ -87,8 +106,37 @@ class Answering:
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             self._answer_value(path, source, present, found)
+        for key in wanted.sources:
+            self._answer_source(key, found)
         self.asked.update(paths[t] for t in found.tensors)
         return self._assemble(found)
+
+    def _answer_arranged(
+        self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None], made: set[str], found: _Draft
+    ) -> None:
+        """Tensors that have no recipe, and are arranged; they are added to ``made``."""
+        for path, record in wanted.records.items() if arranged else ():
+            if record.key not in arranged or path in made:
+                continue
+            made.add(path)
+            whole = arranged[record.key]
+            if whole is None:
+                found.skipped[path] = "left as it is, as aoa_config says"
+                continue
+            found.parts[path] = whole
+            for key in dict.fromkeys(part.key for part in whole.parts):
+                if key not in found.sources and key not in found.absent:
+                    self._answer_source(key, found)
+
+    def _answer_source(self, key: str, found: _Draft) -> None:
+        """A stored tensor of which wanted ones are made."""
+        path = self._path_of_key(key)
+        place = self._index.get(path)
+        if place is None or place in self._blobs:
+            found.absent[key] = self._what_is(path)
+        else:
+            found.tensors.add(place)
+            found.sources[key] = path
 
     def _nested_otherwise(self, wanted: WantedPaths) -> dict[str, str]:
         """Where what is wanted is stored under the same flat key, nested in other dicts: the only one, for only one.
@@ -252,7 +300,24 @@ class Answering:
             stored=found.stored,
             renamed={path: wanted for path, wanted in found.renamed.items() if wanted != [path]},
             saved_by=metadata.world_size,
+            sources=found.sources,
+            absent=found.absent,
+            parts=found.parts,
+            unread=sorted(path for path in found.sources.values() if path not in found.renamed),
+            unmatched=self._unmatched,
         )
+
+
+def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
+    """All tensors of a checkpoint by flat key, with where their boxes start."""
+    table = metadata.table
+    offsets = [list(map(tuple, layout.boxes.offset.tolist())) for layout in table.layouts]
+    columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
+    return {
+        metadata.key(path): SourceTensor(table.layouts[layout].shape, dtype, offsets[layout])
+        for path, dtype, layout, kind in columns
+        if kind != Kind.VALUE
+    }
 
 
 def _scheduler_of(path: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ from ..files.runs import OpenFile
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
+from .recipes import expand
 from .resize import Rules
 from .stored import StoredShards
 from .targets import Targets
@@ -51,17 +52,18 @@ class Fit:
         answer: LoadAnswer,
         wanted: WantedState,
         cast: bool,
-        left_out: Container[str],
+        left_out: Collection[str],
         adapter: TensorAdapter,
         resize: Rules = MappingProxyType({}),
     ) -> None:
         self.answer, self.wanted = answer, wanted
         self.stored = StoredShards(answer)
         self._table = self.stored.table
-        elsewhere = {**answer.stored, **dict.fromkeys((*answer.unfit, *answer.skipped))}
         self.problems = wanted.problems + _unfit(answer, wanted)
-        self.targets = Targets(wanted, self._table, cast, elsewhere, left_out, adapter, resize)
-        self.problems += self.targets.problems
+        self.problems += [f"{key}: a recipe, and no rank has such a tensor" for key in answer.unmatched]
+        parts = expand(wanted.tensors, wanted.made.recipes, answer, self._table, cast)
+        self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, adapter, resize)
+        self.problems += parts.problems + list(dict.fromkeys(self.targets.problems))
         self._plan()
         left = [f"{plain_key(path)}: {reason}" for path, reason in answer.skipped.items()]
         self.skipped = self.problems + wanted.left + left + self.targets.resized
@@ -76,10 +78,7 @@ class Fit:
         plan = plan_load(table, wanted)
         filled = np.ones(len(targets), bool)
         filled[plan.uncovered] = False
-        self.problems += [
-            f"{plain_key(targets.path(row))}: the checkpoint does not hold the region {targets.box(row)} exactly once"
-            for row in plan.uncovered.tolist()
-        ]
+        self.problems += list(map(self._uncovered, plan.uncovered.tolist()))
         targets.stage_shared(np.flatnonzero(filled))
         kept = filled[plan.wanted]
         self._target, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
@@ -92,6 +91,13 @@ class Fit:
         itemsize = table.itemsizes[table.shard_tensor[self._shard]]
         self._nbytes: IntArray = plan.boxes.volumes[self._like] * itemsize
         self._entry_bytes: IntArray = plan.stored.volumes[self._like] * itemsize
+
+    def _uncovered(self, row: int) -> str:
+        """The problem with a target of which not everything is stored, or something repeatedly."""
+        path, source = self.targets.path(row), self._table.paths[self.targets.tensor[row]]
+        of_what = "" if path == source else f" of {plain_key(source)}"
+        region = f"the region {self.targets.box(row)}{of_what}"
+        return f"{plain_key(path)}: the checkpoint does not hold {region} exactly once"
 
     @property
     def untouched(self) -> set[str]:

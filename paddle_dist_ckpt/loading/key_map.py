@@ -7,19 +7,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from ..files.metadata import Metadata
-from ..tree.paths import containers_of, flat_keys, join, plain_key
+from ..tree.paths import containers_of, join, plain_key
 
-__all__ = ["KeyMap", "apply", "matcher", "path_of_key"]
+__all__ = ["apply", "matcher", "path_of_key"]
 
 KeyMap = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 
 
-def apply(key_map: KeyMap | None, paths: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+def apply(key_map: KeyMap | None, keys: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
     """What a key_map says of wanted entries.
 
     Args:
         key_map: A function of flat keys; or a mapping whose keys are flat keys, or the first parts of some.
-        paths: The paths of the wanted entries.
+        keys: The flat keys of the wanted entries, by their paths.
 
     Returns:
         The stored flat key for each path that is stored under another key; and the paths that are left as they are.
@@ -32,7 +32,7 @@ def apply(key_map: KeyMap | None, paths: Sequence[str]) -> tuple[dict[str, str],
     if key_map is None:
         return moved, skipped
     find = key_map if callable(key_map) else _lookup(key_map)
-    for path, key in zip(paths, flat_keys(paths), strict=True):
+    for path, key in keys.items():
         stored = find(key)
         if stored is None:
             skipped.add(path)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
@@ -181,18 +182,30 @@ class LeavesLoad:
         return ask(self.context.session, name, local, kind, only_on(self._coordinator, answer))
 
     def _request(self) -> tuple[WantedState, LoadRequest]:
-        wanted = collect(self.scan(), self.context.adapter, self.context.options.key_map)
+        wanted = collect(self.scan(), self.context.adapter, self.context.options, self.context.arranger)
         try:
             folder = self.context.storage.identity()
         except OSError:  # this rank has no such folder; others may read for it
             folder = None
         tensors = wanted.tensors
-        paths = WantedPaths(tensors.paths, wanted.values, tensors.names, wanted.others, wanted.moved)
+        made = wanted.made
+        moved, recipes = wanted.moved, [path for path in tensors.paths if path in made.recipes]
+        paths = WantedPaths(
+            tensors.paths,
+            wanted.values,
+            tensors.names,
+            wanted.others,
+            moved,
+            recipes,
+            made.sources,
+            wanted.records,
+        )
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: str(list(getattr(self.context.options, name))) for name in _SEQUENCES}
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
-        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths))
+        choices["aoa_config"] = _digest(self.context.options.aoa_config)
+        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), made.patterns)
 
     def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
         session, options = self.context.session, self.context.options
@@ -222,6 +235,13 @@ class LeavesLoad:
             if order.restart or self._ask("open", open_mine, GoOnAnswer, LoadCoordinator.done)[1].restart:
                 raise _Replaced
         return order
+
+
+def _digest(config: Mapping[str, Any] | None) -> str:
+    """Something by which configurations of ranks are compared, short even if they are long."""
+    return (
+        "None" if config is None else hashlib.sha256(repr(sorted(config.items(), key=repr)).encode()).hexdigest()[:16]
+    )
 
 
 def _values(fit: Fit) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from ..core.messages import decode, encode
+from ..core.parts import Arranged, WantedTensor
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, StateDictMismatchError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
 from ..storage.base import FolderIdentity
 from ..tree.names import is_of_run
-from .answering import Answering
+from .answering import Answering, stored_tensors
 from .exchange_orders import ExchangePlanner
 from .key_map import matcher
 from .messages import (
@@ -26,6 +27,7 @@ from .messages import (
     GoOnAnswer,
     LoadRequest,
     WantedPaths,
+    WantedRecord,
 )
 from .reading import LoadContext
 
@@ -39,7 +41,7 @@ class LoadCoordinator:
 
     def __init__(self, context: LoadContext, read: Callable[[int | None], Metadata]) -> None:
         self._storage, self._session, self._options = context.storage, context.session, context.options
-        self._read = read
+        self._arranger, self._read = context.arranger, read
         self._metadata: Metadata  # from round ``request`` on, like the next three
         self._answering: Answering
         self._folders: dict[int, FolderIdentity]  # of ranks that have one; who has none reaches nothing
@@ -72,12 +74,30 @@ class LoadCoordinator:
             self._groups.setdefault(folder, []).append(rank)
         sharing = Counter(folder.host for folder in self._folders.values())
         on_host = {rank: sharing[folder.host] for rank, folder in self._folders.items()}
-        self._answering = Answering(metadata, on_host, self._options.allow_missing)
-        answered: dict[bytes, bytes] = {}
-        for request in requests.values():
-            if request.wanted not in answered:
-                answered[request.wanted] = encode(self._answering.answer(decode(request.wanted, WantedPaths)))
+        matched = {key for request in requests.values() for key, found in request.patterns.items() if found}
+        keys = dict.fromkeys(key for request in requests.values() for key in request.patterns if key not in matched)
+        self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing)
+        wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
+        arranged = self._arranged(list(wanted.values()))
+        answered = {data: encode(self._answering.answer(paths, arranged)) for data, paths in wanted.items()}
         return {rank: answered[request.wanted] for rank, request in requests.items()}
+
+    def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, Arranged | None]:
+        """What wanted tensors are made of, by flat key, as the framework says."""
+        if self._arranger is None:
+            return {}
+        records: dict[str, list[WantedRecord]] = {}
+        for record in (record for paths in wanted for record in paths.records.values()):
+            records.setdefault(record.key, []).append(record)
+        together: dict[str, WantedTensor] = {}
+        for key, said in records.items():
+            shape, dtype = said[0].shape, said[0].dtype
+            if any(record.shape != shape for record in said):
+                shapes = sorted({str(list(record.shape)) for record in said})
+                raise ValueError(f"aoa_config: ranks want {key} in different shapes: {', '.join(shapes)}")
+            offsets = sorted({record.offset for record in said if record.offset is not None})
+            together[key] = WantedTensor(shape, dtype, offsets or [(0,) * len(shape)])
+        return self._arranger.arrange(stored_tensors(self._metadata), together)
 
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""

@@ -9,6 +9,7 @@ import msgspec
 from ..core.box import Box
 from ..core.columns import Column
 from ..core.messages import prepare
+from ..core.parts import Arranged
 from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
 from ..storage.base import FolderIdentity
@@ -28,7 +29,18 @@ __all__ = [
     "ShardOrder",
     "UnitOrder",
     "WantedPaths",
+    "WantedRecord",
 ]
+
+
+class WantedRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of a tensor that it wants: its flat key, its shape, its dtype, and where the rank's box of it
+    starts, or that from which its part is cut."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...] | None
 
 
 class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +48,8 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     of values with what stands there now.
 
     ``others`` are names of tensors of the same state_dict that are not wanted, by their paths. ``moved`` has the stored
-    flat key that the user gives for a wanted path.
+    flat key that the user gives for a wanted path. ``made`` are the paths of tensors that have recipes, ``sources`` the
+    flat keys of the stored tensors in these. ``records`` are there if the coordinator arranges what is made of what.
     """
 
     tensors: list[str]
@@ -44,15 +57,20 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     names: list[str | None] = []
     others: dict[str, str | None] = {}
     moved: dict[str, str] = {}
+    made: list[str] = []
+    sources: list[str] = []
+    records: dict[str, WantedRecord] = {}
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``request``: what a rank wants. ``wanted`` is an encoded :class:`WantedPaths`, equal on many ranks."""
+    """Round ``request``: what a rank wants. ``wanted`` is an encoded :class:`WantedPaths`, equal on many ranks.
+    ``patterns`` says of the keys of its recipes whether each is that of a tensor."""
 
     unique_id: int | None
     options: dict[str, str]
     folder: FolderIdentity | None
     wanted: bytes
+    patterns: dict[str, bool] = {}
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +82,10 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     ``unfit`` tells what stands at wanted paths where no tensor is, or no value; ``skipped`` why some wanted paths are
     left as they are. ``stored`` has the stored path of tensors that are not stored under the wanted one, ``renamed``
     the wanted paths of other entries of data files. ``saved_by`` is how many ranks have saved.
+
+    ``sources`` has the paths of the stored tensors of which wanted ones are made, by flat key, ``absent`` what is at
+    such keys instead, ``parts`` the parts of wanted paths for which the rank has no recipe. ``unread`` are stored paths
+    that are there for these alone, ``unmatched`` the keys of recipes that no rank has a tensor for.
     """
 
     unique_id: int
@@ -80,6 +102,11 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     stored: dict[str, str] = {}
     renamed: dict[str, list[str]] = {}
     saved_by: int = 1
+    sources: dict[str, str] = {}
+    absent: dict[str, str] = {}
+    parts: dict[str, Arranged] = {}
+    unread: list[str] = []
+    unmatched: list[str] = []
 
 
 class DecideRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -13,6 +13,7 @@ from functools import cached_property
 from ..core.buffers import Buffers
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, NoCopies
+from ..core.parts import Arranger
 from ..core.progress import Progress
 from ..core.protocols import Transport
 from ..core.threads import io_threads, run_all
@@ -41,11 +42,13 @@ class LoadContext(Context):
         options: How to load.
         threads: How many threads it reads with; None for this rank's part of the host's cores.
         offload: Whether its transport was chosen for host memory.
+        arranger: Says what tensors are made of, if the framework does.
     """
 
     options: LoadOptions
     threads: int | None = None
     offload: bool = False
+    arranger: Arranger | None = None
 
 
 @dataclass(slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
+from ..core.boxes import Mask
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
@@ -21,9 +22,9 @@ from ..errors import CheckpointError
 from ..files.reader import Consumer, view_at
 from ..tree.paths import plain_key
 from ..tree.values import decode_value
+from .recipes import PartTargets
 from .resize import Rules, resize
 from .shared_memory import SharedMemory, find_shared_memory
-from .wanted import WantedState
 
 __all__ = ["Targets"]
 
@@ -35,11 +36,8 @@ class Targets:
     buffer for a stored value.
 
     Args:
-        wanted: What the state_dict asks for. Its tensors get the buffers for stored values as well.
+        parts: What the state_dict asks for. Its tensors get the buffers for stored values as well.
         table: What the checkpoint has of it.
-        cast: Whether dtypes are converted.
-        stored: The stored paths of tensors that are stored under another than the wanted one; None for those of which
-            there is nothing.
         left_out: Stored values that are not read.
         adapter: Makes the memory of devices accessible.
         rules: Which tensors may be of another length than what is stored, see :mod:`.resize`.
@@ -58,10 +56,8 @@ class Targets:
 
     def __init__(
         self,
-        wanted: WantedState,
+        parts: PartTargets,
         table: ShardTable,
-        cast: bool,
-        stored: Mapping[str, str | None],
         left_out: Container[str],
         adapter: TensorAdapter,
         rules: Rules,
@@ -70,12 +66,13 @@ class Targets:
         self.problems: list[str] = []
         self._buffers: dict[int, Array] = {}
         self._shared: list[SharedMemory] = []
-        tensors = self._tensors = wanted.tensors
+        tensors = self._tensors = parts.tensors
         places: dict[str | None, int] = {None: -1}
         places.update(table.index)
-        place = np.array([places.get(stored.get(path, path), -1) for path in tensors.paths], np.int64)
+        place = np.array([places.get(path, -1) for path in parts.stored], np.int64)
         asked = set(place.tolist())  # also for what does not fit, which stays as it is
         refused, self.resized = resize(tensors, table, place, rules)
+        cast = np.array(parts.cast, bool)
         for tensor, reason in {**_find_mismatches(tensors, table, place, cast), **refused}.items():
             self.problems.append(f"{plain_key(tensors.paths[tensor])}: {reason}")
             place[tensor] = -1
@@ -231,17 +228,20 @@ class Targets:
                 memory[...] = 0
 
 
-def _find_mismatches(tensors: LocalTensors, table: ShardTable, place: IntArray, cast: bool) -> dict[int, str]:
+def _find_mismatches(tensors: LocalTensors, table: ShardTable, place: IntArray, cast: Mask) -> dict[int, str]:
     """The wanted tensors that cannot be filled from what is stored for them, with the reasons.
 
     Tensors that are alike, and stored alike, are judged once. ``place`` is that of each in the table, -1 for one of
-    which there is nothing, ``[tensors]``.
+    which there is nothing, ``cast`` whether its dtype is converted, both ``[tensors]``.
     """
     found = np.flatnonzero(place >= 0)
     geometry = np.array(tensors.geometry, np.int64)[found]
-    columns = np.column_stack([geometry, table.layout_of[place[found]], table.dtype_of[place[found]]])
+    columns = np.column_stack([geometry, table.layout_of[place[found]], table.dtype_of[place[found]], cast[found]])
     first, alike = group_rows(columns)
-    reasons = [_mismatch(tensors.geometries[geometry[i]], table, int(place[found[i]]), cast) for i in first.tolist()]
+    reasons = [
+        _mismatch(tensors.geometries[geometry[i]], table, int(place[found[i]]), bool(cast[found[i]]))
+        for i in first.tolist()
+    ]
     unfit = np.flatnonzero(np.array([reason is not None for reason in reasons], bool)[alike])
     return {int(found[i]): reasons[alike[i]] or "" for i in unfit.tolist()}
 

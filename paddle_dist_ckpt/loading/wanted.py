@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 
 from ..core.local_tensors import LocalTensors
-from ..core.tensors import TensorAdapter
+from ..core.parts import Arranger
+from ..core.tensors import Geometry, TensorAdapter
 from ..errors import UnsupportedValueError
+from ..options import LoadOptions
 from ..tree.objects import ObjectKind
-from ..tree.paths import RankIndex, own_among, parent_of, parse_path, plain_key
+from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
 from ..tree.state_dict import Leaves, PerRank, owner_of
 from . import key_map
-from .messages import LoadAnswer
+from .messages import LoadAnswer, WantedRecord
+from .recipes import Matching, match_recipes
 
 __all__ = ["WantedState", "collect"]
 
@@ -32,6 +35,8 @@ class WantedState:
         moved: The stored flat key of each path that the key_map says is stored under another.
         skipped: The paths that the key_map says are left as they are.
         left: What else is left as it is, by choice, a line each.
+        made: The tensors that have recipes.
+        records: What is said of each tensor to whoever arranges what they are made of, by path.
         has_objects: Whether there are objects to be given their states in the end.
     """
 
@@ -42,6 +47,8 @@ class WantedState:
     moved: dict[str, str] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
+    made: Matching = field(default_factory=Matching)
+    records: dict[str, WantedRecord] = field(default_factory=dict)
     has_objects: bool = False
 
     def choose_own(self, answer: LoadAnswer, rank: int, ranks: tuple[int, ...], choice: str) -> set[str]:
@@ -72,17 +79,29 @@ class WantedState:
         return others
 
 
-def collect(leaves: Leaves, adapter: TensorAdapter, mapping: key_map.KeyMap | None) -> WantedState:
-    """Look at what a load was called with; ``mapping`` is its ``LoadOptions.key_map``."""
+def collect(
+    leaves: Leaves, adapter: TensorAdapter, options: LoadOptions, arranger: Arranger | None = None
+) -> WantedState:
+    """Look at what a load was called with."""
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
-    moved, skipped = key_map.apply(mapping, list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *free])))
-    wanted = WantedState(moved=moved, skipped=skipped, has_objects=bool(objects))
+    moved, skipped, made = dict[str, str](), set[str](), Matching()
+    keys = dict[str, str]()
+    if options.key_map is not None or options.recipes or arranger is not None:
+        paths = list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *free]))
+        keys = dict(zip(paths, flat_keys(paths), strict=True))
+        targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
+        made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
+        moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
+    wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects))
     for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
         if path in skipped or (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free):
             continue
         try:
-            wanted.tensors.add(path, adapter.view(value, path))
+            view = adapter.view(value, path)
+            wanted.tensors.add(path, view)
+            if arranger is not None:
+                wanted.records[path] = _record(keys[path], view.geometry, arranger.corner(value))
         except UnsupportedValueError as error:
             wanted.problems.append(str(error))
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
@@ -96,6 +115,12 @@ def collect(leaves: Leaves, adapter: TensorAdapter, mapping: key_map.KeyMap | No
         wanted.others = {path: name for path, name in names if path not in filled}
     wanted.values.update((path, "object") for path in free if path not in skipped)
     return wanted
+
+
+def _record(key: str, geometry: Geometry, corner: tuple[int, ...] | None) -> WantedRecord:
+    if corner is None:
+        corner = min((shard.box.offset for shard in geometry.shards), default=None)
+    return WantedRecord(key, geometry.shape, geometry.dtype.name, corner)
 
 
 def _present(value: Any) -> str:

@@ -12,6 +12,7 @@ from paddle_dist_ckpt import load_merged_state_dict
 from test.device_plugin import build
 from test.device_plugin import cases_conversions as cases
 from test.device_plugin.ranks import DevicePool
+from test.paddle import cases_recipes
 from test.paddle.layouts import LAYOUTS
 from test.paddle.test_conversions import SAMPLE, _hand_on
 from test.strategies import some
@@ -119,3 +120,10 @@ def test_merged(ready: DevicePool, saved: Saved, source: str) -> None:
     for offload, place in ((False, "device"), (True, "host")):
         assert ready.run(cases.load_merged, str(saved(source)), offload, ranks=1) == [([], {place})]
     assert cases.merged_problems(load_merged_state_dict(saved(source))) == []
+
+
+@pytest.mark.parametrize("aoa", [False, True])
+@pytest.mark.parametrize(("dimension", "exchange"), [(0, "never"), (1, "never"), (0, "always"), (1, "always")])
+def test_what_is_made_of_others(ready: DevicePool, tmp_path: Path, dimension: int, exchange: str, aoa: bool) -> None:
+    arguments = (str(tmp_path), 2, dimension, exchange, aoa)
+    assert ready.run(cases_recipes.load_what_is_made, *arguments, ranks=2) == [[], []]

@@ -123,9 +123,9 @@ def newest_of_the_coordinator(root: str, ranks: int) -> tuple[list[int], list[in
     return saved, list_checkpoints(folder)
 
 
-def with_aoa_config(folder: str, ranks: int, having: list[int]) -> tuple[Outcome, Outcome]:
+def with_aoa_config(folder: str, ranks: int, having: list[int], given: Any) -> tuple[Outcome, Outcome]:
     """Load with an aoa_config on some ranks, then without."""
-    config = {"aoa_statements": ["a -> b"]} if dist.get_rank() in having else None
+    config = given if dist.get_rank() in having else None
     state, group = {"x": paddle.zeros([3])}, group_of(ranks)
     with install(**_OPTIONS):  # type: ignore[arg-type]
         dist.save_state_dict({"x": paddle.ones([3])}, folder, group)

@@ -42,6 +42,7 @@ NAMES = tuple(name for name in ALL if hasattr(dist, name))
 OWN = {name: getattr(dist, name) for name in NAMES}
 HOME = sys.modules[dist.load_state_dict.__module__]  # where Paddle defines two of them
 has_merged = lacks("load_merged_state_dict" in NAMES, "has no paddle.distributed.load_merged_state_dict")
+has_aoa = lacks("aoa_config" in inspect.signature(dist.load_state_dict).parameters, "has no aoa_config")
 saves_by_id = lacks("unique_id" in inspect.signature(dist.save_state_dict).parameters, "saves without ids")
 
 
@@ -259,17 +260,30 @@ def test_arguments_that_change_nothing_are_taken(
     assert value_in(tmp_path) == (2 if name == "save_state_dict" else 1)
 
 
-@has_merged
-@pytest.mark.parametrize("config", [{}, {"aoa_statements": ["a -> b"]}])
-def test_an_aoa_config_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+@has_aoa
+def test_an_aoa_config_is_done(tmp_path: Path) -> None:
+    config = {"aoa_statements": ["w^T -> turned"]}
+    with install():
+        dist.save_state_dict({"w": paddle.arange(6.0).reshape([2, 3]), "b": paddle.ones([2])}, tmp_path)
+        target = {"turned": paddle.zeros([3, 2]), "b": paddle.zeros([2])}
+        dist.load_state_dict(target, tmp_path, aoa_config=config)
+        merged = dist.load_merged_state_dict(tmp_path, aoa_config=config)
+        plain = dist.load_merged_state_dict(tmp_path, aoa_config={})
+    expected = [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert target["turned"].tolist() == merged["turned"].tolist() == expected
+    assert target["b"].tolist() == merged["b"].tolist() == [1.0, 1.0]
+    assert set(merged) == {"turned", "b"}
+    assert set(plain) == {"w", "b"}
+
+
+@pytest.mark.parametrize("config", [7, "a -> b", {"aoa_statements": "a -> b"}, {"aoa_statements": [7]}])
+def test_an_aoa_config_of_another_form_is_refused(tmp_path: Path, config: Any) -> None:
     with install():
         dist.save_state_dict(state(1), tmp_path)
         target = state(0)
-        with pytest.raises(NotImplementedError, match="aoa_config is not supported"):
+        with pytest.raises(TypeError, match="aoa_config must"):
             dist.load_state_dict(target, tmp_path, aoa_config=config)
-        assert not target["model"]["w"].any()
-        with pytest.raises(NotImplementedError, match="aoa_config is not supported"):
-            dist.load_merged_state_dict(tmp_path, aoa_config=config)
+    assert not target["model"]["w"].any()
 
 
 def test_options_are_used(tmp_path: Path) -> None:
@@ -426,12 +440,32 @@ def test_the_coordinator_alone_decides_which_is_the_newest(pool: RankPool, tmp_p
     assert [left for _, left in results] == [[3, 4, 5], [3, 9], [3, 9]]
 
 
-@pytest.mark.parametrize("having", [[0, 1, 2], [0], [2]])
-def test_an_aoa_config_is_refused_on_every_rank(pool: RankPool, tmp_path: Path, having: list[int]) -> None:
-    results = pool.run(cases.with_aoa_config, str(tmp_path), 3, having, ranks=3)
-    for rank, (first, second) in enumerate(results):
-        assert first.error == ("NotImplementedError" if rank in having else "RankFailureError")
-        assert "aoa_config is not supported" in first.message
+@pytest.mark.parametrize("having", [[0], [2], [0, 2]])
+def test_an_aoa_config_that_some_ranks_lack_is_refused_on_every_rank(
+    pool: RankPool, tmp_path: Path, having: list[int]
+) -> None:
+    results = pool.run(cases.with_aoa_config, str(tmp_path), 3, having, {"aoa_statements": ["x -> y"]}, ranks=3)
+    for first, second in results:
+        assert first.error == "ValueError"
+        assert "LoadOptions(aoa_config=" in first.message
+        assert first.seconds < 30
+        assert second.result == 3.0
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"aoa_statements": 7}, "TypeError", "aoa_statements"),
+        pytest.param({"aoa_statements": ["a -> b"]}, "ValueError", "a should be assigned before", marks=has_aoa),
+        pytest.param({"aoa_statements": ["x ->"]}, "ValueError", "aoa_config", marks=has_aoa),
+    ],
+)
+def test_an_aoa_config_that_cannot_be_done_is_refused_on_every_rank(
+    pool: RankPool, tmp_path: Path, config: dict[str, Any], error: str, text: str
+) -> None:
+    for first, second in pool.run(cases.with_aoa_config, str(tmp_path), 3, [0, 1, 2], config, ranks=3):
+        assert first.error == error
+        assert text in first.message
         assert first.seconds < 30
         assert second.result == 3.0
 

@@ -1,0 +1,118 @@
+"""Parts of stored tensors of which a wanted tensor is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from .box import Box, intersect
+from .dtypes import DType
+
+__all__ = ["Arranged", "Arranger", "Part", "SourceTensor", "WantedTensor"]
+
+
+class SourceTensor(NamedTuple):
+    """What a checkpoint says of a tensor.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: Its element type.
+        offsets: Where its stored boxes start, ascending.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    offsets: Sequence[tuple[int, ...]] = ()
+
+
+class WantedTensor(NamedTuple):
+    """What a load's ranks say together of a tensor that they want.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: The name of its element type.
+        offsets: Where the boxes that ranks have of it start, or those from which their parts are cut; each once,
+            ascending.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: Sequence[tuple[int, ...]] = ()
+
+
+class Part(NamedTuple):
+    """A box of a stored tensor that is a box of a wanted one.
+
+    Attributes:
+        key: The stored tensor's flat key.
+        box: The box there.
+        axes: For each dimension of the wanted tensor the one of the stored tensor that becomes it.
+        place: The box in the wanted tensor.
+        dtype: The name of the element type that is asked for; None for the stored one.
+    """
+
+    key: str
+    box: Box
+    axes: tuple[int, ...]
+    place: Box
+    dtype: str | None = None
+
+    def within(self, region: Box) -> Part | None:
+        """What of it lies in a region of the wanted tensor; None if nothing does."""
+        common = intersect(self.place, region)
+        if common is None:
+            return None
+        offset, shape = list(self.box.offset), list(self.box.shape)
+        for low, first, extent, axis in zip(common.offset, self.place.offset, common.shape, self.axes, strict=True):
+            offset[axis] += low - first
+            shape[axis] = extent
+        return self._replace(box=Box(tuple(offset), tuple(shape)), place=common)
+
+    def permuted(self, axes: Sequence[int]) -> Part:
+        """The same for a wanted tensor with its axes in this order."""
+        place = Box(tuple(self.place.offset[a] for a in axes), tuple(self.place.shape[a] for a in axes))
+        return self._replace(axes=tuple(self.axes[a] for a in axes), place=place)
+
+    def moved(self, axis: int, distance: int) -> Part:
+        """The same, further along an axis of the wanted tensor."""
+        offset = list(self.place.offset)
+        offset[axis] += distance
+        return self._replace(place=Box(tuple(offset), self.place.shape))
+
+
+class Arranged(NamedTuple):
+    """What a wanted tensor is made of.
+
+    Attributes:
+        shape: The shape of what is made.
+        parts: The parts, which tile it.
+    """
+
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+
+class Arranger(Protocol):
+    """Says for a framework which stored tensors become which wanted ones."""
+
+    def corner(self, value: Any) -> tuple[int, ...] | None:
+        """Where the box starts from which a tensor's part on this rank is cut, if the tensor itself says that."""
+        ...
+
+    def arrange(
+        self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
+    ) -> dict[str, Arranged | None]:
+        """What wanted tensors are made of.
+
+        Args:
+            stored: The stored tensors, by flat key.
+            wanted: The wanted ones of all ranks, by flat key; None for all that can be made.
+
+        Returns:
+            What it is for each wanted key about which there is anything to say; None for one that is left as it is.
+
+        Raises:
+            ValueError: what is asked for cannot be done.
+            UnsupportedValueError: the framework cannot do it.
+        """
+        ...

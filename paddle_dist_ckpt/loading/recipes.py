@@ -1,0 +1,213 @@
+"""Wanted tensors that are made of boxes of stored ones: which have a recipe, and what a rank fills for them.
+
+Each part becomes a tensor of its own, of the stored tensor's shape, whose local shards are what this rank wants of the
+part's box: the same memory, looked at with the stored tensor's axes. What comes after sees nothing but such tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..core.box import Box
+from ..core.device_memory import contiguous_strides
+from ..core.dtypes import dtype_named
+from ..core.local_tensors import LocalTensors
+from ..core.parts import Arranged, Part, SourceTensor
+from ..core.shards import ShardTable
+from ..core.tensors import Geometry, LocalShard, TensorView
+from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
+from ..recipes import Recipe, filled, placeholders, stored_keys
+from ..tree.paths import plain_key
+from .messages import LoadAnswer
+
+__all__ = ["Matching", "PartTargets", "expand", "match_recipes"]
+
+
+@dataclass(slots=True)
+class Matching:
+    """Which wanted tensors have recipes.
+
+    Attributes:
+        recipes: The recipe of each path that has one, with its placeholders filled in.
+        patterns: Whether each of the recipes' keys is that of a tensor.
+    """
+
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    patterns: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> list[str]:
+        """The flat keys of all stored tensors in the recipes."""
+        return sorted({key for recipe in self.recipes.values() for key in stored_keys(recipe)})
+
+
+def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Matching:
+    """Find the recipe of each tensor: the one of its key, or else the first whose pattern its key has.
+
+    Args:
+        recipes: The recipes by wanted key or pattern.
+        keys: The tensors' flat keys, by their paths.
+    """
+    matching = Matching(patterns=dict.fromkeys(recipes, False))
+    patterns = [(name, _compiled(name), recipe) for name, recipe in recipes.items() if placeholders(name)]
+    for path, key in keys.items():
+        if key in recipes and not placeholders(key):
+            matching.recipes[path] = recipes[key]
+            matching.patterns[key] = True
+            continue
+        for name, pattern, recipe in patterns:
+            match = pattern.fullmatch(key)
+            if match is not None:
+                matching.recipes[path] = recipe.with_keys(functools.partial(filled, found=match.groupdict()))
+                matching.patterns[name] = True
+                break
+    return matching
+
+
+def _compiled(key: str) -> re.Pattern[str]:
+    """A key with placeholders as a regular expression. One that is there again stands for the same text."""
+    seen: set[str] = set()
+    text = ""
+    for i, piece in enumerate(re.split(r"\{([A-Za-z_][A-Za-z0-9_]*)\}", key)):
+        if i % 2 == 0:
+            text += re.escape(piece)
+        elif piece in seen:
+            text += f"(?P={piece})"
+        else:
+            text += f"(?P<{piece}>[^.]+)"
+            seen.add(piece)
+    return re.compile(text)
+
+
+@dataclass(slots=True)
+class PartTargets:
+    """A rank's tensors as a load fills them: those that are stored as they are wanted, and parts.
+
+    Attributes:
+        tensors: The tensors and parts.
+        stored: The path of the stored tensor for each of them; None for those that are not filled.
+        cast: Whether each is converted if it is stored in another dtype.
+        problems: What does not fit, a line each.
+    """
+
+    tensors: LocalTensors
+    stored: list[str | None]
+    cast: list[bool]
+    problems: list[str] = field(default_factory=list)
+
+
+def expand(
+    tensors: LocalTensors, recipes: Mapping[str, Recipe], answer: LoadAnswer, table: ShardTable, cast: bool
+) -> PartTargets:
+    """Find what is filled of a rank's tensors.
+
+    Args:
+        tensors: The tensors that are wanted.
+        recipes: The recipes of some, by path. Others may have parts in the answer.
+        answer: What the checkpoint has of it.
+        table: The stored tensors in it.
+        cast: Whether dtypes are converted.
+    """
+    elsewhere: dict[str, str | None] = {**answer.stored, **dict.fromkeys((*answer.unfit, *answer.skipped))}
+    if not recipes and not answer.parts:
+        stored = [elsewhere.get(path, path) for path in tensors.paths]
+        return PartTargets(tensors, stored, [cast] * len(stored))
+    result = PartTargets(LocalTensors(), [], [])
+    shard = 0
+    for i, path in enumerate(tensors.paths):
+        geometry = tensors.geometries[tensors.geometry[i]]
+        addresses = tuple(tensors.addresses[shard : shard + len(geometry.shards)])
+        shard += len(addresses)
+        view = TensorView(geometry, addresses, tensors.owners[i], tensors.names[i])
+        if path not in recipes and path not in answer.parts:
+            result.tensors.add(path, view)
+            result.stored.append(elsewhere.get(path, path))
+            result.cast.append(cast)
+            continue
+        try:
+            made = _made(recipes.get(path), answer.parts.get(path), geometry, answer, table)
+        except RecipeError as error:
+            result.problems.append(f"{plain_key(path)}: {error}")
+            continue
+        reason = misfit(made, geometry.shape, geometry.dtype, cast)
+        if reason is not None:
+            keys = ", ".join(dict.fromkeys(part.key for part in made.parts))
+            result.problems.append(f"{plain_key(path)}: {reason} (of {keys})")
+            continue
+        for part in made.parts:
+            source = answer.sources[part.key]
+            shape = table.layouts[table.layout_of[table.index[source]]].shape
+            piece = _part_of(view, part, shape)
+            if piece is not None:
+                result.tensors.add(path, piece)
+                result.stored.append(source)
+                result.cast.append(True)
+    return result
+
+
+def _made(
+    recipe: Recipe | None, arranged: Arranged | None, geometry: Geometry, answer: LoadAnswer, table: ShardTable
+) -> Made:
+    """What a recipe makes, or parts that the coordinator has found.
+
+    Raises:
+        RecipeError: it does not fit what is stored, or something is missing.
+    """
+
+    def find(key: str) -> SourceTensor:
+        place = table.index.get(answer.sources.get(key, ""))
+        if place is None:
+            raise RecipeError(f"it is made of {key}, which in the checkpoint is {answer.absent.get(key, 'missing')}")
+        return SourceTensor(table.layouts[table.layout_of[place]].shape, table.dtypes[place])
+
+    if recipe is not None:
+        return make_parts(recipe, find)
+    assert arranged is not None, "it has one or the other"
+    shape, parts = arranged
+    if sum(part.place.size for part in parts) != math.prod(shape) or not all(map(_is_sound, parts)):
+        raise RecipeError("its parts do not make up a tensor")
+    for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
+        if dtype is not geometry.dtype:
+            return Made(shape, dtype, parts)
+    return Made(shape, geometry.dtype, parts)
+
+
+def _is_sound(part: Part) -> bool:
+    """Whether a part's boxes are of one shape but for the order of the axes."""
+    box, axes, place = part.box, part.axes, part.place
+    return sorted(axes) == list(range(len(box.shape))) and tuple(box.shape[a] for a in axes) == place.shape
+
+
+def _part_of(view: TensorView, part: Part, shape: Sequence[int]) -> TensorView | None:
+    """What a rank has of a part, as a tensor of the stored tensor's shape; None if it has nothing of it."""
+    geometry = view.geometry
+    itemsize = geometry.dtype.itemsize
+    shards: list[LocalShard] = []
+    addresses: list[int] = []
+    for shard, address in zip(geometry.shards, view.addresses, strict=True):
+        mine = part.within(shard.box)
+        if mine is None:
+            continue
+        strides = shard.strides or contiguous_strides(shard.box.shape, itemsize)
+        start = mine.place.relative_to(shard.box.offset).offset
+        turned = [0] * len(shape)
+        for axis, stride in zip(mine.axes, strides, strict=True):
+            turned[axis] = stride
+        shards.append(LocalShard(mine.box, _unless_contiguous(mine.box, turned, itemsize)))
+        addresses.append(address + sum(at * stride for at, stride in zip(start, strides, strict=True)))
+    if not shards:
+        return None
+    geometry = dataclasses.replace(geometry, shape=tuple(shape), shards=tuple(shards))
+    return TensorView(geometry, tuple(addresses), view.owner, view.name)
+
+
+def _unless_contiguous(box: Box, strides: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
+    """Strides; None if elements that have them stand one behind the other."""
+    expected = contiguous_strides(box.shape, itemsize)
+    same = all(n == 1 or a == b for n, a, b in zip(box.shape, strides, expected, strict=True))
+    return None if same else tuple(strides)

@@ -1,0 +1,219 @@
+"""Paddle's ``aoa_config``: statements that say which stored tensors become which wanted ones.
+
+The statements are read by Paddle's own engine, macros that programs have registered included. It is told what is
+stored and what is wanted, and says of which slices of which stored tensors each wanted one is made; those become parts.
+Three things are done otherwise than Paddle 3.3 does them: a cast of a parameter is not one of its optimizer's states, a
+key that no statement gives anything to is looked up as in any other load, and what cannot be known is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..core.box import Box, whole
+from ..core.dtypes import arithmetic_dtype, can_cast, dtype_named
+from ..core.parts import Arranged, Part, SourceTensor, WantedTensor
+from ..errors import UnsupportedValueError
+from .sharded_weight import is_sharded_weight
+
+__all__ = ["PaddleArranger"]
+
+_POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
+_STATES = ("", ".w_0", ".moment1_0", ".moment2_0")  # that are cut as their parameter is
+_ENGINE_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
+
+
+class PaddleArranger:
+    """What an ``aoa_config`` says. Implements :class:`..core.parts.Arranger`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = dict(config)
+
+    def corner(self, value: Any) -> tuple[int, ...] | None:
+        """See :class:`..core.parts.Arranger`."""
+        if not is_sharded_weight(value):
+            return None
+        corner = tuple(map(int, value.global_offset))
+        return corner if value.global_shape else ()
+
+    def arrange(
+        self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
+    ) -> dict[str, Arranged | None]:
+        """See :class:`..core.parts.Arranger`."""
+        module = _module()
+        try:
+            engine = _engine(module, self._config, stored, wanted)
+            keys = wanted if wanted is not None else _all_outputs(module, engine, stored)
+            return dict(_arrangements(module, engine, stored, keys))
+        except _ENGINE_ERRORS as error:
+            text = error.args[0] if error.args else error
+            raise ValueError(f"aoa_config: {text}") from error
+
+
+def _module() -> ModuleType:
+    try:
+        from paddle.distributed.flex_checkpoint.aoa import aoa_engine
+    except ImportError:
+        raise UnsupportedValueError("aoa_config needs a Paddle that has it, 3.3 or newer") from None
+    module: ModuleType = aoa_engine
+    return module
+
+
+class _Inputs(dict[str, Any]):
+    """The engine's variables for stored tensors. One that is not there is None, which leaves the key to the load."""
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+class _StoredParts(Mapping[str, Any]):
+    """What the engine asks about stored tensors: which there are, and in how many parts their jobs had them."""
+
+    def __init__(self, module: ModuleType, stored: Mapping[str, SourceTensor]) -> None:
+        self._module, self._stored = module, stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._stored
+
+    def __getitem__(self, key: str) -> list[Any]:
+        """The parts of a tensor, one for each place where a part starts; those of a parameter and of its states tell
+        about each other."""
+        parameter, _ = self._module.split_optimizer_state_key(key)
+        family = [self._stored[parameter + state] for state in _STATES if parameter + state in self._stored]
+        sure = {tuple(one.offsets) for one in family if _is_as_in_its_job(one)}
+        if len({len(offsets) for offsets in sure}) != 1:
+            raise ValueError(
+                f"{key}: the checkpoint does not tell in how many parts the job that saved it had this tensor, since "
+                "its rows were divided further when it was saved; LoadOptions(recipes=...) can say what is meant"
+            )
+        one = self._stored[key]
+        return [_description(self._module, key, one.shape, offset, one.dtype.name) for offset in sure.pop()]
+
+
+def _is_as_in_its_job(tensor: SourceTensor) -> bool:
+    """Whether the boxes of a stored tensor are those that ranks had: it was not cut along rows, as replicas and flat
+    ranges are."""
+    if len(tensor.offsets) <= 1:
+        return True
+    return tensor.shape[0] > 1 and all(offset[0] == 0 for offset in tensor.offsets)
+
+
+def _description(module: ModuleType, key: str, shape: Sequence[int], offset: Sequence[int], dtype: str) -> Any:
+    return module.ShardedWeightDesc(key, tuple(shape), tuple(shape), tuple(offset), dtype)
+
+
+def _engine(
+    module: ModuleType,
+    config: dict[str, Any],
+    stored: Mapping[str, SourceTensor],
+    wanted: Mapping[str, WantedTensor] | None,
+) -> Any:
+    """Paddle's engine, when it has gone through all statements."""
+
+    class Engine(module.AOAEngine):  # type: ignore[name-defined]
+        def build_input_vars(self) -> _Inputs:
+            inputs = _Inputs()
+            for key, tensor in sorted(stored.items()):
+                parameter, state = module.split_optimizer_state_key(key)
+                if state not in _POWERS and parameter not in inputs:
+                    dtype = stored[parameter].dtype.name if parameter in stored else None
+                    inputs[parameter] = self.make_input_tensor(parameter, tensor.shape, dtype)
+            return inputs
+
+    destinations = None
+    if wanted is not None:
+        destinations = {
+            key: [_description(module, key, tensor.shape, offset, tensor.dtype) for offset in tensor.offsets]
+            for key, tensor in wanted.items()
+        }
+    return Engine(config, _StoredParts(module, stored), destinations)
+
+
+def _all_outputs(module: ModuleType, engine: Any, stored: Mapping[str, SourceTensor]) -> list[str]:
+    """The keys of everything that the statements make or leave, parameters with their states."""
+    states = {module.split_optimizer_state_key(key)[1] or "" for key in stored}
+    return sorted(
+        parameter + state
+        for parameter, tensor in engine.output_vars.items()
+        for state in states
+        if any(source + state in stored for source, *_ in tensor.slices)
+    )
+
+
+def _arrangements(
+    module: ModuleType, engine: Any, stored: Mapping[str, SourceTensor], keys: Iterable[str]
+) -> Iterator[tuple[str, Arranged | None]]:
+    """What each of some keys is made of; nothing of those that no statement is about."""
+    dropped: set[str] = engine.need_remove_input_vars
+    for key in keys:
+        parameter, state = module.split_optimizer_state_key(key)
+        tensor = engine.output_vars.get(parameter)
+        if tensor is None:
+            if parameter in engine.need_add_output_vars:
+                yield key, None
+            continue
+        if tensor is engine.input_vars[parameter] and parameter not in dropped:
+            continue
+        slices = [one for one in tensor.slices if one[0] not in dropped]
+        if slices and len(slices) < len(tensor.slices):
+            raise ValueError(f"{key} is made of tensors some of which are dropped")
+        if not slices:
+            yield key, None
+        elif state in _POWERS:
+            source = min(name for name, *_ in slices) + state
+            shape = stored[source].shape if source in stored else ()
+            yield key, Arranged(shape, [Part(source, whole(shape), tuple(range(len(shape))), whole(shape))])
+        else:
+            suffix = state or ""
+            yield key, Arranged(tuple(tensor.shape), [_part(stored, suffix, *one) for one in slices])
+
+
+def _part(
+    stored: Mapping[str, SourceTensor],
+    state: str,
+    source: str,
+    taken: Sequence[slice],
+    given: Sequence[slice],
+    operations: Sequence[str] | None,
+) -> Part:
+    """A slice of a stored tensor that becomes one of a wanted tensor, after permutations and casts in this order."""
+    axes = tuple(range(len(taken)))
+    dtypes = []
+    for operation in operations or ():
+        if operation.startswith("["):
+            axes = tuple(axes[a] for a in ast.literal_eval(operation))
+        elif not state:
+            dtypes.append(operation)
+    key = source + state
+    return Part(key, _box(taken), axes, _box(given), _one_cast(key, stored.get(key), dtypes))
+
+
+def _one_cast(key: str, stored: SourceTensor | None, names: Sequence[str]) -> str | None:
+    """The one cast that does the same as several, one after the other."""
+    if not names or stored is None:
+        return None
+    last = dtype_named(names[-1])
+    now = stored.dtype
+    for dtype in map(dtype_named, names):
+        if not can_cast(now, dtype):
+            raise ValueError(f"{key}: a cast from {now.name} to {dtype.name} is not done")
+        exact = np.can_cast(arithmetic_dtype(stored.dtype), arithmetic_dtype(now), "safe")
+        if dtype is not now and not exact:
+            raise ValueError(f"{key}: a cast from {stored.dtype.name} by way of {now.name} would round twice")
+        now = dtype
+    return last.name
+
+
+def _box(slices: Sequence[slice]) -> Box:
+    return Box(tuple(one.start for one in slices), tuple(one.stop - one.start for one in slices))

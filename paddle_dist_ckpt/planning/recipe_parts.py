@@ -1,0 +1,180 @@
+"""From a recipe to the boxes of stored tensors that it stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.box import Box, whole
+from ..core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast
+from ..core.parts import Part, SourceTensor
+from ..recipes import Cast, Concat, Permuted, Recipe, Sliced, Source, SplitPart
+
+__all__ = ["Made", "RecipeError", "make_parts", "misfit"]
+
+_LONGEST = 200  # of an expression in a message
+
+
+class RecipeError(Exception):
+    """A recipe and what is stored do not fit together; the message names the expression."""
+
+
+class Made(NamedTuple):
+    """What a recipe makes.
+
+    Attributes:
+        shape: The shape.
+        dtype: The element type.
+        parts: The parts, which tile the shape; none of them empty.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    parts: list[Part]
+
+
+def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
+    """The boxes of stored tensors that a recipe stands for.
+
+    Args:
+        recipe: The recipe.
+        find: Gives what is stored under a flat key.
+
+    Raises:
+        RecipeError: an axis, a slice, a shape or a dtype does not fit.
+    """
+
+    def make(one: Recipe) -> Made:
+        if isinstance(one, Source):
+            shape, dtype, _ = find(one.key)
+            part = Part(one.key, whole(shape), tuple(range(len(shape))), whole(shape))
+            return Made(shape, dtype, [part] if math.prod(shape) else [])
+        if isinstance(one, Concat):
+            return _joined(one, [make(part) for part in one.parts])
+        (inner,) = map(make, one.inner)
+        if isinstance(one, Permuted):
+            return _permuted(one, inner)
+        if isinstance(one, Sliced):
+            return _cut(inner, _window(one, inner.shape))
+        if isinstance(one, SplitPart):
+            return _cut(inner, _share(one, inner.shape))
+        assert isinstance(one, Cast)
+        return _converted(one, inner, find)
+
+    return make(recipe)
+
+
+def misfit(made: Made, shape: Sequence[int], dtype: DType, cast: bool) -> str | None:
+    """Why a wanted tensor of this shape and dtype cannot be what a recipe makes, if it cannot.
+
+    Args:
+        made: What the recipe makes.
+        shape, dtype: The wanted tensor's.
+        cast: Whether dtypes are converted without a word of the recipe.
+    """
+    if made.shape != tuple(shape):
+        return f"the target has shape {list(shape)}, its recipe makes {list(made.shape)}"
+    if made.dtype is not dtype and any(part.dtype is not None for part in made.parts):
+        return f"its recipe casts to {made.dtype.name}, and not to {dtype.name}, the target's dtype"
+    if made.dtype is not dtype and not (cast and can_cast(made.dtype, dtype)):
+        more = ", a cast that is not done" if cast else ""
+        return f"the target has dtype {dtype.name}, its recipe makes {made.dtype.name}{more}"
+    return None
+
+
+def _permuted(one: Permuted, inner: Made) -> Made:
+    axes = one.axes if one.axes is not None else tuple(reversed(range(len(inner.shape))))
+    if len(axes) != len(inner.shape):
+        raise RecipeError(f"{_short(one)}: {len(axes)} axes for a tensor of shape {list(inner.shape)}")
+    return Made(tuple(inner.shape[a] for a in axes), inner.dtype, [part.permuted(axes) for part in inner.parts])
+
+
+def _window(one: Sliced, shape: Sequence[int]) -> Box:
+    """The box that slices cut out of a tensor."""
+    if len(one.bounds) > len(shape):
+        raise RecipeError(f"{_short(one)}: {len(one.bounds)} slices for a tensor of shape {list(shape)}")
+    offset, extent = [0] * len(shape), list(shape)
+    for d, (start, stop) in enumerate(one.bounds):
+        low, high = (_place(end, shape[d], rest) for end, rest in ((start, 0), (stop, shape[d])))
+        if not 0 <= low <= high <= shape[d]:
+            raise RecipeError(f"{_short(one)}: no such part of a tensor of shape {list(shape)}")
+        offset[d], extent[d] = low, high - low
+    return Box(tuple(offset), tuple(extent))
+
+
+def _place(end: int | None, length: int, rest: int) -> int:
+    """A slice's end, counted from the front; ``rest`` if it is left out."""
+    return rest if end is None else end + length if end < 0 else end
+
+
+def _share(one: SplitPart, shape: Sequence[int]) -> Box:
+    """The box of one of several equal parts."""
+    _check_axis(one, one.axis, shape)
+    step, left = divmod(shape[one.axis], one.count)
+    if left:
+        raise RecipeError(f"{_short(one)}: {shape[one.axis]} elements along axis {one.axis} make no {one.count} parts")
+    offset, extent = [0] * len(shape), list(shape)
+    offset[one.axis], extent[one.axis] = step * one.number, step
+    return Box(tuple(offset), tuple(extent))
+
+
+def _cut(inner: Made, window: Box) -> Made:
+    found = (part.within(window) for part in inner.parts)
+    parts = [part._replace(place=part.place.relative_to(window.offset)) for part in found if part is not None]
+    return Made(window.shape, inner.dtype, parts)
+
+
+def _joined(one: Concat, inner: Sequence[Made]) -> Made:
+    first, axis = inner[0], one.axis
+    parts: list[Part] = []
+    length = 0
+    for made, part in zip(inner, one.parts, strict=True):
+        _check_axis(one, axis, made.shape)
+        if len(made.shape) != len(first.shape) or any(
+            a != b for d, (a, b) in enumerate(zip(made.shape, first.shape, strict=True)) if d != axis
+        ):
+            raise RecipeError(
+                f"{_short(one)}: {_short(part)} has shape {list(made.shape)}, the first part {list(first.shape)}"
+            )
+        if made.dtype is not first.dtype:
+            raise RecipeError(
+                f"{_short(one)}: {_short(part)} has dtype {made.dtype.name}, the first part {first.dtype.name}; "
+                "a .cast(...) makes them alike"
+            )
+        parts += [each.moved(axis, length) for each in made.parts]
+        length += made.shape[axis]
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    return Made(shape, first.dtype, parts)
+
+
+def _converted(one: Cast, inner: Made, find: Callable[[str], SourceTensor]) -> Made:
+    dtype = DTYPES.get(one.dtype)
+    if dtype is None:
+        raise RecipeError(f"{_short(one)}: no such dtype; known are {', '.join(DTYPES)}")
+    if not can_cast(inner.dtype, dtype):
+        raise RecipeError(f"{_short(one)}: a cast from {inner.dtype.name} that is not done")
+    for part in inner.parts:
+        before = find(part.key).dtype
+        if inner.dtype is not before and dtype is not inner.dtype and not _is_exact(before, inner.dtype):
+            raise RecipeError(
+                f"{_short(one)}: a cast from {before.name} by way of {inner.dtype.name} would round twice"
+            )
+    return Made(inner.shape, dtype, [part._replace(dtype=dtype.name) for part in inner.parts])
+
+
+def _is_exact(stored: DType, wanted: DType) -> bool:
+    """Whether every value of one type is one of the other."""
+    return bool(np.can_cast(arithmetic_dtype(stored), arithmetic_dtype(wanted), "safe"))
+
+
+def _check_axis(one: Recipe, axis: int, shape: Sequence[int]) -> None:
+    if axis >= len(shape):
+        raise RecipeError(f"{_short(one)}: no axis {axis} in a tensor of shape {list(shape)}")
+
+
+def _short(one: Recipe) -> str:
+    text = str(one)
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."

@@ -1,0 +1,301 @@
+"""What a wanted tensor is made of: expressions of stored tensors, for ``LoadOptions(recipes=...)``.
+
+An expression is a value that says what is meant. Nothing is read or computed when it is written; a load finds out which
+boxes of which stored tensors it stands for, and reads these alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import EllipsisType
+
+__all__ = [
+    "Cast",
+    "Concat",
+    "Permuted",
+    "Recipe",
+    "Sliced",
+    "Source",
+    "SplitPart",
+    "concat",
+    "filled",
+    "placeholders",
+    "split",
+    "stored",
+    "stored_keys",
+]
+
+_MOST_NESTED = 200  # operations within each other; each costs the stack of Python some frames
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+class Recipe:
+    """An expression of stored tensors. :func:`stored`, :func:`concat` and :func:`split` make them."""
+
+    __slots__ = ()
+
+    @property
+    def inner(self) -> tuple[Recipe, ...]:
+        """The expressions that this one is made of."""
+        raise NotImplementedError
+
+    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+        """The same of other stored tensors, whose keys a function gives."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> Recipe:  # noqa: N802  (as numpy and Paddle have it)
+        """The same with its axes in reverse order."""
+        return Permuted(self, None)
+
+    def permute(self, *axes: int) -> Recipe:
+        """The same with its axes in another order: dimension ``d`` of the result is dimension ``axes[d]`` of this.
+
+        Raises:
+            TypeError, ValueError: these are not all numbers of axes, each once.
+        """
+        order = tuple(_number("an axis", axis) for axis in axes)
+        if sorted(order) != list(range(len(order))):
+            raise ValueError(f"permute{order}: each axis is due once, from 0 to {len(order) - 1}")
+        return Permuted(self, order)
+
+    def cast(self, dtype: str) -> Recipe:
+        """The same in another element type, such as ``"bfloat16"``; rounded to the nearest value, ties to even.
+
+        Raises:
+            TypeError: ``dtype`` is not a str.
+        """
+        if not isinstance(dtype, str):
+            raise TypeError(f"cast takes the name of a dtype, not {dtype!r}")
+        return Cast(self, dtype)
+
+    def __getitem__(self, index: slice | EllipsisType | tuple[slice | EllipsisType, ...]) -> Recipe:
+        """A part of it, by a slice without a step for each of the first dimensions.
+
+        Raises:
+            TypeError: something else than a slice.
+        """
+        items = index if isinstance(index, tuple) else (index,)
+        if items and items[-1] is Ellipsis:
+            items = items[:-1]
+        return Sliced(self, tuple(map(_bounds, items)))
+
+
+@dataclass(frozen=True, slots=True)
+class Source(Recipe):
+    """A stored tensor, by its flat key, or by a pattern of it."""
+
+    key: str
+
+    @property
+    def inner(self) -> tuple[Recipe, ...]:
+        """See :class:`Recipe`."""
+        return ()
+
+    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+        """See :class:`Recipe`."""
+        return Source(change(self.key))
+
+    def __str__(self) -> str:
+        return f"stored({self.key!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted(Recipe):
+    """An expression with its axes in another order; None is the reverse one."""
+
+    of: Recipe
+    axes: tuple[int, ...] | None
+
+    @property
+    def inner(self) -> tuple[Recipe, ...]:
+        """See :class:`Recipe`."""
+        return (self.of,)
+
+    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+        """See :class:`Recipe`."""
+        return Permuted(self.of.with_keys(change), self.axes)
+
+    def __str__(self) -> str:
+        return f"{self.of}.T" if self.axes is None else f"{self.of}.permute({', '.join(map(str, self.axes))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced(Recipe):
+    """A part of an expression: for each of the first dimensions where it starts and stops, None for its ends."""
+
+    of: Recipe
+    bounds: tuple[tuple[int | None, int | None], ...]
+
+    @property
+    def inner(self) -> tuple[Recipe, ...]:
+        """See :class:`Recipe`."""
+        return (self.of,)
+
+    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+        """See :class:`Recipe`."""
+        return Sliced(self.of.with_keys(change), self.bounds)
+
+    def __str__(self) -> str:
+        slices = (f"{'' if a is None else a}:{'' if b is None else b}" for a, b in self.bounds)
+        return f"{self.of}[{', '.join(slices)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Recipe):
+    """Expressions one behind the other along an axis."""
+
+    parts: tuple[Recipe, ...]
+    axis: int
+
+    @property
+    def inner(self) -> tuple[Recipe, ...]:
+        """See :class:`Recipe`."""
+        return self.parts
+
+    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+        """See :class:`Recipe`."""
+        return Concat(tuple(part.with_keys(change) for part in self.parts), self.axis)
+
+    def __str__(self) -> str:
+        return f"concat({', '.join(map(str, self.parts))}, axis={self.axis})"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart(Recipe):
+    """One of several equal parts into which an expression is cut along an axis."""
+
+    of: Recipe
+    count: int
+    axis: int
+    number: int
+
+    @property
+    def inner(self) -> tuple[Recipe, ...]:
+        """See :class:`Recipe`."""
+        return (self.of,)
+
+    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+        """See :class:`Recipe`."""
+        return SplitPart(self.of.with_keys(change), self.count, self.axis, self.number)
+
+    def __str__(self) -> str:
+        return f"split({self.of}, {self.count}, axis={self.axis})[{self.number}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Recipe):
+    """An expression in another element type."""
+
+    of: Recipe
+    dtype: str
+
+    @property
+    def inner(self) -> tuple[Recipe, ...]:
+        """See :class:`Recipe`."""
+        return (self.of,)
+
+    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+        """See :class:`Recipe`."""
+        return Cast(self.of.with_keys(change), self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.of}.cast({self.dtype!r})"
+
+
+def stored(key: str) -> Recipe:
+    """The tensor that the checkpoint has under a flat key, for a recipe.
+
+    Args:
+        key: The flat key. Where the recipe's wanted key has placeholders (``layers.{i}.weight``), it may have them too.
+
+    Raises:
+        TypeError: ``key`` is not a str.
+    """
+    if not isinstance(key, str):
+        raise TypeError(f"stored takes a flat key, not {key!r}")
+    return Source(key)
+
+
+def concat(*parts: Recipe, axis: int = 0) -> Recipe:
+    """Expressions one behind the other along an axis, for a recipe. They are alike in shape but for it, and in dtype.
+
+    Raises:
+        TypeError, ValueError: there is none, one is no expression, or ``axis`` is not a number of an axis.
+    """
+    if not parts:
+        raise ValueError("concat needs a part")
+    return Concat(tuple(map(_recipe, parts)), _number("axis", axis))
+
+
+def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
+    """An expression cut into ``count`` equal parts along an axis, for recipes.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+    """
+    _recipe(recipe)
+    parts, axis = _number("count", count), _number("axis", axis)
+    if parts < 1:
+        raise ValueError("split into no part")
+    return tuple(SplitPart(recipe, parts, axis, i) for i in range(parts))
+
+
+def stored_keys(recipe: Recipe) -> list[str]:
+    """The keys of all stored tensors in an expression, each once.
+
+    Raises:
+        ValueError: it nests too many operations.
+    """
+    return list(dict.fromkeys(node.key for node in _nodes(recipe) if isinstance(node, Source)))
+
+
+def placeholders(key: str) -> list[str]:
+    """The names of the placeholders in a key, in their order, each once."""
+    return list(dict.fromkeys(_PLACEHOLDER.findall(key)))
+
+
+def filled(key: str, found: dict[str, str]) -> str:
+    """A key with these texts in the place of its placeholders."""
+    return _PLACEHOLDER.sub(lambda match: found[match[1]], key)
+
+
+def _nodes(recipe: Recipe) -> Iterator[Recipe]:
+    """All expressions in one, itself too, level by level."""
+    level: list[Recipe] = [recipe]
+    for _ in range(_MOST_NESTED):
+        yield from level
+        level = [inner for node in level for inner in node.inner]
+        if not level:
+            return
+    raise ValueError(f"a recipe has more than {_MOST_NESTED} operations within each other; concat takes many parts")
+
+
+def _recipe(value: Recipe) -> Recipe:
+    if not isinstance(value, Recipe):
+        raise TypeError(f"not a recipe: {value!r}; stored(key) is one")
+    return value
+
+
+def _number(name: str, value: int) -> int:
+    """A number from 0 on, of whatever integer type."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise TypeError(f"{name} must be an integer from 0 on, not {value!r}")
+    return number
+
+
+def _bounds(item: slice | EllipsisType) -> tuple[int | None, int | None]:
+    if not isinstance(item, slice) or item.step not in (None, 1):
+        raise TypeError(f"a recipe is indexed by slices without a step, and perhaps ... at the end, not by {item!r}")
+    try:
+        start, stop = (None if end is None else operator.index(end) for end in (item.start, item.stop))
+    except TypeError:
+        raise TypeError(f"a recipe is indexed by slices of integers, not by {item!r}") from None
+    return start, stop

@@ -1,0 +1,513 @@
+"""Tensors that are made of boxes of stored ones: LoadOptions.recipes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, LoadReport, Recipe, StateDictMismatchError, concat, split, stored
+from paddle_dist_ckpt.control import NoTransport, SoloHub
+from paddle_dist_ckpt.core.box import Box, cut_flat_range
+from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.core.parts import Arranged, Part, WantedTensor
+from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.loading.load import load
+from paddle_dist_ckpt.loading.reading import LoadContext
+from paddle_dist_ckpt.loading.recipes import match_recipes
+from paddle_dist_ckpt.storage import as_source
+from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, run_ranks
+from test.jobs import (
+    LAYOUTS,
+    all_ok,
+    check_pieces,
+    errors_of,
+    load_alone,
+    load_on,
+    load_whole,
+    make_array,
+    rows_of,
+    save_alone,
+    save_on,
+    sharded,
+    split_rows,
+    try_load,
+)
+
+Arrays = dict[str, np.ndarray]
+SAVED: Arrays = {
+    "q": make_array((8, 6), seed=1),
+    "k": make_array((4, 6), seed=2),
+    "v": make_array((4, 6), seed=3),
+    "w": make_array((6, 16), seed=4),
+    "cube": make_array((3, 4, 5), seed=5),
+    "scalar": make_array((), seed=6),
+    "none": make_array((0, 6), seed=7),
+    "half": make_array((4, 6), "bfloat16", seed=8),
+}
+MADE: dict[str, tuple[Recipe, Callable[[Arrays], np.ndarray]]] = {
+    "itself": (stored("q"), lambda s: s["q"]),
+    "scalar": (stored("scalar"), lambda s: s["scalar"]),
+    "transposed": (stored("q").T, lambda s: s["q"].T),
+    "twice": (stored("q").T.T, lambda s: s["q"]),
+    "permuted": (stored("cube").permute(2, 0, 1), lambda s: s["cube"].transpose(2, 0, 1)),
+    "permuted twice": (
+        stored("cube").permute(2, 0, 1).permute(1, 2, 0),
+        lambda s: s["cube"].transpose(2, 0, 1).transpose(1, 2, 0),
+    ),
+    "sliced": (stored("w")[1:5, -7:], lambda s: s["w"][1:5, -7:]),
+    "sliced with dots": (stored("w")[2:, ...], lambda s: s["w"][2:]),
+    "slice of a permutation": (stored("cube").T[1:4, :, 2:], lambda s: s["cube"].T[1:4, :, 2:]),
+    "permutation of a slice": (
+        stored("cube")[1:, 1:3].permute(1, 2, 0),
+        lambda s: s["cube"][1:, 1:3].transpose(1, 2, 0),
+    ),
+    "rows": (concat(stored("q"), stored("k"), stored("v")), lambda s: np.concatenate([s["q"], s["k"], s["v"]])),
+    "columns": (
+        concat(stored("q").T, stored("k").T, stored("v").T, axis=1),
+        lambda s: np.concatenate([s["q"].T, s["k"].T, s["v"].T], axis=1),
+    ),
+    "with nothing": (concat(stored("none"), stored("k"), stored("none")), lambda s: s["k"]),
+    "nothing": (stored("none").T, lambda s: s["none"].T),
+    "the same twice": (concat(stored("k"), stored("k")), lambda s: np.concatenate([s["k"], s["k"]])),
+    "third": (split(stored("w"), 4, axis=1)[2], lambda s: np.split(s["w"], 4, axis=1)[2]),
+    "interleaved": (
+        concat(*(part for pair in zip(split(stored("k"), 4), split(stored("v"), 4), strict=True) for part in pair)),
+        lambda s: np.stack([s["k"], s["v"]], axis=1).reshape(8, 6),
+    ),
+    "slice of a concatenation": (
+        concat(stored("q"), stored("k"))[6:11, 2:4].T,
+        lambda s: np.concatenate([s["q"], s["k"]])[6:11, 2:4].T,
+    ),
+}
+
+
+def expected(name: str) -> np.ndarray:
+    return np.array(MADE[name][1](SAVED), order="C")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have saved, each some rows of each tensor."""
+    path = tmp_path_factory.mktemp("saved")
+    parts = {key: split_rows(array, 2) if array.size > 1 else [array, array] for key, array in SAVED.items()}
+    save_on([{key: part[rank] for key, part in parts.items()} for rank in range(2)], path)
+    return path
+
+
+def options(recipes: Any, **more: Any) -> LoadOptions:
+    return LoadOptions(timeout=60, recipes=recipes, **more)
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_everything_on_every_layout(folder: Path, exchange: str, dimension: int) -> None:
+    recipes = {name: recipe for name, (recipe, _) in MADE.items()}
+    states: list[dict[str, Any]] = [{}, {}, {}]
+    for name in MADE:
+        array = expected(name)
+        along = min(dimension, array.ndim - 1)
+        parts = split_rows(array, 3, False, along) if array.ndim else [np.zeros_like(array) for _ in states]
+        for state, part in zip(states, parts, strict=True):
+            state[name] = part
+    reports = load_on(states, folder, options=options(recipes, exchange=exchange))
+    for state in states:
+        for name, part in state.items():
+            if isinstance(part, ShardedArray):
+                check_pieces(part, expected(name))
+            else:
+                assert part.tobytes() == expected(name).tobytes()
+    assert all(report.skipped == () and report.unused_keys == ("half",) for report in reports)
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("name", ["columns", "permuted", "interleaved"])
+def test_into_memory_of_any_strides(folder: Path, how: str, name: str) -> None:
+    array = expected(name)
+    tensor = sharded(array, [rows_of(array.shape, rank, 2, 1) for rank in range(2)], how, fill=False)
+    load_on([{"x": tensor}], folder, options=options({"x": MADE[name][0]}))
+    check_pieces(tensor, array)
+
+
+@pytest.mark.parametrize("name", ["columns", "permuted", "interleaved", "slice of a concatenation"])
+def test_into_flattened_ranges(folder: Path, name: str) -> None:
+    array = expected(name)
+    cuts = [0, 1, array.size // 3 + 1, array.size - 2, array.size]
+    states = [{"x": sharded(array, cut_flat_range(array.shape, a, b), fill=False)} for a, b in itertools.pairwise(cuts)]
+    load_on(states, folder, options=options({"x": MADE[name][0]}))
+    for state in states:
+        check_pieces(state["x"], array)
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    save_alone({"a": make_array((64, 1024)), "b": make_array((64, 1024), seed=1)}, tmp_path)  # blocks of 4 KiB
+    target = {"x": np.zeros((2, 1024), "float32")}
+    report = load_alone(target, tmp_path, options=options({"x": concat(stored("a")[3:4], stored("b")[9:10])}))
+    assert report.bytes_read == target["x"].nbytes
+    assert report.unused_keys == ()
+
+
+def test_patterns(tmp_path: Path) -> None:
+    saved = {f"m.{i}.{name}": make_array((2, 3), seed=10 * i + n) for i in (0, 1, 12) for n, name in enumerate("qk")}
+    save_alone(saved, tmp_path)
+    target = {f"net.{i}.qk": np.zeros((3, 4), "float32") for i in (0, 1, 12)} | {"m.1.q": np.zeros((2, 3), "float32")}
+    target["net.1.qk"] = np.zeros((2, 3), "float32")
+    recipes = {
+        "net.{i}.qk": concat(stored("m.{i}.q").T, stored("m.{i}.k").T, axis=1),
+        "net.1.qk": stored("m.0.k"),  # the key itself counts more, wherever it stands
+    }
+    report = load_alone(target, tmp_path, options=options(recipes))
+    for i in (0, 12):
+        assert target[f"net.{i}.qk"].tolist() == np.hstack([saved[f"m.{i}.q"].T, saved[f"m.{i}.k"].T]).tolist()
+    assert target["net.1.qk"].tolist() == saved["m.0.k"].tolist()
+    assert target["m.1.q"].tolist() == saved["m.1.q"].tolist()
+    assert report.unused_keys == ("m.1.k",)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "found"),
+    [
+        ("a.{i}.b", "a.7.b", {"i": "7"}),
+        ("a.{i}.b", "a.x_y.b", {"i": "x_y"}),
+        ("a.{i}.b", "a.7.8.b", None),
+        ("a.{i}.b", "a..b", None),
+        ("a.{i}.b", "aa.7.b", None),
+        ("a.{i}.b", "a.7.bb", None),
+        ("a.{i}.b", "aX7.b", None),
+        ("layer{i}.{p}", "layer12.w", {"i": "12", "p": "w"}),
+        ("{i}.{i}", "3.3", {"i": "3"}),
+        ("{i}.{i}", "3.4", None),
+        ("{i", "{i", None),
+    ],
+)
+def test_what_a_pattern_matches(pattern: str, key: str, found: dict[str, str] | None) -> None:
+    recipe = stored("/".join(f"{{{name}}}" for name in found or {}))
+    matching = match_recipes({pattern: recipe}, {"/path": key})
+    if found is None and "}" in pattern:
+        assert (matching.recipes, matching.patterns) == ({}, {pattern: False})
+    else:
+        assert matching.recipes == {"/path": stored("/".join((found or {}).values()))}
+        assert matching.patterns == {pattern: True}
+
+
+def test_nested_state_dicts_have_flat_keys(tmp_path: Path) -> None:
+    save_alone({"old": {"a.b": SAVED["q"], "n": [SAVED["k"]]}}, tmp_path)
+    target = {"new": {"w": [np.zeros((12, 6), "float32")]}, "old": {"a.b": np.zeros((8, 6), "float32")}}
+    load_alone(target, tmp_path, options=options({"new.w.0": concat(stored("old.a.b"), stored("old.n.0"))}))
+    assert target["new"]["w"][0].tolist() == np.concatenate([SAVED["q"], SAVED["k"]]).tolist()  # type: ignore[index]
+    assert target["old"]["a.b"].tolist() == SAVED["q"].tolist()  # type: ignore[call-overload]
+
+
+def test_a_key_with_a_recipe_does_not_go_through_the_key_map(folder: Path) -> None:
+    asked: list[str] = []
+
+    def key_map(key: str) -> str | None:
+        asked.append(key)
+        return {"y": "v"}.get(key)
+
+    target = {"x": np.zeros((6, 8), "float32"), "y": np.zeros((4, 6), "float32"), "z": np.ones(1, "float32")}
+    load_alone(target, folder, options=options({"x": stored("q").T}, key_map=key_map))
+    assert target["x"].tolist() == SAVED["q"].T.tolist()
+    assert target["y"].tolist() == SAVED["v"].tolist()
+    assert target["z"].tolist() == [1]
+    assert sorted(asked) == ["y", "z"]
+
+
+def test_sums_and_tied_tensors(folder: Path) -> None:
+    zero, one = (
+        ShardedArray(
+            (6, 8), DTYPES["float32"], [Box((0, 0), (6, 8))], [make_array((6, 8))], False, Reduction("sum", i, 2)
+        )
+        for i in range(2)
+    )
+    load_on([{"x": zero}, {"x": one}], folder, options=options({"x": stored("q").T}))
+    assert zero.pieces[0].tobytes() == SAVED["q"].T.tobytes()
+    assert not one.pieces[0].any()
+    memory = np.zeros((6, 8), "float32")
+    tied = {"x": memory, "y": memory.T}
+    load_alone(tied, folder, options=options({"x": stored("q").T, "y": stored("q")}))
+    assert memory.tobytes() == SAVED["q"].T.tobytes()
+    memory = np.zeros((4, 6), "float32")
+    with pytest.raises(StateDictMismatchError, match="shares memory"):
+        load_alone({"k": memory, "y": memory}, folder, options=options({"y": stored("v")}))
+    assert not memory.any()
+
+
+# -- dtypes
+
+
+def test_casts(folder: Path, tmp_path: Path) -> None:
+    bfloat16 = arithmetic_dtype(DTYPES["bfloat16"])
+    values = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+    save_alone({"a": values, "i": np.arange(6, dtype="int16")}, tmp_path)
+    target: dict[str, Any] = {
+        "x": np.zeros((6, 8), bfloat16),
+        "y": np.zeros((4, 6), bfloat16),
+        "i": np.zeros(6, "int64"),
+    }
+    recipes = {
+        "x": stored("a").T.cast("bfloat16"),
+        "y": stored("a").cast("bfloat16")[2:6],
+        "i": stored("i").cast("int64"),
+    }
+    load_alone(target, tmp_path, options=options(recipes))
+    assert target["x"].tobytes() == values.astype(bfloat16).T.tobytes()
+    assert target["y"].tobytes() == values.astype(bfloat16)[2:6].tobytes()
+    assert target["i"].tolist() == list(range(6))
+    wide = {"x": np.zeros((8, 6), "float32")}
+    recipe = concat(stored("half").cast("float32"), stored("k"))
+    load_alone(wide, folder, options=options({"x": recipe}))
+    assert wide["x"].tobytes() == np.concatenate([SAVED["half"].astype("float32"), SAVED["k"]]).tobytes()
+    wide["x"][...] = 0
+    load_alone({"x": wide["x"][:4]}, folder, options=options({"x": stored("half")}, cast=True))
+    assert wide["x"][:4].tobytes() == SAVED["half"].astype("float32").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "dtype", "cast", "texts"),
+    [
+        (
+            stored("half"),
+            (4, 6),
+            "float32",
+            False,
+            ["the target has dtype float32", "makes bfloat16", "half", "cast=True"],
+        ),
+        (stored("k"), (4, 6), "int32", True, ["the target has dtype int32", "makes float32", "not done"]),
+        (stored("k").cast("int32"), (4, 6), "int32", False, ["stored('k').cast('int32')", "not done"]),
+        (stored("k").cast("float99"), (4, 6), "float32", False, ["no such dtype"]),
+        (stored("k").cast("float64"), (4, 6), "float32", True, ["casts to float64, and not to float32"]),
+        (stored("k").cast("float16").cast("float32"), (4, 6), "float32", True, ["by way of float16"]),
+        (concat(stored("k"), stored("half")), (8, 6), "float32", True, ["stored('half') has dtype bfloat16"]),
+        (stored("gone"), (4, 6), "float32", False, ["x: ", "made of gone", "missing"]),
+        (concat(stored("k"), stored("sclar")), (4, 6), "float32", False, ["made of sclar", "is 'scalar' meant?"]),
+        (stored("k"), (6, 4), "float32", False, ["the target has shape [6, 4]", "makes [4, 6]", "of k"]),
+        (stored("k").permute(1, 0, 2), (4, 6), "float32", False, ["3 axes", "[4, 6]", "stored('k').permute(1, 0, 2)"]),
+        (stored("k")[:5], (5, 6), "float32", False, ["stored('k')[:5]", "no such part"]),
+        (stored("k")[3:1], (0, 6), "float32", False, ["no such part"]),
+        (stored("k")[:, :, :1], (4, 6), "float32", False, ["3 slices"]),
+        (split(stored("q"), 3)[0], (2, 6), "float32", False, ["8 elements along axis 0 make no 3 parts"]),
+        (split(stored("q"), 2, axis=2)[0], (2, 6), "float32", False, ["no axis 2"]),
+        (
+            concat(stored("q"), stored("k"), axis=1),
+            (8, 12),
+            "float32",
+            False,
+            ["stored('k') has shape [4, 6]", "[8, 6]"],
+        ),
+        (concat(stored("q"), stored("cube")), (8, 6), "float32", False, ["stored('cube') has shape [3, 4, 5]"]),
+        (concat(stored("q"), axis=2), (8, 6), "float32", False, ["no axis 2"]),
+        (concat(*[stored("q")] * 99), (1, 6), "float32", False, ["shape [1, 6], its recipe makes [792, 6]"]),
+    ],
+)
+def test_what_does_not_fit(folder: Path, recipe: Recipe, shape: Any, dtype: str, cast: bool, texts: list[str]) -> None:
+    def states() -> list[dict[str, Any]]:
+        return [{"x": np.ones(shape, dtype), "q": np.ones((8, 6), "float32")} for _ in range(2)]
+
+    kept = states()
+    errors = errors_of(try_load(kept, folder, options=options({"x": recipe}, cast=cast)), StateDictMismatchError)
+    for error in errors:
+        (problem,) = error.problems
+        assert problem.startswith("x: ")
+        assert all(text in str(error) for text in texts), error
+    assert all((state["x"] == 1).all() and (state["q"] == 1).all() for state in kept)
+    relaxed = states()
+    for report in load_on(relaxed, folder, options=options({"x": recipe}, cast=cast, strict=False)):
+        (skipped,) = report.skipped
+        assert skipped == errors[0].problems[0]
+    assert all((state["x"] == 1).all() and (state["q"] == SAVED["q"]).all() for state in relaxed)
+
+
+def test_a_value_is_no_tensor(tmp_path: Path) -> None:
+    save_alone({"a": "x" * 10_000, "b": 3, "c": np.ones(2)}, tmp_path)
+    for key in ("a", "b"):
+        with pytest.raises(StateDictMismatchError, match=f"made of {key}, which in the checkpoint is a value"):
+            load_alone({"x": np.zeros(2)}, tmp_path, options=options({"x": stored(key)}))
+
+
+def test_recipes_that_no_rank_has_a_tensor_for(folder: Path) -> None:
+    recipes = {"x": stored("k"), "y": stored("v"), "z.{i}": stored("v"), "n": stored("k")}
+    states: list[dict[str, Any]] = [{"x": np.zeros((4, 6), "float32"), "n": None}, {"y": np.zeros((4, 6), "float32")}]
+    for error in errors_of(try_load(states, folder, options=options(recipes)), StateDictMismatchError):
+        lines = [line for line in error.problems if "no rank has such a tensor" in line]
+        assert [line.partition(":")[0] for line in lines] == ["z.{i}", "n"]
+    del recipes["z.{i}"], recipes["n"], states[0]["n"]
+    load_on(states, folder, options=options(recipes))
+    assert states[0]["x"].tolist() == SAVED["k"].tolist()
+    assert states[1]["y"].tolist() == SAVED["v"].tolist()
+
+
+def test_each_rank_has_its_own_recipes(folder: Path) -> None:
+    recipes = [{"x": stored("k").T}, {"x": stored("v").T}]
+    states = [{"x": np.zeros((6, 4), "float32")} for _ in range(2)]
+
+    def work(rank: Any) -> LoadReport:
+        return rank.load(states[rank.rank], folder, None, options(recipes[rank.rank]))  # type: ignore[no-any-return]
+
+    reports = all_ok(run_ranks(2, work))
+    assert [state["x"].T.tolist() for state in states] == [SAVED["k"].tolist(), SAVED["v"].tolist()]
+    assert not {"k", "v"} & set(reports[0].unused_keys)
+
+
+def test_an_array_that_an_object_has_too_goes_to_both(tmp_path: Path) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.state)
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    saved = Holder()
+    saved.state = {"table": np.arange(6.0).reshape(2, 3)}
+    save_alone({"holder": saved}, tmp_path)
+    target: dict[str, Any] = {"x": np.zeros((3, 2))}
+    load_alone(target, tmp_path, options=options({"x": stored("holder.table").T}))
+    assert target["x"].tolist() == saved.state["table"].T.tolist()
+    with pytest.raises(StateDictMismatchError):  # what does not fit is not handed to whom it is not for either
+        load_alone({"x": np.zeros((2, 2))}, tmp_path, options=options({"x": stored("holder.table")}))
+
+
+def test_a_merged_load_refuses_them(folder: Path) -> None:
+    with pytest.raises(ValueError, match="merged load"):
+        load_whole(folder, options=options({"x": stored("q")}))
+
+
+# -- expressions
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: stored(7),  # type: ignore[arg-type]
+        lambda: stored("q")[0],  # type: ignore[index]
+        lambda: stored("q")[::2],
+        lambda: stored("q")["a":"b"],  # type: ignore[misc]
+        lambda: stored("q")[..., :1],
+        lambda: stored("q").permute("0"),  # type: ignore[arg-type]
+        lambda: stored("q").cast(np.float32),  # type: ignore[arg-type]
+        lambda: stored("q").permute(-1, 0),
+        lambda: concat("q", "k"),  # type: ignore[arg-type]
+        lambda: concat(stored("q"), axis=-1),
+        lambda: concat(stored("q"), axis=True),
+        lambda: split("q", 2),  # type: ignore[arg-type]
+        lambda: split(stored("q"), 1.5),  # type: ignore[arg-type]
+        lambda: list(stored("q")),  # type: ignore[call-overload]
+        lambda: LoadOptions(recipes=[("x", stored("q"))]),  # type: ignore[arg-type]
+        lambda: LoadOptions(recipes={"x": "q"}),  # type: ignore[dict-item]
+        lambda: LoadOptions(recipes={1: stored("q")}),  # type: ignore[dict-item]
+    ],
+)
+def test_bad_expressions(make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: concat(),
+        lambda: split(stored("q"), 0),
+        lambda: stored("q").permute(0, 0),
+        lambda: stored("q").permute(1, 2),
+        lambda: LoadOptions(recipes={"a.{i}": stored("b.{j}")}),
+        lambda: LoadOptions(recipes={"a": stored("b.{j}")}),
+        lambda: LoadOptions(recipes={"a": functools.reduce(lambda one, _: one.T, range(300), stored("b"))}),
+    ],
+)
+def test_impossible_expressions(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"recipe|concat|split|permute"):
+        make()
+
+
+def test_expressions_are_values() -> None:
+    def one() -> Recipe:
+        return concat(stored("a").T, split(stored("b")[1:, :-2], 2, axis=1)[1].cast("float32").permute(1, 0), axis=1)
+
+    assert one() == one()
+    assert hash(one()) == hash(one())
+    assert str(one()) == (
+        "concat(stored('a').T, split(stored('b')[1:, :-2], 2, axis=1)[1].cast('float32').permute(1, 0), axis=1)"
+    )
+
+
+# -- what is arranged by somebody else
+
+
+class Arranging:
+    """Arranges that everything wanted is made of given parts."""
+
+    def __init__(self, arranged: dict[str, Arranged | None]) -> None:
+        self.arranged = arranged
+        self.wanted: dict[str, WantedTensor] = {}
+
+    def corner(self, value: Any) -> tuple[int, ...] | None:
+        return None
+
+    def arrange(self, stored: Any, wanted: Any) -> dict[str, Arranged | None]:
+        self.wanted = wanted
+        return self.arranged
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((4, 6), [Part("k", Box((0, 0), (2, 6)), (0, 1), Box((0, 0), (2, 6)))]),  # a part is missing
+        ((4, 6), [Part("k", Box((0, 0), (4, 6)), (1, 0), Box((0, 0), (4, 6)))]),  # boxes of other shapes
+        ((4, 6), [Part("k", Box((0, 0), (4, 6)), (0, 0), Box((0, 0), (4, 6)))]),  # no order of axes
+        ((4, 6), [Part("k", Box((1, 0), (4, 6)), (0, 1), Box((0, 0), (4, 6)))]),  # outside of what is stored
+        ((4, 6), [Part("q", Box((0, 0, 0), (1, 4, 6)), (1, 2), Box((0, 0), (4, 6)))]),
+        ((4, 6), [Part("gone", Box((0, 0), (4, 6)), (0, 1), Box((0, 0), (4, 6)))]),
+        ((6, 4), [Part("k", Box((0, 0), (4, 6)), (1, 0), Box((0, 0), (6, 4)))]),  # another shape
+    ],
+)
+def test_parts_that_cannot_be_are_refused(folder: Path, shape: tuple[int, ...], parts: list[Part]) -> None:
+    target = np.zeros((4, 6), "float32")
+    with pytest.raises(StateDictMismatchError) as caught:
+        with_arranger(folder, {"x": target}, {"x": Arranged(shape, parts)})
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["x"]
+    assert not target.any()
+
+
+def test_parts_of_an_arranger(folder: Path) -> None:
+    target = {"x": np.zeros((6, 4), "float32"), "q": np.ones((8, 6), "float32"), "v": np.zeros((4, 6), "float32")}
+    whole_k = Part("k", Box((0, 0), (4, 6)), (1, 0), Box((0, 0), (6, 4)))
+    report = with_arranger(folder, target, {"x": Arranged((6, 4), [whole_k]), "q": None})
+    assert target["x"].tolist() == SAVED["k"].T.tolist()
+    assert target["v"].tolist() == SAVED["v"].tolist()
+    assert (target["q"] == 1).all()
+    assert [line.partition(":")[0] for line in report.skipped] == ["q"]
+    assert not {"k", "v"} & set(report.unused_keys)
+
+
+def test_an_arranger_is_told_where_boxes_start(folder: Path) -> None:
+    arranger = Arranging({"nowhere": None})
+    lower, right = Box((4, 0), (4, 6)), Box((0, 3), (4, 3))
+    target = {
+        "q": sharded(SAVED["q"], [lower], fill=False),
+        "k": sharded(SAVED["k"], [right], fill=False),
+        "v": np.zeros((4, 6), "float32"),
+        "nowhere": ShardedArray((2, 3), DTYPES["float32"], [], []),
+    }
+    with_arranger(folder, target, arranger)
+    assert {key: list(tensor.offsets) for key, tensor in arranger.wanted.items()} == {
+        "q": [(4, 0)],
+        "k": [(0, 3)],
+        "v": [(0, 0)],
+        "nowhere": [(0, 0)],  # no rank has a part of it, which counts as one
+    }
+
+
+def with_arranger(folder: Path, target: dict[str, Any], arranged: Arranging | dict[str, Arranged | None]) -> LoadReport:
+    loading = LoadOptions(timeout=60)
+    with SoloHub().session("load", 60) as session:
+        storage, arranger = as_source(folder), arranged if isinstance(arranged, Arranging) else Arranging(arranged)
+        context = LoadContext(storage, session, NoTransport(), NumpyAdapter(), loading, arranger=arranger)
+        return load(target, context, None)

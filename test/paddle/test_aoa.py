@@ -1,0 +1,477 @@
+"""Paddle's aoa_config, compared with what Paddle's own engine and Paddle's own load make of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_dist_ckpt import (
+    CheckpointNotFoundError,
+    LoadOptions,
+    StateDictMismatchError,
+    concat,
+    export,
+    load_merged_state_dict,
+    save_state_dict,
+    stored,
+)
+from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.wiring import load_with, paddles
+from test.paddle.layouts import Array
+from test.paddle.tensors import to_array
+from test.paddle.test_sharded_weight import Part, assert_same, on_ranks, raise_first, saved, tensor_of
+
+aoa_engine: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.aoa_engine")
+macros: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.macros")
+ShardedWeight: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.sharded_weight").ShardedWeight
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Statements, the tensors that are stored and those that are wanted.
+
+    Attributes:
+        statements: The statements.
+        stored, wanted: The shapes.
+        reverse: Whether the statements are taken backwards.
+        dtypes: Those that are not float32, by key; a key of a wanted tensor has ``>`` before it.
+        kept: Wanted keys that are left as they are.
+    """
+
+    statements: list[str]
+    stored: Shapes
+    wanted: Shapes
+    reverse: bool = False
+    dtypes: dict[str, Any] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"aoa_statements": list(self.statements), "aoa_config_reverse": self.reverse, "enable_traceback": False}
+
+
+QKV: Shapes = {"q": (8, 16), "k": (8, 8), "v": (8, 8)}
+FUSED: Shapes = {"qkv": (8, 32)}
+HEADS = "num_heads=4, num_key_value_groups=2"
+LAYERS: Shapes = {f"m.{i}.{name}": (4, 6) for i in (0, 1, 10) for name in "ab"}
+CASES: dict[str, Case] = {
+    "rename": Case(["a -> b"], {"a": (4, 6), "c": (2, 2)}, {"b": (4, 6), "c": (2, 2)}),
+    "exchange": Case(["a -> t", "b -> a", "t -> b"], {"a": (4, 6), "b": (4, 6)}, {"a": (4, 6), "b": (4, 6)}),
+    "split": Case(["a -> x, y, axis=1"], {"a": (4, 12)}, {"x": (4, 6), "y": (4, 6)}),
+    "concat": Case(["a, b -> x, axis=0"], {"a": (4, 6), "b": (2, 6)}, {"x": (6, 6)}),
+    "permute": Case(['a -> x, permute="[2, 0, 1]"'], {"a": (2, 4, 6)}, {"x": (6, 2, 4)}),
+    "reverse all axes": Case(['a -> x, permute="[]"'], {"a": (2, 4, 6)}, {"x": (6, 4, 2)}),
+    "permute, split, permute, concat": Case(
+        ['a -> t, permute="[1, 0]"', "t -> u, w, axis=0", 'u -> u2, permute="[1, 0]"', 'w -> w2, permute="[1, 0]"',
+         "w2, u2 -> x, axis=1"],
+        {"a": (4, 12)},
+        {"x": (4, 12)},
+    ),
+    "three axes twice": Case(
+        ['a -> t, permute="[2, 0, 1]"', "t -> u, w, axis=0", 'u -> x, permute="[1, 2, 0]"', "w -> y"],
+        {"a": (2, 4, 6)},
+        {"x": (2, 4, 3), "y": (3, 2, 4)},
+    ),
+    "transposed": Case(["a^T -> x", "b^T, c^T -> y, axis=1"], {"a": (4, 6), "b": (2, 4), "c": (6, 4)},
+                       {"x": (6, 4), "y": (4, 8)}),
+    "cast": Case(["a -> a, dtype='bfloat16'", "b -> c, src_dtype='bfloat16', dst_dtype='float32'"],
+                 {"a": (4, 6), "b": (4, 6)}, {"a": (4, 6), "c": (4, 6)},
+                 dtypes={">a": BF16, "b": BF16}),
+    "permute and cast": Case(["a^T -> t", "t -> x, dtype='bfloat16'"], {"a": (4, 6)}, {"x": (6, 4)},
+                             dtypes={">x": BF16}),
+    "fused_qkv": Case([f"q^T, k^T, v^T -> qkv, fused_qkv, {HEADS}"], {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, FUSED),
+    "fused_qkv taken apart": Case([f"qkv -> q, k, v, fused_qkv, {HEADS}"], FUSED, QKV),
+    "fused_qkv of biases": Case([f"q, k, v -> qkv, fused_qkv, {HEADS}, axis=0"], {"q": (16,), "k": (8,), "v": (8,)},
+                                {"qkv": (32,)}),
+    "fused_qkv_old": Case([f"q, k, v -> qkv, fused_qkv_old, {HEADS}"], QKV, FUSED),
+    "fused_qkv_old taken apart": Case([f"qkv -> q, k, v, fused_qkv_old, {HEADS}"], FUSED, QKV),
+    "fused_qkv_old to another": Case([f"qkv -> qkv, fused_qkv_old, {HEADS}"], FUSED, FUSED),
+    "fused_ffn": Case(["gate, up -> ffn, fused_ffn"], {"gate": (4, 8), "up": (4, 8)}, {"ffn": (4, 16)}),
+    "fused_ffn taken apart": Case(["ffn -> gate, up, fused_ffn"], {"ffn": (4, 16)}, {"gate": (4, 8), "up": (4, 8)}),
+    "fused_ffn to another": Case(["ffn -> ffn, fused_ffn"], {"ffn": (4, 16)}, {"ffn": (4, 16)}),
+    "fused_ffn after a rename": Case(["gate, up -> t, fused_ffn", "t -> ffn"], {"gate": (4, 8), "up": (4, 8)},
+                                     {"ffn": (4, 16)}),
+    "layers": Case(["m.$LAYER_ID.a, m.$LAYER_ID.b -> n.$LAYER_ID.ab, axis=0"], LAYERS,
+                   {f"n.{i}.ab": (8, 6) for i in (0, 1, 10)}),
+    "layers and experts": Case(
+        ["l.$LAYER_ID.e.$EXPERT_ID.w^T -> n.$LAYER_ID.x.$EXPERT_ID.w"],
+        {f"l.{i}.e.{e}.w": (4, 6) for i in range(2) for e in range(3)},
+        {f"n.{i}.x.{e}.w": (6, 4) for i in range(2) for e in range(3)},
+    ),
+    "layers one less": Case(["m.$LAYER_ID_OFFSET.a -> m.$LAYER_ID_OFFSET.b"], {f"m.{i}.a": (4, 6) for i in (1, 2)},
+                            {f"m.{i}.b": (4, 6) for i in (0, 1)}),
+    "array": Case(["a -> t[0:3], axis=1", "t_2, t_0, t_1 -> x, axis=1"], {"a": (4, 6)}, {"x": (4, 6)}),
+    "star": Case(["m.*.a -> x, axis=0"], {f"m.{i}.a": (2, 6) for i in (0, 2, 10)}, {"x": (6, 6)}),
+    "star on the right": Case(["x -> m.*.a, axis=0"], {"x": (6, 6)}, {f"m.{i}.a": (2, 6) for i in (0, 2, 10)}),
+    "reverse": Case(["a, b -> t, axis=1", 't -> x, permute="[1, 0]"'], {"x": (12, 4)}, {"a": (4, 6), "b": (4, 6)},
+                    reverse=True),
+    "reverse of a cast": Case(["a -> x, src_dtype='bfloat16', dst_dtype='float32'"], {"x": (4, 6)}, {"a": (4, 6)},
+                              reverse=True, dtypes={">a": BF16}),
+    "reverse with layers": Case(["m.$LAYER_ID.a -> n.$LAYER_ID.a"], {f"n.{i}.a": (4, 6) for i in range(3)},
+                                {f"m.{i}.a": (4, 6) for i in range(3)}, reverse=True),
+    "nothing to be filled": Case(["_ -> b", "a -> c"], {"a": (4, 6)}, {"b": (4, 6), "c": (4, 6)}, kept=("b",)),
+    "dropped and wanted": Case(["a -> _"], {"a": (4, 6), "b": (4, 6)}, {"a": (4, 6), "b": (4, 6)}, kept=("a",)),
+    "dropped": Case(["a -> _", "_ -> a"], {"a": (4, 6), "b": (4, 6)}, {"a": (4, 6), "b": (4, 6)}, kept=("a",)),
+}  # fmt: skip
+STATES = {".w_0": "float32", ".moment1_0": "float32", ".moment2_0": "float32"}
+
+
+def array_of(shape: tuple[int, ...], dtype: Any, seed: int) -> Array:
+    return np.random.default_rng(seed).normal(size=shape).astype("float32").astype(dtype)
+
+
+def arrays_of(case: Case, states: bool) -> dict[str, Array]:
+    """What is stored: the parameters, and their optimizer states in float32."""
+    found = {}
+    for i, (key, shape) in enumerate(case.stored.items()):
+        found[key] = array_of(shape, case.dtypes.get(key, "float32"), i)
+        for j, state in enumerate(STATES if states else ()):
+            found[key + state] = array_of(shape, "float32", 100 * (j + 1) + i)
+    return found
+
+
+def targets_of(case: Case, states: bool) -> dict[str, Array]:
+    """What is wanted, filled with something else."""
+    found = {}
+    for key, shape in case.wanted.items():
+        found[key] = np.full(shape, 7, case.dtypes.get(">" + key, "float32"))
+        found |= {key + state: np.full(shape, 7, "float32") for state in (STATES if states else ())}
+    return found
+
+
+def cut(how: str, shape: tuple[int, ...], ranks: int) -> list[Part]:
+    """How a tensor lies on ranks."""
+    if how == "whole":
+        return [Part(whole(shape))] * ranks
+    if how == "flat":  # all ranks have ranges of the whole
+        size = int(np.prod(shape))
+        edges = [0, size // 3, *([size] * (ranks - 1))]
+        return [Part(whole(shape), (edges[i], edges[i + 1])) for i in range(ranks)]
+    dim = {"rows": 0, "columns": len(shape) - 1, "flat columns": len(shape) - 1}[how]
+    parts = 2 if how == "flat columns" else ranks
+    step = shape[dim] // parts
+    boxes = []
+    for i in range(parts):
+        offset, extent = [0] * len(shape), list(shape)
+        offset[dim], extent[dim] = i * step, step
+        boxes.append(Box(tuple(offset), tuple(extent)))
+    if how != "flat columns":
+        return [Part(box) for box in boxes]
+    spans = [(0, boxes[0].size // 2 + 1), (boxes[0].size // 2 + 1, boxes[0].size)]
+    return [Part(boxes[i // 2], spans[i % 2]) for i in range(ranks)]
+
+
+def description(key: str, array: Array, part: Part) -> Any:
+    return aoa_engine.ShardedWeightDesc(key, part.box.shape, array.shape, part.box.offset, str(array.dtype))
+
+
+def weights(arrays: dict[str, Array], parts: dict[str, list[Part]], rank: int) -> dict[str, Any]:
+    """What a rank has of some tensors."""
+    found = {}
+    for key, array in arrays.items():
+        part = parts[key][rank]
+        local, box = tensor_of(part.of(array)), part.box
+        flat = (True, slice(*part.span)) if part.span is not None else ()
+        found[key] = ShardedWeight(key, local, box.shape, array.shape, box.offset, *flat)
+    return found
+
+
+def by_paddles_engine(
+    case: Case, arrays: dict[str, Array], sources: dict[str, list[Part]], targets: dict[str, Array],
+    parts: dict[str, list[Part]],
+) -> list[dict[str, Array]]:  # fmt: skip
+    """What each rank has in the end, by Paddle's engine and numpy."""
+    infos = [
+        {key: [description(key, array, part) for part in cuts[key]] for key, array in tensors.items()}
+        for tensors, cuts in ((arrays, sources), (targets, parts))
+    ]
+    engine = aoa_engine.AOAEngine(case.config, *infos)
+    results = []
+    for rank in range(len(next(iter(parts.values())))):
+        found: dict[str, Array] = {}
+        for key, target in targets.items():
+            part = parts[key][rank]
+            box = target[part.box.slices].copy()
+            for mapping in engine.find_shard_sources(description(key, target, part)):
+                one, other = mapping.source_slice, mapping.target_slice
+                data = arrays[one.key][Box(one.global_offset, one.local_shape).slices]
+                for operation in mapping.postprocess_list or ():
+                    if operation.startswith("["):
+                        data = data.transpose(ast.literal_eval(operation))
+                    elif not key.endswith(tuple(STATES)):
+                        data = data.astype(BF16 if operation == "bfloat16" else operation)
+                assert data.dtype == target.dtype
+                box[Box(other.global_offset, other.local_shape).relative_to(part.box.offset).slices] = data
+            found[key] = box if part.span is None else box.reshape(-1)[slice(*part.span)]
+        results.append(found)
+    return results
+
+
+def loaded(path: Path, states: Sequence[dict[str, Any]], config: Any, **more: Any) -> list[Any]:
+    options = LoadOptions(timeout=60, aoa_config=config, **more)
+    return on_ranks(list(states), lambda ranks, state: load_with(ranks, paddles(ranks, state), path, None, options))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("whole", "whole"), ("whole", "columns"), ("columns", "whole"), ("columns", "columns"), ("whole", "rows"),
+     ("columns", "flat columns"), ("whole", "flat")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", CASES)
+def test_as_paddles_engine(tmp_path: Path, name: str, source: str, target: str) -> None:
+    case = CASES[name]
+    ranks = 4 if "columns" in target and "flat" in target else 2
+    arrays, targets = arrays_of(case, True), targets_of(case, True)
+    flat_source = source == "columns" and any(len(shape) == 1 for shape in case.stored.values())
+    sources = {key: cut("whole" if flat_source else source, array.shape, 2) for key, array in arrays.items()}
+    parts = {key: cut(target, array.shape, ranks) for key, array in targets.items()}
+    expected = by_paddles_engine(case, arrays, sources, targets, parts)
+    raise_first(saved(tmp_path, *(weights(arrays, sources, rank) for rank in range(2))))
+    states = [weights(targets, parts, rank) for rank in range(ranks)]
+    reports = loaded(tmp_path, states, case.config)
+    raise_first(reports)
+    for state, found in zip(states, expected, strict=True):
+        for key, array in found.items():
+            assert_same(to_array(state[key].local_tensor), array)
+            assert state[key].local_tensor.shape == list(array.shape)
+    kept = {key + state for key in case.kept for state in ("", *STATES)}
+    assert {line.partition(":")[0] for line in reports[0].skipped} == kept
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_paddles_load(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    monkeypatch.setattr(paddle.Tensor, "cuda", lambda self, *_, **__: self)  # as there is none
+    arrays, targets = arrays_of(case, False), targets_of(case, False)
+    all_here = {key: cut("whole", array.shape, 1) for key, array in (*arrays.items(), *targets.items())}
+    dist.save_state_dict(weights(arrays, all_here, 0), str(tmp_path / "paddles"))
+    theirs, ours = weights(targets, all_here, 0), weights(targets, all_here, 0)
+    dist.load_state_dict(theirs, str(tmp_path / "paddles"), aoa_config=case.config)
+    raise_first(loaded(tmp_path / "paddles", [ours], case.config))  # Paddle's own checkpoint
+    save_state_dict(weights(arrays, all_here, 0), tmp_path / "own")
+    again = weights(targets, all_here, 0)
+    raise_first(loaded(tmp_path / "own", [again], case.config))
+    for key in targets:
+        expected = to_array(theirs[key].local_tensor)
+        assert (expected == 7).any() == (key in case.kept)
+        assert_same(to_array(ours[key].local_tensor), expected)
+        assert_same(to_array(again[key].local_tensor), expected)
+
+
+# -- what is done otherwise than by Paddle, and what is refused --------------------------------------------------------
+
+
+def one_rank(
+    path: Path, arrays: dict[str, Array], targets: dict[str, Array], statements: list[str], **more: Any
+) -> Any:
+    """Save and load by one rank; returns the report, or the error. The targets are filled."""
+    save_state_dict({key: tensor_of(array) for key, array in arrays.items()}, path)
+    tensors = {key: tensor_of(array) for key, array in targets.items()}
+    (report,) = loaded(path, [tensors], {"aoa_statements": statements, "enable_traceback": False}, **more)
+    for key, array in targets.items():
+        array[...] = to_array(tensors[key])
+    return report
+
+
+def test_a_cast_of_a_parameter_is_none_of_its_states(tmp_path: Path) -> None:
+    arrays = {"a": array_of((4, 6), "float32", 0)} | {f"a{s}": array_of((4, 6), "float32", 1) for s in STATES}
+    arrays["a.beta1_pow_acc_0"] = np.full(1, 0.9, "float32")
+    targets = {"b": np.zeros((6, 4), BF16)} | {f"b{s}": np.zeros((6, 4), "float32") for s in STATES}
+    targets["b.beta1_pow_acc_0"] = np.zeros(1, "float32")
+    statements = ["a^T -> t", "t -> b, dtype='bfloat16'"]
+    raise_first([one_rank(tmp_path, arrays, targets, statements)])
+    assert_same(targets["b"], arrays["a"].T.astype(BF16))
+    for state in STATES:
+        assert_same(targets["b" + state], arrays["a" + state].T)
+    assert targets["b.beta1_pow_acc_0"] == arrays["a.beta1_pow_acc_0"]
+
+
+def test_states_alone(tmp_path: Path) -> None:
+    arrays = {f"{key}.moment1_0": array_of((4, 6), "float32", i) for i, key in enumerate("ab")}
+    targets = {"x.moment1_0": np.zeros((4, 12), "float32")}
+    raise_first([one_rank(tmp_path, arrays, targets, ["a, b -> x, axis=1"])])
+    assert_same(targets["x.moment1_0"], np.hstack([arrays["a.moment1_0"], arrays["b.moment1_0"]]))
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    arrays = {"a": array_of((512, 1024), "float32", 0), "b": array_of((512, 1024), "float32", 1)}
+    targets = {"x": np.zeros((256, 1024), "float32")}  # of two blocks of each of two tensors it is one
+    report = one_rank(tmp_path, arrays, targets, ["a -> x, y, axis=0"])
+    assert_same(targets["x"], arrays["a"][:256])
+    assert report.bytes_read == targets["x"].nbytes
+    assert report.unused_keys == ("b",)
+
+
+def test_other_formats(tmp_path: Path) -> None:
+    arrays = {f"l.{i}.{name}": array_of((8, 6), BF16, i) for i in range(2) for name in ("gate", "up")}
+    save_state_dict({key: tensor_of(array) for key, array in arrays.items()}, tmp_path / "own")
+    export(tmp_path / "own", tmp_path / "files")
+    parts = {f"m.{i}": cut("flat columns", (6, 16), 4) for i in range(2)}
+    states = [weights({key: np.zeros((6, 16), BF16) for key in parts}, parts, rank) for rank in range(4)]
+    statements = ["l.$LAYER_ID.gate^T, l.$LAYER_ID.up^T -> m.$LAYER_ID, fused_ffn"]
+    raise_first(loaded(tmp_path / "files", states, {"aoa_statements": statements}))
+    for i in range(2):
+        halves = [np.split(arrays[f"l.{i}.{name}"].T, 2, axis=1) for name in ("gate", "up")]
+        expected = np.hstack([halves[0][0], halves[1][0], halves[0][1], halves[1][1]])
+        for state, part in zip(states, parts[f"m.{i}"], strict=True):
+            assert_same(to_array(state[f"m.{i}"].local_tensor), part.of(expected))
+
+
+def test_what_no_statement_is_about_is_as_in_any_load(tmp_path: Path) -> None:
+    arrays = {
+        "a": array_of((4, 6), "float32", 0),
+        "c": array_of((4, 6), "float32", 1),
+        "d": array_of((2, 2), "float32", 2),
+    }
+    targets = {"b": np.zeros((4, 6), "float32"), "e": np.zeros((4, 6), "float32"), "f": np.zeros((2, 2), "float32")}
+    raise_first([
+        one_rank(tmp_path, arrays, targets, ["a -> b"], key_map={"e": "c"}, recipes={"f": stored("d").T})
+    ])  # fmt: skip
+    for target, source in (("b", arrays["a"]), ("e", arrays["c"]), ("f", arrays["d"].T)):
+        assert_same(targets[target], np.ascontiguousarray(source))
+    targets["gone"] = np.zeros((1, 1), "float32")
+    error = one_rank(tmp_path, arrays, targets, ["a -> b"], key_map={"e": "c"}, recipes={"f": stored("d").T})
+    assert isinstance(error, StateDictMismatchError)
+    assert [line.partition(":")[0] for line in error.problems] == ["gone"]
+
+
+def test_a_recipe_counts_more(tmp_path: Path) -> None:
+    arrays = {"a": array_of((4, 6), "float32", 0), "b": array_of((2, 6), "float32", 1)}
+    targets = {"x": np.zeros((6, 6), "float32")}
+    recipes = {"x": concat(stored("b"), stored("a"))}
+    raise_first([one_rank(tmp_path, arrays, targets, ["a, b -> x, axis=0"], recipes=recipes)])
+    assert_same(targets["x"], np.concatenate([arrays["b"], arrays["a"]]))
+
+
+def test_nested_state_dicts(tmp_path: Path) -> None:
+    array = array_of((4, 6), "float32", 0)
+    save_state_dict({"model": {"a": tensor_of(array)}}, tmp_path)
+    target = {"net": {"b": tensor_of(np.zeros((6, 4), "float32"))}}
+    raise_first(loaded(tmp_path, [target], {"aoa_statements": ["model.a^T -> net.b"]}))
+    assert_same(to_array(target["net"]["b"]), np.ascontiguousarray(array.T))
+
+
+def test_macros_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(tokens: Any, expression: str, context: Any) -> Any:
+        if not any(token.value == "swapped" for token in tokens):
+            return expression
+        source, target = tokens[0].value, tokens[2].value
+        count = 2 * context.get_dst_state_shard_num(target)
+        names = [f"{source}.swapped.{i}" for i in range(count)]
+        return [f"{source} -> {','.join(names)}, axis=1", f"{','.join(reversed(names))} -> {target}, axis=1"]
+
+    monkeypatch.setattr(macros.macro_registry, "macros", list(macros.macro_registry.macros))
+    macros.macro_registry.register_macro("swapped_macro", swapped, 6)
+    monkeypatch.setattr(macros, "GLOBAL_ATTRIBUTE_KEYWORDS", [*macros.GLOBAL_ATTRIBUTE_KEYWORDS, "swapped"])
+    array = array_of((2, 8), "float32", 0)
+    save_state_dict({"a": tensor_of(array)}, tmp_path)
+    parts = {"b": cut("columns", (2, 8), 2)}
+    states = [weights({"b": np.zeros_like(array)}, parts, rank) for rank in range(2)]
+    raise_first(loaded(tmp_path, states, {"aoa_statements": ["a -> b, swapped"]}))
+    expected = np.concatenate(np.split(array, 4, axis=1)[::-1], axis=1)
+    for state, part in zip(states, parts["b"], strict=True):
+        assert_same(to_array(state["b"].local_tensor), part.of(expected))
+
+
+@pytest.mark.parametrize("how", ["rows", "flat", "flat columns"])
+def test_a_number_of_stored_parts_that_is_not_known_is_refused(tmp_path: Path, how: str) -> None:
+    array = array_of((4, 16), "float32", 0)
+    ranks = 4 if how == "flat columns" else 2
+    parts = {"ffn": cut(how, array.shape, ranks)}
+    raise_first(saved(tmp_path, *(weights({"ffn": array}, parts, rank) for rank in range(ranks))))
+    states = [{"ffn": tensor_of(np.zeros_like(array))} for _ in range(2)]
+    for error in loaded(tmp_path, states, {"aoa_statements": ["ffn -> ffn, fused_ffn"], "enable_traceback": False}):
+        assert isinstance(error, ValueError)
+        assert "aoa_config: ffn: the checkpoint does not tell in how many parts" in str(error)
+    raise_first(loaded(tmp_path, states, {"aoa_statements": ["ffn -> x"]}))  # the others do not ask
+    assert_same(to_array(states[1]["ffn"]), array)
+
+
+@pytest.mark.parametrize(
+    ("statements", "shape", "dtype", "texts"),
+    [
+        (["a, b -> x, axis=0"], (5, 6), "float32", ["x: the target has shape [5, 6], its recipe makes [8, 6]", "a, b"]),
+        (["a -> x"], (4, 6), BF16, ["x: the target has dtype bfloat16, its recipe makes float32 (of a)"]),
+        (["a -> x, dtype='float16'"], (4, 6), BF16, ["x: its recipe casts to float16, and not to bfloat16"]),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, statements: list[str], shape: Any, dtype: Any, texts: list[str]) -> None:
+    arrays = {"a": array_of((4, 6), "float32", 0), "b": array_of((4, 6), "float32", 1)}
+    targets = {"x": np.full(shape, 7, dtype)}
+    error = one_rank(tmp_path, arrays, targets, statements)
+    assert isinstance(error, StateDictMismatchError)
+    assert all(text in str(error) for text in texts), error
+    assert (targets["x"] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("statements", "text"),
+    [
+        (["a, b -> x, y, axis=0"], "multiple var"),
+        (["a -> x, y, z, w, v, axis=0"], "not divisible"),
+        (["gone -> x"], "gone should be assigned before"),
+        (["a -> x, dtype='int8'"], "Unsupported cast dtype: int8"),
+        (["a -> x^T"], "Cannot assign to transpose"),
+        (["a -> x, permute"], "only support one attr named `axis`"),
+        (["a -> x, permute=x"], "Unexpected value"),
+        (["a -> t, dtype='bfloat16'", "t -> x, dtype='float32'"], "by way of bfloat16 would round twice"),
+        (["a, b -> x, axis=0", "b -> _"], "x is made of tensors some of which are dropped"),
+    ],
+)
+def test_statements_that_cannot_be_done(tmp_path: Path, statements: list[str], text: str) -> None:
+    arrays = {"a": array_of((4, 6), "float32", 0), "b": array_of((4, 6), "float32", 1)}
+    error = one_rank(tmp_path, arrays, {"x": np.zeros((4, 6), "float32")}, statements)
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("aoa_config: ")
+    assert text in str(error)
+
+
+def test_a_state_that_is_not_stored_is_missing(tmp_path: Path) -> None:
+    arrays = {"a": array_of((4, 6), "float32", 0)}
+    targets = {"b": np.zeros((4, 6), "float32"), "b.moment1_0": np.zeros((4, 6), "float32")}
+    error = one_rank(tmp_path, arrays, targets, ["a -> b"])
+    assert isinstance(error, StateDictMismatchError)
+    assert error.problems[0].startswith("b.moment1_0: it is made of a.moment1_0, which in the checkpoint is missing")
+
+
+def test_ranks_that_want_different_shapes_are_told(tmp_path: Path) -> None:
+    save_state_dict({"a": tensor_of(array_of((4, 6), "float32", 0))}, tmp_path)
+    states = [{"b": tensor_of(np.zeros(shape, "float32"))} for shape in ((4, 6), (6, 4))]
+    for error in loaded(tmp_path, states, {"aoa_statements": ["a -> b"]}):
+        assert isinstance(error, ValueError)
+        assert "b in different shapes: [4, 6], [6, 4]" in str(error)
+
+
+def test_whole_tensors_of_everything(tmp_path: Path) -> None:
+    arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate(("a", "b", "c", "d", "a.moment1_0"))}
+    save_state_dict(
+        {**{key: tensor_of(array) for key, array in arrays.items()}, "step": 7, "text": "x" * 9000}, tmp_path
+    )
+    statements = ["a^T -> x", "b, c -> y.z, axis=0", "d -> _"]
+    options = LoadOptions(aoa_config={"aoa_statements": statements})
+    expected = {
+        "x": arrays["a"].T,
+        "x.moment1_0": arrays["a.moment1_0"].T,
+        "y.z": np.concatenate([arrays["b"], arrays["c"]]),
+    }
+    found = load_merged_state_dict(tmp_path, options=options)
+    assert set(found) == {*expected, "step", "text"}
+    assert (found["step"], len(found["text"])) == (7, 9000)
+    for key, array in expected.items():
+        assert_same(to_array(found[key]), np.ascontiguousarray(array))
+    assert set(load_merged_state_dict(tmp_path, keys="y.*", options=options)) == {"y.z"}
+    assert set(load_merged_state_dict(tmp_path, keys="x*", flat=True, options=options)) == {"x", "x.moment1_0"}
+    with pytest.raises(CheckpointNotFoundError, match="d"):
+        load_merged_state_dict(tmp_path, keys="d", options=options)
