@@ -1,0 +1,93 @@
+"""What a test asks ranks to do with a trainer, and what they tell it. It needs no trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "data2": {},
+    "sharding2": {"sharding": "stage1", "sharding_parallel_size": 2},
+    "sharding2 of version 2": {"sharding": "stage1", "sharding_parallel_size": 2, "split_param": True},
+    "tensor2": {"tensor_model_parallel_size": 2},
+}
+STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training job.
+
+    Attributes:
+        layout: One of `LAYOUTS`.
+        folder: Where it saves, after every two steps.
+        resume: The folder of the checkpoint that it begins with.
+        ours: Whether this library is installed in the place of Paddle's functions.
+        bf16: Whether parameters are bfloat16 with float32 master weights, instead of float32.
+        elementwise: Whether steps are made by an elementwise loss.
+        arguments: Further arguments of the Trainer.
+    """
+
+    layout: str
+    folder: str
+    resume: str | None = None
+    ours: bool = True
+    bf16: bool = False
+    elementwise: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of a tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        offset: Where the rank's box begins in it.
+        box: The shape of that box.
+        begin: The first element of the box, as if it were flat, that the rank has.
+        values: The elements, flat.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    box: tuple[int, ...]
+    begin: int
+    values: Array
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a job leaves on a rank: the losses of its steps, and its parts of the model and of the optimizer's state."""
+
+    losses: list[float] = field(default_factory=list)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+
+def whole(outcomes: Sequence[Outcome]) -> dict[str, Array]:
+    """Return the whole tensors of which ranks have parts.
+
+    Raises:
+        AssertionError: Parts differ where they overlap, or leave something out.
+    """
+    tensors: dict[str, Array] = {}
+    known: dict[str, Array] = {}
+    for outcome in outcomes:
+        for key, part in outcome.parts.items():
+            tensor = tensors.setdefault(key, np.zeros(part.shape, part.values.dtype))
+            seen = known.setdefault(key, np.zeros(part.shape, bool))
+            box = tuple(slice(o, o + n) for o, n in zip(part.offset, part.box, strict=True))
+            numbers = np.arange(tensor.size).reshape(part.shape)[box].reshape(-1)
+            numbers = numbers[part.begin : part.begin + part.values.size]
+            there = seen.flat[numbers]
+            assert (tensor.flat[numbers][there] == part.values[there]).all(), key
+            tensor.flat[numbers] = part.values
+            seen.flat[numbers] = True
+    assert all(seen.all() for seen in known.values())
+    return tensors
