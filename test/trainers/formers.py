@@ -3,9 +3,9 @@
 Every sample that the ranks of a step are given is the same, and a rank trains on one at a time. So a job computes the
 same numbers on any layout, bit for bit, and is compared with one that was never interrupted, on one rank.
 
-What a CPU has not is put in its place (see also `test.ranks.fleet`). Kernels for tensor parallelism and for bfloat16 are
-missing: there, a step is made by an elementwise loss of the parameters instead of the model's, and AdamW steps on the
-float32 master weights. PaddleFormers has version 2 of sharding in mixed precision only, whose level O1 computes in
+What a CPU has not is put in its place (see also `test.ranks.fleet`). Kernels for tensor parallelism and for bfloat16
+are missing: there, a step is made by an elementwise loss of the parameters instead of the model's, and AdamW steps on
+the float32 master weights. PaddleFormers has version 2 of sharding in mixed precision only, whose level O1 computes in
 float32 here.
 """
 

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor2": {"tensor_model_parallel_size": 2},
 }
 STEPS = 4
+FOLDERS = ("model_state", "optimizer_state", "master_weight")  # of a checkpoint of the Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +92,10 @@ def whole(outcomes: Sequence[Outcome]) -> dict[str, Array]:
             seen.flat[numbers] = True
     assert all(seen.all() for seen in known.values())
     return tensors
+
+
+def differences(found: dict[str, Array], expected: dict[str, Array]) -> list[str]:
+    """Return the keys that only one of both has, and those of tensors that are not equal bit for bit."""
+    both = found.keys() & expected.keys()
+    changed = {key for key in both if found[key].tobytes() != expected[key].tobytes()}
+    return sorted((found.keys() ^ expected.keys()) | changed)

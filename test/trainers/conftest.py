@@ -1,0 +1,27 @@
+"""Ranks on which trainers run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from test.ranks.pool import RankPool
+from test.trainers.jobs import Job
+
+_SECONDS = 90.0
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Callable[..., list[Any]]]:
+    """Calls a function of `test.trainers.formers` with a job and more, on as many warm ranks as the layout has."""
+    with ExitStack() as stack:
+        pools = {ranks: stack.enter_context(RankPool(ranks)) for ranks in (1, 2)}
+
+        def call(function: str, job: Job, *arguments: Any) -> list[Any]:
+            pool = pools[1 if job.layout == "one" else 2]
+            return pool.run(f"test.trainers.formers:{function}", job, *arguments, timeout=_SECONDS)
+
+        yield call
