@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+Run = Callable[..., list["Outcome"]]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -19,6 +21,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 STEPS = 4
 FOLDERS = ("model_state", "optimizer_state", "master_weight")  # of a checkpoint of the Trainer
+CUT = "tensor2"  # for whose layers a CPU has no kernels
+KINDS: dict[str, dict[str, Any]] = {  # arguments of jobs
+    "trained": {},
+    "elementwise": {"elementwise": True},
+    "bfloat16": {"elementwise": True, "bf16": True},
+}
+PLACES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind != "trained" or layout != CUT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,9 @@ class Job:
         ours: Whether this library is installed in the place of Paddle's functions.
         bf16: Whether parameters are bfloat16 with float32 master weights, instead of float32.
         elementwise: Whether steps are made by an elementwise loss.
+        lora: Whether only LoRA's weights are trained.
+        ema: Whether moving averages of the weights are kept, and are among the tensors.
+        zero_cost: Whether the files are written as PaddleFormers' zero-cost checkpoints are.
         arguments: Further arguments of the Trainer.
     """
 
@@ -41,6 +53,9 @@ class Job:
     ours: bool = True
     bf16: bool = False
     elementwise: bool = False
+    lora: bool = False
+    ema: bool = False
+    zero_cost: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,6 +84,39 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
+
+
+class Jobs:
+    """Jobs that several tests look at. Each is run once.
+
+    Args:
+        run: Runs a function of `test.trainers.formers` on ranks.
+        new_folder: Makes a folder.
+    """
+
+    def __init__(self, run: Run, new_folder: Callable[[], Path]) -> None:
+        self._run = run
+        self._new_folder = new_folder
+        self._done: dict[str, tuple[Path, list[Outcome]]] = {}
+
+    def trained(self, kind: str, layout: str, ours: bool, **options: Any) -> tuple[Path, list[Outcome]]:
+        """Return the folder of a job that was not interrupted, with its checkpoints, and what its ranks had."""
+        return self._once("train", kind, layout, ours, options)
+
+    def exported(self, kind: str, layout: str, ours: bool, **options: Any) -> tuple[Path, list[Outcome]]:
+        """Return the folder of a model that was saved for others after such a job, and what its ranks had."""
+        return self._once("export", kind, layout, ours, options)
+
+    def _once(self, function: str, kind: str, layout: str, ours: bool, options: Any) -> tuple[Path, list[Outcome]]:
+        key = repr((function, kind, layout, ours, options))
+        if key not in self._done:
+            folder, other = self._new_folder(), self._new_folder()
+            job = Job(layout, str(folder), ours=ours, **KINDS[kind], **options)
+            if function == "train":
+                self._done[key] = folder, self._run(function, job)
+            else:
+                self._done[key] = other, self._run(function, job, str(other))
+        return self._done[key]
 
 
 def whole(outcomes: Sequence[Outcome]) -> dict[str, Array]:

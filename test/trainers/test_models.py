@@ -1,0 +1,136 @@
+"""Models that PaddleFormers saves for others and loads, and jobs that begin with more than their own checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.trainers.jobs import CUT, KINDS, LAYOUTS, PLACES, Job, Jobs, Outcome, Run, differences, whole
+
+SOURCES = ("one", "sharding2 of version 2", CUT)
+PAIRS = [
+    (kind, source, target)
+    for kind, source in PLACES
+    for target in LAYOUTS
+    if kind != "elementwise" and source in SOURCES and (kind, target) in PLACES
+]
+TARGETS = [(kind, target) for kind, target in PLACES if kind != "elementwise"]
+FROM_HF: dict[str, Any] = {"load_from_hf": True, "ignore_load_lr_and_optim": True}
+EXCHANGED = [  # equal shapes change places, a square is transposed
+    "model.layers.0.mlp.up_proj.weight -> model.layers.1.mlp.up_proj.weight",
+    "model.layers.1.mlp.up_proj.weight -> model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.input_layernorm.weight -> model.norm.weight",
+    "model.layers.1.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj.weight, permute='[1, 0]'",
+]
+GENERATED = "flex-ckpt.auto_generated.metadata"
+
+readers = pytest.mark.parametrize("reader", ["Paddle", "ours"])
+ways = pytest.mark.parametrize(("writer", "reader"), [("Paddle", "Paddle"), ("Paddle", "ours"), ("ours", "ours")])
+
+
+@pytest.fixture(scope="module")
+def jobs(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(run, lambda: tmp_path_factory.mktemp("job"))
+
+
+@readers
+@pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
+def test_from_pretrained(
+    run: Run, jobs: Jobs, tmp_path: Path, kind: str, source: str, target: str, reader: str
+) -> None:
+    folder, expected = jobs.exported(kind, source, True)
+    found = whole(run("from_pretrained", Job(target, str(tmp_path), ours=reader == "ours", **KINDS[kind]), str(folder)))
+    assert not differences(found, {key: value for key, value in whole(expected).items() if key in found})
+    assert len(found) == 21
+    assert reader == "Paddle" or not (folder / GENERATED).exists()
+
+
+@pytest.mark.parametrize(("kind", "target"), TARGETS)
+def test_load_from_hf(run: Run, jobs: Jobs, tmp_path: Path, kind: str, target: str) -> None:
+    folder, _ = jobs.exported(kind, "one", True)
+    assert_as_paddle(run, Job(target, str(tmp_path), str(folder), **KINDS[kind], arguments=FROM_HF))
+
+
+@ways
+@pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
+def test_lora(
+    run: Run, jobs: Jobs, tmp_path: Path, kind: str, source: str, target: str, writer: str, reader: str
+) -> None:
+    folder, _ = jobs.trained(kind, source, writer == "ours", lora=True)
+    _, expected = jobs.trained(kind, target, False, lora=True)
+    begin = str(folder / "checkpoint-2")
+    outcomes = run("train", Job(target, str(tmp_path), begin, reader == "ours", lora=True, **KINDS[kind]))
+    assert_resumed(outcomes, expected)
+    assert sum("lora_" in key and key.endswith("moment1_0") for key in whole(outcomes)) == 8
+
+
+@readers
+@pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
+def test_lora_from_pretrained(
+    run: Run, jobs: Jobs, tmp_path: Path, kind: str, source: str, target: str, reader: str
+) -> None:
+    folder, expected = jobs.exported(kind, source, True, lora=True)
+    job = Job(target, str(tmp_path), ours=reader == "ours", lora=True, **KINDS[kind])
+    found = whole(run("from_pretrained", job, str(folder)))
+    assert not differences(found, {key: value for key, value in whole(expected).items() if key in found})
+    assert sum("lora_" in key for key in found) == 8
+    assert reader == "Paddle" or not (folder / GENERATED).exists()
+
+
+@pytest.mark.parametrize("writer", ["Paddle", "ours"])
+@pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
+def test_resume_with_statements(
+    run: Run, jobs: Jobs, tmp_path: Path, kind: str, source: str, target: str, writer: str
+) -> None:
+    folders = {ours: str(jobs.trained(kind, source, ours)[0] / "checkpoint-2") for ours in (False, writer == "ours")}
+    arguments = {"aoa_config": {"aoa_statements": EXCHANGED}}
+    job = Job(target, str(tmp_path), folders[writer == "ours"], **KINDS[kind], arguments=arguments)
+    found = assert_as_paddle(run, job, folders[False])
+    assert len(differences(whole(found), whole(jobs.trained(kind, target, False)[1]))) > 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [*((kind, target) for kind, target in PLACES if kind == "trained"), ("bfloat16", "sharding2 of version 2")],
+)
+@readers
+def test_resume_after_a_zero_cost_save(
+    run: Run, jobs: Jobs, tmp_path: Path, kind: str, target: str, reader: str
+) -> None:
+    """In bfloat16 such a save keeps master weights only, from which other layouts do not resume."""
+    folder, _ = jobs.trained(kind, "sharding2 of version 2", False, zero_cost=True)
+    _, expected = jobs.trained(kind, target, False)
+    outcomes = run("train", Job(target, str(tmp_path), str(folder / "checkpoint-2"), reader == "ours", **KINDS[kind]))
+    assert_resumed(outcomes, expected)
+
+
+@ways
+@pytest.mark.parametrize("target", ["sharding2", "sharding2 of version 2", CUT])
+@pytest.mark.parametrize("source", ["sharding2", "sharding2 of version 2", CUT])
+def test_moving_averages(
+    run: Run, jobs: Jobs, tmp_path: Path, source: str, target: str, writer: str, reader: str
+) -> None:
+    kind = "bfloat16"  # they are kept of master weights
+    folder, _ = jobs.trained(kind, source, writer == "ours", ema=True)
+    _, expected = jobs.trained(kind, target, False, ema=True)
+    begin = str(folder / "checkpoint-2")
+    outcomes = run("train", Job(target, str(tmp_path), begin, reader == "ours", ema=True, **KINDS[kind]))
+    assert_resumed(outcomes, expected)
+    assert sum(key.startswith("average of ") for key in whole(outcomes)) >= 20
+
+
+def assert_resumed(outcomes: list[Outcome], expected: list[Outcome]) -> None:
+    assert [outcome.losses for outcome in outcomes] == [outcome.losses[2:] for outcome in expected]
+    assert not differences(whole(outcomes), whole(expected))
+
+
+def assert_as_paddle(run: Run, job: Job, begin: str | None = None) -> list[Outcome]:
+    """Assert that ``job`` does what it does with Paddle's own functions (from ``begin``), and return what."""
+    own = replace(job, ours=False, resume=begin or job.resume)
+    expected, outcomes = run("train", own), run("train", job)
+    assert [outcome.losses for outcome in outcomes] == [outcome.losses for outcome in expected]
+    assert not differences(whole(outcomes), whole(expected))
+    return outcomes
