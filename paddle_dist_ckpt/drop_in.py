@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import glob
+import inspect
 import logging
-from collections.abc import Callable
+import os
+import weakref
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
-from .api import load_merged_state_dict
+from .api import load_merged_state_dict, read_metadata
 from .control.ranks import Ranks
+from .errors import CheckpointNotFoundError, UnsupportedValueError
+from .export_calls import export
+from .files.metadata import Metadata
+from .files.names import metadata_id
+from .folder.foreign import Format, look
 from .options import LoadOptions, SaveOptions, checked
-from .reports import LoadReport, SaveReport
+from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
+from .storage import LocalStorage
 from .wiring import connected, load_with, paddles, save_with
 
 __all__ = ["install", "uninstall"]
@@ -27,20 +37,28 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "mw_name_compatibility": (True, "names of optimizer variables are matched always"),
     "worker_groups": (None, "data are exchanged over the process group"),
     "comm_method": ("broadcast", "LoadOptions(exchange=...) says how data are exchanged"),
+    "num_workers": (1, "a rank reads with as many threads as its part of the host's cores allows"),
+    "allow_full_load": (True, "a `.metadata` is read by itself always"),
 }
+_NOT_OURS = (CheckpointNotFoundError, UnsupportedValueError)
+"""What every rank alike raises if no reader knows what is in a folder, before anything is touched."""
 
 
 def install(
     unique_id_policy: Literal["paddle", "next"] = "paddle",
     *,
+    foreign: Literal["error", "former"] = "error",
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
 ) -> AbstractContextManager[object]:
     """Put this library's functions in the place of ``paddle.distributed``'s, for programs that call those.
 
-    ``paddle.distributed.save_state_dict``, ``load_state_dict`` and ``load_merged_state_dict`` are replaced, wherever
-    one of ``paddle.distributed``'s modules has them. They take every argument that those of Paddle 2.6 to 3.3 take. To
-    be called on every rank, before other modules import the functions by name, for these keep what they have.
+    ``paddle.distributed.save_state_dict``, ``load_state_dict`` and ``load_merged_state_dict`` are replaced, and what
+    goes with them: ``merge_sharded_state_dict`` exports by :func:`export`, ``clear_async_save_task_queue`` waits for
+    saves in the background, ``load_state_dict_metadata`` and ``paddle.load`` of a `.metadata` of this library return
+    its :class:`Metadata`. They are replaced wherever one of Paddle's modules has them, and take every argument that
+    those of Paddle 2.6 to 3.3 take. To be called on every rank, before other modules import the functions by name, for
+    these keep what they have.
 
     It lasts until :func:`uninstall`, or as a context manager until the end of the block. Who installs again puts
     another layer over the first one, with its own arguments; :func:`uninstall` takes off the one that was put on last,
@@ -52,6 +70,8 @@ def install(
             folder, atomically, as Paddle 3 takes the newest id again: a job that saves into one folder over and over
             needs room for two checkpoints, and fills no disk that it has not filled before. ``"next"`` takes the newest
             id + 1 and keeps all, as Paddle's documentation has it and Paddle 2.6 does.
+        foreign: What becomes of a load from a folder in which no reader finds a checkpoint that it can read.
+            ``"error"`` raises; ``"former"`` calls the function that was there before, on every rank.
         save_options: How to save.
         load_options: How to load.
 
@@ -63,13 +83,29 @@ def install(
     """
     if unique_id_policy not in ("paddle", "next"):
         raise ValueError(f"unique_id_policy must be 'paddle' or 'next', not {unique_id_policy!r}")
+    if foreign not in ("error", "former"):
+        raise ValueError(f"foreign must be 'error' or 'former', not {foreign!r}")
     save_options = checked("save_options", save_options, SaveOptions) or SaveOptions()
     load_options = checked("load_options", load_options, LoadOptions) or LoadOptions()
-    from .paddle_adapter.patches import Replacement
+    from .paddle_adapter.patches import Replacement, in_dynamic_mode
 
-    ours = _DropIn(unique_id_policy == "paddle", save_options, load_options)
-    functions: list[Callable[..., Any]] = [ours.save_state_dict, ours.load_state_dict, ours.load_merged_state_dict]
-    return Replacement({function.__name__: function for function in functions})
+    ours = _DropIn(
+        unique_id_policy == "paddle",
+        foreign == "former",
+        save_options,
+        load_options,
+        lambda name: replacement.former(name),
+    )
+    with_tensors: list[Callable[..., Any]] = [ours.save_state_dict, ours.load_state_dict, ours.load_merged_state_dict]
+    functions = {function.__name__: in_dynamic_mode(function) for function in with_tensors}
+    others: list[Callable[..., Any]] = [
+        ours.merge_sharded_state_dict,
+        ours.clear_async_save_task_queue,
+        ours.load_state_dict_metadata,
+        ours.load,
+    ]
+    replacement = Replacement(functions | {function.__name__: function for function in others})
+    return replacement
 
 
 def uninstall() -> None:
@@ -84,19 +120,25 @@ def uninstall() -> None:
         newest.end()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _DropIn:
     """Functions that are called as Paddle's are.
 
     Attributes:
         replace_newest: Whether a save without a unique_id replaces the newest checkpoint.
+        asks_former: Whether a load that finds nothing it can read is left to the function that was there before.
         save_options: How to save.
         load_options: How to load.
+        former: Gives the function that was there before, by its name.
+        saves: The saves in the background that were begun, as long as somebody knows of them.
     """
 
     replace_newest: bool
+    asks_former: bool
     save_options: SaveOptions
     load_options: LoadOptions
+    former: Callable[[str], Callable[..., Any]]
+    saves: weakref.WeakSet[AsyncSave] = field(default_factory=weakref.WeakSet)
 
     def save_state_dict(
         self,
@@ -114,7 +156,10 @@ class _DropIn:
         options, replace = self.save_options, self.replace_newest
         ranks = _connect(process_group, coordinator_rank, options)
         find = paddles(ranks, state_dict)
-        return save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
+        saved = save_with(ranks, find, path, unique_id, async_save, options, replace_newest=replace)
+        if isinstance(saved, AsyncSave):
+            self.saves.add(saved)
+        return saved
 
     def load_state_dict(
         self,
@@ -129,22 +174,32 @@ class _DropIn:
         safetensors: bool = False,
         worker_groups: Any = None,
         comm_method: str = "broadcast",
-    ) -> LoadReport:
+        *,
+        load_transform: Any = None,
+        num_workers: int = 1,
+    ) -> LoadReport | None:
         """:func:`paddle_dist_ckpt.load_state_dict`, called as that of paddle.distributed is."""
-        _log_without_effect(
-            "load_state_dict",
-            mw_name_compatibility=mw_name_compatibility,
-            safetensors=safetensors,
-            worker_groups=worker_groups,
-            comm_method=comm_method,
-        )
+        of_paddle: dict[str, Any] = {
+            "mw_name_compatibility": mw_name_compatibility,
+            "safetensors": safetensors,
+            "worker_groups": worker_groups,
+            "comm_method": comm_method,
+            "num_workers": num_workers,
+        }
+        _log_without_effect("load_state_dict", **of_paddle)
         options = self.load_options
         ranks = _connect(process_group, coordinator_rank, options)
+        if load_transform is not None:
+            _refuse(ranks, options, _NO_TRANSFORM)
         if aoa_config is not None:
-            with ranks.hub.session("load_state_dict", options.timeout):  # so that ranks without one raise as well
-                raise _no_aoa()
+            _refuse(ranks, options, _NO_AOA)
         find = paddles(ranks, state_dict, options.staging_bytes)
-        return load_with(ranks, find, path, unique_id, options, offload)
+        try:
+            return load_with(ranks, find, path, unique_id, options, offload)
+        except _NOT_OURS as error:
+            of_paddle |= {"process_group": process_group, "coordinator_rank": coordinator_rank, "unique_id": unique_id}
+            self._ask_former("load_state_dict", error, state_dict, path, offload=offload, **of_paddle)
+            return None
 
     def load_merged_state_dict(
         self,
@@ -158,10 +213,90 @@ class _DropIn:
         """:func:`paddle_dist_ckpt.load_merged_state_dict`, called as that of paddle.distributed is: with flat keys."""
         _log_without_effect("load_merged_state_dict", safetensors=safetensors)
         if aoa_config is not None:
-            raise _no_aoa()
+            raise NotImplementedError(_NO_AOA)
         keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
-        loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=self.load_options)
+        try:
+            loaded = load_merged_state_dict(
+                path, None, unique_id, offload, keys=keys, flat=True, options=self.load_options
+            )
+        except _NOT_OURS as error:
+            more = {"unique_id": unique_id, "offload": offload, "safetensors": safetensors}
+            found: dict[Any, Any] = self._ask_former("load_merged_state_dict", error, path, prefix=prefix, **more)
+            return found
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
+
+    def merge_sharded_state_dict(
+        self,
+        load_path: Any,
+        save_path: Any,
+        prefix: str | None = None,
+        safetensor_prefix: str = "model",
+        skip_postfix_list: Collection[str] = (),
+        process_group: Any = None,
+        unique_id: int | None = None,
+        offload: bool = False,
+        aoa_config: Any = None,
+        safetensors: bool = False,
+    ) -> ExportReport:
+        """:func:`paddle_dist_ckpt.export` as safetensors, called as Paddle's function of this name is."""
+        _log_without_effect("merge_sharded_state_dict", safetensors=safetensors)
+        if aoa_config is not None:
+            raise NotImplementedError(_NO_AOA)
+        if safetensor_prefix != "model":
+            raise NotImplementedError(f"safetensor_prefix={safetensor_prefix!r}: files are called model*.safetensors")
+        keys = [
+            glob.escape(key)
+            for key in read_metadata(load_path, unique_id).state_dict_metadata
+            if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
+        ]
+        options = self.load_options
+        return export(
+            load_path, save_path, unique_id=unique_id, keys=keys, process_group=process_group, options=options
+        )
+
+    def clear_async_save_task_queue(self) -> None:
+        """Wait until the saves in the background have ended.
+
+        Raises:
+            CheckpointError: one has failed, and nobody has been told.
+        """
+        self.former("clear_async_save_task_queue")()
+        for save in list(self.saves):
+            save.wait()
+            self.saves.discard(save)
+            save.raise_unobserved()
+
+    def load_state_dict_metadata(self, file: Any, allow_full_load: bool = True) -> Any:
+        """What a `.metadata` says: of ours its :class:`Metadata`, of another what the former function returns."""
+        _log_without_effect("load_state_dict_metadata", allow_full_load=allow_full_load)
+        ours = _our_metadata(file)
+        return self.former("load_state_dict_metadata")(file, allow_full_load) if ours is None else ours
+
+    def load(self, path: Any, **configs: Any) -> Any:
+        """``paddle.load``; of a `.metadata` of this library its :class:`Metadata`."""
+        ours = _our_metadata(path)
+        return self.former("load")(path, **configs) if ours is None else ours
+
+    def _ask_former(self, name: str, error: Exception, *args: Any, **kwargs: Any) -> Any:
+        """Call the former function, if a load is left to it, for what could not be read; else raise why it could not.
+
+        It is not given arguments that are what they are by default: an older Paddle may not know them.
+        """
+        if not self.asks_former:
+            raise error
+        _logger.warning("%s is left to the function that was there before: %s", name, error)
+        defaults = {key: one.default for key, one in inspect.signature(getattr(self, name)).parameters.items()}
+        return self.former(name)(*args, **{key: value for key, value in kwargs.items() if value != defaults[key]})
+
+
+def _our_metadata(path: Any) -> Metadata | None:
+    """What a `.metadata` of this library holds; None if the path is not of such a file."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(place := os.fspath(path), str):
+        return None
+    unique_id = metadata_id(Path(place).name)
+    if unique_id is None or look(LocalStorage(Path(place).parent), Path(place).name)[0] is not Format.OURS:
+        return None
+    return read_metadata(Path(place).parent, unique_id)
 
 
 def _connect(process_group: Any, coordinator_rank: int, options: SaveOptions | LoadOptions) -> Ranks:
@@ -179,9 +314,18 @@ def _log_without_effect(function: str, **arguments: Any) -> None:
             _logger.debug("%s: %s=%r changes nothing here: %s", function, name, value, reason)
 
 
-def _no_aoa() -> NotImplementedError:
-    return NotImplementedError(
-        "aoa_config is not supported: tensors are loaded in the shapes in which they were saved. Pass None. What is "
-        "only called otherwise is found by install(load_options=LoadOptions(key_map=...)); what has to be split or "
-        "merged is for the program to split or merge after the load"
-    )
+def _refuse(ranks: Ranks, options: LoadOptions, text: str) -> NoReturn:
+    """Raise on all ranks, on those that did not ask for it as well."""
+    with ranks.hub.session("load_state_dict", options.timeout):
+        raise NotImplementedError(text)
+
+
+_NO_AOA = (
+    "aoa_config is not supported: tensors are loaded in the shapes in which they were saved. Pass None. What is "
+    "only called otherwise is found by install(load_options=LoadOptions(key_map=...)); what has to be split or "
+    "merged is for the program to split or merge after the load"
+)
+_NO_TRANSFORM = (
+    "load_transform is not supported: tensors are loaded as they were saved, and what is quantized is for the program "
+    "to convert. Pass None"
+)

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manager": _CALLS,
     "export_calls": _CALLS,
     "one_call": _CALLS | {"api"},
-    "drop_in": _CALLS | {"api"},
+    "drop_in": _CALLS | {"api", "export_calls"},
     "testing": _ABOVE | {"readers"},
     "public": _ABOVE,
     "__init__": {"public", "version"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,8 +17,8 @@ from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
-from ..tree.names import Names
-from ..tree.paths import is_own, parent_of, plain_key
+from ..tree.names import Names, may_be_optimizers
+from ..tree.paths import is_own, parent_of, plain_key, plain_keys
 from .key_map import path_of_key
 from .messages import LoadAnswer, WantedPaths
 
@@ -66,7 +67,7 @@ class Answering:
     def answer(self, wanted: WantedPaths) -> LoadAnswer:
         """What the checkpoint has of what a rank wants."""
         paths, found = self._metadata.table.paths, _Draft()
-        moved = {path: self._path_of_key(key) for path, key in wanted.moved.items()}
+        moved = self._nested_otherwise(wanted) | {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         own_names = wanted.names or [None] * len(wanted.tensors)
         names = Names([*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()])
         places = NameMatch(self._names, self._index, names, moved).places(wanted.tensors)
@@ -86,6 +87,27 @@ class Answering:
             self._answer_value(path, source, present, found)
         self.asked.update(paths[t] for t in found.tensors)
         return self._assemble(found)
+
+    def _nested_otherwise(self, wanted: WantedPaths) -> dict[str, str]:
+        """Where what is wanted is stored under the same flat key, nested in other dicts: the only one, for only one.
+
+        Not what may be an optimizer variable, whose key says which it is in one run only.
+        """
+        paths = [*wanted.tensors, *(path for path, present in wanted.values.items() if present in ("none", "other"))]
+        elsewhere = [path for path in paths if path not in self._index and path not in self._values]
+        elsewhere = [path for path in elsewhere if "~" not in path and not may_be_optimizers(path)]
+        if not elsewhere:
+            return {}
+        asked, stored = Counter(plain_keys([*wanted.tensors, *wanted.values, *wanted.others])), self._path_of_plain_key
+        keys = zip(elsewhere, plain_keys(elsewhere), strict=True)
+        return {path: stored[key] for path, key in keys if asked[key] == 1 and key in stored and not self._below(path)}
+
+    @cached_property
+    def _path_of_plain_key(self) -> dict[str, str]:
+        """The stored path of each plain key of one path only, for paths of keys that are text."""
+        keys = plain_keys(self._paths)
+        counts = Counter(keys)
+        return {key: path for key, path in zip(keys, self._paths, strict=True) if counts[key] == 1 and "~" not in path}
 
     def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``."""

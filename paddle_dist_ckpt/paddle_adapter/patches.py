@@ -1,7 +1,7 @@
 """Puts other functions in the place of Paddle's own checkpoint functions, and gives these back.
 
-``paddle.distributed`` has its functions from a module below it, and may hand them on to others. So a function is
-replaced wherever one of ``paddle.distributed``'s modules has that very function, whatever it is called there.
+Paddle has a function in the module that defines it, and may hand it on to others. So a function is replaced wherever
+one of Paddle's modules has that very function, whatever it is called there.
 
 One replacement may be made over another: each remembers the functions that it found, and the order in which they were
 made is kept with ``paddle.distributed`` itself, for there is only one for the process.
@@ -20,14 +20,17 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
-__all__ = ["Replacement", "initialise", "newest_replacement"]
+__all__ = ["Replacement", "in_dynamic_mode", "initialise", "newest_replacement"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
 _HOMES = (  # where a function of Paddle is to be found: in 3.0.0 not every one is in paddle.distributed itself
     "paddle.distributed",
     "paddle.distributed.flex_checkpoint.dcp.load_state_dict",  # in 3.3
+    "paddle.distributed.flex_checkpoint.dcp.save_state_dict",
     "paddle.distributed.checkpoint.load_state_dict",  # in 2.6 and 3.0
+    "paddle.distributed.checkpoint.save_state_dict",
+    "paddle.framework.io",
 )
 _Function = Callable[..., Any]
 
@@ -55,12 +58,13 @@ class Replacement(AbstractContextManager["Replacement"]):
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:
-                return self._former[name](*args, **kwargs)
-            with paddle.base.dygraph.guard():  # tensors are real ones, also where the program makes static graphs
-                return function(*args, **kwargs)
+            return (function if self._active else self._former[name])(*args, **kwargs)
 
         return call
+
+    def former(self, name: str) -> _Function:
+        """The function that was there before."""
+        return self._former[name]
 
     def end(self) -> None:
         """Give the former functions back. What has been put over these is left there. Once is enough."""
@@ -75,7 +79,7 @@ class Replacement(AbstractContextManager["Replacement"]):
             for other in above:
                 other._forget(ours, self._former[name])
             if not above and _find(name) is not self._former[name]:
-                _logger.warning("paddle.distributed.%s was replaced by somebody else meanwhile, and stays so", name)
+                _logger.warning("Paddle's %s was replaced by somebody else meanwhile, and stays so", name)
 
     def _forget(self, function: _Function, former: _Function) -> None:
         """Give ``former`` back in the end, where it would have been ``function``."""
@@ -85,6 +89,17 @@ class Replacement(AbstractContextManager["Replacement"]):
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def in_dynamic_mode(function: _Function) -> _Function:
+    """The function, for which tensors are real ones, also where the program makes static graphs."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with paddle.base.dygraph.guard():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def newest_replacement() -> Replacement | None:
@@ -113,11 +128,11 @@ def _find(name: str) -> _Function | None:
 
 
 def _exchange(old: _Function, new: _Function) -> None:
-    """Put ``new`` wherever one of paddle.distributed's modules has ``old``."""
+    """Put ``new`` wherever one of Paddle's modules has ``old``."""
     places = [
         (module, attribute)
         for name, module in list(sys.modules.items())
-        if (name + ".").startswith("paddle.distributed.") and isinstance(module, ModuleType)
+        if (name + ".").startswith("paddle.") and isinstance(module, ModuleType)
         for attribute, value in list(vars(module).items())
         if value is old
     ]

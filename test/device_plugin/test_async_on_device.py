@@ -17,7 +17,7 @@ from test.paddle import cases_async as host_cases
 from test.paddle.outcomes import Outcome
 from test.paddle.tensors import to_array
 from test.paddle.test_async_save import assert_numbers, results_of
-from test.ranks.fresh import FreshRanks
+from test.ranks.fresh import FreshRanks, logs_of
 from test.waiting import until
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
@@ -101,7 +101,7 @@ def test_killed_rank(tmp_path: Path) -> None:
         fresh.kill(victim)
         ends = fresh.wait()
         seconds = time.monotonic() - killed
-    assert [end.exit_code for end in ends] == [-9, 0], ends
+    assert [end.exit_code for end in ends] == [-9, 0], logs_of(ends)
     outcomes: list[Outcome] = ends[1].result
     assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (victim,))] * 2
     assert seconds < 30

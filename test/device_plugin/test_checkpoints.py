@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import load_merged_state_dict
+from paddle_dist_ckpt import export, load_merged_state_dict
 from test.device_plugin import build
 from test.device_plugin import cases_checkpoints as cases
 from test.device_plugin.ranks import DevicePool
@@ -35,6 +35,17 @@ def test_any_layout_to_any_other(devices: DevicePool, tmp_path: Path, layout: st
     merged = load_merged_state_dict(tmp_path)
     assert np.array_equal(merged["matrix"].numpy(), cases.whole("matrix"))
     assert merged["step"] == 7
+
+
+@pytest.mark.parametrize("format", ["paddle", "safetensors", "pdparams"])
+def test_other_formats_to_any_layout(devices: DevicePool, tmp_path: Path, format: str) -> None:
+    devices.run(cases.save, str(tmp_path / "own"), "rows", False)
+    out = tmp_path / ("out.pdparams" if format == "pdparams" else "out")
+    export(tmp_path / "own", out, format)
+    for target in ("grid", "other"):
+        for options in OPTIONS:
+            found = devices.run(cases.load_tensors, str(out), target, options)
+            assert any(received for _, received in found) == (options.get("exchange") == "always")
 
 
 def test_addends_are_added_up(devices: DevicePool, tmp_path: Path) -> None:

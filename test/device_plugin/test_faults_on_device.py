@@ -18,7 +18,7 @@ from test.device_plugin.ranks import DevicePool, rank_environment
 from test.paddle import cases_failures as host_cases
 from test.paddle.outcomes import Outcome
 from test.paddle.test_failures import SOON, assert_holds, assert_saves_and_loads, no_files_but
-from test.ranks.fresh import FreshRanks
+from test.ranks.fresh import FreshRanks, logs_of
 from test.waiting import until
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
@@ -137,7 +137,9 @@ def test_killed_ranks(devices: DevicePool, tmp_path: Path) -> None:
             job.kill(victim)
             ends = job.wait()
             assert time.monotonic() - killed < SOON
-            assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(len(ends))], ends
+            assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(len(ends))], (
+                logs_of(ends)
+            )
             outcome: Outcome = ends[1 - victim].result
             assert (outcome.error, outcome.ranks) == ("RankFailureError", (victim,)), outcome
     for folder in folders:
@@ -156,7 +158,7 @@ def test_killed_in_a_collective(devices: DevicePool, tmp_path: Path) -> None:
         fresh.kill(victim)
         ends = fresh.wait()
         seconds = time.monotonic() - killed
-    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(ranks)], ends
+    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(ranks)], logs_of(ends)
     for end in ends:
         if end.rank != victim:
             assert (end.result.error, end.result.ranks) == ("RankFailureError", (victim,)), end.result

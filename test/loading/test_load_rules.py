@@ -122,7 +122,10 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_reported(tmp_path: P
         ({"a": {1: 1}}, {"a": {"1": 1}}),
         ({"a": 1}, {"b": None}),
         ({"a": [np.zeros(3)]}, {"a": [np.zeros(3), np.zeros(3)]}),
-        ({"a": {"b": np.zeros(3)}}, {"a.b": np.zeros(3)}),
+        ({"a": {"b": np.zeros(3)}}, {"a.b": np.zeros(3), "a": {"b": 1}}),
+        ({"a": {"b.c": np.zeros(3)}, "a.b": {"c": np.zeros(3)}}, {"a.b.c": np.zeros(3)}),
+        ({"a": [np.zeros(3)]}, {"a.0": np.zeros(3)}),
+        ({"model": {"linear_0.w_0_moment1_0": np.zeros(3)}}, {"model.linear_0.w_0_moment1_0": np.zeros(3)}),
     ],
 )
 def test_a_target_of_another_kind_is_a_mismatch(tmp_path: Path, stored: Any, wanted: Any) -> None:
@@ -130,6 +133,31 @@ def test_a_target_of_another_kind_is_a_mismatch(tmp_path: Path, stored: Any, wan
     with pytest.raises(StateDictMismatchError) as error:
         load_alone(wanted, tmp_path)
     assert error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ({"a": {"b": np.ones(3), "n": 7}}, {"a.b": np.zeros(3), "a.n": None}),
+        ({"a.b": np.ones(3), "a.n": 7}, {"a": {"b": np.zeros(3), "n": 0}}),
+        ({"x": {"a.b": {"c": np.ones(3)}}, "x.n": 7}, {"x.a": {"b.c": np.zeros(3)}, "x": {"n": None}}),
+    ],
+)
+def test_what_is_nested_otherwise_is_found_by_its_flat_key(tmp_path: Path, stored: Any, wanted: Any) -> None:
+    save_alone(stored, tmp_path)
+    report = load_alone(wanted, tmp_path)
+    assert (report.skipped, report.unused_keys) == ((), ())
+    leaves = [value for _, value in sorted(flat_items(wanted))]
+    assert [value if isinstance(value, int) else value.tolist() for value in leaves] == [[1, 1, 1], 7]
+
+
+def flat_items(state: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested dicts, by their flat keys."""
+    return [
+        item
+        for key, value in state.items()
+        for item in (flat_items(value, f"{above}{key}.") if isinstance(value, dict) else [(f"{above}{key}", value)])
+    ]
 
 
 def test_a_region_that_no_shard_covers_is_a_mismatch_before_anything_is_read(tmp_path: Path) -> None:

@@ -132,3 +132,39 @@ def with_aoa_config(folder: str, ranks: int, having: list[int]) -> tuple[Outcome
         first = outcome_of(lambda: dist.load_state_dict(state, folder, group, aoa_config=config))
         second = outcome_of(lambda: dist.load_state_dict(state, folder, group) and float(state["x"].sum()))
     return first, second
+
+
+def save_twice(folder: str, ranks: int, empty: tuple[int, ...]) -> bool:
+    """Save twice into one folder, some ranks an empty dict; load; returns whether Paddle's `load` names the tensor."""
+    rank, group = dist.get_rank(), group_of(ranks)
+    state = {} if rank in empty else {"w": paddle.arange(4, dtype="float32")}
+    with install(**_OPTIONS):  # type: ignore[arg-type]
+        for _ in range(2):
+            dist.save_state_dict(state, folder, process_group=group)
+        dist.load_state_dict(state, folder, process_group=group)
+        (file,) = [name for name in os.listdir(folder) if name.endswith(".metadata")]
+        return "w" in paddle.load(os.path.join(folder, file)).state_dict_metadata
+
+
+def with_transform(folder: str, ranks: int, having: list[int]) -> tuple[str | None, float]:
+    """Load with a load_transform on some ranks, then without."""
+    transform = object() if dist.get_rank() in having else None
+    state, group = {"x": paddle.zeros([3])}, group_of(ranks)
+    with install(**_OPTIONS):  # type: ignore[arg-type]
+        dist.save_state_dict({"x": paddle.ones([3])}, folder, group)
+        first = outcome_of(lambda: dist.load_state_dict(state, folder, group, load_transform=transform))
+        dist.load_state_dict(state, folder, group)
+    return first.error, float(state["x"].sum())
+
+
+def leave_to_former(folder: str, ranks: int) -> list[str]:
+    """Load from an empty folder; returns what a function in the place of Paddle's was asked for."""
+    asked: list[str] = []
+    former, group = dist.load_state_dict, group_of(ranks)
+    dist.load_state_dict = lambda *given, **named: asked.append("former")
+    try:
+        with install(foreign="former", **_OPTIONS):  # type: ignore[arg-type]
+            dist.load_state_dict({"x": paddle.zeros([3])}, folder, process_group=group)
+    finally:
+        dist.load_state_dict = former
+    return asked

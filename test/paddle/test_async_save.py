@@ -19,7 +19,7 @@ from test.jobs import without_times
 from test.paddle import cases_async as cases
 from test.paddle.outcomes import Outcome
 from test.paddle.tensors import to_array
-from test.ranks.fresh import FreshRanks
+from test.ranks.fresh import FreshRanks, logs_of
 from test.ranks.pool import RankPool
 from test.ranks.world import REPOSITORY
 from test.strategies import draws
@@ -166,7 +166,7 @@ def test_killed_rank(tmp_path: Path, victim: int) -> None:
         ranks.kill(victim)
         ends = ranks.wait()
         seconds = time.monotonic() - killed
-    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], ends
+    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], logs_of(ends)
     for rank, end in enumerate(ends):
         if rank != victim:
             for outcome in end.result:
@@ -220,7 +220,7 @@ def test_ranks_that_end_commit_first(tmp_path: Path) -> None:
         worlds = [stack.enter_context(FreshRanks(2, cases.save_and_end, str(tmp_path / how), 2, how)) for how in ENDS]
         ends = [world.wait() for world in worlds]
     for (how, code), (first, second) in zip(ENDS.items(), ends, strict=True):
-        assert (first.exit_code, second.exit_code) == (code, code), (first, second)
+        assert (first.exit_code, second.exit_code) == (code, code), logs_of((first, second))
         assert_numbers(tmp_path / how, [1, 2])
 
 

@@ -35,7 +35,7 @@ from paddle_dist_ckpt.drop_in import install, uninstall
 from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
 from test.paddle import cases_drop_in as cases
 from test.paddle.versions import FROM_LOCAL, lacks
-from test.ranks.fresh import fresh_ranks
+from test.ranks.fresh import fresh_ranks, logs_of
 from test.ranks.pool import RankPool
 from test.ranks.world import REPOSITORY
 
@@ -216,6 +216,7 @@ def test_bad_arguments_replace_nothing(arguments: dict[str, Any], error: type[Ex
 
 SAVE = ["state_dict", "path", "process_group", "coordinator_rank"]  # since Paddle 2.6
 LOAD = [*SAVE, "unique_id", "offload", "mw_name_compatibility"]  # since 3.0
+LATER = ["load_transform", "num_workers"]  # than 3.3
 MERGED = ["path", "prefix", "unique_id", "offload"]
 
 
@@ -223,7 +224,7 @@ MERGED = ["path", "prefix", "unique_id", "offload"]
     ("name", "parameters"),
     [
         ("save_state_dict", [*SAVE, "unique_id", "async_save", "safetensors", "save_replicas"]),
-        ("load_state_dict", [*LOAD, "aoa_config", "safetensors", "worker_groups", "comm_method"]),
+        ("load_state_dict", [*LOAD, "aoa_config", "safetensors", "worker_groups", "comm_method", *LATER]),
         pytest.param("load_merged_state_dict", [*MERGED, "aoa_config", "safetensors"], marks=has_merged),
     ],
 )
@@ -410,7 +411,7 @@ def test_an_old_checkpoint_is_brought_over(tmp_path: Path) -> None:
 @lacks(FROM_LOCAL, "has keys that are numbers of the run in state_dict() of shard_optimizer")
 def test_a_trainer_that_knows_only_paddle_goes_on_in_another_layout(tmp_path: Path) -> None:
     ends = fresh_ranks(4, cases.train_and_resume, str(tmp_path))
-    assert [end.exit_code for end in ends] == [0] * 4, [end.log for end in ends if end.exit_code]
+    assert [end.exit_code for end in ends] == [0] * 4, logs_of(ends)
     for end in ends:
         found = end.result
         np.testing.assert_allclose(found["resumed"], found["uninterrupted"], rtol=1e-4)

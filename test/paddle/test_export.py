@@ -13,7 +13,7 @@ from test.exporting.test_safetensors import opened
 from test.jobs import save_alone
 from test.paddle import cases_export as cases
 from test.paddle.versions import LATER_THAN_3_0, lacks
-from test.ranks.fresh import FreshRanks
+from test.ranks.fresh import FreshRanks, logs_of
 from test.ranks.pool import RankPool
 
 newer = lacks(LATER_THAN_3_0, "has its metadata classes elsewhere")
@@ -59,7 +59,7 @@ def test_a_rank_is_killed(tmp_path: Path, victim: int, at: int) -> None:
     out = tmp_path / "out"
     with FreshRanks(2, cases.export_and_die, str(tmp_path / "ckpt"), str(out), victim, at) as ranks:
         ends = ranks.wait()
-    assert ends[victim].exit_code == -9, ends
+    assert ends[victim].exit_code == -9, logs_of(ends)
     outcome = ends[1 - victim].result
     assert (outcome.error, outcome.ranks) == ("RankFailureError", (victim,))
     names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}

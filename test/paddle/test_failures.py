@@ -12,7 +12,7 @@ import pytest
 from paddle_dist_ckpt import list_checkpoints, load_merged_state_dict, verify
 from test.paddle import cases_failures as cases
 from test.paddle.outcomes import Outcome
-from test.ranks.fresh import FreshRanks
+from test.ranks.fresh import FreshRanks, logs_of
 from test.ranks.pool import RankPool
 from test.strategies import draws
 from test.waiting import until
@@ -166,7 +166,7 @@ def test_rank_that_skipped_a_save_is_in_step_again_after_one_more(tmp_path: Path
     """Its next call may be the one that was missed, so that one must not be mixed with the others' next one."""
     with FreshRanks(3, cases.skip_one_save, str(tmp_path), 3, absent) as ranks:
         ends = ranks.wait()
-    assert [end.exit_code for end in ends] == [0] * 3, ends
+    assert [end.exit_code for end in ends] == [0] * 3, logs_of(ends)
     skipped = [end.result[0] for rank, end in enumerate(ends) if rank != absent]
     assert [(outcome.error, outcome.ranks) for outcome in skipped] == [("CheckpointTimeoutError", (absent,))] * 2
     behind, in_step = ([end.result[1][i] for end in ends] for i in range(2))
@@ -191,7 +191,7 @@ def test_killed_rank(pool: RankPool, tmp_path: Path, doing: str, victim: int, ex
         ranks.kill(victim)
         ends = ranks.wait()
         seconds = time.monotonic() - killed
-    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], ends
+    assert [end.exit_code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], logs_of(ends)
     outcomes: list[Outcome] = [end.result for rank, end in enumerate(ends) if rank != victim]
     assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("RankFailureError", (victim,))] * 2
     assert seconds < SOON

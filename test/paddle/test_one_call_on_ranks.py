@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test.paddle import cases_one_call as cases
 from test.paddle.cases_one_call import arrays, assert_equal, job, numpy_of, train
 from test.paddle.layouts import Spread, part_of
 from test.paddle.versions import FROM_LOCAL
-from test.ranks.fresh import fresh_ranks
+from test.ranks.fresh import fresh_ranks, logs_of
 from test.ranks.pool import RankPool
 
 RANKS = 4
@@ -104,7 +105,7 @@ def test_a_job_of_one_to_two_ranks(pool: RankPool, tmp_path: Path) -> None:
 def test_data_parallel_training_goes_on(tmp_path: Path) -> None:
     ends = [fresh_ranks(2, cases.train_and_save, str(tmp_path), 2, True)]
     ends.append(fresh_ranks(2, cases.load_and_train, str(tmp_path), True))
-    assert [end.exit_code for job in ends for end in job] == [0] * 4, [end.log for job in ends for end in job]
+    assert [end.exit_code for job in ends for end in job] == [0] * 4, logs_of(itertools.chain(*ends))
     saved, loaded = ([end.result for end in job] for job in ends)
     assert set(ranks_of(tmp_path)) == {0, 1}
     for rank in loaded:

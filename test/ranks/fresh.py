@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ from typing import Any
 from test.ranks.remote import RemoteError, function_name
 from test.ranks.world import RankProcess, World
 
-__all__ = ["FreshRanks", "RankExit", "fresh_ranks"]
+__all__ = ["FreshRanks", "RankExit", "fresh_ranks", "logs_of"]
 
 _POLL_SECONDS = 0.02
 
@@ -37,6 +37,13 @@ class RankExit:
     error: RemoteError | None
     log: str
     timed_out: bool
+
+
+def logs_of(ends: Iterable[RankExit]) -> str:
+    """How ranks ended, and all that is known of what they printed, to be shown by a test that fails."""
+    return "\n".join(
+        f"rank {end.rank}: exit code {end.exit_code}, timed out: {end.timed_out}\n{end.log}" for end in ends
+    )
 
 
 class FreshRanks:

@@ -83,9 +83,10 @@ def test_casting_is_proposed_where_it_helps(tmp_path: Path) -> None:
     assert "LoadOptions(cast=True)" in mismatch({"w": np.zeros(3, "f4")}, {"w": np.zeros(3, "f8")}, tmp_path)
 
 
-def test_a_flat_target_of_a_nested_checkpoint_is_told_how_it_is_nested(tmp_path: Path) -> None:
-    text = mismatch({"model": {"w.x": np.zeros(3)}}, {"model.w.x": np.zeros(3)}, tmp_path)
-    assert "nested otherwise, as state_dict['model']['w.x']" in text
+def test_a_flat_target_that_is_not_found_is_told_how_it_is_nested(tmp_path: Path) -> None:
+    stored = {"model": {"linear_0.w_0_moment1_0": np.zeros(3)}}
+    text = mismatch(stored, {"model.linear_0.w_0_moment1_0": np.zeros(3)}, tmp_path)
+    assert "nested otherwise, as state_dict['model']['linear_0.w_0_moment1_0']" in text
 
 
 def test_a_near_miss_is_proposed_and_a_far_one_is_not(tmp_path: Path) -> None:

@@ -1,0 +1,213 @@
+"""What trainers count on under install(), beside that they can save and load: what they open, pass and wait for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_dist_ckpt import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    LocalStorage,
+    Metadata,
+    list_checkpoints,
+    load_merged_state_dict,
+    read_metadata,
+)
+from paddle_dist_ckpt.drop_in import install, uninstall
+from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
+from test.paddle import cases_drop_in as cases
+from test.paddle.versions import lacks
+from test.ranks.pool import RankPool
+
+RANKS = 2
+MERGE, CLEAR = "merge_sharded_state_dict", "clear_async_save_task_queue"
+LOAD_OWN, PADDLE_LOAD = dist.load_state_dict, paddle.load
+has_merged = lacks(hasattr(dist, "load_merged_state_dict"), "has no paddle.distributed.load_merged_state_dict")
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled() -> Iterator[None]:
+    yield
+    while newest_replacement() is not None:
+        uninstall()
+    assert (dist.load_state_dict, paddle.load) == (LOAD_OWN, PADDLE_LOAD)
+
+
+def home_of(name: str) -> Any:
+    """The module of Paddle that defines a function which paddle.distributed does not hand on; skips without one."""
+    for place in ("flex_checkpoint.dcp.load_state_dict", "flex_checkpoint.dcp.save_state_dict"):
+        module = dist
+        for part in place.split("."):
+            module = getattr(module, part, None)
+        if hasattr(module, name):
+            return module
+    pytest.skip(f"this Paddle has no {name}")
+
+
+# -- a `.metadata` that is opened
+
+
+def test_paddle_load_of_a_metadata_gives_what_it_says(tmp_path: Path) -> None:
+    with install():
+        dist.save_state_dict({"model": {"w": paddle.ones([2, 3])}}, tmp_path / "step")
+        (file,) = (tmp_path / "step").glob("*.metadata")
+        for path in (file, str(file)):
+            found = paddle.load(path)
+            assert isinstance(found, Metadata)
+            (shard,) = found.state_dict_metadata["model.w"]
+            assert (shard.global_shape, shard.dtype) == ((2, 3), "float32")
+            assert next(iter(found.storage_metadata)).tensor_id == "model.w"
+            assert found.flat_mapping["model.w"] == ("model", "w")
+        assert paddle.framework.io.load is paddle.load is paddle.framework.load
+    with pytest.raises(ValueError, match="can not parse"):
+        paddle.load(str(file))
+
+
+def test_paddle_load_of_everything_else_is_paddles(tmp_path: Path) -> None:
+    paddle.save({"a": paddle.ones([2]), "n": 3}, str(tmp_path / "0.metadata"))
+    paddle.save({"b": 5}, str(tmp_path / "x.pdparams"))
+    with install():
+        found = paddle.load(str(tmp_path / "0.metadata"), return_numpy=True)
+        assert isinstance(found["a"], np.ndarray)
+        assert found["n"] == 3
+        assert paddle.load(str(tmp_path / "x.pdparams")) == {"b": 5}
+        with pytest.raises(ValueError, match="missing.pdparams"):
+            paddle.load(str(tmp_path / "missing.pdparams"))
+
+
+def test_the_function_of_later_versions_reads_a_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "load_state_dict_metadata", lambda *given: asked.append(given), raising=False)
+    with install():
+        dist.save_state_dict({"w": paddle.ones([2])}, tmp_path)
+        (file,) = tmp_path.glob("*.metadata")
+        assert list(dist.load_state_dict_metadata(str(file), allow_full_load=False).state_dict_metadata) == ["w"]
+        dist.load_state_dict_metadata("elsewhere/0.metadata")
+    assert asked == [("elsewhere/0.metadata", True)]
+
+
+@pytest.mark.parametrize("empty", [(), (1,), (0,), (0, 1)])
+def test_there_is_one_metadata_whoever_has_nothing_and_however_often(
+    pool: RankPool, tmp_path: Path, empty: tuple[int, ...]
+) -> None:
+    assert pool.run(cases.save_twice, str(tmp_path), RANKS, empty, ranks=RANKS) == [len(empty) < RANKS] * RANKS
+    assert len(list(tmp_path.glob("*.metadata"))) == 1
+
+
+# -- arguments of later versions
+
+
+def test_a_number_of_workers_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = {"w": paddle.zeros([2])}
+    with install(), caplog.at_level(logging.DEBUG, "paddle_dist_ckpt"):
+        dist.save_state_dict({"w": paddle.ones([2])}, tmp_path)
+        dist.load_state_dict(target, tmp_path, num_workers=4)
+    assert target["w"].tolist() == [1, 1]
+    assert "num_workers=4 changes nothing here" in caplog.text
+
+
+@pytest.mark.parametrize("having", [[0], [1], [0, 1]])
+def test_a_transform_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path, having: list[int]) -> None:
+    for rank, (error, later) in enumerate(pool.run(cases.with_transform, str(tmp_path), RANKS, having, ranks=RANKS)):
+        assert error == ("NotImplementedError" if rank in having else "RankFailureError")
+        assert later == 3.0
+
+
+# -- what no reader knows
+
+
+@pytest.mark.parametrize("foreign", ["error", "former"])
+def test_what_no_reader_knows(
+    tmp_path: Path, foreign: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "load_state_dict", lambda *given, **named: asked.append((given, named)))
+    (tmp_path / "weights.bin").write_bytes(b"of somebody else")
+    target = {"w": paddle.zeros([2])}
+    with install(foreign=foreign):
+        if foreign == "error":
+            with pytest.raises(CheckpointNotFoundError):
+                dist.load_state_dict(target, tmp_path)
+        else:
+            assert dist.load_state_dict(target, tmp_path, safetensors=True, num_workers=1, unique_id=2) is None
+            assert "is left to the function that was there before" in caplog.text
+    assert asked == ([] if foreign == "error" else [((target, tmp_path), {"safetensors": True, "unique_id": 2})])
+    monkeypatch.undo()
+
+
+def test_what_no_reader_knows_is_left_to_the_former_function_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(cases.leave_to_former, str(tmp_path), RANKS, ranks=RANKS) == [["former"]] * RANKS
+
+
+@has_merged
+def test_merged_loads_are_left_to_the_former_function_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "load_merged_state_dict", lambda *given, **named: {"given": (given, named)})
+    with install(foreign="former"):
+        assert dist.load_merged_state_dict(tmp_path, "model") == {"given": ((tmp_path,), {"prefix": "model"})}
+    monkeypatch.undo()
+
+
+def test_a_bad_choice_replaces_nothing() -> None:
+    with pytest.raises(ValueError, match="foreign must be"):
+        install(foreign="pickle")  # type: ignore[arg-type]
+    assert newest_replacement() is None
+
+
+# -- what goes with the three functions
+
+
+def test_a_checkpoint_is_merged_to_safetensors(tmp_path: Path) -> None:
+    home = home_of(MERGE)
+    state = {
+        "model": {"w": paddle.arange(6, dtype="float32"), "b": paddle.ones([2])},
+        "optimizer": {"w.m": paddle.ones([1])},
+    }
+    with install():
+        dist.save_state_dict(state, tmp_path / "saved")
+        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "all"), skip_postfix_list=["b", ".m"])
+        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "model"), prefix="model")
+        with pytest.raises(NotImplementedError, match="safetensor_prefix"):
+            getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "x"), safetensor_prefix="weights")
+    assert load_merged_state_dict(tmp_path / "all", flat=True)["model.w"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert list(read_metadata(tmp_path / "all").state_dict_metadata) == ["model.w"]
+    assert sorted(read_metadata(tmp_path / "model").state_dict_metadata) == ["model.b", "model.w"]
+    assert not (tmp_path / "x").exists()
+
+
+def test_saves_in_the_background_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, gate = home_of(CLEAR), threading.Event()
+    create = LocalStorage.create
+
+    def wait(self: LocalStorage, *given: Any, **named: Any) -> Any:
+        assert gate.wait(60)
+        return create(self, *given, **named)
+
+    monkeypatch.setattr(LocalStorage, "create", wait)
+    with install():
+        dist.save_state_dict({"w": paddle.ones([2])}, tmp_path, async_save=True)
+        assert list_checkpoints(tmp_path) == []
+        threading.Timer(0.1, gate.set).start()
+        getattr(home, CLEAR)()
+        assert list_checkpoints(tmp_path) == [0]
+
+
+def test_a_failure_in_the_background_is_told_to_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    home = home_of(CLEAR)
+    monkeypatch.setattr(LocalStorage, "create", fail)
+    with install():
+        dist.save_state_dict({"w": paddle.ones([2])}, tmp_path, async_save=True)
+        with pytest.raises(CheckpointError, match="No space left"):
+            getattr(home, CLEAR)()
+        getattr(home, CLEAR)()
