@@ -230,6 +230,8 @@ def place(job: Job) -> Iterator[None]:
         stack.enter_context(patch.object(EMABufferFcBased, "_get_model_state", _float32_state))
         if job.ours:
             stack.enter_context(paddle_dist_ckpt.install())
+        if job.ema:  # which clear what they have copied from a device
+            stack.enter_context(patch.object(paddle.Tensor, "cpu", paddle.clone))
         if job.ema or not job.ours:
             stack.enter_context(patch.object(paddle.Tensor, "cuda", _same_tensor))
         yield

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from test.ranks.remote import RankError
 from test.trainers.jobs import CUT, KINDS, LAYOUTS, PLACES, Job, Jobs, Outcome, Run, differences, whole
 
 SOURCES = ("one", "sharding2 of version 2", CUT)
 PAIRS = [
-    (kind, source, target)
-    for kind, source in PLACES
-    for target in LAYOUTS
-    if kind != "elementwise" and source in SOURCES and (kind, target) in PLACES
+    ("trained", "one", "data2"),
+    ("trained", "sharding2 of version 2", "one"),
+    *(("bfloat16", source, target) for source in SOURCES for target in LAYOUTS),
 ]
 TARGETS = [(kind, target) for kind, target in PLACES if kind != "elementwise"]
 FROM_HF: dict[str, Any] = {"load_from_hf": True, "ignore_load_lr_and_optim": True}
@@ -27,7 +27,11 @@ EXCHANGED = [  # equal shapes change places, a square is transposed
 ]
 GENERATED = "flex-ckpt.auto_generated.metadata"
 
+lacks_statements = pytest.mark.xfail(
+    raises=RankError, strict=True, reason="install()'s load_state_dict does not take an aoa_config"
+)
 readers = pytest.mark.parametrize("reader", ["Paddle", "ours"])
+with_statements = pytest.mark.parametrize("reader", ["Paddle", pytest.param("ours", marks=lacks_statements)])
 ways = pytest.mark.parametrize(("writer", "reader"), [("Paddle", "Paddle"), ("Paddle", "ours"), ("ours", "ours")])
 
 
@@ -36,7 +40,7 @@ def jobs(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(run, lambda: tmp_path_factory.mktemp("job"))
 
 
-@readers
+@with_statements
 @pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
 def test_from_pretrained(
     run: Run, jobs: Jobs, tmp_path: Path, kind: str, source: str, target: str, reader: str
@@ -48,6 +52,7 @@ def test_from_pretrained(
     assert reader == "Paddle" or not (folder / GENERATED).exists()
 
 
+@lacks_statements
 @pytest.mark.parametrize(("kind", "target"), TARGETS)
 def test_load_from_hf(run: Run, jobs: Jobs, tmp_path: Path, kind: str, target: str) -> None:
     folder, _ = jobs.exported(kind, "one", True)
@@ -67,7 +72,7 @@ def test_lora(
     assert sum("lora_" in key and key.endswith("moment1_0") for key in whole(outcomes)) == 8
 
 
-@readers
+@with_statements
 @pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
 def test_lora_from_pretrained(
     run: Run, jobs: Jobs, tmp_path: Path, kind: str, source: str, target: str, reader: str
@@ -80,6 +85,7 @@ def test_lora_from_pretrained(
     assert reader == "Paddle" or not (folder / GENERATED).exists()
 
 
+@lacks_statements
 @pytest.mark.parametrize("writer", ["Paddle", "ours"])
 @pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
 def test_resume_with_statements(
