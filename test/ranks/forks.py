@@ -7,6 +7,7 @@ wait for the rank and tell how it ended. The library is not imported in a source
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import pickle
@@ -173,4 +174,8 @@ def _prepare(descriptors: list[int], arguments: list[str], env: dict[str, str]) 
     os.close(output)
     os.environ.clear()
     os.environ.update(env)
+    # What Paddle's libraries do at the end of a process takes a lock that one of their threads, which takes it every
+    # second, may have held in the source when it was forked. The process ends before that, when Python has ended.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
     return [*map(str, others), *arguments]
