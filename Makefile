@@ -15,12 +15,14 @@ NUMPY_3.0.0 := 2.4
 NUMPY_2.6.2 := 2
 PYTHON_3.0.0 := 3.13
 PYTHON_2.6.2 := 3.12
+# PaddleFormers' own trainer, with Paddle 3.3.1.
+TRAINERS_VENV := .venv-trainers
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-compat lint bench clean
+.PHONY: help demo test test-long test-compat test-trainers lint bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 demo: $(INSTALLED) ## train on 4 ranks, come back on 2 in another layout, compare
 	@$(PYTHON) examples/demo.py
@@ -35,6 +37,9 @@ test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older ver
 	@for version in $(COMPAT); do \
 		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q -n $(WORKERS) test/paddle test/readers/test_paddle.py test/readers/test_pdparams.py || exit 1; \
 	done
+
+test-trainers: $(TRAINERS_VENV)/.installed ## run jobs of PaddleFormers' trainer on the library (2 minutes; not a part of test)
+	$(TRAINERS_VENV)/bin/python -m pytest -q -n 2 test/trainers
 
 lint: $(INSTALLED_DEV) ## check style and types
 	$(PYTHON) -m ruff check .
@@ -59,6 +64,14 @@ bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint
 	$$python -m venv --clear .venv-$*
 	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
 		'paddlepaddle==$*' 'numpy<$(NUMPY_$*)' setuptools
+	@touch $@
+
+$(TRAINERS_VENV)/.installed: setup.py test/trainers/requirements.txt
+	@python=$$(.ci/find-python) || exit 1; \
+	echo "Installing PaddleFormers and the test requirements into $(TRAINERS_VENV), of $$($$python --version) (once, two minutes)"; \
+	$$python -m venv --clear $(TRAINERS_VENV)
+	@$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
+		-r test/trainers/requirements.txt
 	@touch $@
 
 $(BENCH_VENV)/.installed: benchmark/requirements.txt | $(INSTALLED)

@@ -1,7 +1,8 @@
 """Fleet's hybrid parallelism on CPU ranks.
 
 Fleet takes most of what it needs from gloo. What it does not find there is put in its place while a `topology` is
-entered, and taken away afterwards; nothing of the layers and optimizers themselves is changed:
+entered, or the `stand_ins` alone are, and taken away afterwards; nothing of the layers and optimizers themselves is
+changed:
 
 - a topology makes dozens of process groups, many of them of the same ranks: each is made once in a rank's life;
 - gloo has no reduce-scatter: the sum of everything is cut;
@@ -21,7 +22,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.base import topology as fleet_topology
 from paddle.distributed.fleet.utils import tensor_fusion_helper
 
-__all__ = ["topology"]
+__all__ = ["stand_ins", "topology"]
 
 _DEGREES = ("dp_degree", "mp_degree", "pp_degree", "sharding_degree")
 _groups: dict[tuple[int, ...], Any] = {}  # state of the worker process: the groups that topologies have made
@@ -43,14 +44,21 @@ def topology(*, split_param: bool = False, **configs: Any) -> Iterator[Any]:
     strategy.hybrid_configs = {**dict.fromkeys(_DEGREES, 1), **configs}
     strategy.hybrid_configs["sharding_configs"].split_param = split_param
     strategy.hybrid_configs["sharding_configs"].comm_buffer_size_MB = 0  # a buffer for each parameter: all are cut
+    with stand_ins():
+        fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+        yield fleet.get_hybrid_communicate_group()
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Put in its place what fleet does not find in gloo, and forget the topology that was there until the end."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(dist, "new_group", _same_group))
         stack.enter_context(patch.object(dist, "reduce_scatter", _reduce_scatter))
         stack.enter_context(patch.object(tensor_fusion_helper, "get_current_device_type", lambda: "gpu"))
         stack.enter_context(patch.object(dist.ParallelEnv, "_device_id", 0, create=True))
         stack.enter_context(patch.object(fleet_topology, "_HYBRID_PARALLEL_GROUP", None))
-        fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
-        yield fleet.get_hybrid_communicate_group()
+        yield
 
 
 def _same_group(ranks: list[int], *_: Any, **__: Any) -> Any:

@@ -1,0 +1,30 @@
+"""Ranks on which trainers run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from test.ranks.pool import RankPool
+from test.trainers.jobs import Job, Outcome, Run
+
+_SECONDS = 300.0  # which a machine that is busy otherwise may take
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run]:
+    """Calls a function of `test.trainers.formers` with a job and more, on as many warm ranks as the layout has."""
+    if find_spec("paddleformers") is None:
+        pytest.skip("needs PaddleFormers: make test-trainers")
+    with ExitStack() as stack:
+        pools = {ranks: stack.enter_context(RankPool(ranks)) for ranks in (1, 2)}
+
+        def call(function: str, job: Job, *arguments: Any) -> list[Outcome]:
+            pool = pools[1 if job.layout == "one" else 2]
+            return pool.run(f"test.trainers.formers:{function}", job, *arguments, timeout=_SECONDS)
+
+        yield call

@@ -1,0 +1,281 @@
+"""Jobs of PaddleFormers' own Trainer with a tiny Llama, which the tests send to ranks.
+
+Every sample that the ranks of a step are given is the same, and a rank trains on one at a time. So a job computes the
+same numbers on any layout, bit for bit, and is compared with one that was never interrupted, on one rank.
+
+What a CPU has not is put in its place (see also `test.ranks.fleet`). Kernels for tensor parallelism and for bfloat16
+are missing: there, a step is made by an elementwise loss of the parameters instead of the model's, and AdamW steps on
+the float32 master weights. PaddleFormers has version 2 of sharding in mixed precision only, whose level O1 computes in
+float32 here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.base import core
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import tensor_parallel
+from paddle.distributed.parallel import parallel_helper
+from paddleformers.peft import LoRAConfig, LoRAModel
+from paddleformers.trainer import Trainer, TrainingArguments
+from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased, NonZCCEMACallback
+from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
+
+import paddle_dist_ckpt
+from test.ranks.fleet import stand_ins
+from test.trainers import zero_cost
+from test.trainers.jobs import LAYOUTS, STEPS, Job, Outcome, Part
+
+VOCABULARY, LENGTH = 64, 8
+_DEVICE = {"FLAGS_selected_gpus": os.environ["PADDLE_RANK_IN_NODE"]}  # which PaddleFormers asks for
+
+
+class Samples(paddle.io.Dataset):
+    """As many equal samples, one after the other, as ranks are given in a step."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def __len__(self) -> int:
+        return 64 * self.ranks
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = np.random.default_rng(index // self.ranks).integers(0, VOCABULARY, LENGTH)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class TinyTrainer(Trainer):
+    """A Trainer that records its losses, and takes an elementwise one if asked to."""
+
+    elementwise: bool
+    zero_cost: bool
+    losses: list[float]
+
+    def _save_flex_model_state(self, output_dir: str) -> None:
+        if not self.zero_cost:
+            super()._save_flex_model_state(output_dir)
+
+    def _save_flex_optimizer_state(self, output_dir: str) -> None:
+        if self.zero_cost:
+            zero_cost.dump(self, output_dir)
+        else:
+            super()._save_flex_optimizer_state(output_dir)
+
+    def autocast_smart_context_manager(self) -> Any:
+        return nullcontext()
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        if self.elementwise:
+            loss = sum((each.astype("float32") ** 2).sum() for each in model.parameters() if not each.stop_gradient)
+        else:
+            loss = super().compute_loss(model, inputs, return_outputs)
+        self.losses.append(float(loss))
+        return loss
+
+
+def train(job: Job) -> Outcome:
+    """Train until step `STEPS`, and return what this rank has then."""
+    with place(job):
+        return train_and_keep(job)[0]
+
+
+def export(job: Job, folder: str) -> Outcome:
+    """Train, save the model for others into ``folder``, and return what this rank has."""
+    with place(job):
+        outcome, trainer = train_and_keep(job)
+        with patch.object(paddle.Tensor, "cuda", _same_tensor):
+            trainer.save_model(folder, last_fc_to_hf=True)
+        return outcome
+
+
+def from_pretrained(job: Job, folder: str) -> Outcome:
+    """Return this rank's parts of the model in ``folder``, or of that whose LoRA weights are there."""
+    with place(job):
+        make_arguments(job)
+        kind = "bfloat16" if job.bf16 else "float32"
+        if job.lora:
+            model = LoRAModel.from_pretrained(make_model(job, bare=True), folder)
+        else:
+            model = LlamaForCausalLM.from_pretrained(folder, config=config_of(job.layout), dtype=kind)
+        return Outcome([], {key: part_of(weight) for key, weight in model.sharded_state_dict().items()})
+
+
+def train_and_keep(job: Job) -> tuple[Outcome, TinyTrainer]:
+    trainer = make_trainer(job)
+    trainer.train(resume_from_checkpoint=job.resume)
+    model = trainer.model.sharded_state_dict()
+    weights = {**model, **trainer.optimizer.sharded_state_dict(model)}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, NonZCCEMACallback):
+            averages = callback.buffer._build_ema_save_sharded_state_dict()
+            weights |= {f"average of {key}": weight for key, weight in averages.items()}
+    return Outcome(trainer.losses, {key: part_of(weight) for key, weight in weights.items()}), trainer
+
+
+def make_trainer(job: Job) -> TinyTrainer:
+    """Return a Trainer whose model has contents that depend on its keys only."""
+    arguments = make_arguments(job)
+    samples = Samples(arguments.dataset_world_size)
+    trainer = TinyTrainer(model=make_model(job), args=arguments, train_dataset=samples)
+    trainer.losses = []
+    trainer.elementwise = job.elementwise
+    trainer.zero_cost = job.zero_cost
+    return trainer
+
+
+def make_arguments(job: Job) -> TrainingArguments:
+    """Return the arguments of a Trainer, which have told fleet their topology."""
+    degrees = LAYOUTS[job.layout]
+    mixed = job.bf16 or degrees.get("split_param", False)
+    with patch.object(parallel_helper, "_is_parallel_ctx_initialized", _FirstFalse()):
+        arguments = TrainingArguments(
+            **{
+                "output_dir": job.folder,
+                "device": "cpu",
+                "max_steps": STEPS,
+                "save_steps": 2,
+                "logging_steps": 1,
+                "per_device_train_batch_size": 1,
+                "dataloader_shuffle": False,
+                "learning_rate": 0.01,
+                "max_grad_norm": 0,
+                "bf16": mixed,
+                "amp_master_grad": mixed,
+                "fp16_opt_level": "O2" if job.bf16 else "O1",
+                "sharding": "",
+                "split_param": False,
+                "report_to": [],
+                "disable_tqdm": True,
+                "save_checkpoint_format": "flex_checkpoint",
+                "load_checkpoint_format": "flex_checkpoint",
+                **({"zcc_save_ema_coef": 0.75} if job.ema else {}),
+                **degrees,
+                **job.arguments,
+            }
+        )
+    if dist.get_world_size() == 1:
+        fleet.init(is_collective=True)
+    return arguments
+
+
+def make_model(job: Job, bare: bool = False) -> Any:
+    """Return a model, with LoRA's weights if the job has them and it is not to be ``bare``."""
+    paddle.set_default_dtype("bfloat16" if job.bf16 else "float32")
+    try:
+        model = LlamaForCausalLM(config_of(job.layout))
+        if job.lora and not bare:
+            degree = LAYOUTS[job.layout].get("tensor_model_parallel_size", 1)
+            kind = "bfloat16" if job.bf16 else "float32"
+            targets = [".*q_proj.*", ".*down_proj.*"]
+            config = LoRAConfig(target_modules=targets, r=4, tensor_model_parallel_size=degree, dtype=kind)
+            model = LoRAModel(model, config)
+            model.mark_only_lora_as_trainable()
+    finally:
+        paddle.set_default_dtype("float32")
+    fill(model)
+    return model
+
+
+def config_of(layout: str) -> LlamaConfig:
+    tensor = 2 if layout == "tensor2" else 1
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        _attn_implementation="eager",
+        fuse_rms_norm=False,
+        tensor_model_parallel_size=tensor,
+    )
+
+
+def fill(model: Any) -> None:
+    """Give the parameters contents that depend on their names only, not on the layout."""
+    for key, weight in model.sharded_state_dict().items():
+        generator = np.random.default_rng(list(key.encode()))
+        whole = (generator.standard_normal(weight.global_shape) * 0.1).astype("float32")
+        box = tuple(slice(o, o + n) for o, n in zip(weight.global_offset, weight.local_shape, strict=True))
+        tensor = weight.local_tensor
+        tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
+
+
+def part_of(weight: Any) -> Part:
+    values = paddle.Tensor(weight.local_tensor).astype("float32").numpy().reshape(-1)
+    begin = weight.flattened_range.start if weight.is_flattened else 0
+    return Part(tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape), begin, values)
+
+
+@contextmanager
+def place(job: Job) -> Iterator[None]:
+    """Put in its place what the Trainer does not find on a CPU, and the library if the job has it."""
+    with ExitStack() as stack:
+        stack.enter_context(stand_ins())
+        stack.enter_context(patch.dict(os.environ, PADDLE_LOCAL_SIZE=str(dist.get_world_size()), **_DEVICE))
+        stack.enter_context(patch.object(core.ProcessGroup, "all_reduce_on_calc_stream", _all_reduce))
+        stack.enter_context(patch.object(paddle._C_ops, "adamw_", _adamw))
+        stack.enter_context(patch.object(tensor_parallel, "broadcast_input_data", _as_it_is))
+        stack.enter_context(patch.object(paddle.Tensor, "pin_memory", paddle.clone))
+        stack.enter_context(patch.object(EMABufferFcBased, "_get_model_state", _float32_state))
+        if job.ours:
+            stack.enter_context(paddle_dist_ckpt.install())
+        if job.ema:  # which clear what they have copied from a device
+            stack.enter_context(patch.object(paddle.Tensor, "cpu", paddle.clone))
+        if job.ema or not job.ours:
+            stack.enter_context(patch.object(paddle.Tensor, "cuda", _same_tensor))
+        yield
+
+
+def _same_tensor(tensor: Any, *_: Any, **__: Any) -> Any:
+    """Stand in for ``Tensor.cuda``, which Paddle's loads and exports on several ranks call, and moving averages."""
+    return tensor
+
+
+def _float32_state(buffer: Any) -> dict[str, Any]:
+    """Return the parameters that are averaged and saved: averages of bfloat16 ones are of their master weights."""
+    return {key: value for key, value in buffer.model.state_dict().items() if value.dtype == paddle.float32}
+
+
+def _all_reduce(group: Any, tensor: Any, op: Any) -> None:
+    task = group.all_reduce(tensor, op)
+    task.wait()
+
+
+_own_adamw = paddle._C_ops.adamw_
+
+
+def _adamw(parameter: Any, gradient: Any, *others: Any) -> Any:
+    """Step on the master weight where there is one, as the kernel for bfloat16 does on devices."""
+    master = others[6]
+    if master is None:
+        return _own_adamw(parameter, gradient, *others)
+    others = (*others[:6], None, *others[7:16], False, *others[17:])
+    results = _own_adamw(master, gradient.astype("float32"), *others)
+    parameter.copy_(master.astype(parameter.dtype), True)
+    return results
+
+
+def _as_it_is(_: Any, *inputs: Any, **named: Any) -> Any:
+    return (inputs, named) if named else inputs
+
+
+class _FirstFalse:
+    """Says first that there is no parallel context, so that the Trainer tells fleet its topology."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
