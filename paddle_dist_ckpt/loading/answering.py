@@ -63,7 +63,7 @@ class Answering:
         self,
         metadata: Metadata,
         ranks_on_host: dict[int, int],
-        unmatched: list[str],
+        unmatched: Sequence[str] = (),
         allow_missing: Sequence[str] = (),
     ) -> None:
         self._metadata, self._ranks_on_host, self._unmatched = metadata, ranks_on_host, unmatched
@@ -304,7 +304,7 @@ class Answering:
             absent=found.absent,
             parts=found.parts,
             unread=sorted(path for path in found.sources.values() if path not in found.renamed),
-            unmatched=self._unmatched,
+            unmatched=list(self._unmatched),
         )
 
 
