@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -286,7 +287,7 @@ def test_a_data_file_that_vanishes_or_changes_before_the_commit(tmp_path: Path) 
                 path.unlink() if damage == "unlink" else path.write_bytes(b"x")
 
         for error in errors_of(try_save([state(2)] * 2, FaultyStorage(tmp_path, hook)), RankFailureError):
-            assert "0_1." in str(error)
+            assert re.search(r"/[01]_1\.", str(error))
         assert version_in(tmp_path) == 1
         assert ids(tmp_path) == [0]
         assert len(files_in(tmp_path)) == 2
