@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 
 __all__ = [
@@ -104,11 +104,10 @@ class Source(Recipe):
 
 
 @dataclass(frozen=True, slots=True)
-class Permuted(Recipe):
-    """An expression with its axes in another order; None is the reverse one."""
+class Operation(Recipe):
+    """Something done to one expression."""
 
     of: Recipe
-    axes: tuple[int, ...] | None
 
     @property
     def inner(self) -> tuple[Recipe, ...]:
@@ -117,27 +116,24 @@ class Permuted(Recipe):
 
     def with_keys(self, change: Callable[[str], str]) -> Recipe:
         """See :class:`Recipe`."""
-        return Permuted(self.of.with_keys(change), self.axes)
+        return replace(self, of=self.of.with_keys(change))
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted(Operation):
+    """An expression with its axes in another order; None is the reverse one."""
+
+    axes: tuple[int, ...] | None
 
     def __str__(self) -> str:
         return f"{self.of}.T" if self.axes is None else f"{self.of}.permute({', '.join(map(str, self.axes))})"
 
 
 @dataclass(frozen=True, slots=True)
-class Sliced(Recipe):
+class Sliced(Operation):
     """A part of an expression: for each of the first dimensions where it starts and stops, None for its ends."""
 
-    of: Recipe
     bounds: tuple[tuple[int | None, int | None], ...]
-
-    @property
-    def inner(self) -> tuple[Recipe, ...]:
-        """See :class:`Recipe`."""
-        return (self.of,)
-
-    def with_keys(self, change: Callable[[str], str]) -> Recipe:
-        """See :class:`Recipe`."""
-        return Sliced(self.of.with_keys(change), self.bounds)
 
     def __str__(self) -> str:
         slices = (f"{'' if a is None else a}:{'' if b is None else b}" for a, b in self.bounds)
@@ -165,42 +161,22 @@ class Concat(Recipe):
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPart(Recipe):
+class SplitPart(Operation):
     """One of several equal parts into which an expression is cut along an axis."""
 
-    of: Recipe
     count: int
     axis: int
     number: int
-
-    @property
-    def inner(self) -> tuple[Recipe, ...]:
-        """See :class:`Recipe`."""
-        return (self.of,)
-
-    def with_keys(self, change: Callable[[str], str]) -> Recipe:
-        """See :class:`Recipe`."""
-        return SplitPart(self.of.with_keys(change), self.count, self.axis, self.number)
 
     def __str__(self) -> str:
         return f"split({self.of}, {self.count}, axis={self.axis})[{self.number}]"
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Recipe):
+class Cast(Operation):
     """An expression in another element type."""
 
-    of: Recipe
     dtype: str
-
-    @property
-    def inner(self) -> tuple[Recipe, ...]:
-        """See :class:`Recipe`."""
-        return (self.of,)
-
-    def with_keys(self, change: Callable[[str], str]) -> Recipe:
-        """See :class:`Recipe`."""
-        return Cast(self.of.with_keys(change), self.dtype)
 
     def __str__(self) -> str:
         return f"{self.of}.cast({self.dtype!r})"

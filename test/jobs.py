@@ -82,6 +82,24 @@ def save_on(states: Sequence[dict[Any, Any]], path: Any, *args: Any, **kwargs: A
     return all_ok(try_save(states, path, *args, **kwargs))
 
 
+class Counter:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.state: Any = {"n": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def saved_by_two(path: Path, state: dict[str, Any]) -> None:
+    """Save what two ranks have alike."""
+    all_ok(run_ranks(2, lambda rank: rank.save(state, path)))
+
+
 def try_load(
     states: Sequence[dict[Any, Any]],
     path: Any,

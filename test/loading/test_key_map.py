@@ -10,24 +10,9 @@ import pytest
 
 from paddle_dist_ckpt import CheckpointError, LoadOptions, LoadReport, PerRank, StateDictMismatchError
 from paddle_dist_ckpt.testing import run_ranks
-from test.jobs import all_ok, load_whole
+from test.jobs import Counter, all_ok, load_whole, saved_by_two
 
 LARGE = "x" * 10_000  # an entry of a data file
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.state: Any = {"n": 0}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def saved(path: Path, state: dict[str, Any]) -> None:
-    all_ok(run_ranks(2, lambda rank: rank.save(state, path)))
 
 
 def loaded(path: Path, target: dict[str, Any], key_map: Any, **more: Any) -> LoadReport:
@@ -52,7 +37,7 @@ STATE: dict[str, Any] = {
     ],
 )
 def test_tensors_and_values_of_other_containers(tmp_path: Path, key_map: Any) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     target: dict[str, Any] = {
         "model": {"fc.weight": np.zeros(6), "fc.bias": np.zeros(2), "deep": {"text": None, "list": []}},
         "steps": {"epoch": 0},
@@ -66,7 +51,7 @@ def test_tensors_and_values_of_other_containers(tmp_path: Path, key_map: Any) ->
 
 
 def test_exchanged_and_one_for_several(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "x": LARGE, "y": "y"})
+    saved_by_two(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "x": LARGE, "y": "y"})
     target = {"a": np.full(2, 9.0), "b": np.full(2, 9.0), "c": np.full(2, 9.0), "x": "", "y": "", "z": ""}
     loaded(tmp_path, target, {"a": "b", "b": "a", "c": "b", "x": "y", "y": "x", "z": "x"})
     assert [target[key].tolist() for key in "abc"] == [[1, 1], [0, 0], [1, 1]]
@@ -74,7 +59,7 @@ def test_exchanged_and_one_for_several(tmp_path: Path) -> None:
 
 
 def test_none_leaves_an_entry_as_it_is(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": np.zeros(2), "v": 1, "w": np.ones(2), "counter": Counter()})
+    saved_by_two(tmp_path, {"a": np.zeros(2), "v": 1, "w": np.ones(2), "counter": Counter()})
     own = Counter()
     own.state = {"n": 8}
     target = {"a": np.full(2, 9.0), "b": np.full(2, 9.0), "v": 7, "gone": {"x": 1}, "counter": own}
@@ -86,7 +71,7 @@ def test_none_leaves_an_entry_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_missing_does_not_fall_back(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": np.zeros(2), "v": 1})
+    saved_by_two(tmp_path, {"a": np.zeros(2), "v": 1})
     for strict in (True, False):
         target = {"a": np.full(2, 9.0), "b": np.full(2, 9.0), "v": 7}
         options = LoadOptions(timeout=60, strict=strict, key_map={"a": "nowhere", "b": "a", "v": "none"})
@@ -125,7 +110,7 @@ def test_objects_subtrees_and_ranks_own_values(tmp_path: Path) -> None:
 
 
 def test_a_function_that_fails_or_returns_something_else(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": np.zeros(2)})
+    saved_by_two(tmp_path, {"a": np.zeros(2)})
 
     def fails(key: str) -> str:
         raise KeyError(f"no idea of {key}")
@@ -146,7 +131,7 @@ def test_bad_maps(bad: Any) -> None:
 
 
 def test_merged_loads_have_the_keys_that_are_stored(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "v": 1})
+    saved_by_two(tmp_path, {"a": np.zeros(2), "b": np.ones(2), "v": 1})
     for key_map in ({"a": None}, {"a": "b"}, {"v": None}, lambda key: "b"):
         merged = load_whole(tmp_path, options=LoadOptions(key_map=key_map))
         assert merged["a"].tolist() == [0, 0]
@@ -154,7 +139,7 @@ def test_merged_loads_have_the_keys_that_are_stored(tmp_path: Path) -> None:
 
 
 def test_what_is_wanted_twice_is_not_shared(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": list(range(3000)), "counter": holder(np.arange(4))})
+    saved_by_two(tmp_path, {"a": list(range(3000)), "counter": holder(np.arange(4))})
     first, second = Counter(), Counter()
     target: dict[str, Any] = {"a": None, "b": None, "x": first, "y": second}
     loaded(tmp_path, target, {"b": "a", "x": "counter", "y": "counter"})
@@ -170,7 +155,7 @@ def holder(table: Any) -> Counter:
 
 
 def test_views_of_one_memory_from_one_key_must_agree(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": np.array([1.0, 2.0, 3.0])})
+    saved_by_two(tmp_path, {"a": np.array([1.0, 2.0, 3.0])})
     memory = np.zeros(4)
     options = LoadOptions(timeout=60, key_map={"b": "a"})
     (error,) = run_ranks(1, lambda rank: rank.load({"a": memory[:3], "b": memory[1:]}, tmp_path, options=options))
@@ -179,7 +164,7 @@ def test_views_of_one_memory_from_one_key_must_agree(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_named_in_full_is_meant(tmp_path: Path) -> None:
-    saved(tmp_path, {"m": {"fc.weight": np.ones(2)}, "o": {"fc.weight.moment1": np.ones(2)}})
+    saved_by_two(tmp_path, {"m": {"fc.weight": np.ones(2)}, "o": {"fc.weight.moment1": np.ones(2)}})
     target = {"m": {"fc.weight": np.zeros(2)}, "o": {"fc.weight.moment1": np.zeros(2)}}
     options = LoadOptions(timeout=60, key_map={"o.fc.weight.moment1": "o.fc.weight.other"})
     (error,) = run_ranks(1, lambda rank: rank.load(target, tmp_path, options=options))
@@ -187,7 +172,7 @@ def test_a_key_that_is_named_in_full_is_meant(tmp_path: Path) -> None:
 
 
 def test_a_hint_names_what_may_be_meant(tmp_path: Path) -> None:
-    saved(tmp_path, {"net": {"weight": np.zeros(2)}})
+    saved_by_two(tmp_path, {"net": {"weight": np.zeros(2)}})
     options = LoadOptions(timeout=60, key_map={"weight": "net.weihgt"})
     (error,) = run_ranks(1, lambda rank: rank.load({"weight": np.ones(2)}, tmp_path, options=options))
     assert isinstance(error, CheckpointError)

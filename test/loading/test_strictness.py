@@ -10,25 +10,10 @@ import pytest
 
 from paddle_dist_ckpt import LoadOptions, LoadReport, PerRank, StateDictMismatchError
 from paddle_dist_ckpt.testing import run_ranks
-from test.jobs import all_ok, errors_of, load_whole
+from test.jobs import Counter, all_ok, errors_of, load_whole, saved_by_two
 
 LARGE = "x" * 10_000  # an entry of a data file
 STATE: dict[str, Any] = {"net": {"weight": np.arange(6.0), "bias": np.ones(2)}, "text": LARGE, "epoch": 3, "e": {}}
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.state: Any = {"n": 0}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def saved(path: Path, state: dict[str, Any]) -> None:
-    all_ok(run_ranks(2, lambda rank: rank.save(state, path)))
 
 
 def outcomes(path: Path, targets: list[dict[str, Any]], *options: LoadOptions) -> list[Any]:
@@ -54,7 +39,7 @@ def blank(**more: Any) -> dict[str, Any]:
 
 
 def test_what_asks_for_everything_is_loaded(tmp_path: Path) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     target = blank()
     loaded(tmp_path, [target], strict="all")
     assert target["net"]["weight"].tolist() == STATE["net"]["weight"].tolist()
@@ -62,7 +47,7 @@ def test_what_asks_for_everything_is_loaded(tmp_path: Path) -> None:
 
 
 def test_all_that_nothing_asks_for_is_listed_and_nothing_touched(tmp_path: Path) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     target = {"net": {"weight": np.zeros(6), "gone": np.zeros(1)}}
     found = problems(tmp_path, [target, {"epoch": 0}], strict="all")
     assert len(found) == 4
@@ -76,7 +61,7 @@ def test_all_that_nothing_asks_for_is_listed_and_nothing_touched(tmp_path: Path)
 
 
 def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     whole = blank()
     targets: list[dict[str, Any]] = [{"net": whole["net"]}, {"text": None, "epoch": 0, "e": {}}]
     loaded(tmp_path, targets, strict="all")
@@ -84,13 +69,13 @@ def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_once(tmp_path: Path) -> None:
-    saved(tmp_path, {"a": 1, "b": np.ones(3)})
+    saved_by_two(tmp_path, {"a": 1, "b": np.ones(3)})
     found = problems(tmp_path, [{"a": np.zeros(2), "b": np.zeros(2)}], strict="all")
     assert [line.partition(":")[0] for line in found] == ["a", "b"]
 
 
 def test_some_keys_may_be_unused(tmp_path: Path) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     target = {"net": {"weight": np.zeros(6)}, "epoch": 0}
     report = loaded(tmp_path, [target], strict="all", allow_unused=["*.bias", "text", "[e]"])[0]
     assert sorted(report.unused_keys) == ["e", "net.bias", "text"]
@@ -107,7 +92,7 @@ def test_what_objects_and_ranks_of_their_own_take_is_used(tmp_path: Path) -> Non
 
 def test_a_part_is_still_loaded_whole(tmp_path: Path) -> None:
     """What is selected there is all that is asked for."""
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     found = load_whole(tmp_path, keys=["epoch"], options=LoadOptions(strict="all"))
     assert found == {"epoch": 3}
 
@@ -116,7 +101,7 @@ def test_a_part_is_still_loaded_whole(tmp_path: Path) -> None:
 
 
 def test_some_keys_may_be_missing(tmp_path: Path) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     target = blank(head={"weight": np.full(3, 7.0)}, new=5, lr=Counter(), own=PerRank(4), none=None)
     reports = loaded(tmp_path, [target, blank()], allow_missing=["head.*", "n*", "lr", "own"], strict="all")
     assert target["head"]["weight"].tolist() == [7, 7, 7]
@@ -139,7 +124,7 @@ def test_some_keys_may_be_missing(tmp_path: Path) -> None:
     ],
 )
 def test_others_may_not_and_what_is_there_has_to_fit(tmp_path: Path, more: dict[str, Any], key: str) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     allowed = ["head.weight", "epoch", "net*"]
     found = problems(tmp_path, [{**blank(), **more}], allow_missing=allowed)
     assert [line.partition(":")[0] for line in found] == [key]
@@ -172,7 +157,7 @@ def test_patterns(name: str, patterns: Any) -> None:
     ],
 )
 def test_they_are_the_same_on_all_ranks(tmp_path: Path, name: str, one: Any, other: Any) -> None:
-    saved(tmp_path, STATE)
+    saved_by_two(tmp_path, STATE)
     both = [LoadOptions(timeout=60, **{name: value}) for value in (one, other)]
     for error in errors_of(outcomes(tmp_path, [blank(), blank()], *both), ValueError):
         assert f"LoadOptions({name}=" in str(error)
