@@ -34,7 +34,7 @@ from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
 from test.paddle import cases_drop_in as cases
 from test.paddle.versions import FROM_LOCAL, lacks
 from test.ranks.fresh import fresh_ranks, logs_of
-from test.ranks.launcher import launched
+from test.ranks.launcher import forked
 from test.ranks.pool import RankPool
 
 ALL = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
@@ -471,6 +471,7 @@ def test_an_aoa_config_that_cannot_be_done_is_refused_on_every_rank(
 
 
 UNINITIALISED = """
+import sys
 import paddle.distributed as dist
 from paddle_dist_ckpt import read_metadata
 from paddle_dist_ckpt.drop_in import install
@@ -478,11 +479,12 @@ import paddle
 
 assert not dist.is_initialized()
 install()
-dist.save_state_dict({"w": paddle.ones([4])}, "checkpoint")
-assert read_metadata("checkpoint").world_size == dist.get_world_size() == 2
+dist.save_state_dict({"w": paddle.ones([4])}, sys.argv[1])
+assert read_metadata(sys.argv[1]).world_size == dist.get_world_size() == 2
 """
 
 
 def test_a_job_that_has_not_initialised_anything_is_initialised_as_by_paddle(tmp_path: Path) -> None:
-    launched(tmp_path, UNINITIALISED)
+    ends = forked(tmp_path, UNINITIALISED, tmp_path / "checkpoint")
+    assert [code for code, _ in ends] == [0, 0], ends
     assert list_checkpoints(tmp_path / "checkpoint") == [0]
