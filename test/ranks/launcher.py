@@ -33,7 +33,9 @@ def launched(folder: Path, script: str, ranks: int = 2) -> None:
     assert done.returncode == 0, done.stdout[-1000:] + logs
 
 
-def forked(folder: Path, script: str, *arguments: object, ranks: int = 2) -> list[tuple[int, str]]:
+def forked(
+    folder: Path, script: str, *arguments: object, ranks: int = 2, timeout: float = _SECONDS
+) -> list[tuple[int, str]]:
     """Run a script on ranks with a launcher's environment variables; the exit code and the output of each."""
     program = folder / "script.py"
     program.write_text(script, encoding="utf-8")
@@ -46,7 +48,7 @@ def forked(folder: Path, script: str, *arguments: object, ranks: int = 2) -> lis
         with log.open("wb") as output:
             processes.append(fork(rank % SOURCES, [], output.fileno(), words, launch_environment(rank, ports)))
     try:
-        codes = [process.wait(_SECONDS) for process in processes]
+        codes = [process.wait(timeout) for process in processes]
     finally:
         for process in processes:
             process.kill()
