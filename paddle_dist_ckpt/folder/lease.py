@@ -26,6 +26,7 @@ __all__ = ["Lease", "claimed_saves", "is_abandoned"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
+_MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
 
 
 class _ClaimRecord(msgspec.Struct, frozen=True):
@@ -188,8 +189,8 @@ def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: C
     A save that is not committed has replaced nothing, whatever it set out for.
     """
     try:
-        record = _CLAIM_DECODER.decode(storage.read(name))
-    except DECODE_ERRORS as error:
+        record = _CLAIM_DECODER.decode(storage.read(name, _MOST_CLAIM_BYTES))
+    except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return [parsed.save_id]
     replaced = [record.replaces] if record.replaces and parsed.save_id in committed else []
