@@ -69,8 +69,9 @@ def install(
     Args:
         unique_id_policy: What a save without a ``unique_id`` does. ``"paddle"`` replaces the newest checkpoint in the
             folder, atomically, as Paddle 3 takes the newest id again: a job that saves into one folder over and over
-            needs room for two checkpoints, and fills no disk that it has not filled before. ``"next"`` takes the newest
-            id + 1 and keeps all, as Paddle's documentation has it and Paddle 2.6 does.
+            needs room for two checkpoints, and fills no disk that it has not filled before. If the newest is one of
+            Paddle's own, its `.metadata` gets the ending ``.replaced`` when the save is committed. ``"next"`` takes the
+            newest id + 1 and keeps all, as Paddle's documentation has it and Paddle 2.6 does.
         foreign: What becomes of a load from a folder in which no reader finds a checkpoint that it can read.
             ``"error"`` raises; ``"former"`` calls the function that was there before, on every rank.
         save_options: How to save.

@@ -47,6 +47,7 @@ class Lease:
         storage: The coordinator's folder.
         unique_id: The id that the save sets out for.
         automatic: Whether the id was chosen by the save, so that another one will do as well.
+        of_paddle: The id of a checkpoint of Paddle's that the save stands for when it is committed.
 
     Attributes:
         save_id: The save's random id.
@@ -54,8 +55,8 @@ class Lease:
         doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
     """
 
-    def __init__(self, storage: Storage, unique_id: int, automatic: bool) -> None:
-        self.storage, self.unique_id, self.automatic = storage, unique_id, automatic
+    def __init__(self, storage: Storage, unique_id: int, automatic: bool, of_paddle: int | None = None) -> None:
+        self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
         self.save_id = secrets.token_hex(8)
         self.replaces = self._holder()
         self.doomed: list[str] = []
