@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +190,29 @@ def test_what_somebody_else_has_put_over_it_stays(tmp_path: Path, caplog: pytest
         assert dist.load_merged_state_dict is theirs
     finally:
         dist.load_merged_state_dict = OWN["load_merged_state_dict"]
+
+
+def test_several_threads_may_replace_and_give_back_at_once() -> None:
+    found = []
+
+    def work() -> None:
+        for _ in range(10):
+            with install():
+                found.append(dist.save_state_dict is not OWN["save_state_dict"])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [True] * 40
+    assert newest_replacement() is None
+    assert {name: getattr(dist, name) for name in NAMES} == OWN
 
 
 def test_who_still_has_our_function_calls_the_former_one(tmp_path: Path) -> None:
