@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,8 +98,9 @@ def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubt
 def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None:
     """A few tensors that differ are statistics, as BatchNorm's. If most do, each rank has others under the same keys.
 
-    Small tensors of one dimension, as statistics and generators' states are, do not count, nor does what one rank has,
-    nor zeros, as the accumulators of an optimizer are at first: those of any two stages are equal.
+    Most are more than half of them, or of their bytes: experts of which each rank has its own are few and large. Small
+    tensors of one dimension, as statistics and generators' states are, do not count, nor does what one rank has, nor
+    zeros, as the accumulators of an optimizer are at first: those of any two stages are equal.
 
     Raises:
         UnsupportedValueError: most differ.
@@ -111,7 +112,7 @@ def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None
     if not unequal:
         return
     equal = [t for t in np.flatnonzero(counted & ~contents.differs).tolist() if not _is_zero(state, contents, t)]
-    if len(unequal) <= len(equal):
+    if len(unequal) <= len(equal) and _nbytes(state, unequal) <= _nbytes(state, equal):
         return
     lines = [
         f"{plain_key(path)}: differs on {_ranks(contents.differing[path])}"
@@ -119,17 +120,21 @@ def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None
     ]
     raise UnsupportedValueError(
         f"most plain tensors of the same keys differ among ranks ({len(unequal)} of the {len(unequal) + len(equal)} "
-        "that count; zeros and short vectors do not), so they are no replicas, and those of all ranks but one would be "
+        f"that count, {_nbytes(state, unequal)} of {_nbytes(state, unequal + equal)} bytes; zeros and short vectors do "
+        "not), so they are no replicas, and those of all ranks but one would be "
         "lost. Give tensors that belong to one rank keys of their own, such as {f'stage{i}': state} for stage i of a "
         "pipeline; make parts of a tensor DistTensors or ShardedWeights; or pass SaveOptions(check_replicas='warn') if "
         "one rank's shall be saved:\n" + "\n".join(lines)
     )
 
 
+def _nbytes(state: GlobalState, tensors: Sequence[int]) -> int:
+    return sum(math.prod(state.shapes[t]) * state.dtypes[t].itemsize for t in tensors)
+
+
 def _is_zero(state: GlobalState, contents: Comparison, tensor: int) -> bool:
     """Whether a tensor that all ranks have alike is all zeros, by its digest."""
-    nbytes = math.prod(state.shapes[tensor]) * state.dtypes[tensor].itemsize
-    return contents.digests[tensor].astype("<u8").tobytes() == _digest_of_zeros(nbytes)
+    return contents.digests[tensor].astype("<u8").tobytes() == _digest_of_zeros(_nbytes(state, [tensor]))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -37,6 +37,7 @@ NO_REPLICAS = {
     "two of three": lambda rank: {"a": own(rank, 2, 2), "b": own(rank, 2, 2), "c": np.ones((2, 2))},
     "flat and large": lambda rank: {"flat": own(rank, LARGE), "same": np.ones(4)},
     "of two ranks": lambda rank: {"w": own(rank, 2, 2)} if rank else {},
+    "few, but large": lambda rank: {"expert": own(rank, 100, 100), **{f"{i}.w": np.ones((50, 50)) for i in range(3)}},
     "beside zeros": lambda rank: {"w": own(rank, 3, 2), **{key: np.zeros((600, 1100)) for key in ("m1", "m2")}},
     "beside what one rank has": lambda rank: (
         {"w": own(rank, 2, 2)} | {f"{rank}.{i}": own(rank, 2, 2) for i in range(4)}
