@@ -73,11 +73,13 @@ class RefusingHub:
     Args:
         meeting: The hub of the group's first rank.
         error: What is wrong.
+        coordinator: What this rank named, to be told to those that named another.
     """
 
-    def __init__(self, meeting: ControlHub, error: ValueError) -> None:
+    def __init__(self, meeting: ControlHub, error: ValueError, coordinator: object) -> None:
         self._meeting = meeting
         self._error = error
+        self._coordinator = coordinator
 
     def session(self, kind: str, timeout: float) -> NoReturn:
         """Fail in the next session.
@@ -85,7 +87,7 @@ class RefusingHub:
         Raises:
             ValueError: always.
         """
-        with self._meeting.session(kind, timeout):
+        with self._meeting.session(f"{kind}{NAMED_COORDINATOR}{self._coordinator!r:.50}", timeout):
             raise self._error
 
     def appointments(self, topic: str, timeout: float) -> NoReturn:

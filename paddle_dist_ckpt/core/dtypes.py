@@ -79,9 +79,12 @@ def dtype_named(name: str) -> DType:
         raise UnsupportedValueError(f"dtype {name!r} cannot be stored; known are {', '.join(DTYPES)}") from None
 
 
+_OF_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
 def arithmetic_dtype(dtype: DType) -> np.dtype[np.generic]:
     """A numpy dtype that computes with ``dtype``'s values."""
-    if dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    if dtype.name in _OF_ML_DTYPES:
         import ml_dtypes  # costs 10 ms, and only casts and partial tensors need it
 
         return np.dtype(getattr(ml_dtypes, dtype.name))
@@ -106,11 +109,25 @@ def cast_array(source: npt.NDArray[np.generic], stored: DType, target: npt.NDArr
     """
     values = source.view(arithmetic_dtype(stored))
     with np.errstate(all="ignore"):
-        converted = values.astype(arithmetic_dtype(wanted))
+        exact = _float32_to_round_on(values) if stored.name == "float64" and wanted.name in _OF_ML_DTYPES else values
+        converted = exact.astype(arithmetic_dtype(wanted))
     target[...] = converted.view(wanted.raw)
     if wanted.category not in ("float", "complex"):
         return True
     return not bool(np.any(_finite(values) & ~_finite(converted)))
+
+
+def _float32_to_round_on(values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """float64 as float32 that round on as the float64 would: towards zero, with the last bit set if anything is lost.
+
+    ml_dtypes goes by way of float32, to the nearest; what lies just beside the middle of two values is rounded twice.
+    """
+    nearest = values.astype(np.float32)
+    back = nearest.astype(np.float64)
+    bits = nearest.view(np.uint32)
+    bits -= np.abs(back) > np.abs(values)
+    bits |= (back != values) & ~np.isnan(back)
+    return nearest
 
 
 def _finite(values: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
 from ..storage.base import FolderIdentity
 from ..tree.names import is_of_run
+from ..tree.paths import plain_key
 from .answering import Answering, stored_tensors
 from .exchange_orders import ExchangePlanner
 from .key_map import matcher
@@ -104,6 +105,7 @@ class LoadCoordinator:
         needs = {rank: decode(data, DecideRequest) for rank, data in messages.items()}
         paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
         unused = [self._metadata.key(path) for path in paths if path not in self._answering.asked]
+        unused += [plain_key(path) for path in self._metadata.left_out if path not in self._answering.asked]
         self._check({rank: n.problems for rank, n in needs.items()}, unused)
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):

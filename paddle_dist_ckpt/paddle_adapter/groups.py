@@ -71,7 +71,7 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
             raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
     except ValueError as error:
         known = _connection(group, members, rank, members[0], timeout)
-        return Ranks(rank, RefusingHub(known.hub, error), known.transport, known.host_transport)
+        return Ranks(rank, RefusingHub(known.hub, error, coordinator_rank), known.transport, known.host_transport)
     return _connection(group, members, rank, coordinator_rank if coordinator_rank in members else members[0], timeout)
 
 

@@ -34,6 +34,35 @@ def test_an_unknown_dtype_is_named() -> None:
         dtype_named("float4")
 
 
+@pytest.mark.parametrize("wanted", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_float64_is_rounded_once(wanted: str) -> None:
+    """To the nearest value, and to the even one of two: found here by looking at all values that there are."""
+    dtype = arithmetic_dtype(DTYPES[wanted])
+    codes = np.arange(1 << 8 * dtype.itemsize).astype(f"u{dtype.itemsize}")
+    exact = codes.view(dtype).astype(np.float64)
+    order = np.argsort(exact[np.isfinite(exact) & (codes < len(codes) // 2)], kind="stable")  # those without a sign
+    known, even = exact[np.isfinite(exact) & (codes < len(codes) // 2)][order], order % 2 == 0
+    rng = np.random.default_rng(0)
+    at = rng.integers(0, len(known) - 1, 3000)
+    middle = (known[at] + known[at + 1]) / 2
+    values = np.concatenate([middle, np.nextafter(middle, 0), np.nextafter(middle, np.inf), middle * (1 + 2.0**-30)])
+    above = np.searchsorted(known, values)
+    low, high = known[above - 1], known[above]
+    nearest = np.where((values - low < high - values) | ((values - low == high - values) & even[above - 1]), low, high)
+    for sign in (1, -1):
+        found, fits = cast(sign * values, "float64", wanted)
+        assert fits
+        assert (found.astype(np.float64) == sign * nearest).all()
+
+
+def test_float64_that_are_no_numbers_stay_so() -> None:
+    for wanted in ("bfloat16", "float8_e5m2"):
+        found, fits = cast([np.nan, np.inf, -np.inf, -0.0, 1e-300, -1e-300], "float64", wanted)
+        assert fits
+        assert str(found.astype(np.float64).tolist()) == "[nan, inf, -inf, -0.0, 0.0, -0.0]"
+        assert not cast([1e300], "float64", wanted)[1]
+
+
 @pytest.mark.parametrize(
     ("stored", "wanted", "allowed"),
     [

@@ -11,6 +11,7 @@ import pytest
 from paddle_dist_ckpt import LoadOptions, LoadReport, PerRank, StateDictMismatchError
 from paddle_dist_ckpt.testing import run_ranks
 from test.jobs import Counter, all_ok, errors_of, load_whole, saved_by_two
+from test.readers.torch_writer import DCPWriter, saved, tensor
 
 LARGE = "x" * 10_000  # an entry of a data file
 STATE: dict[str, Any] = {"net": {"weight": np.arange(6.0), "bias": np.ones(2)}, "text": LARGE, "epoch": 3, "e": {}}
@@ -58,6 +59,18 @@ def test_all_that_nothing_asks_for_is_listed_and_nothing_touched(tmp_path: Path)
     assert not target["net"]["weight"].any()
     with pytest.raises(StateDictMismatchError, match=r"strict=True lets stored keys be unused"):
         all_ok(outcomes(tmp_path, [{"epoch": 0}], LoadOptions(strict="all")))
+
+
+def test_what_is_stored_and_cannot_be_read_is_listed_too(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    writer.put("turned", (0, 0), saved(tensor("float32", (4, 6), stride=(1, 4)), bytes(96)))
+    writer.describe("turned", "float32", (4, 6), [((0, 0), (4, 6))])
+    writer.add_value("step", 5, b"")
+    for name, content in writer.all_files.items():
+        (tmp_path / name).write_bytes(content)
+    assert problems(tmp_path, [{"step": 0}], strict="all") == ["turned: stored, but nothing asks for it"]
+    (report,) = loaded(tmp_path, [{"step": 0}])
+    assert report.unused_keys == ("turned",)
 
 
 def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:
