@@ -41,7 +41,7 @@ test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older ver
 		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q -n $(WORKERS) test/paddle test/readers/test_paddle.py test/readers/test_pdparams.py || exit 1; \
 	done
 
-test-trainers: $(TRAINERS_VENV)/.installed ## run jobs of PaddleFormers' trainer on the library (2 minutes; not a part of test)
+test-trainers: $(TRAINERS_VENV)/.installed ## run jobs of PaddleFormers' trainer on the library (3 minutes; not a part of test)
 	$(TRAINERS_VENV)/bin/python -m pytest -q -n 2 test/trainers
 
 lint: $(INSTALLED_DEV) ## check style and types

@@ -46,6 +46,8 @@ class PaddleArranger:
     ) -> dict[str, Arranged | None]:
         """See :class:`..core.parts.Arranger`."""
         module = _module()
+        if wanted is not None and not wanted:
+            return {}  # statements about what is not there, such as master weights of a job in float32
         try:
             engine = _engine(module, self._config, stored, wanted)
             keys = wanted if wanted is not None else _all_outputs(module, engine, stored)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from test.ranks.pool import RankPool
-from test.trainers.jobs import Job, Outcome, Run
+from test.trainers.jobs import Job, Jobs, Outcome, Run
 
 _SECONDS = 300.0  # which a machine that is busy otherwise may take
 
@@ -28,3 +28,9 @@ def run() -> Iterator[Run]:
             return pool.run(f"test.trainers.formers:{function}", job, *arguments, timeout=_SECONDS)
 
         yield call
+
+
+@pytest.fixture(scope="session")
+def jobs(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Jobs that several tests look at. Each is run once."""
+    return Jobs(run, lambda: tmp_path_factory.mktemp("job"))

@@ -11,8 +11,9 @@ float32 here.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -24,15 +25,19 @@ from paddle.base import core
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import tensor_parallel
 from paddle.distributed.parallel import parallel_helper
+from paddleformers.nn.mlp import MLP
 from paddleformers.peft import LoRAConfig, LoRAModel
 from paddleformers.trainer import Trainer, TrainingArguments
+from paddleformers.trainer import trainer as formers_trainer
+from paddleformers.trainer.trainer_utils import init_optimizer
 from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased, NonZCCEMACallback
 from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
+from paddleformers.transformers.llama import modeling
 
 import paddle_dist_ckpt
 from test.ranks.fleet import stand_ins
 from test.trainers import zero_cost
-from test.trainers.jobs import LAYOUTS, STEPS, Job, Outcome, Part
+from test.trainers.jobs import LAYOUTS, STEPS, Array, Job, Outcome, Part, with_layers_exchanged
 
 VOCABULARY, LENGTH = 64, 8
 _DEVICE = {"FLAGS_selected_gpus": os.environ["PADDLE_RANK_IN_NODE"]}  # which PaddleFormers asks for
@@ -162,6 +167,8 @@ def make_arguments(job: Job) -> TrainingArguments:
                 **job.arguments,
             }
         )
+    if not mixed and not job.ours and arguments.aoa_config:  # Paddle takes no statements for what does not exist
+        arguments.aoa_config_master_weight = {"aoa_statements": []}
     if dist.get_world_size() == 1:
         fleet.init(is_collective=True)
     return arguments
@@ -170,8 +177,12 @@ def make_arguments(job: Job) -> TrainingArguments:
 def make_model(job: Job, bare: bool = False) -> Any:
     """Return a model, with LoRA's weights if the job has them and it is not to be ``bare``."""
     paddle.set_default_dtype("bfloat16" if job.bf16 else "float32")
+    mlp = functools.partial(MLP, fuse_up_gate=True) if job.model == "fused" else MLP
     try:
-        model = LlamaForCausalLM(config_of(job.layout))
+        with patch.object(modeling, "MLP", mlp):
+            model = LlamaForCausalLM(config_of(job.layout))
+        if job.model == "exchanged":
+            exchange_layers(model.model)
         if job.lora and not bare:
             degree = LAYOUTS[job.layout].get("tensor_model_parallel_size", 1)
             kind = "bfloat16" if job.bf16 else "float32"
@@ -181,8 +192,15 @@ def make_model(job: Job, bare: bool = False) -> Any:
             model.mark_only_lora_as_trainable()
     finally:
         paddle.set_default_dtype("float32")
-    fill(model)
+    fill(model, exchanged=job.model == "exchanged")
     return model
+
+
+def exchange_layers(llama: Any) -> None:
+    """Call the first layer the second and the second the first, and still compute with them in the order as before."""
+    in_order = list(llama.layers)
+    llama.layers = paddle.nn.LayerList(in_order[::-1])
+    llama.__dict__["layers"] = in_order  # which is found before sublayers are
 
 
 def config_of(layout: str) -> LlamaConfig:
@@ -201,14 +219,25 @@ def config_of(layout: str) -> LlamaConfig:
     )
 
 
-def fill(model: Any) -> None:
-    """Give the parameters contents that depend on their names only, not on the layout."""
+def fill(model: Any, exchanged: bool = False) -> None:
+    """Give the parameters contents that depend on what they are only, not on the layout or on what they are called."""
     for key, weight in model.sharded_state_dict().items():
-        generator = np.random.default_rng(list(key.encode()))
-        whole = (generator.standard_normal(weight.global_shape) * 0.1).astype("float32")
+        name = with_layers_exchanged(key) if exchanged else key
         box = tuple(slice(o, o + n) for o, n in zip(weight.global_offset, weight.local_shape, strict=True))
         tensor = weight.local_tensor
-        tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
+        if ".up_gate_proj." in name:  # each rank has its parts of the two
+            half = weight.global_shape[0], weight.global_shape[1] // 2
+            columns = slice(box[1].start // 2, box[1].stop // 2)
+            parts = [contents(name.replace("up_gate", each), half)[:, columns] for each in ("gate", "up")]
+            values = np.concatenate(parts, axis=1)
+        else:
+            values = contents(name, weight.global_shape)[box]
+        tensor.set_value(paddle.to_tensor(values).astype(tensor.dtype))
+
+
+def contents(name: str, shape: Sequence[int]) -> Array:
+    generator = np.random.default_rng(list(name.encode()))
+    return (generator.standard_normal(shape) * 0.1).astype("float32")
 
 
 def part_of(weight: Any) -> Part:
@@ -228,6 +257,8 @@ def place(job: Job) -> Iterator[None]:
         stack.enter_context(patch.object(tensor_parallel, "broadcast_input_data", _as_it_is))
         stack.enter_context(patch.object(paddle.Tensor, "pin_memory", paddle.clone))
         stack.enter_context(patch.object(EMABufferFcBased, "_get_model_state", _float32_state))
+        if job.every_state:
+            stack.enter_context(patch.object(formers_trainer, "init_optimizer", _init_every_state))
         if job.ours:
             stack.enter_context(paddle_dist_ckpt.install())
         if job.ema:  # which clear what they have copied from a device
@@ -240,6 +271,16 @@ def place(job: Job) -> Iterator[None]:
 def _same_tensor(tensor: Any, *_: Any, **__: Any) -> Any:
     """Stand in for ``Tensor.cuda``, which Paddle's loads and exports on several ranks call, and moving averages."""
     return tensor
+
+
+def _init_every_state(optimizer: Any, model: Any, _: Any) -> None:
+    """Make the optimizer's states of all parameters, whatever keys the checkpoint has."""
+    init_optimizer(optimizer, model, _EveryKey())
+
+
+class _EveryKey(dict[str, Any]):
+    def __contains__(self, _: object) -> bool:
+        return True
 
 
 def _float32_state(buffer: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,10 @@ class Job:
         lora: Whether only LoRA's weights are trained.
         ema: Whether moving averages of the weights are kept, and are among the tensors.
         zero_cost: Whether the files are written as PaddleFormers' zero-cost checkpoints are.
+        model: ``"Llama"``; or one that computes the same, with the keys of its two layers ``"exchanged"``, or with gate
+            and up projections that are ``"fused"``.
+        every_state: Whether a resume makes the optimizer's states for parameters too that the checkpoint does not have
+            under the same key. PaddleFormers leaves them out, and they begin anew.
         arguments: Further arguments of the Trainer.
     """
 
@@ -56,6 +61,8 @@ class Job:
     lora: bool = False
     ema: bool = False
     zero_cost: bool = False
+    model: str = "Llama"
+    every_state: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,6 +126,11 @@ class Jobs:
         return self._done[key]
 
 
+def with_layers_exchanged(key: str) -> str:
+    """Return what a key of the model with two layers is called when each is called as the other was."""
+    return re.sub(r"\.layers\.([01])\.", lambda found: f".layers.{1 - int(found[1])}.", key)
+
+
 def whole(outcomes: Sequence[Outcome]) -> dict[str, Array]:
     """Return the whole tensors of which ranks have parts.
 
@@ -147,3 +159,9 @@ def differences(found: dict[str, Array], expected: dict[str, Array]) -> list[str
     both = found.keys() & expected.keys()
     changed = {key for key in both if found[key].tobytes() != expected[key].tobytes()}
     return sorted((found.keys() ^ expected.keys()) | changed)
+
+
+def assert_resumed(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
+    """Expect of a job that was resumed after two steps what one has that was not interrupted."""
+    assert [outcome.losses for outcome in outcomes] == [outcome.losses[2:] for outcome in expected]
+    assert not differences(whole(outcomes), whole(expected))
