@@ -24,6 +24,9 @@ TRAINERS_VENV := .venv-trainers
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
+# Tests start hundreds of processes, each of which would compile the library anew. (`make clean` removes __pycache__.)
+test test-long test-compat test-trainers: export PYTHONDONTWRITEBYTECODE :=
+
 demo: $(INSTALLED) ## train on 4 ranks, come back on 2 in another layout, compare
 	@$(PYTHON) examples/demo.py
 

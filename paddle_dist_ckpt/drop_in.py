@@ -8,23 +8,23 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from .api import load_merged_state_dict, read_metadata
 from .control.ranks import Ranks
-from .errors import CheckpointNotFoundError, UnsupportedValueError
 from .export_calls import export
 from .files.metadata import Metadata
 from .files.names import metadata_id
+from .folder.checkpoint import why_unknown
 from .folder.foreign import Format, look
 from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .storage import LocalStorage
+from .storage import LocalStorage, as_source
 from .wiring import connected, load_with, paddles, save_with
 
 __all__ = ["install", "uninstall"]
@@ -41,8 +41,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "num_workers": (1, "a rank reads with as many threads as its part of the host's cores allows"),
     "allow_full_load": (True, "a `.metadata` is read by itself always"),
 }
-_NOT_OURS = (CheckpointNotFoundError, UnsupportedValueError)
-"""What every rank alike raises if no reader knows what is in a folder, before anything is touched."""
 
 
 def install(
@@ -69,8 +67,9 @@ def install(
     Args:
         unique_id_policy: What a save without a ``unique_id`` does. ``"paddle"`` replaces the newest checkpoint in the
             folder, atomically, as Paddle 3 takes the newest id again: a job that saves into one folder over and over
-            needs room for two checkpoints, and fills no disk that it has not filled before. ``"next"`` takes the newest
-            id + 1 and keeps all, as Paddle's documentation has it and Paddle 2.6 does.
+            needs room for two checkpoints, and fills no disk that it has not filled before. If the newest is one of
+            Paddle's own, its `.metadata` gets the ending ``.replaced`` when the save is committed. ``"next"`` takes the
+            newest id + 1 and keeps all, as Paddle's documentation has it and Paddle 2.6 does.
         foreign: What becomes of a load from a folder in which no reader finds a checkpoint that it can read.
             ``"error"`` raises; ``"former"`` calls the function that was there before, on every rank.
         save_options: How to save.
@@ -196,14 +195,13 @@ class _DropIn:
             options = dataclasses.replace(options, aoa_config=aoa_config) if aoa_config is not None else options
         except TypeError as error:
             _refuse(ranks, options, error)
-        find = paddles(ranks, state_dict, options.staging_bytes)
-        try:
-            return load_with(ranks, find, path, unique_id, options, offload)
-        except _NOT_OURS as error:
+        if self.asks_former and (reason := _why_unknown(ranks, options, path, unique_id)):
             of_paddle |= {"process_group": process_group, "coordinator_rank": coordinator_rank, "unique_id": unique_id}
             of_paddle["aoa_config"] = aoa_config
-            self._ask_former("load_state_dict", error, state_dict, path, offload=offload, **of_paddle)
+            self._ask_former("load_state_dict", reason, state_dict, path, offload=offload, **of_paddle)
             return None
+        find = paddles(ranks, state_dict, options.staging_bytes)
+        return load_with(ranks, find, path, unique_id, options, offload)
 
     def load_merged_state_dict(
         self,
@@ -219,13 +217,12 @@ class _DropIn:
         options = self.load_options
         if aoa_config is not None:
             options = dataclasses.replace(options, aoa_config=aoa_config)
-        keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
-        try:
-            loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
-        except _NOT_OURS as error:
+        if self.asks_former and (reason := _why_unknown(Ranks.alone(), options, path, unique_id)):
             more = {"unique_id": unique_id, "offload": offload, "aoa_config": aoa_config, "safetensors": safetensors}
-            found: dict[Any, Any] = self._ask_former("load_merged_state_dict", error, path, prefix=prefix, **more)
+            found: dict[Any, Any] = self._ask_former("load_merged_state_dict", reason, path, prefix=prefix, **more)
             return found
+        keys = f"{glob.escape(prefix)}.*" if prefix else None  # parts of a key count too, not only those of a path
+        loaded = load_merged_state_dict(path, None, unique_id, offload, keys=keys, flat=True, options=options)
         return {key.removeprefix(f"{prefix}."): value for key, value in loaded.items()} if prefix else loaded
 
     def merge_sharded_state_dict(
@@ -280,16 +277,28 @@ class _DropIn:
         ours = _our_metadata(path)
         return self.former("load")(path, **configs) if ours is None else ours
 
-    def _ask_former(self, name: str, error: Exception, *args: Any, **kwargs: Any) -> Any:
-        """Call the former function, if a load is left to it, for what could not be read; else raise why it could not.
+    def _ask_former(self, name: str, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the former function for what no reader can read.
 
         It is not given arguments that are what they are by default: an older Paddle may not know them.
         """
-        if not self.asks_former:
-            raise error
-        _logger.warning("%s is left to the function that was there before: %s", name, error)
+        _logger.warning("%s is left to the function that was there before: %s", name, reason)
         defaults = {key: one.default for key, one in inspect.signature(getattr(self, name)).parameters.items()}
         return self.former(name)(*args, **{key: value for key, value in kwargs.items() if value != defaults[key]})
+
+
+def _why_unknown(ranks: Ranks, options: LoadOptions, path: Any, unique_id: int | None) -> str | None:
+    """Why no reader can read what is in a folder, as the coordinator sees it, for all ranks; None if one can."""
+
+    def decide(asked: Mapping[int, bytes]) -> dict[int, bytes]:
+        try:
+            reason = why_unknown(as_source(path), unique_id)
+        except (TypeError, ValueError):
+            reason = None  # the load says what is wrong
+        return dict.fromkeys(asked, (reason or "").encode(errors="backslashreplace"))
+
+    with ranks.hub.session("load_state_dict, which asks who can read it", options.timeout) as session:
+        return session.gather_scatter("look", lambda: b"", decide).decode() or None
 
 
 def _our_metadata(path: Any) -> Metadata | None:
@@ -297,9 +306,10 @@ def _our_metadata(path: Any) -> Metadata | None:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(place := os.fspath(path), str):
         return None
     unique_id = metadata_id(Path(place).name)
-    if unique_id is None or look(LocalStorage(Path(place).parent), Path(place).name)[0] is not Format.OURS:
-        return None
-    return read_metadata(Path(place).parent, unique_id)
+    with suppress(NotADirectoryError):  # somewhere in the path is a file
+        if unique_id is not None and look(LocalStorage(Path(place).parent), Path(place).name)[0] is Format.OURS:
+            return read_metadata(Path(place).parent, unique_id)
+    return None
 
 
 def _log_without_effect(function: str, **arguments: Any) -> None:

@@ -34,11 +34,11 @@ def save(
     """Save models, optimizers and whatever else a training job needs, together with the other ranks of the group.
 
     Every rank of the group calls it. Models may be wrapped for data parallelism or not; keys have no prefix either way.
-    Parameters, and what optimizers keep for them, are taken to be the same on all ranks, which write about equally many
-    bytes of them: large tensors are cut. The first rank of the group saves its own buffers, parameters of at most one
-    dimension that are not trained (in which Paddle's layers keep running statistics), and plain tensors and values in
-    ``others``. DistTensors are saved as :func:`paddle_dist_ckpt.save_state_dict` saves them. A checkpoint that an
-    earlier call has saved there is replaced when all of the new one is on the disk, and not before.
+    Tensors that are the same on all ranks, as parameters and what optimizers keep for them are in data parallelism, are
+    written by all of them, about equally many bytes by each: large tensors are cut. Of those that differ, as buffers
+    may, the first rank of the group saves its own, with a warning. DistTensors are saved as
+    :func:`paddle_dist_ckpt.save_state_dict` saves them. A checkpoint that an earlier call has saved there is replaced
+    when all of the new one is on the disk, and not before.
 
     The idea is that of ``hfai.checkpoint.save``.
 
@@ -58,19 +58,19 @@ def save(
     Raises:
         TypeError, ValueError: an argument is not what it should be, on any rank; or ``others`` has the key ``model`` or
             ``optimizer``. Nothing was written.
-        UnsupportedValueError: something cannot be stored. Nothing was written.
+        UnsupportedValueError: something cannot be stored; or most tensors differ among the ranks, so that all but the
+            first one's would be lost. Nothing was written.
         RankFailureError: a rank failed. The checkpoint that was there before is as it was.
         CheckpointTimeoutError: a rank did not come, or fell silent.
     """
     from .paddle_adapter import replicas
 
-    options = SaveOptions(check_replicas="off")  # buffers may differ
+    options = SaveOptions()
     ranks = connected(group, replicas.first_rank(group), options)
 
     def find() -> tuple[dict[Any, Any], Adapter]:
         state = {"model": replicas.layers(model), **_objects(None, optimizer)}
-        adapter = replicas.ReplicaAdapter(ranks.rank, (one for value in state.values() for one in _listed(value)))
-        return {**state, **_checked_others(others)}, adapter
+        return paddles(ranks, {**state, **_checked_others(others)})()
 
     report = save_with(ranks, find, path, _UNIQUE_ID, False, options, kind="save")
     assert isinstance(report, SaveReport)
@@ -237,10 +237,6 @@ def _objects(model: Any, optimizer: Any) -> dict[str, Any]:
 
     kinds = {"model": (model, replicas.layers), "optimizer": (optimizer, replicas.optimizers)}
     return {name: checked(given) for name, (given, checked) in kinds.items() if given is not None}
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _checked_others(others: Any) -> dict[Any, Any]:

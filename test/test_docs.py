@@ -6,12 +6,9 @@ import base64
 import dataclasses
 import inspect
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +27,7 @@ from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks, shard_array
 from test.cli.commands import save_model
 from test.jobs import load_whole, save_alone
+from test.ranks.launcher import forked
 from test.readers.golden import GOLDEN
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +133,10 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 RUN = """
 import os
+from test.ranks import groups
+
+groups.install()
+print()
 
 def run(code, folder):
     os.makedirs(folder, exist_ok=True)
@@ -148,16 +150,8 @@ def run(code, folder):
 def test_the_examples_for_two_ranks_run(tmp_path: Path) -> None:
     pytest.importorskip("paddle")
     calls = [f"run({code!r}, {str(tmp_path / name.replace('/', '-'))!r})\n" for name, code in TOGETHER.items()]
-    (tmp_path / "script.py").write_text(RUN + "".join(calls), encoding="utf-8")
-    logs = tmp_path / "logs"
-    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(logs)]
-    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    env["PYTHONPATH"] = str(ROOT)
-    command += ["--host", "127.0.0.1", str(tmp_path / "script.py")]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    output = [path.read_text(errors="replace") for path in sorted(logs.glob("workerlog.*"))]
-    assert done.returncode == 0, done.stdout[-2000:] + "".join(text[-2000:] for text in output)
-    assert [text.count("\nran ") for text in output] == [len(TOGETHER)] * 2
+    ends = forked(tmp_path, RUN + "".join(calls), timeout=300.0)
+    assert [(code, text.count("\nran ")) for code, text in ends] == [(0, len(TOGETHER))] * 2, ends
 
 
 def _make_checkpoints() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import CheckpointCorruptedError, CheckpointNotFoundError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, UnsupportedValueError
 from ..files.codec import decode_metadata
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..storage.base import Storage
-from .catalogs import read_foreign
+from .catalogs import foreign_ids, read_foreign
 from .foreign import Format, look
-from .ids import newest_id, nothing_text, save_of
+from .ids import committed_ids, newest_id, nothing_text, save_of
 
-__all__ = ["Restarts", "check_sizes", "read_checkpoint"]
+__all__ = ["Restarts", "check_sizes", "read_checkpoint", "why_unknown"]
 
 _MOST_RESTARTS = 3
 
@@ -47,6 +47,27 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
         return decode_metadata(data, f"{storage.location}/{name}", chosen)
     except CheckpointCorruptedError as error:
         raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from error
+
+
+def why_unknown(storage: Storage, unique_id: int | None) -> str | None:
+    """Why no reader can read what a folder holds; None if one can, or if it is known what is wrong.
+
+    Args:
+        storage: The folder.
+        unique_id: Which checkpoint; one that is not among those of the folder is known not to be there.
+    """
+    try:
+        read_checkpoint(storage, unique_id)
+    except CheckpointNotFoundError as error:
+        try:
+            return None if committed_ids(storage) or foreign_ids(storage) else str(error)
+        except (CheckpointNotFoundError, NotADirectoryError):
+            return str(error)
+    except UnsupportedValueError as error:
+        return str(error)
+    except CheckpointError:
+        return None
+    return None
 
 
 class Restarts:

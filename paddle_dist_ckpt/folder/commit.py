@@ -14,28 +14,37 @@ from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file
 from ..storage.base import Storage
 from .foreign import Format, look
-from .ids import committed_saves, newest_id, next_id
+from .ids import committed_saves, metadata_ids, newest_id, next_id
 from .lease import Lease
 
 __all__ = ["begin", "finish", "give_up", "publish", "remove_saves", "replaced_save", "seal"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_MOST_PUT_ASIDE = 1 << 30
 
 
 def begin(storage: Storage, unique_id: int | None, replace_newest: bool = False) -> Lease:
     """Choose an id (unless one is given), take a lease, and find out which files dead saves have left."""
     storage.prepare()
+    of_paddle = None
     if unique_id is None and replace_newest:
+        of_paddle = _newest_of_paddle(storage)
         with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
-            unique_id = newest_id(storage)
+            unique_id = newest_id(storage) if of_paddle is None else None
     if unique_id is None:
-        return Lease(storage, next_id(storage.names()), automatic=True)
+        return Lease(storage, next_id(storage.names()), automatic=True, of_paddle=of_paddle)
     name = metadata_name(unique_id)
     if look(storage, name)[0] in (Format.PADDLE, Format.FOLDER):
         raise ValueError(
             f"unique_id {unique_id} is taken: {storage.location}/{name} is of another format; use another id"
         )
     return Lease(storage, unique_id, automatic=False)
+
+
+def _newest_of_paddle(storage: Storage) -> int | None:
+    """The folder's newest id, if that checkpoint is one of Paddle's own."""
+    newest = max(metadata_ids(storage), default=None)
+    return newest if newest is not None and look(storage, metadata_name(newest))[0] is Format.PADDLE else None
 
 
 def seal(storage: Storage, files: Sequence[FileInfo]) -> None:
@@ -85,9 +94,25 @@ def finish(lease: Lease) -> None:
     try:
         replaced = replaced_save(lease)
         remove_saves(lease.storage, [replaced] if replaced is not None else [])
+        if lease.of_paddle is not None:
+            _put_aside(lease, lease.of_paddle)
         lease.end()
     except (OSError, CheckpointError) as error:
         _logger.warning("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
+
+
+def _put_aside(lease: Lease, unique_id: int) -> None:
+    """Have a checkpoint of Paddle's found no more, since this save stands for it. Its `.metadata` gets another name.
+
+    Trainers insist on one `.metadata` a folder; Paddle's own functions would have overwritten this one.
+    """
+    storage, name = lease.storage, metadata_name(unique_id)
+    if storage.size(name) > _MOST_PUT_ASIDE or look(storage, name)[0] is not Format.PADDLE:
+        raise CheckpointError(f"{name} is not what it was when the save began")
+    storage.publish(f"{name}.replaced", storage.read(name), lease.temporary, replace=True)
+    storage.delete(name)
+    storage.sync()
+    _logger.info("%s: %s is called %s.replaced now", storage.location, name, name)
 
 
 def give_up(lease: Lease, settled: bool) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from enum import Enum, auto
+
+import numpy as np
 
 from ..files.codec import HEAD_START, MAX_HEAD_BYTES
 from ..storage.base import Storage
 
 __all__ = ["Format", "foreign_id", "look"]
 
+_PIECE = 16 << 20
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FOREIGN = re.compile(r"(?:0|[1-9]\d{0,17})_(0|[1-9]\d{0,17})\.(?:distcp|safetensors)")
 
@@ -34,14 +38,30 @@ def _format_of(data: bytes) -> Format:
 
 
 def look(storage: Storage, name: str, whole: bool = False) -> tuple[Format, bytes]:
-    """The format of a file, and its first bytes (``MAX_HEAD_BYTES`` at the most) or all."""
+    """The format of a file, and its first bytes (``MAX_HEAD_BYTES`` at the most); or all, if it is ours."""
     try:
-        data = storage.read(name, None if whole else MAX_HEAD_BYTES)
+        data = storage.read(name, MAX_HEAD_BYTES)
+        found = _format_of(data)
+        if whole and found is Format.OURS and len(data) == MAX_HEAD_BYTES:
+            data = _text(storage, name)
     except FileNotFoundError:
         return Format.MISSING, b""
     except IsADirectoryError:
         return Format.FOLDER, b""
-    return _format_of(data), data
+    return found, data
+
+
+def _text(storage: Storage, name: str) -> bytes:
+    """What a file of text holds, to its first zero byte: there is none in it, but any number in a file with a hole."""
+    parts = [b""]
+    with closing(storage.open(name)) as file:
+        for start in range(0, file.size, _PIECE):
+            piece = np.empty(min(_PIECE, file.size - start), np.uint8)
+            file.read_into([piece], start)
+            parts.append(piece.tobytes())
+            if 0 in parts[-1]:
+                break
+    return b"".join(parts)
 
 
 def foreign_id(name: str) -> int | None:

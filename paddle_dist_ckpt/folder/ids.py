@@ -79,7 +79,7 @@ def committed_ids(storage: Storage) -> list[int]:
         try:
             if save_of(storage, unique_id) is not None:
                 found.append(unique_id)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             _logger.warning("not listed: %s", error)
     return found
 

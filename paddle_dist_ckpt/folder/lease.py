@@ -26,6 +26,7 @@ __all__ = ["Lease", "claimed_saves", "is_abandoned"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
+_MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
 
 
 class _ClaimRecord(msgspec.Struct, frozen=True):
@@ -46,6 +47,7 @@ class Lease:
         storage: The coordinator's folder.
         unique_id: The id that the save sets out for.
         automatic: Whether the id was chosen by the save, so that another one will do as well.
+        of_paddle: The id of a checkpoint of Paddle's that the save stands for when it is committed.
 
     Attributes:
         save_id: The save's random id.
@@ -53,8 +55,8 @@ class Lease:
         doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
     """
 
-    def __init__(self, storage: Storage, unique_id: int, automatic: bool) -> None:
-        self.storage, self.unique_id, self.automatic = storage, unique_id, automatic
+    def __init__(self, storage: Storage, unique_id: int, automatic: bool, of_paddle: int | None = None) -> None:
+        self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
         self.save_id = secrets.token_hex(8)
         self.replaces = self._holder()
         self.doomed: list[str] = []
@@ -188,8 +190,8 @@ def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: C
     A save that is not committed has replaced nothing, whatever it set out for.
     """
     try:
-        record = _CLAIM_DECODER.decode(storage.read(name))
-    except DECODE_ERRORS as error:
+        record = _CLAIM_DECODER.decode(storage.read(name, _MOST_CLAIM_BYTES))
+    except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return [parsed.save_id]
     replaced = [record.replaces] if record.replaces and parsed.save_id in committed else []

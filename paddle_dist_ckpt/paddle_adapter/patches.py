@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -32,6 +33,7 @@ _HOMES = (  # where a function of Paddle is to be found: in 3.0.0 not every one 
     "paddle.distributed.checkpoint.save_state_dict",
     "paddle.framework.io",
 )
+_LOCK = threading.Lock()  # two threads that exchange functions at once would give back what was not there before
 _Function = Callable[..., Any]
 
 
@@ -44,11 +46,12 @@ class Replacement(AbstractContextManager["Replacement"]):
 
     def __init__(self, functions: Mapping[str, _Function]) -> None:
         self._active = True
-        self._former = {name: former for name in functions if (former := _find(name)) is not None}
-        self._ours = {name: self._switch(name, functions[name]) for name in self._former}
-        _stack().append(self)
-        for name, ours in self._ours.items():
-            _exchange(self._former[name], ours)
+        with _LOCK:
+            self._former = {name: former for name in functions if (former := _find(name)) is not None}
+            self._ours = {name: self._switch(name, functions[name]) for name in self._former}
+            _stack().append(self)
+            for name, ours in self._ours.items():
+                _exchange(self._former[name], ours)
 
     def _switch(self, name: str, function: _Function) -> _Function:
         """The function itself while it is in place; afterwards the one that was there before.
@@ -68,18 +71,19 @@ class Replacement(AbstractContextManager["Replacement"]):
 
     def end(self) -> None:
         """Give the former functions back. What has been put over these is left there. Once is enough."""
-        if not self._active:
-            return
-        self._active = False
-        stack = _stack()
-        above = stack[stack.index(self) + 1 :]
-        stack.remove(self)
-        for name, ours in self._ours.items():
-            _exchange(ours, self._former[name])
-            for other in above:
-                other._forget(ours, self._former[name])
-            if not above and _find(name) is not self._former[name]:
-                _logger.warning("Paddle's %s was replaced by somebody else meanwhile, and stays so", name)
+        with _LOCK:
+            if not self._active:
+                return
+            self._active = False
+            stack = _stack()
+            above = stack[stack.index(self) + 1 :]
+            stack.remove(self)
+            for name, ours in self._ours.items():
+                _exchange(ours, self._former[name])
+                for other in above:
+                    other._forget(ours, self._former[name])
+                if not above and _find(name) is not self._former[name]:
+                    _logger.warning("Paddle's %s was replaced by somebody else meanwhile, and stays so", name)
 
     def _forget(self, function: _Function, former: _Function) -> None:
         """Give ``former`` back in the end, where it would have been ``function``."""

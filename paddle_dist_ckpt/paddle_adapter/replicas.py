@@ -1,83 +1,21 @@
-"""Models and optimizers that every rank has alike, as data-parallel training keeps them, and what a user calls them.
-
-Plain tensors are divided among ranks once their contents have been compared. Parameters, and what an optimizer keeps
-for them, need no comparison: they are handed to the engine as tensors of which each rank has all, so that the ranks
-divide them. Buffers and other statistics, which differ among the ranks, stay plain.
-"""
+"""Models and optimizers that every rank has alike, as data-parallel training keeps them, and what a user calls them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import paddle
 from paddle.base import core
 from paddle.distributed.communication.group import Group
 
-from ..tree.objects import ObjectKind
 from .device import name_of
 from .objects import is_optimizer, optimizer_state
-from .tensors import PaddleAdapter
 
-__all__ = ["ReplicaAdapter", "each", "first_rank", "layers", "optimizers", "place_of", "state_of"]
+__all__ = ["each", "first_rank", "layers", "optimizers", "place_of", "state_of"]
 
 # Classes of their own in Paddle 2.6
 _PLACES = (core.Place, paddle.CPUPlace, core.CUDAPlace, core.CUDAPinnedPlace, core.XPUPlace, core.CustomPlace)
-
-
-class _Replica:
-    """A whole tensor that other ranks have too; see :mod:`.sharded_weight` for the attributes."""
-
-    __slots__ = ("global_offset", "global_shape", "local_shape", "local_tensor")
-    is_flattened = False
-    flattened_range = None
-
-    def __init__(self, tensor: Any) -> None:
-        self.local_tensor = tensor
-        self.local_shape = self.global_shape = tensor.shape
-        self.global_offset = [0] * len(tensor.shape)
-
-
-class ReplicaAdapter(PaddleAdapter):
-    """Lets ranks divide the parameters of some layers, and all tensors of some optimizers, when they save them.
-
-    Args:
-        rank: This process's global rank.
-        replicated: These layers and optimizers.
-    """
-
-    def __init__(self, rank: int, replicated: Iterable[Any]) -> None:
-        super().__init__(rank)
-        self._replicated = {id(value): value for value in replicated}
-
-    def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
-        """See :class:`..core.tensors.TensorAdapter`."""
-        kind, state = super().open_object(value, key)
-        if id(value) not in self._replicated:
-            return kind, state
-        if kind is ObjectKind.OPTIMIZER:
-            return kind, _divisible(state)
-        named = {name: one for name, one in value.named_parameters() if not _may_be_statistic(one)}
-        own = {id(parameter) for parameter in named.values()}
-        # By name too, for a hook on state_dict() may have made copies; by id too, for a shared parameter has one name.
-        return kind, {k: _divisible(v) if k in named or id(v) in own else v for k, v in state.items()}
-
-
-def _may_be_statistic(parameter: Any) -> bool:
-    """Whether it may be a running statistic, which differs among ranks.
-
-    Paddle's layers (BatchNorm, SpectralNorm) keep theirs in parameters of one dimension that are not trained.
-    """
-    return bool(parameter.stop_gradient) and parameter.ndim < 2
-
-
-def _divisible(value: Any) -> Any:
-    """A tensor, or all tensors in a dict, as replicas. What is distributed says itself where it is."""
-    if isinstance(value, dict):
-        return {key: _divisible(child) for key, child in value.items()}
-    if not isinstance(value, paddle.Tensor) or value.is_dist() or not value.is_dense():
-        return value
-    return value if getattr(value, "is_distributed", False) else _Replica(value)  # a plain part of one is refused
 
 
 def layers(value: Any) -> Any:

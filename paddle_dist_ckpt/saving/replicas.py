@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
@@ -29,12 +32,14 @@ class Comparison:
         differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
         differs: Which tensors are among those, ``[tensors]``.
         alike: Which plain tensors are known to be equal on all ranks that have them, ``[tensors]``.
+        digests: Of the plain tensors of those who are asked first, ``[tensors, 2]``.
     """
 
     value_json: dict[str, bytes]
     differing: dict[str, list[int]]
     differs: npt.NDArray[np.bool_]
     alike: npt.NDArray[np.bool_]
+    digests: npt.NDArray[np.uint64]
 
 
 def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> Comparison:
@@ -61,7 +66,7 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
                 differing.setdefault(state.paths[t], []).append(rank)
     value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
     holders = np.bincount(np.concatenate(state.compared), minlength=count)
-    return Comparison(value_json, differing, differs, ~differs & (holders > 1) & (compared == holders))
+    return Comparison(value_json, differing, differs, ~differs & (holders > 1) & (compared == holders), seen)
 
 
 def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubtful: bool) -> list[str]:
@@ -93,7 +98,9 @@ def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubt
 def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None:
     """A few tensors that differ are statistics, as BatchNorm's. If most do, each rank has others under the same keys.
 
-    Small tensors of one dimension, as statistics and generators' states are, do not count, nor does what one rank has.
+    Most are more than half of them, or of their bytes: experts of which each rank has its own are few and large. Small
+    tensors of one dimension, as statistics and generators' states are, do not count, nor does what one rank has, nor
+    zeros, as the accumulators of an optimizer are at first: those of any two stages are equal.
 
     Raises:
         UnsupportedValueError: most differ.
@@ -102,19 +109,42 @@ def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None
     counted = (holders != 1) & (np.array(state.kinds, np.int64) != Kind.VALUE)  # 0 holders: it is distributed
     counted &= (state.tensors.ndim > 1) | (state.tensors.shape[:, 0] >= _LARGE)
     unequal = np.flatnonzero(contents.differs & counted).tolist()
-    if 2 * len(unequal) <= np.count_nonzero(counted):
+    if not unequal:
+        return
+    equal = [t for t in np.flatnonzero(counted & ~contents.differs).tolist() if not _is_zero(state, contents, t)]
+    if len(unequal) <= len(equal) and _nbytes(state, unequal) <= _nbytes(state, equal):
         return
     lines = [
         f"{plain_key(path)}: differs on {_ranks(contents.differing[path])}"
         for path in (state.paths[t] for t in unequal)
     ]
     raise UnsupportedValueError(
-        f"most plain tensors of the same keys ({len(unequal)} of {np.count_nonzero(counted)}) differ among ranks, so "
-        "they are no replicas, and those of all ranks but one would be lost. Give tensors that belong to one rank keys "
-        "of their own, such as {f'stage{i}': state} for stage i of a pipeline; make parts of a tensor DistTensors or "
-        "ShardedWeights; or pass SaveOptions(check_replicas='warn') if one rank's shall be saved:\n" + "\n".join(lines)
+        f"most plain tensors of the same keys differ among ranks ({len(unequal)} of the {len(unequal) + len(equal)} "
+        f"that count, {_nbytes(state, unequal)} of {_nbytes(state, unequal + equal)} bytes; zeros and short vectors do "
+        "not), so they are no replicas, and those of all ranks but one would be "
+        "lost. Give tensors that belong to one rank keys of their own, such as {f'stage{i}': state} for stage i of a "
+        "pipeline; make parts of a tensor DistTensors or ShardedWeights; or pass SaveOptions(check_replicas='warn') if "
+        "one rank's shall be saved:\n" + "\n".join(lines)
     )
 
 
+def _nbytes(state: GlobalState, tensors: Sequence[int]) -> int:
+    return sum(math.prod(state.shapes[t]) * state.dtypes[t].itemsize for t in tensors)
+
+
+def _is_zero(state: GlobalState, contents: Comparison, tensor: int) -> bool:
+    """Whether a tensor that all ranks have alike is all zeros, by its digest."""
+    return contents.digests[tensor].astype("<u8").tobytes() == _digest_of_zeros(_nbytes(state, [tensor]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest_of_zeros(nbytes: int) -> bytes:
+    digest, piece = xxhash.xxh3_128(), bytes(1 << 20)
+    for _ in range(nbytes >> 20):
+        digest.update(piece)
+    digest.update(piece[: nbytes & (len(piece) - 1)])
+    return digest.digest()
+
+
 def _ranks(ranks: list[int]) -> str:
-    return f"ranks {', '.join(map(str, sorted(ranks)))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

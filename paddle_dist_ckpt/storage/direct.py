@@ -26,22 +26,23 @@ _PIECE = 2 << 20
 _CACHESTAT = 451  # the system call's number, on every architecture
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs"})
-_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)
+_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.ENOENT)  # there is no /proc
 
 
-def open_direct(path: Path, access: int) -> int | None:
-    """A descriptor for an existing file past the cache, or None where that is not possible or not wanted.
+def open_direct(descriptor: int, access: int) -> int | None:
+    """A second descriptor for an open file, past the cache, or None where that is not possible or not wanted.
 
-    Memory, offset and size of what is done with it must be at multiples of ``ALIGNMENT``.
+    It is for that very file, whatever its name means by now. Memory, offset and size of what is done with it must be at
+    multiples of ``ALIGNMENT``.
 
     Args:
-        path: The file.
+        descriptor: The file.
         access: ``os.O_RDONLY`` or ``os.O_WRONLY``.
     """
-    if not hasattr(os, "O_DIRECT") or _filesystem(os.stat(path).st_dev) not in _LOCAL_DISKS:
+    if not hasattr(os, "O_DIRECT") or _filesystem(os.fstat(descriptor).st_dev) not in _LOCAL_DISKS:
         return None
     try:
-        return os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{descriptor}", access | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise

@@ -108,15 +108,13 @@ class LocalStorage:
         return _LocalWritable(self._root / name)
 
     def open(self, name: str) -> ReadableFile:
-        return _LocalReadable(self._root / name, self._buffers)
+        return _LocalReadable(self._root, name, self._buffers)
 
     def size(self, name: str) -> int:
         return (self._root / name).stat().st_size
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        path = self._root / name
-        _check_is_file(path)
-        with path.open("rb") as file:
+        with open(_open_to_read(self._root, name), "rb") as file:
             return file.read(-1 if limit is None else limit)
 
     def publish(
@@ -150,7 +148,7 @@ class LocalStorage:
         os.utime(self._root / name)
 
     def modified(self, name: str) -> float:
-        return (self._root / name).stat().st_mtime
+        return (self._root / name).lstat().st_mtime
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.location!r})"
@@ -186,15 +184,47 @@ def give_name(source: Path, target: Path) -> bool:
     return True
 
 
-def _check_is_file(path: Path) -> None:
-    """Refuse to open a FIFO, which would wait for a writer, and devices, which may have no end.
+def _open_to_read(folder: Path, name: str) -> int:
+    """A descriptor of a file that is in a folder. All that is read there is opened here.
+
+    Somebody else may have made what has the name. A FIFO would wait for a writer, a device may have no end, and a link
+    to another place may lead to what its maker is not allowed to read: none of them is opened. The snapshots of a
+    Hugging Face cache are links to its ``blobs``, beside the folder of all snapshots; these are followed.
 
     Raises:
         IsADirectoryError: it is something else than a file.
-        OSError: it cannot be looked at.
+        OSError: it cannot be opened.
+        PermissionError: it is a link that leaves the folder.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise IsADirectoryError(errno.EISDIR, "it is no file", str(path))
+    path = folder / name
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device that is not there
+            raise _no_file(path) from None
+        if error.errno != errno.ELOOP or not path.is_symlink():
+            raise
+        descriptor = os.open(_target(folder, path), flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_file(path)
+    return descriptor
+
+
+def _target(folder: Path, link: Path) -> Path:
+    """What a link in a folder stands for, if that is in the folder too."""
+    target, root = Path(os.path.realpath(link, strict=True)), Path(os.path.realpath(folder))
+    allowed = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise PermissionError(errno.EACCES, f"it is a link to {target}, outside its folder", str(link))
+    if not target.is_file():
+        raise _no_file(link)
+    return target
+
+
+def _no_file(path: Path) -> IsADirectoryError:
+    return IsADirectoryError(errno.EISDIR, "it is no file", str(path))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -230,7 +260,7 @@ class _LocalWritable:
         self._path = path
         self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            self._direct = open_direct(path, os.O_WRONLY)
+            self._direct = open_direct(self._cached, os.O_WRONLY)
         except BaseException:
             os.close(self._cached)
             raise
@@ -267,10 +297,9 @@ class _LocalWritable:
 class _LocalReadable:
     """A file that is read through the page cache, or past it where the cache does not hold what is wanted."""
 
-    def __init__(self, path: Path, buffers: queue.SimpleQueue[Bytes1D]) -> None:
-        _check_is_file(path)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._path, self._buffers = path, buffers
+    def __init__(self, folder: Path, name: str, buffers: queue.SimpleQueue[Bytes1D]) -> None:
+        self._descriptor = _open_to_read(folder, name)
+        self._path, self._buffers = folder / name, buffers
         self._size = os.fstat(self._descriptor).st_size
         self._lock = threading.Lock()
         self._direct: int | None = None
@@ -307,8 +336,7 @@ class _LocalReadable:
             if self._may_be_direct:
                 self._may_be_direct = False
                 with suppress(OSError):  # no /proc, or too many open files: the descriptor that there is will do
-                    # The very file that is open, whatever its name means by now.
-                    self._direct = open_direct(Path(f"/proc/self/fd/{self._descriptor}"), os.O_RDONLY)
+                    self._direct = open_direct(self._descriptor, os.O_RDONLY)
             return self._direct
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import pytest
 from paddle_dist_ckpt.version import __version__
 from test.cli.commands import save_model
 from test.jobs import data_files, make_array
+from test.ranks.launcher import forked
 from test.rooms import ROOT
 
 MODULE = [sys.executable, "-m", "paddle_dist_ckpt"]
@@ -129,10 +130,17 @@ main()
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 250 MiB, which is a minute of slow reading."""
+    folder = tmp_path_factory.mktemp("large")
+    save_model(folder, {"w": np.zeros((1000, 1 << 15))})
+    return folder
+
+
 @pytest.mark.parametrize("command", ["verify", "copy", "diff", "cat"])
-def test_interrupted(tmp_path: Path, command: str) -> None:
-    here = tmp_path / "a"
-    save_model(here, {"w": np.zeros((1000, 1 << 15))})  # 250 MiB: a minute of slow reading
+def test_interrupted(tmp_path: Path, large: Path, command: str) -> None:
+    here = large
     more = {"verify": [here], "copy": [here, tmp_path / "b"], "diff": [here, here], "cat": [here, "model.w", "--stats"]}
     started = subprocess.Popen(
         [sys.executable, "-c", SLOW, command, *map(str, more[command])],
@@ -152,23 +160,6 @@ def test_interrupted(tmp_path: Path, command: str) -> None:
     assert not (tmp_path / "b").exists() or list((tmp_path / "b").iterdir()) == []
 
 
-def launched(folder: Path, *args: Any) -> tuple[int, dict[str, Any]]:
-    """Run a command on two launched ranks; its exit code and what the first rank printed with ``--json``."""
-    script = folder / "command.py"
-    script.write_text("from paddle_dist_ckpt.cli.main import main\n\nmain()\n", encoding="utf-8")
-    logs = folder / f"logs-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(logs)]
-    command += ["--host", "127.0.0.1", str(script), *map(str, args), "--json"]
-    more = {name: value for name, value in env().items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run(command, env=more, cwd=folder, capture_output=True, text=True, timeout=200)
-    first, second = (path.read_text(errors="replace") for path in sorted(logs.glob("workerlog.*")))
-    assert "\n{" in first, first
-    assert "\n{" not in second
-    text = first[first.index("\n{") :]
-    return done.returncode, json.loads(text[: text.rindex("\n}") + 2])
-
-
-@pytest.mark.slow
 def test_two_ranks_verify(tmp_path: Path) -> None:
     pytest.importorskip("paddle")
     save_model(tmp_path / "a", ARRAYS)
@@ -179,5 +170,9 @@ def test_two_ranks_verify(tmp_path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    code, found = launched(tmp_path, "verify", tmp_path / "b")
+    program = "from paddle_dist_ckpt.cli.main import main\n\nmain()\n"
+    (code, first), (_, second) = forked(tmp_path, program, "verify", tmp_path / "b", "--json")
+    assert "\n{" in f"\n{first}", first
+    assert "\n{" not in f"\n{second}"
+    found = json.loads(first[f"\n{first}".index("\n{") : first.rindex("\n}") + 2])
     assert (code, len(found["problems"])) == (1, 2)

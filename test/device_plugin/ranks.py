@@ -9,19 +9,26 @@ from test.device_plugin.build import NAME, environment
 from test.ranks.pool import RankPool
 from test.ranks.world import RankProcess, World
 
-__all__ = ["DevicePool", "DeviceWorld", "rank_environment"]
+__all__ = ["DevicePool", "DeviceWorld", "rank_environment", "read_at_import"]
 
 _START_SECONDS = 180.0
+_DEVICES = 4  # that every process sees, however many ranks there are
 
 
 def rank_environment(rank: int, size: int, **options: Any) -> dict[str, str]:
     """Return the variables that give rank ``rank`` of ``size`` the device of its number; options of `environment`."""
+    assert size <= _DEVICES
     return {
-        **environment(devices=size, **options),
+        **environment(devices=_DEVICES, **options),
         "PADDLE_DISTRI_BACKEND": "xccl",
         "PADDLE_XCCL_BACKEND": NAME,
         f"FLAGS_selected_{NAME}s": str(rank),
     }
+
+
+def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    """Return those of a rank's variables that are read when Paddle is imported; the others when a device is used."""
+    return {name: env[name] for name in ("CUSTOM_DEVICE_ROOT", "TEST_DEVICE_COUNT", "TEST_DEVICE_NO_ALL_TO_ALL")}
 
 
 class DeviceWorld(World):
@@ -30,7 +37,7 @@ class DeviceWorld(World):
     def __init__(self, size: int, **options: Any) -> None:
         self._size = size
         self._options = options
-        super().__init__(size)
+        super().__init__(size, at_import=read_at_import(rank_environment(0, size, **options)))
 
     def _start(self, rank: int, arguments: list[str], env: Mapping[str, str]) -> RankProcess:
         ours = rank_environment(rank, self._size, **self._options)

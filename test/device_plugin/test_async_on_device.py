@@ -12,7 +12,7 @@ import pytest
 from paddle_dist_ckpt import load_merged_state_dict, verify
 from test.device_plugin import build
 from test.device_plugin import cases_async as cases
-from test.device_plugin.ranks import DevicePool, rank_environment
+from test.device_plugin.ranks import DevicePool, rank_environment, read_at_import
 from test.paddle import cases_async as host_cases
 from test.paddle.outcomes import Outcome
 from test.paddle.tensors import to_array
@@ -95,7 +95,8 @@ def test_loads_while_one_is_under_way(devices: DevicePool, tmp_path: Path) -> No
 def test_killed_rank(tmp_path: Path) -> None:
     victim, ranks = 0, 2
     env = rank_environment(0, ranks)
-    with FreshRanks(ranks, host_cases.die_meanwhile, str(tmp_path), ranks, victim, env=env) as fresh:
+    arguments = (str(tmp_path), ranks, victim)
+    with FreshRanks(ranks, host_cases.die_meanwhile, *arguments, env=env, at_import=read_at_import(env)) as fresh:
         until((tmp_path / "stopped").exists)
         killed = time.monotonic()
         fresh.kill(victim)

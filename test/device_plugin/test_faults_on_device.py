@@ -14,7 +14,7 @@ import pytest
 from paddle_dist_ckpt import SaveOptions, list_checkpoints, save_state_dict, verify
 from test.device_plugin import build
 from test.device_plugin import cases_faults as cases
-from test.device_plugin.ranks import DevicePool, rank_environment
+from test.device_plugin.ranks import DevicePool, rank_environment, read_at_import
 from test.paddle import cases_failures as host_cases
 from test.paddle.outcomes import Outcome
 from test.paddle.test_failures import SOON, assert_holds, assert_saves_and_loads, no_files_but
@@ -129,7 +129,9 @@ def test_killed_ranks(devices: DevicePool, tmp_path: Path) -> None:
         jobs = []
         for folder, (function, (doing, *rest), _) in zip(folders, DEATHS, strict=True):
             folder.mkdir()
-            jobs.append(stack.enter_context(FreshRanks(RANKS_OF_A_JOB, function, doing, str(folder), *rest, env=env)))
+            arguments = (function, doing, str(folder), *rest)
+            job = FreshRanks(RANKS_OF_A_JOB, *arguments, env=env, at_import=read_at_import(env))
+            jobs.append(stack.enter_context(job))
         for folder, job, (*_, victim) in zip(folders, jobs, DEATHS, strict=True):
             until((folder / "stopped").exists)
             time.sleep(0.3)
@@ -151,7 +153,8 @@ def test_killed_in_a_collective(devices: DevicePool, tmp_path: Path) -> None:
     """A rank dies while others receive from it, by collectives that wait for the dead for ever, as NCCL's may."""
     ranks, victim = 3, 1
     env = rank_environment(0, ranks, network_speed=100_000.0)
-    with FreshRanks(ranks, cases.die_in_collective, str(tmp_path), ranks, victim, 10.0, env=env) as fresh:
+    arguments = (cases.die_in_collective, str(tmp_path), ranks, victim, 10.0)
+    with FreshRanks(ranks, *arguments, env=env, at_import=read_at_import(env)) as fresh:
         until((tmp_path / "stopped").exists)
         time.sleep(1)
         killed = time.monotonic()

@@ -147,6 +147,16 @@ def save_frozen(path: str, ranks: int) -> int:
     return save(path, layer, group=group_of(ranks)).bytes_written
 
 
+def save_models_that_differ(path: str, ranks: int) -> str | None:
+    """Save layers of which a few, and of which most differ among the ranks; returns the error of the latter."""
+    group, value = group_of(ranks), float(dist.get_rank())
+    layers = [paddle.nn.Linear(ROWS, COLUMNS), paddle.nn.Linear(2 * ROWS, COLUMNS)]
+    for layer, fill in zip(layers, (value, 5.0), strict=True):
+        layer.weight.set_value(paddle.full(layer.weight.shape, fill))
+    save(f"{path}/a few", paddle.nn.Sequential(*layers), group=group)
+    return outcome_of(lambda: save(f"{path}/most", layers[0], group=group)).error
+
+
 def save_in_group_of_last(path: str, members: list[int]) -> list[float] | None:
     """Save in a new group; returns the buffer of the rank that is the group's first one. All ranks of the pool call."""
     group = dist.new_group(members, backend="gloo")

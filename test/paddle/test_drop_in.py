@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import shutil
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from paddle_dist_ckpt import (
     SaveReport,
     StateDictMismatchError,
     list_checkpoints,
+    load_merged_state_dict,
     load_state_dict,
     read_metadata,
     save_state_dict,
@@ -34,7 +37,7 @@ from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
 from test.paddle import cases_drop_in as cases
 from test.paddle.versions import FROM_LOCAL, lacks
 from test.ranks.fresh import fresh_ranks, logs_of
-from test.ranks.launcher import launched
+from test.ranks.launcher import forked
 from test.ranks.pool import RankPool
 
 ALL = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
@@ -187,6 +190,29 @@ def test_what_somebody_else_has_put_over_it_stays(tmp_path: Path, caplog: pytest
         assert dist.load_merged_state_dict is theirs
     finally:
         dist.load_merged_state_dict = OWN["load_merged_state_dict"]
+
+
+def test_several_threads_may_replace_and_give_back_at_once() -> None:
+    found = []
+
+    def work() -> None:
+        for _ in range(10):
+            with install():
+                found.append(dist.save_state_dict is not OWN["save_state_dict"])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [True] * 40
+    assert newest_replacement() is None
+    assert {name: getattr(dist, name) for name in NAMES} == OWN
 
 
 def test_who_still_has_our_function_calls_the_former_one(tmp_path: Path) -> None:
@@ -352,6 +378,44 @@ def test_a_folder_that_is_saved_to_again_and_again_does_not_grow(tmp_path: Path)
     assert value_in(tmp_path) == 4
 
 
+@saves_by_id
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_of_paddles_is_put_aside_by_the_save_that_stands_for_it(tmp_path: Path, background: bool) -> None:
+    """Trainers that save a step again, after a resume from an earlier one, insist on one `.metadata`."""
+    for unique_id in (0, 1):
+        dist.save_state_dict(state(unique_id), tmp_path, unique_id=unique_id)
+    theirs = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with install():
+        for i in (5, 6):
+            saved = dist.save_state_dict(state(i), tmp_path, async_save=background)
+            assert (saved.result() if background else saved).unique_id == 2
+        assert value_in(tmp_path) == 6
+    assert sorted(path.name for path in tmp_path.glob("*.metadata")) == ["0.metadata", "2.metadata"]
+    theirs["1.metadata.replaced"] = theirs.pop("1.metadata")
+    assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
+    (tmp_path / "1.metadata.replaced").rename(tmp_path / "1.metadata")
+    assert load_merged_state_dict(tmp_path, unique_id=1)["model"]["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["next", "another id", "its id", "failed"])
+def test_a_checkpoint_of_paddles_that_nothing_stands_for_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    dist.save_state_dict(state(0), tmp_path)
+    theirs = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with install(unique_id_policy="next" if how == "next" else "paddle"), monkeypatch.context() as patched:
+        if how == "failed":
+            patched.setattr(os, "link", lambda *args: os.stat("/nowhere"))
+            with pytest.raises(OSError):
+                dist.save_state_dict(state(1), tmp_path)
+        elif how == "its id":
+            with pytest.raises(ValueError, match="unique_id 0 is taken"):
+                dist.save_state_dict(state(1), tmp_path, unique_id=0)
+        else:
+            dist.save_state_dict(state(1), tmp_path, unique_id=5 if how == "another id" else None)
+    assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
+
+
 def test_all_are_kept_if_told_so(tmp_path: Path) -> None:
     with install(unique_id_policy="next"):
         assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in range(3)] == [0, 1, 2]
@@ -390,17 +454,6 @@ def test_a_damaged_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in (2, 3)] == [1, 1]
     assert (tmp_path / "0.metadata").read_bytes() == b"\0" * 100
     assert value_in(tmp_path) == 3
-
-
-@saves_by_id
-def test_checkpoints_of_paddle_itself_stay(tmp_path: Path) -> None:
-    dist.save_state_dict({"w": paddle.ones([2])}, str(tmp_path), unique_id=4)
-    theirs = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with install():
-        assert [dist.save_state_dict(state(i), tmp_path).unique_id for i in range(2)] == [5, 5]
-        with pytest.raises(ValueError, match="unique_id 4 is taken"):
-            dist.save_state_dict(state(1), tmp_path, unique_id=4)
-    assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
 
 
 @has_merged
@@ -471,6 +524,7 @@ def test_an_aoa_config_that_cannot_be_done_is_refused_on_every_rank(
 
 
 UNINITIALISED = """
+import sys
 import paddle.distributed as dist
 from paddle_dist_ckpt import read_metadata
 from paddle_dist_ckpt.drop_in import install
@@ -478,11 +532,12 @@ import paddle
 
 assert not dist.is_initialized()
 install()
-dist.save_state_dict({"w": paddle.ones([4])}, "checkpoint")
-assert read_metadata("checkpoint").world_size == dist.get_world_size() == 2
+dist.save_state_dict({"w": paddle.ones([4])}, sys.argv[1])
+assert read_metadata(sys.argv[1]).world_size == dist.get_world_size() == 2
 """
 
 
 def test_a_job_that_has_not_initialised_anything_is_initialised_as_by_paddle(tmp_path: Path) -> None:
-    launched(tmp_path, UNINITIALISED)
+    ends = forked(tmp_path, UNINITIALISED, tmp_path / "checkpoint")
+    assert [code for code, _ in ends] == [0, 0], ends
     assert list_checkpoints(tmp_path / "checkpoint") == [0]

@@ -53,13 +53,21 @@ def test_ranks_share_the_work(saved: tuple[Path, list[dict[str, Any]]]) -> None:
 def test_buffers_and_others_are_the_first_ranks(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     path, found = saved
     assert [rank["arrays"]["norm._mean"].max() for rank in found] == [0, 1, 2, 3]
-    assert [(rank["warnings"], rank["id"]) for rank in found] == [((), 0)] * RANKS
+    assert [rank["id"] for rank in found] == [0] * RANKS
+    assert {line.split(":")[0] for line in found[0]["warnings"]} == {"ema", "model.norm._mean"}
     state = load(path)
     assert (state["model"]["norm._mean"].abs().max(), state["ema"].tolist()) == (0, [0, 0, 0])
     assert state["rank"] == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def test_what_is_not_trained_is_shared_out_unless_it_may_be_a_statistic(pool: RankPool, tmp_path: Path) -> None:
+def test_models_that_differ_are_never_mixed(pool: RankPool, tmp_path: Path) -> None:
+    """A large weight of which the ranks have others, beside an equal one that is larger still; and by itself."""
+    assert pool.run(cases.save_models_that_differ, str(tmp_path), 2, ranks=2) == ["UnsupportedValueError"] * 2
+    assert load(tmp_path / "a few")["model"]["0.weight"].unique().tolist() == [0]
+    assert not (tmp_path / "most").exists() or not list((tmp_path / "most").iterdir())
+
+
+def test_what_is_not_trained_is_shared_out_unless_it_differs(pool: RankPool, tmp_path: Path) -> None:
     report = pool.run(cases.save_frozen, str(tmp_path), 2, ranks=2)
     assert max(report) < 1.02 * sum(report) / 2
     state = load(tmp_path)["model"]

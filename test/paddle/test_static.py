@@ -69,7 +69,7 @@ def uninterrupted(train: Train, **more: object) -> list[float]:
     return train(Run(form="objects", steps=range(6), **more))[3:]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some(LAYOUTS, 2))
 def test_programs_compute_what_layers_do(train: Train, layout: str) -> None:
     losses = [train(Run(form=form, layout=layout, steps=range(6))) for form in ("objects", "program")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
@@ -85,7 +85,7 @@ def test_training_goes_on(train: Train, saved: Saved, source: str, destination: 
 
 
 @pytest.mark.parametrize(
-    ("source", "form"), some(itertools.product(["mp4", "mp2_dp2", "dp4"], ["objects", "program"]), 4)
+    ("source", "form"), some(itertools.product(["mp4", "mp2_dp2", "dp4"], ["objects", "program"]), 2)
 )
 def test_from_other_layouts(train: Train, saved: Saved, source: str, form: str) -> None:
     other = "program" if form == "objects" else "dicts"
@@ -94,7 +94,7 @@ def test_from_other_layouts(train: Train, saved: Saved, source: str, form: str) 
 
 
 @pytest.mark.parametrize(
-    ("source", "destination"), [("objects", "program"), ("program", "objects"), ("program", "program")]
+    ("source", "destination"), some([("objects", "program"), ("program", "objects"), ("program", "program")], 2)
 )
 def test_schedules_go_on(train: Train, saved: Saved, source: str, destination: str) -> None:
     losses = go_on(train, destination, saved(source, schedule=True), "mp4", schedule=True)
@@ -121,7 +121,8 @@ def test_constant_learning_rates_are_loaded(train: Train, saved: Saved, source: 
 
 
 @pytest.mark.parametrize(
-    ("source", "destination"), [("objects", "program_split"), ("program", "program_dict"), ("program_dict", "dicts")]
+    ("source", "destination"),
+    some([("objects", "program_split"), ("program_dict", "dicts"), ("program", "program_dict")], 2),
 )
 def test_deep_in_a_state(train: Train, saved: Saved, source: str, destination: str) -> None:
     nest = ("jobs", "0.model", "master_weights")
@@ -148,7 +149,7 @@ def test_from_elsewhere(train: Train, saved: Saved, source: str, destination: st
             ("program_dict", "objects"),
             ("program_split", "dicts"),
         ],
-        3,
+        2,
     ),
 )
 def test_master_weights_go_on(train: Train, saved: Saved, source: str, destination: str) -> None:
@@ -163,7 +164,7 @@ def test_master_weights_and_their_moments_by_name(ranks: RankPool, tmp_path: Pat
     assert found == {"parameter": 1, "master_0": 2, "moment1_0": 3, "moment2_0": 4}
 
 
-@pytest.mark.parametrize(("source", "destination"), some(itertools.product(["objects", "program_dict"], PROGRAMS), 3))
+@pytest.mark.parametrize(("source", "destination"), some(itertools.product(["objects", "program_dict"], PROGRAMS), 2))
 def test_evaluation(ranks: RankPool, train: Train, saved: Saved, source: str, destination: str) -> None:
     run = Run(form=destination, layout="mp4", seed=1, load=saved(source))
     loss = np.mean(ranks.run(cases.evaluate, run, 3))

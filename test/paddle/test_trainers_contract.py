@@ -18,9 +18,11 @@ from paddle_dist_ckpt import (
     CheckpointNotFoundError,
     LocalStorage,
     Metadata,
+    UnsupportedValueError,
     list_checkpoints,
     load_merged_state_dict,
     read_metadata,
+    save_state_dict,
 )
 from paddle_dist_ckpt.drop_in import install, uninstall
 from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
@@ -153,6 +155,25 @@ def test_merged_loads_are_left_to_the_former_function_too(tmp_path: Path, monkey
     monkeypatch.setattr(dist, "load_merged_state_dict", lambda *given, **named: {"given": (given, named)})
     with install(foreign="former"):
         assert dist.load_merged_state_dict(tmp_path, "model") == {"given": ((tmp_path,), {"prefix": "model"})}
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("writer", ["ours", "Paddle"])
+def test_what_a_reader_knows_is_not_left_to_anybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    save = save_state_dict if writer == "ours" else dist.save_state_dict
+    save({"a": paddle.ones([2])}, str(tmp_path))
+    for name in {"load_state_dict", "load_merged_state_dict"} & vars(dist).keys():
+        monkeypatch.setattr(dist, name, lambda *given, **named: pytest.fail("somebody else is asked"))
+    with install(foreign="former"):
+        with pytest.raises(CheckpointNotFoundError, match="unique_id 3"):
+            dist.load_state_dict({"a": paddle.ones([2])}, tmp_path, unique_id=3)
+        with pytest.raises(UnsupportedValueError):
+            dist.load_state_dict({("a", 1): paddle.ones([2])}, tmp_path)
+        if hasattr(dist, "load_merged_state_dict"):
+            with pytest.raises(CheckpointNotFoundError, match="no key matches"):
+                dist.load_merged_state_dict(tmp_path, prefix="b")
     monkeypatch.undo()
 
 

@@ -1,7 +1,7 @@
 """Starts ranks by forking processes that have imported Paddle already, which is most of what a rank's start takes.
 
 A source is such a process. For each rank it forks a keeper and that forks the rank, so that there is somebody who can
-wait for the rank and tell how it ended. The library is not imported in a source: each rank imports it for itself.
+wait for the rank and tell how it ended. The library is imported in a source too, which starts no threads by that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 __all__ = ["AT_IMPORT", "DUMP_STACKS", "SOURCES", "ForkedProcess", "dumping_blocked", "fork", "serve"]
 
@@ -38,7 +39,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _REQUEST_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 8
 
-_sources: dict[int, socket.socket] = {}  # those that have been started, for this process's whole life
+_sources: dict[tuple[Any, ...], socket.socket] = {}  # those that were started, for this process's whole life
 
 
 class ForkedProcess:
@@ -94,7 +95,12 @@ def dumping_blocked() -> Iterator[None]:
 
 
 def fork(
-    number: int, descriptors: list[int], output: int, arguments: list[str], env: Mapping[str, str]
+    number: int,
+    descriptors: list[int],
+    output: int,
+    arguments: list[str],
+    env: Mapping[str, str],
+    at_import: Mapping[str, str] | None = None,
 ) -> ForkedProcess:
     """Fork a process that runs ``test.ranks.worker``, or the Python file that the first argument names.
 
@@ -104,17 +110,21 @@ def fork(
         output: The descriptor that takes what the process prints.
         arguments: The worker's further arguments.
         env: All environment variables. Among them should be `AT_IMPORT`, which cannot be changed any more.
+        at_import: More variables that the source should have when it imports Paddle; those who have others have other
+            sources.
     """
-    if number not in _sources:
-        _sources[number] = _start_source()
+    at_import = at_import or {}
+    key = (number, *sorted(at_import.items()))
+    if key not in _sources:
+        _sources[key] = _start_source(at_import)
     ours, theirs = Pipe()
     with theirs:
         request = pickle.dumps((arguments, dict(env)))
-        socket.send_fds(_sources[number], [request], [theirs.fileno(), output, *descriptors])
+        socket.send_fds(_sources[key], [request], [theirs.fileno(), output, *descriptors])
     return ForkedProcess(ours)
 
 
-def _start_source() -> socket.socket:
+def _start_source(at_import: Mapping[str, str]) -> socket.socket:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLAGS_"))}
     env.pop("CUDA_VISIBLE_DEVICES", None)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -122,7 +132,7 @@ def _start_source() -> socket.socket:
         subprocess.Popen(  # it ends when this process has ended, or closed its socket
             [sys.executable, "-m", "test.ranks.source", str(theirs.fileno())],
             cwd=_REPOSITORY,
-            env={**env, **AT_IMPORT},
+            env={**env, **AT_IMPORT, **at_import},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

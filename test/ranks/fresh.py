@@ -62,17 +62,23 @@ class FreshRanks:
             a Python file, which runs as the main program of a rank that has joined the world.
         args: Arguments of the function, or of the script.
         env: Environment variables to set on top of this process's own.
+        at_import: Those of ``env`` that Paddle reads when it is imported: with this, the ranks are forked. See `World`.
     """
 
     def __init__(
-        self, size: int, target: Callable[..., Any] | str | Path, *args: Any, env: Mapping[str, str] | None = None
+        self,
+        size: int,
+        target: Callable[..., Any] | str | Path,
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        at_import: Mapping[str, str] | None = None,
     ) -> None:
         call: tuple[str, tuple[Any, ...]]
         if isinstance(target, Path):
             call = "test.ranks.worker:run_script", (str(target), *map(str, args))
         else:
             call = function_name(target), args
-        self._world = World(size, env=env)
+        self._world = World(size, env=env, at_import=at_import)
         for rank in self._world.ranks:
             rank.connection.send(call)
             rank.connection.send(None)
@@ -121,9 +127,10 @@ def fresh_ranks(
     *args: Any,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    at_import: Mapping[str, str] | None = None,
 ) -> list[RankExit]:
     """Run ``target`` in ``size`` new processes and return how each ended. See `FreshRanks`."""
-    with FreshRanks(size, target, *args, env=env) as ranks:
+    with FreshRanks(size, target, *args, env=env, at_import=at_import) as ranks:
         return ranks.wait(timeout)
 
 

@@ -1,4 +1,4 @@
-"""The program of a process that imports Paddle once and then forks ranks: see forks.py.
+"""The program of a process that imports Paddle and the library once and then forks ranks: see forks.py.
 
     python -m test.ranks.source DESCRIPTOR
 
@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import paddle
 
+import paddle_dist_ckpt.public  # noqa: F401  (so that ranks need not)
 from test.ranks import worker
 from test.ranks.forks import serve
 

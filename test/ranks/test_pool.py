@@ -208,7 +208,7 @@ def test_fresh_ranks_run_a_script(tmp_path: Path) -> None:
         "print('argument', sys.argv[1], os.environ['COLOUR'], dist.get_world_size())\n"
         "sys.exit(3 + dist.get_rank())\n"
     )
-    ends = fresh_ranks(2, script, "one", env={"COLOUR": "red"})
+    ends = fresh_ranks(2, script, "one", env={"COLOUR": "red"}, at_import={})
     assert [end.exit_code for end in ends] == [3, 4]
     assert "argument one red 2" in ends[0].log
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from test.ranks.forks import AT_IMPORT, DUMP_STACKS, SOURCES, ForkedProcess, dumping_blocked, fork
 
-__all__ = ["REPOSITORY", "RankProcess", "World", "free_ports"]
+__all__ = ["REPOSITORY", "RankProcess", "World", "free_ports", "launch_environment", "reserved_ports"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -58,21 +58,31 @@ class World:
     """Ranks 0 to ``size`` - 1, each a process that runs ``test.ranks.worker``.
 
     They are forked from processes that have imported Paddle, in turn from different ones, in each world others. Ranks
-    that need environment variables of their own are started anew, since Paddle may read those when it is imported.
+    that need environment variables of their own are started anew, since Paddle may read those when it is imported,
+    unless ``at_import`` says which of them it does.
 
     Args:
         size: Number of ranks.
         groups: Let the workers make the groups of the first 2, 3, ... ranks, for `test.ranks.groups.group_of`.
         env: Environment variables to set on top of this process's own.
+        at_import: Those of ``env`` that Paddle reads when it is imported.
     """
 
-    def __init__(self, size: int, *, groups: bool = False, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        groups: bool = False,
+        env: Mapping[str, str] | None = None,
+        at_import: Mapping[str, str] | None = None,
+    ) -> None:
+        self._at_import = at_import
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self.ranks: list[RankProcess] = []
         arguments = ["groups"] if groups else []
         self._ports = reserved_ports(size + 1)  # for as long as this world lives: another one starts beside it
         ports = [each.getsockname()[1] for each in self._ports]
-        self._plain = [_environment(rank, ports) for rank in range(size)]
+        self._plain = [launch_environment(rank, ports) for rank in range(size)]
         self._number = next(_numbers)
         self._life, _ = self._pipe = os.pipe()
         try:
@@ -88,9 +98,9 @@ class World:
         process: subprocess.Popen[bytes] | ForkedProcess
         with theirs, log.open("wb") as output, dumping_blocked():
             descriptors = [theirs.fileno(), self._life]
-            if env == self._plain[rank]:
+            if env == self._plain[rank] or self._at_import is not None:
                 source = (self._number + rank) % SOURCES
-                process = fork(source, descriptors, output.fileno(), arguments, env)
+                process = fork(source, descriptors, output.fileno(), arguments, env, self._at_import)
             else:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "test.ranks.worker", *map(str, descriptors), *arguments],
@@ -173,7 +183,7 @@ def reserved_ports(count: int) -> list[socket.socket]:
     return sockets
 
 
-def _environment(rank: int, ports: list[int]) -> dict[str, str]:
+def launch_environment(rank: int, ports: list[int]) -> dict[str, str]:
     """Return the environment in which Paddle joins a gloo world. The last port is the master's, the others a rank's."""
     *ours, master = (f"127.0.0.1:{port}" for port in ports)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

@@ -184,8 +184,7 @@ def test_screen_readers_are_told_what_things_are(browser: Browser, pages: dict[s
     browser.call("Accessibility.disable")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1440, True)])
 @pytest.mark.parametrize("name", ["model", "large", "hostile", "empty", "huge"])
 def test_it_fits_the_window(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.look(width, 900, dark)

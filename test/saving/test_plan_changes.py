@@ -387,18 +387,19 @@ def test_any_series_of_saves(seen: Seen, ranks: int, seed: int, steps: list[list
 @pytest.mark.parametrize("change", [*SAME, *OTHER])
 def test_one_change_at_a_time(tmp_path: Path, seen: Seen, change: str) -> None:
     """Each change several times over, so that it also goes back to what was."""
-    for ranks in (1, 3):
+    for ranks, times in ((1, 2), (3, 5)):
         job = new_job(ranks, ranks)
-        for _ in range(5):
+        for _ in range(times):
             job.save(tmp_path / f"{ranks}")
             getattr(job, change)()
         job.save(tmp_path / f"{ranks}")
         folder = tmp_path / f"{ranks}" / "a"
-        save_id, lost = read_metadata(folder, 5).save_id, without_times(folder / "5.metadata")
-        (folder / "5.metadata").unlink()
+        file = folder / f"{times}.metadata"
+        save_id, lost = read_metadata(folder, times).save_id, without_times(file)
+        file.unlink()
         rebuild_metadata(folder, save_id)
-        assert (folder / "5.metadata").read_bytes() == lost, "the data files say what .metadata said"
-        assert verify(folder, 5).ok
+        assert file.read_bytes() == lost, "the data files say what .metadata said"
+        assert verify(folder, times).ok
 
 
 # -- who is asked, and who plans

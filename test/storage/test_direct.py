@@ -91,10 +91,27 @@ def test_a_disk_that_stops_taking_direct_writes(
     assert write(tmp_path, [(pages, 0)]) == pages.tobytes()
 
 
+def test_a_new_file_whose_name_is_exchanged_is_written_all_the_same(
+    tmp_path: Path, pages: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the folder cannot lead the writer elsewhere."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+
+    def exchange(descriptor: int, access: int) -> int | None:
+        os.rename(tmp_path / "file", tmp_path / "moved")
+        (tmp_path / "file").symlink_to(victim)
+        return direct.open_direct(descriptor, access)
+
+    monkeypatch.setattr(local, "open_direct", exchange)
+    write(tmp_path, [(pages, 0)])
+    assert victim.read_bytes() == b"precious"
+    assert (tmp_path / "moved").read_bytes() == pages.tobytes()
+
+
 def _has_direct(folder: Path) -> bool:
-    probe = folder / "probe"
-    probe.touch()
-    descriptor = direct.open_direct(probe, os.O_WRONLY)
+    with (folder / "probe").open("wb") as probe:
+        descriptor = direct.open_direct(probe.fileno(), os.O_WRONLY)
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is not None
@@ -113,9 +130,9 @@ def test_a_full_disk_is_not_hidden(tmp_path: Path, pages: np.ndarray, monkeypatc
 def test_other_filesystems_are_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    (tmp_path / "file").touch()
     monkeypatch.setattr(direct, "_filesystem", lambda device: kind)
-    assert direct.open_direct(tmp_path / "file", os.O_WRONLY) is None
+    with (tmp_path / "file").open("wb") as file:
+        assert direct.open_direct(file.fileno(), os.O_WRONLY) is None
 
 
 def test_the_type_of_a_filesystem_is_found() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,91 @@ def test_the_faulty_storage_calls_its_hook_before_each_operation(tmp_path: Path)
 def test_a_storage_can_be_sent_to_another_process(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(LocalStorage(tmp_path)))
     assert copy.location == LocalStorage(tmp_path).location
+
+
+# -- what somebody else has put into the folder
+
+
+def read_in_both_ways(storage: LocalStorage, name: str) -> bytes:
+    file = storage.open(name)
+    buffer = np.zeros(file.size, np.uint8)
+    file.read_into([buffer], 0)
+    file.close()
+    assert storage.read(name) == buffer.tobytes()
+    return buffer.tobytes()
+
+
+def make_odd(path: Path, kind: str) -> None:
+    """Make something at a path that is no file."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(str(path))
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # zeros without end
+        except PermissionError:
+            pytest.skip("only root makes devices")
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
+def test_what_is_no_file_is_never_opened_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, linked: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    make_odd(Path("odd"), kind)
+    if linked:
+        Path("link").symlink_to("odd")
+    opened = len(os.listdir("/proc/self/fd"))
+    for read in (LocalStorage(tmp_path).open, LocalStorage(tmp_path).read):
+        with pytest.raises(IsADirectoryError, match=f"it is no file: '{tmp_path}/{'link' if linked else 'odd'}'"):
+            read("link" if linked else "odd")
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+@pytest.mark.parametrize("target", ["{0}/other/secret", "../other/secret", "deep/up/secret", "/dev/zero"])
+def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, target: str) -> None:
+    for name in ("folder/deep", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "other" / "secret").write_bytes(b"secret")
+    (tmp_path / "folder" / "deep" / "up").symlink_to("../../other")
+    (tmp_path / "folder" / "link").symlink_to(target.format(tmp_path))
+    for read in (LocalStorage(tmp_path / "folder").open, LocalStorage(tmp_path / "folder").read):
+        with pytest.raises(PermissionError, match="it is a link to .*, outside its folder: '.*/link'"):
+            read("link")
+
+
+def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "f").write_bytes(b"content")
+    (tmp_path / "folder" / "near").symlink_to("f")
+    (tmp_path / "folder" / "far").symlink_to(tmp_path / "folder" / "near")
+    (tmp_path / "name").symlink_to("folder")
+    for path in (tmp_path / "folder", tmp_path / "name"):
+        assert [read_in_both_ways(LocalStorage(path), name) for name in ("f", "near", "far")] == [b"content"] * 3
+
+
+def test_the_cache_of_hugging_face_is_links_to_its_blobs(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a" / "snapshots" / "12ab", tmp_path / "models--a" / "blobs"
+    for folder in (snapshot, blobs, tmp_path / "models--b" / "blobs"):
+        folder.mkdir(parents=True)
+    (blobs / "f00d").write_bytes(b"weights")
+    (tmp_path / "models--b" / "blobs" / "f00d").write_bytes(b"of another model")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/f00d")
+    (snapshot / "other.safetensors").symlink_to("../../../models--b/blobs/f00d")
+    assert read_in_both_ways(LocalStorage(snapshot), "model.safetensors") == b"weights"
+    with pytest.raises(PermissionError, match="outside its folder"):
+        LocalStorage(snapshot).open("other.safetensors")
+
+
+@pytest.mark.parametrize("name", ["loop", "dangling", "x" * 300])
+def test_names_that_lead_nowhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nothing")
+    for read in (LocalStorage(tmp_path).open, LocalStorage(tmp_path).read):
+        with pytest.raises(OSError):
+            read(name)

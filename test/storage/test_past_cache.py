@@ -65,7 +65,8 @@ def warm(path: Path, start: int, stop: int) -> None:
 
 
 def supported(path: Path) -> bool:
-    descriptor = open_direct(path, os.O_RDONLY)
+    with path.open("rb") as opened:
+        descriptor = open_direct(opened.fileno(), os.O_RDONLY)
     if descriptor is None:
         return False
     os.close(descriptor)
@@ -303,10 +304,10 @@ def test_reads_that_come_short(path: Path, file: ReadableFile, monkeypatch: pyte
 def test_files_that_cannot_be_opened_past_the_cache(
     path: Path, file: ReadableFile, monkeypatch: pytest.MonkeyPatch, reads: Reads, how: str
 ) -> None:
-    asked: list[Path] = []
+    asked: list[int] = []
 
-    def refuse(name: Path, access: int) -> int | None:
-        asked.append(name)
+    def refuse(descriptor: int, access: int) -> int | None:
+        asked.append(descriptor)
         if how == "not wanted":
             return None
         raise OSError(errno.EMFILE if how == "too many files" else errno.ENOENT, "no")
@@ -326,10 +327,11 @@ def test_a_filesystem_that_does_not_open_files_so(path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(direct, "_filesystem", lambda device: "ext4")
     monkeypatch.setattr(direct.os, "open", refuse)
-    assert open_direct(path, os.O_RDONLY) is None
-    code = errno.EMFILE
-    with pytest.raises(OSError, match="no"):
-        open_direct(path, os.O_RDONLY)
+    with path.open("rb") as opened:
+        assert open_direct(opened.fileno(), os.O_RDONLY) is None
+        code = errno.EMFILE
+        with pytest.raises(OSError, match="no"):
+            open_direct(opened.fileno(), os.O_RDONLY)
 
 
 def test_the_file_that_is_open_is_read_whatever_its_name_means_now(tmp_path: Path) -> None:

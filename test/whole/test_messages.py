@@ -130,8 +130,8 @@ def test_the_ranks_that_differ_are_named(tmp_path: Path) -> None:
         return rank.save({"w": np.arange(3) + (rank.rank == 2), "v": rank.rank == 1}, tmp_path)
 
     first, second = run_ranks(3, save)[0].warnings
-    assert first.startswith("v: the plain tensors or values of ranks 1 differ")
-    assert second.startswith("w: the plain tensors or values of ranks 2 differ")
+    assert first.startswith("v: the plain tensors or values of rank 1 differ")
+    assert second.startswith("w: the plain tensors or values of rank 2 differ")
 
 
 def test_options_of_wrong_types() -> None:

@@ -1,6 +1,8 @@
 // The devices of this process: memory, streams and copies.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -72,9 +74,17 @@ struct Copy {
 
 class Runtime {
  public:
-  // It is never destroyed: threads of streams may still use it when the process ends.
+  // It is never destroyed: threads of streams may still use it when the process ends. A process that was forked before
+  // it used its devices gets its own, as its own environment says, when it first does.
   static Runtime& get() {
-    static Runtime* runtime = new Runtime;
+    static std::mutex mutex;
+    static Runtime* runtime = nullptr;
+    static pid_t owner = 0;
+    std::lock_guard lock(mutex);
+    if (owner != getpid()) {
+      runtime = new Runtime;
+      owner = getpid();
+    }
     return *runtime;
   }
 

@@ -1,0 +1,72 @@
+"""Entries of a folder that no save has made, or that somebody has changed: they cost little and hide nothing."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, list_checkpoints, read_metadata, verify
+from paddle_dist_ckpt.errors import CheckpointCorruptedError
+from test.jobs import errors_of, load_whole, save_alone, try_load
+
+ODD: dict[str, Any] = {
+    "a loop": lambda path: path.symlink_to(path.name),
+    "a long link": lambda path: path.symlink_to("x" * 300),
+    "nothing": lambda path: path.symlink_to("nothing"),
+    "a fifo": lambda path: os.mkfifo(path),
+    "a folder": lambda path: path.mkdir(),
+    "a link away": lambda path: path.symlink_to("/etc/hostname"),
+    "no ending": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("name", ["7.metadata", "7.0123456789abcdef.claim", "0_7.0123456789abcdef.0.safetensors"])
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_entries_hide_nothing(tmp_path: Path, kind: str, name: str) -> None:
+    save_alone({"a": np.arange(3)}, tmp_path, 1)
+    ODD[kind](tmp_path / name)
+    assert list_checkpoints(tmp_path) == [1]
+    assert load_whole(tmp_path, 1)["a"].tolist() == [0, 1, 2]
+    assert verify(tmp_path, 1).ok
+    save_alone({"a": np.arange(4)}, tmp_path, 9)
+    assert list_checkpoints(tmp_path) == [1, 9]
+
+
+def test_the_data_file_that_leads_away_is_not_read(tmp_path: Path) -> None:
+    save_alone({"a": np.arange(3)}, tmp_path / "theirs", 0)
+    (data,) = (tmp_path / "theirs").glob("*.safetensors")
+    os.rename(data, tmp_path / data.name)
+    data.symlink_to(tmp_path / data.name)
+    targets = [{"a": np.zeros(3, int)}, {"a": np.zeros(3, int)}]
+    for error in errors_of(try_load(targets, tmp_path / "theirs", options=LoadOptions(timeout=60)), Exception):
+        assert "outside its folder" in str(error)
+    (problem,) = verify(tmp_path / "theirs").problems
+    assert "outside its folder" in problem
+    assert not any(target["a"].any() for target in targets)
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_metadata_file_that_is_a_hole_is_not_read_whole(tmp_path: Path, promised: bool) -> None:
+    """20 GiB, of which nearly none are on the disk."""
+    save_alone({"a": np.arange(3)}, tmp_path, 0)
+    save_alone({"a": np.arange(3)}, tmp_path, 1)
+    file = tmp_path / "1.metadata"
+    if promised:
+        head, body = file.read_bytes().split(b"\n")[:2]
+        size = b'"body_bytes":%d' % len(body)
+        assert size in head
+        file.write_bytes(head.replace(size, b'"body_bytes":%d' % (20 << 30)) + b"\n" + body)
+    os.truncate(file, 20 << 30)
+    tracemalloc.start()
+    try:
+        assert list_checkpoints(tmp_path) == [0, 1]
+        with pytest.raises(CheckpointCorruptedError, match="1.metadata has .* bytes"):
+            read_metadata(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
