@@ -77,7 +77,7 @@ def test_all_python_in_the_pages_is_marked_and_found() -> None:
     for text in (EVERYTHING["README"], *pages("en").values(), *pages("cn").values()):
         marked = [mark for mark, _ in blocks(text) if not mark.startswith("example")]
         assert len(marked) == text.count("code-block:: python") + text.count("```python")
-        assert set(marked) <= {"runnable", "runnable with 2 ranks", "reader"}
+        assert set(marked) <= {"runnable", "runnable with 2 ranks", "runnable with PaddleFormers", "reader"}
         runnable = sum(line.startswith((".. runnable", "<!-- runnable")) for line in text.splitlines())
         assert sum(mark.startswith("runnable") for mark in marked) == runnable
 
