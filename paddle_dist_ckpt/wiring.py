@@ -31,6 +31,7 @@ from .tree.state_dict import Adapter
 
 __all__ = [
     "Find",
+    "arranger_of",
     "checked_id",
     "connected",
     "export_state_with",
@@ -111,12 +112,12 @@ def load_with(
         _check_bool("offload", offload)
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
-        arranger = _arranger(options)
+        arranger = arranger_of(options)
         context = LoadContext(as_source(path), session, transport, adapter, options, threads, offload, arranger)
         return load(state_dict, context, unique_id)
 
 
-def _arranger(options: LoadOptions) -> Arranger | None:
+def arranger_of(options: LoadOptions) -> Arranger | None:
     """What reads Paddle's own configuration of what tensors are made of, if there is one."""
     if options.aoa_config is None or not options.aoa_config.get("aoa_statements"):
         return None
@@ -143,7 +144,7 @@ def load_whole(
     from .paddle_adapter import PaddleAdapter
 
     adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
-    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads, _arranger(options))
+    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads, arranger_of(options))
 
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:

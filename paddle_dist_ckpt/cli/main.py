@@ -22,6 +22,7 @@ from .merge import merge
 from .output import clean
 from .prune import prune
 from .rebuild import rebuild
+from .recipes import recipes
 from .report import report
 from .verify import verify
 
@@ -34,6 +35,7 @@ _COMMANDS = (
     report,
     verify,
     diff,
+    recipes,
     copy,
     delete,
     prune,
