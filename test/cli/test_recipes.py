@@ -16,7 +16,8 @@ from test.jobs import load_whole, make_array, save_alone
 FUSED = """
 from paddle_dist_ckpt import concat, stored
 
-recipes = {"net.{i}.qk": concat(stored("model.{i}.q").T, stored("model.{i}.k").T, axis=1), "half": stored("model.w")[:2]}
+fused = concat(stored("model.{i}.q").T, stored("model.{i}.k").T, axis=1)
+recipes = {"net.{i}.qk": fused, "half": stored("model.w")[:2]}
 gone = {"x": stored("model.v"), "y": stored("model.w")[:9], "half": stored("model.w").cast("float16")}
 number = 7
 
