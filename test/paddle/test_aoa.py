@@ -23,10 +23,12 @@ from paddle_dist_ckpt import (
     export,
     install,
     load_merged_state_dict,
+    read_metadata,
     save_state_dict,
     stored,
 )
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.loading.answering import stored_tensors
 from paddle_dist_ckpt.wiring import load_with, paddles
 from test.paddle.layouts import Array
 from test.paddle.tensors import to_array
@@ -403,6 +405,66 @@ def test_a_number_of_stored_parts_that_is_not_known_is_refused(tmp_path: Path, h
         assert "aoa_config: ffn: the checkpoint does not tell in how many parts" in str(error)
     raise_first(loaded(tmp_path, states, {"aoa_statements": ["ffn -> x"]}))  # the others do not ask
     assert_same(to_array(states[1]["ffn"]), array)
+
+
+def saved_by_paddle(path: Path, arrays: dict[str, Array], parts: dict[str, list[Part]], ranks: int) -> None:
+    """Write what Paddle's own function writes on so many ranks."""
+    classes: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.metadata")
+    described: dict[str, list[Any]] = {key: [] for key in arrays}
+    places: dict[Any, str] = {}
+    path.mkdir()
+    for rank in range(ranks):
+        name = f"{rank}_0.distcp"
+        held = weights(arrays, parts, rank)
+        paddle.save({key: weight.local_tensor for key, weight in held.items()}, str(path / name))
+        for key, weight in held.items():
+            flat = weight.flattened_range and (weight.flattened_range.start, weight.flattened_range.stop)
+            shape, offset, is_flat = weight.local_shape, weight.global_offset, weight.is_flattened
+            dtype = str(arrays[key].dtype)
+            described[key].append(classes.LocalTensorMetadata(offset, shape, dtype, weight.global_shape, is_flat, flat))
+            index = classes.LocalTensorIndex(key, offset, is_flat, flat, None, shape)
+            places[index] = name
+    metadata = classes.Metadata(described, places, {key: (key,) for key in arrays})
+    paddle.save(metadata, str(path / "0.metadata"))
+
+
+@pytest.mark.parametrize("how", ["columns", "rows", "flat", "flat columns"])
+@pytest.mark.parametrize("statement", ["ffn -> gate, up, fused_ffn", "ffn -> t, fused_ffn, axis=0"])
+def test_paddles_checkpoints_tell_in_how_many_parts_tensors_were(
+    tmp_path: Path, how: str, statement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paddle.Tensor, "cuda", lambda self, *_, **__: self)  # as there is none
+    array, ranks = array_of((8, 16), "float32", 0), 4 if how == "flat columns" else 2
+    parts = {"ffn": cut(how, array.shape, ranks)}
+    saved_by_paddle(tmp_path / "paddles", {"ffn": array}, parts, ranks)
+    taken_apart = {"gate": (8, 8), "up": (8, 8)} if "gate" in statement else {"ffn": (8, 16)}
+    statements = [statement] if "gate" in statement else [statement, "t -> ffn"]
+    targets = {key: np.full(shape, 7, "float32") for key, shape in taken_apart.items()}
+    here = {key: cut("whole", target.shape, 1) for key, target in targets.items()}
+    theirs, ours = weights(targets, here, 0), weights(targets, here, 0)
+    config = {"aoa_statements": statements, "enable_traceback": False}
+    dist.load_state_dict(theirs, str(tmp_path / "paddles"), aoa_config=config)
+    raise_first(loaded(tmp_path / "paddles", [ours], config))
+    for key in targets:
+        assert_same(to_array(ours[key].local_tensor), to_array(theirs[key].local_tensor))
+    counts = {"columns": 2, "rows": 2, "flat": 1, "flat columns": 2}
+    assert len(stored_tensors(read_metadata(tmp_path / "paddles"))["ffn"].offsets) == counts[how]
+    other = array.copy() if "gate" in statement else None
+    if other is not None:  # it matters: with another number of parts something else comes out
+        pieces = np.split(array, 2 * counts[how], axis=1)
+        assert_same(to_array(ours["gate"].local_tensor), np.concatenate(pieces[::2], axis=1))
+
+
+def test_a_state_tells_in_how_many_parts_its_parameter_was(tmp_path: Path) -> None:
+    arrays = {key: array_of((4, 16), "float32", i) for i, key in enumerate(("ffn", "ffn.moment1_0"))}
+    parts = {"ffn": cut("rows", (4, 16), 2), "ffn.moment1_0": cut("columns", (4, 16), 2)}
+    raise_first(saved(tmp_path, *(weights(arrays, parts, rank) for rank in range(2))))
+    (target,) = states = [
+        {"gate": tensor_of(np.zeros((4, 8), "float32")), "up": tensor_of(np.zeros((4, 8), "float32"))}
+    ]
+    raise_first(loaded(tmp_path, states, {"aoa_statements": ["ffn -> gate, up, fused_ffn"]}))
+    pieces = np.split(arrays["ffn"], 4, axis=1)
+    assert_same(to_array(target["gate"]), np.concatenate(pieces[::2], axis=1))
 
 
 @pytest.mark.parametrize(
