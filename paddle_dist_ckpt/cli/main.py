@@ -44,7 +44,8 @@ _COMMANDS = (
     convert,
 )
 
-_HELP = """Look inside checkpoints, check, compare, copy and mend them. Needs neither Paddle nor a GPU.
+_HELP = """Look inside checkpoints, check, compare, copy and mend them. Needs neither Paddle (but for an
+aoa_config) nor a GPU.
 
 PATH is a checkpoint's folder: one of this library, or one that Paddle, PyTorch or Hugging Face have written.
 

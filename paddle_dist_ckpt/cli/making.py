@@ -21,7 +21,7 @@ from ..storage.base import Storage
 from ..wiring import arranger_of
 from .inspection import matches
 
-__all__ = ["MadeFacts", "RecipesFacts", "read_rules", "recipes_facts"]
+__all__ = ["MadeFacts", "PartFacts", "RecipesFacts", "read_rules", "recipes_facts"]
 
 _NAMES = ("recipes", "aoa_config")  # of what a file of Python has, if it is not said
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.box import whole
 from ..core.parts import Arranged, Arranger, Part, SourceTensor, WantedTensor
@@ -12,6 +12,20 @@ from ..recipes import Recipe, filled, placeholders, stored_keys
 from .recipes import Matching, key_pattern, match_recipes
 
 __all__ = ["RecipeArranger", "is_itself"]
+
+
+class AllMade(NamedTuple):
+    """All that is made of a checkpoint.
+
+    Attributes:
+        tensors: What is made, or left as it is stored, by flat key.
+        sources: The flat keys that recipes speak of, those that do not fit as well.
+        problems: What does not fit, a line each.
+    """
+
+    tensors: dict[str, Arranged]
+    sources: set[str]
+    problems: list[str]
 
 
 class RecipeArranger:
@@ -34,23 +48,18 @@ class RecipeArranger:
     ) -> dict[str, Arranged | None]:
         """See :class:`..core.parts.Arranger`. What does not fit is left out."""
         if wanted is None:
-            return dict(self.make(stored, str)[0])
+            return dict(self.make(stored, str).tensors)
         matching = match_recipes(self._recipes, {key: key for key in wanted})
         others = {key: tensor for key, tensor in wanted.items() if key not in matching.recipes}
         found = self._rest.arrange(stored, others) if self._rest is not None else {}
         return {**found, **_made(matching, stored, str)[0]}
 
-    def make(
-        self, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]
-    ) -> tuple[dict[str, Arranged], list[str]]:
-        """All that the recipes make, and what they and the statements of the rest use nothing of, by flat key.
+    def make(self, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]) -> AllMade:
+        """All that the recipes make, and what they and the statements of the rest use nothing of.
 
         Args:
             stored: The stored tensors, by flat key.
             absent: Says what the checkpoint has at a flat key at which it has no tensor.
-
-        Returns:
-            The tensors; and what does not fit, a line each.
         """
         keys, problems = _wanted_keys(self._recipes, stored)
         matching = match_recipes(self._recipes, {key: key for key in keys})
@@ -62,7 +71,7 @@ class RecipeArranger:
             for key, one in left.items()
             if one is not None and key not in matching.recipes and not (key in used and is_itself(key, one, stored))
         }
-        return {**kept, **made}, problems + more
+        return AllMade({**kept, **made}, set(matching.sources), problems + more)
 
 
 def is_itself(key: str, arranged: Arranged, stored: Mapping[str, SourceTensor]) -> bool:

@@ -27,10 +27,10 @@ from .load import LeavesLoad
 from .making import RecipeArranger, is_itself
 from .reading import LoadContext
 
-__all__ = ["all_made", "load_merged", "made_leaves"]
+__all__ = ["load_merged"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-Empty = Callable[[tuple[int, ...], DType], Any]
+_Empty = Callable[[tuple[int, ...], DType], Any]
 """Makes a tensor that can be filled."""
 
 
@@ -57,8 +57,8 @@ def load_merged(
         while True:
             metadata = read_checkpoint(storage, unique_id)
             if arranger is not None:
-                made = all_made(storage, metadata, arranger, bool(options.strict))
-                leaves, chosen = made_leaves(metadata, made, adapter.empty, selection)
+                made = _all_made(storage, metadata, arranger, bool(options.strict))
+                leaves, chosen = _made_leaves(metadata, made, adapter.empty, selection)
                 return leaves
             chosen = select(metadata, selection)
             try:
@@ -85,13 +85,13 @@ def load_merged(
     return tree
 
 
-def all_made(storage: Storage, metadata: Metadata, arranger: RecipeArranger, strict: bool) -> dict[str, Arranged]:
+def _all_made(storage: Storage, metadata: Metadata, arranger: RecipeArranger, strict: bool) -> dict[str, Arranged]:
     """All that is made of a checkpoint's tensors, and those that are left, by flat key.
 
     Raises:
         StateDictMismatchError: recipes and the checkpoint do not fit together, and it is to be strict.
     """
-    made, problems = arranger.make(stored_tensors(metadata), Answering(metadata, {}).what_is)
+    made, _, problems = arranger.make(stored_tensors(metadata), Answering(metadata, {}).what_is)
     if problems and strict:
         where = f"checkpoint {metadata.unique_id} in {storage.location}"
         text = f"{where} does not fit the recipes; {len(problems)} problem(s):"
@@ -103,8 +103,8 @@ def all_made(storage: Storage, metadata: Metadata, arranger: RecipeArranger, str
     return made
 
 
-def made_leaves(
-    metadata: Metadata, made: Mapping[str, Arranged], empty: Empty, selection: Selection
+def _made_leaves(
+    metadata: Metadata, made: Mapping[str, Arranged], empty: _Empty, selection: Selection
 ) -> tuple[Leaves, dict[str, str]]:
     """What is made of a checkpoint's tensors, and its values, as far as they are selected; their paths, each with the
     one under which it is returned, which has the flat key as its one part."""
@@ -136,7 +136,7 @@ def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
     return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
-def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, empty: Empty) -> None:
+def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, empty: _Empty) -> None:
     table = metadata.table
     place = table.index.get(path)
     if place is None or table.kinds[place] == Kind.VALUE:
@@ -151,7 +151,7 @@ def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, empty: Empty) -> No
         leaves.tensors.append(_empty(empty, shape, dtype, metadata.key(path)))
 
 
-def _empty(empty: Empty, shape: tuple[int, ...], dtype: DType, key: str) -> Any:
+def _empty(empty: _Empty, shape: tuple[int, ...], dtype: DType, key: str) -> Any:
     try:
         return empty(shape, dtype)
     except (RuntimeError, OSError, MemoryError) as error:

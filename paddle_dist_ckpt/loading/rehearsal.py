@@ -86,10 +86,11 @@ def rehearse(
         targets: What is wanted; None for all that is made, and all that is left, as a merged load wants it.
         cast: See :class:`paddle_dist_ckpt.LoadOptions`.
     """
-    stored, problems, matching = stored_tensors(metadata), list[str](), Matching()
+    stored, matching = stored_tensors(metadata), Matching()
+    sources, problems = set[str](), list[str]()
     arranged: Mapping[str, Arranged | None] = {}
     if targets is None:
-        made, problems = RecipeArranger(recipes, rest).make(stored, Answering(metadata, {}).what_is)
+        made, sources, problems = RecipeArranger(recipes, rest).make(stored, Answering(metadata, {}).what_is)
         targets, arranged = {key: (one.shape, _dtype_of(one, stored)) for key, one in made.items()}, made
     else:
         matching = match_recipes(recipes, {join("", key): key for key in targets})
@@ -115,7 +116,7 @@ def rehearse(
         made=[one._replace(nbytes=reads.get(path, 0)) for path, one in found.items()],
         as_stored=[key for path, key in _keys(wanted) if path not in found and path not in gone and key not in bad],
         left=[f"{key}: {fit.answer.skipped[path]}" for path, key in _keys(wanted) if path in fit.answer.skipped],
-        unused=[metadata.key(path) for path in tensors if path not in answering.asked],
+        unused=[key for path in tensors if (key := metadata.key(path)) not in sources and path not in answering.asked],
         problems=problems,
         nbytes=nbytes,
     )

@@ -77,6 +77,7 @@ def test_what_does_not_fit(saved: Path, tmp_path: Path) -> None:
         "x: it is made of model.v, which in the checkpoint is missing",
         "y: stored('model.w')[:9]: no such part of a tensor of shape [4, 5]",
     ]
+    assert facts["unused"] == []  # what is asked for wrongly is asked for
     text = run("recipes", saved, f"{tmp_path}/rules.py:gone", code=1)
     assert "2 problems, for which a load would be refused:\n  x: it is made of" in text
 
