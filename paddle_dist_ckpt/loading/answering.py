@@ -132,7 +132,7 @@ class Answering:
         """A stored tensor of which wanted ones are made."""
         path = self._path_of_key(key)
         place = self._index.get(path)
-        if place is None or place in self._blobs or is_own(path):
+        if place is None or place in self._blobs:
             found.absent[key] = self._what_is(path)
         else:
             found.tensors.add(place)
@@ -316,14 +316,14 @@ class Answering:
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
-    """All tensors of a checkpoint by flat key, but for arrays of which every rank has its own."""
+    """All tensors of a checkpoint by flat key."""
     table, of_job = metadata.table, metadata.job_offsets
     offsets = [_job_offsets(layout, metadata.format) for layout in table.layouts]
     columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
     return {
         metadata.key(path): SourceTensor(table.layouts[layout].shape, dtype, of_job.get(path, offsets[layout]))
         for path, dtype, layout, kind in columns
-        if kind != Kind.VALUE and not is_own(path)
+        if kind != Kind.VALUE
     }
 
 

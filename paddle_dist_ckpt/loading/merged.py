@@ -111,7 +111,6 @@ def _made_leaves(
     table = metadata.table
     stored = stored_tensors(metadata)
     values = [path for path, kind in zip(table.paths, table.kinds.tolist(), strict=True) if kind == Kind.VALUE]
-    values += [path for path in table.paths if is_own(path)]
     paths = {metadata.key(path): path for path in (*values, *(path for path, _ in metadata.value_records))}
     of_key = {metadata.key(path): path for path in table.paths}
     paths |= {key: of_key[key] if is_itself(key, one, stored) else join("", key) for key, one in made.items()}
