@@ -157,7 +157,7 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(WantedPaths(table.paths), {})))
     wanted = _wanted(table, ranks // 2)
     adapter = NumpyAdapter()
-    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False, (), adapter))
+    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False, (), adapter.devices))
     assert not fit.problems
     return {
         "metadata_bytes": len(data),

@@ -181,6 +181,8 @@ def load_merged_state_dict(
     Raises:
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
+        StateDictMismatchError: recipes do not fit the checkpoint.
+        ValueError: statements of an aoa_config cannot be done.
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
     unique_id = checked_id(unique_id)

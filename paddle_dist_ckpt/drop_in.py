@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from .api import load_merged_state_dict, read_metadata
 from .control.ranks import Ranks
-from .export_calls import export
+from .export_calls import export_request
 from .files.metadata import Metadata
 from .files.names import metadata_id
 from .folder.checkpoint import why_unknown
@@ -25,7 +25,7 @@ from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .storage import LocalStorage, as_source
-from .wiring import connected, load_with, paddles, save_with
+from .wiring import connected, export_filled_with, export_with, load_with, members, paddles, save_with
 
 __all__ = ["install", "uninstall"]
 
@@ -238,21 +238,26 @@ class _DropIn:
         aoa_config: Any = None,
         safetensors: bool = False,
     ) -> ExportReport:
-        """:func:`paddle_dist_ckpt.export` as safetensors, called as Paddle's function of this name is."""
+        """:func:`paddle_dist_ckpt.export` as safetensors, called as Paddle's function of this name is.
+
+        With an ``aoa_config`` the stored keys are written, each as the statements fill it.
+        """
         _log_without_effect("merge_sharded_state_dict", safetensors=safetensors)
+        options = self.load_options
         if aoa_config is not None:
-            raise NotImplementedError(_NO_AOA)
-        if safetensor_prefix != "model":
-            raise NotImplementedError(f"safetensor_prefix={safetensor_prefix!r}: files are called model*.safetensors")
+            options = dataclasses.replace(options, aoa_config=aoa_config)
         keys = [
-            glob.escape(key)
+            key
             for key in read_metadata(load_path, unique_id).state_dict_metadata
             if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
         ]
-        options = self.load_options
-        return export(
-            load_path, save_path, unique_id=unique_id, keys=keys, process_group=process_group, options=options
-        )
+        if aoa_config is None:
+            request = export_request(
+                save_path, unique_id=unique_id, keys=list(map(glob.escape, keys)), stem=safetensor_prefix
+            )
+            return export_with(members(process_group, options), load_path, request, options)
+        request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix)
+        return export_filled_with(connected(process_group, 0, options), load_path, request, options, offload)
 
     def clear_async_save_task_queue(self) -> None:
         """Wait until the saves in the background have ended.
@@ -325,7 +330,6 @@ def _refuse(ranks: Ranks, options: LoadOptions, error: Exception) -> NoReturn:
         raise error
 
 
-_NO_AOA = "merge_sharded_state_dict has no aoa_config here; pass None. load_merged_state_dict takes one"
 _NO_TRANSFORM = (
     "load_transform is not supported: tensors are loaded as they were saved, and what is quantized is for the program "
     "to convert. Pass None"

@@ -13,7 +13,7 @@ from .options import LoadOptions, SaveOptions, as_integer, checked
 from .reports import ExportReport
 from .wiring import checked_id, connected, export_state_with, export_with, members
 
-__all__ = ["export", "export_state_dict"]
+__all__ = ["export", "export_request", "export_state_dict"]
 
 
 def export(
@@ -68,7 +68,7 @@ def export(
         >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
-    request = _export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
+    request = export_request(out, format, unique_id, prefix, keys, dtype, max_shard_bytes)
     return export_with(members(process_group, options), path, request, options)
 
 
@@ -109,20 +109,28 @@ def export_state_dict(
         What :func:`save_state_dict` and :func:`export` raise. Then there is no ``out``.
     """
     options = checked("options", options, SaveOptions) or SaveOptions()
-    request = _export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)
+    request = export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)
     ranks = connected(process_group, coordinator_rank, options)
     return export_state_with(ranks, state_dict, request, options)
 
 
-def _export_request(
+def export_request(
     out: str | os.PathLike[str],
-    format: str,
-    unique_id: int | None,
-    prefix: str | None,
-    keys: str | Collection[str] | None,
-    dtype: str | None,
-    max_shard_bytes: int,
+    format: str = "safetensors",
+    unique_id: int | None = None,
+    prefix: str | None = None,
+    keys: str | Collection[str] | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    stem: str = "model",
 ) -> ExportRequest:
+    """What :func:`export` is asked for, checked; ``stem`` is what the names of safetensors files begin with.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+    """
+    if not isinstance(stem, str) or not stem or stem.startswith(".") or "/" in stem or "\0" in stem:
+        raise ValueError(f"the names of files cannot begin with {stem!r}")
     checked("prefix", prefix, str)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
@@ -133,5 +141,5 @@ def _export_request(
     wanted = checked_keys(keys)
     place, number = os.path.abspath(os.fspath(out)), checked_id(unique_id)
     return ExportRequest(
-        place, format, number, prefix, None if wanted is None else list(wanted), dtype, int(max_shard_bytes)
+        place, format, number, prefix, None if wanted is None else list(wanted), dtype, int(max_shard_bytes), stem
     )

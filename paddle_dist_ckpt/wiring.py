@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -11,12 +12,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from .control.ranks import Ranks
-from .core.parts import Arranger
+from .core.parts import Arranger, SourceTensor
 from .exporting.export import check_free, export_checkpoint
 from .exporting.formats import ExportRequest
+from .files.metadata import Metadata
 from .files.names import MOST_IDS
+from .folder.checkpoint import read_checkpoint
 from .folder.selection import Selection
+from .loading.answering import stored_tensors
 from .loading.load import load
 from .loading.merged import load_merged
 from .loading.reading import LoadContext
@@ -31,8 +37,10 @@ from .tree.state_dict import Adapter
 
 __all__ = [
     "Find",
+    "arranger_of",
     "checked_id",
     "connected",
+    "export_filled_with",
     "export_state_with",
     "export_with",
     "load_whole",
@@ -42,6 +50,7 @@ __all__ = [
     "save_with",
 ]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
 
@@ -111,12 +120,12 @@ def load_with(
         _check_bool("offload", offload)
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
-        arranger = _arranger(options)
+        arranger = arranger_of(options)
         context = LoadContext(as_source(path), session, transport, adapter, options, threads, offload, arranger)
         return load(state_dict, context, unique_id)
 
 
-def _arranger(options: LoadOptions) -> Arranger | None:
+def arranger_of(options: LoadOptions) -> Arranger | None:
     """What reads Paddle's own configuration of what tensors are made of, if there is one."""
     if options.aoa_config is None or not options.aoa_config.get("aoa_statements"):
         return None
@@ -143,7 +152,7 @@ def load_whole(
     from .paddle_adapter import PaddleAdapter
 
     adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
-    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads, _arranger(options))
+    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads, arranger_of(options))
 
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
@@ -175,6 +184,56 @@ def export_state_with(
     finally:
         if session.rank == session.coordinator:
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+def export_filled_with(
+    ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions, offload: bool = False
+) -> ExportReport:
+    """Export tensors under the keys, in the shapes and of the types that a checkpoint has, as a load with these options
+    fills them; together with other ranks, of which each holds as many of them whole.
+
+    What the load leaves as it is is left out.
+    """
+    from .paddle_adapter import PaddleAdapter
+
+    found: list[Metadata] = []
+
+    def read() -> bytes:
+        found.append(read_checkpoint(as_source(path), request.unique_id))
+        return b""
+
+    def check(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        check_free(request)
+        return dict.fromkeys(messages, b"")
+
+    with ranks.hub.session("merge_sharded_state_dict", options.timeout) as session:
+        session.gather_scatter("read", read, check)
+    (metadata,) = found
+    stored, place = stored_tensors(metadata), "cpu" if offload else None
+    asked = set(stored if request.keys is None else request.keys)
+    keys = [key for key in stored if key in asked]
+    mine = keys[session.ranks.index(session.rank) :: len(session.ranks)]
+    adapter = PaddleAdapter(session.rank, piece_bytes(options.staging_bytes), place)
+    state = {key: adapter.empty(stored[key].shape, stored[key].dtype) for key in mine}
+    find = paddles(ranks, state, options.staging_bytes)
+    report = load_with(ranks, find, path, metadata.unique_id, options, offload)
+    if session.rank == session.coordinator:
+        _warn_of_new(options, stored)
+    left = {line.partition(": ")[0] for line in report.skipped}
+    saving = SaveOptions(timeout=options.timeout, progress=options.progress)
+    state = {key: tensor for key, tensor in state.items() if key not in left}
+    request = msgspec.structs.replace(request, keys=None, unique_id=None)
+    return export_state_with(ranks, state, request, saving)
+
+
+def _warn_of_new(options: LoadOptions, stored: Mapping[str, SourceTensor]) -> None:
+    arranger = arranger_of(options)
+    made = {} if arranger is None else arranger.arrange(stored, None)
+    new = [key for key in made if key not in stored]
+    if new:
+        _logger.warning(
+            "only tensors under stored keys are written, as Paddle does it, and not %s", ", ".join(new[:20])
+        )
 
 
 def members(process_group: Any, options: LoadOptions) -> Ranks:

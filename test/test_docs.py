@@ -77,7 +77,13 @@ def test_all_python_in_the_pages_is_marked_and_found() -> None:
     for text in (EVERYTHING["README"], *pages("en").values(), *pages("cn").values()):
         marked = [mark for mark, _ in blocks(text) if not mark.startswith("example")]
         assert len(marked) == text.count("code-block:: python") + text.count("```python")
-        assert set(marked) <= {"runnable", "runnable with 2 ranks", "runnable with PaddleFormers", "reader"}
+        assert set(marked) <= {
+            "runnable",
+            "runnable with 2 ranks",
+            "runnable with PaddleFormers",
+            "reader",
+            "recipes.py",
+        }
         runnable = sum(line.startswith((".. runnable", "<!-- runnable")) for line in text.splitlines())
         assert sum(mark.startswith("runnable") for mark in marked) == runnable
 
@@ -168,13 +174,16 @@ def _make_checkpoints() -> None:
         save_alone({"model": arrays, "step": step}, step_folder(Path("run-7"), step), step, options=options)
     shutil.copytree(GOLDEN / "paddle-3.3.1-nested", "old")
     Path("old/expected.npz").unlink()
+    Path("recipes.py").write_text(
+        next(code for mark, code in blocks(pages("en")["command_line"]) if mark == "recipes.py")
+    )
 
 
 def test_the_examples_of_the_command_line_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _make_checkpoints()
     varies = re.compile(r"\d{4}-\d\d-\d\dT[\d:]+\+00:00|(?<=report\.html: )[\d.]+")
-    shown = "".join(code for _, code in blocks(pages("en")["command_line"]))
+    shown = "".join(code for mark, code in blocks(pages("en")["command_line"]) if mark != "recipes.py")
     assert {args[0] for args in map(shlex.split, re.findall(r"^\$ paddle-dist-ckpt (.*)", shown, re.MULTILINE))} == {
         command.callback.__name__ for command in app.registered_commands if command.callback
     }

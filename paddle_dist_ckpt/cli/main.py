@@ -22,6 +22,7 @@ from .merge import merge
 from .output import clean
 from .prune import prune
 from .rebuild import rebuild
+from .recipes import recipes
 from .report import report
 from .verify import verify
 
@@ -34,6 +35,7 @@ _COMMANDS = (
     report,
     verify,
     diff,
+    recipes,
     copy,
     delete,
     prune,
@@ -42,7 +44,8 @@ _COMMANDS = (
     convert,
 )
 
-_HELP = """Look inside checkpoints, check, compare, copy and mend them. Needs neither Paddle nor a GPU.
+_HELP = """Look inside checkpoints, check, compare, copy and mend them. Needs neither Paddle (but for an
+aoa_config) nor a GPU.
 
 PATH is a checkpoint's folder: one of this library, or one that Paddle, PyTorch or Hugging Face have written.
 

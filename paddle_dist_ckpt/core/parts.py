@@ -17,7 +17,8 @@ class SourceTensor(NamedTuple):
     Attributes:
         shape: Its global shape.
         dtype: Its element type.
-        offsets: Where its stored boxes start, ascending.
+        offsets: Where the boxes start that ranks of the job had of it that saved it, each once, ascending; empty if
+            that is not known.
     """
 
     shape: tuple[int, ...]
@@ -86,10 +87,12 @@ class Arranged(NamedTuple):
     Attributes:
         shape: The shape of what is made.
         parts: The parts, which tile it.
+        dtype: The name of its element type, where the parts do not say it because there are none.
     """
 
     shape: tuple[int, ...]
     parts: list[Part]
+    dtype: str | None = None
 
 
 class Arranger(Protocol):

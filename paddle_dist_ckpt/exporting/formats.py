@@ -41,6 +41,7 @@ class ExportRequest(msgspec.Struct, frozen=True):
         keys: Flat keys, or patterns.
         dtype: The floating-point type to convert to, or None.
         max_shard_bytes: The most bytes of tensors in a file, if there are several.
+        stem: What the names of safetensors files begin with.
     """
 
     out: str
@@ -50,6 +51,7 @@ class ExportRequest(msgspec.Struct, frozen=True):
     keys: list[str] | None
     dtype: str | None
     max_shard_bytes: int
+    stem: str = "model"
 
 
 prepare([ExportRequest])
@@ -160,7 +162,7 @@ def _divided(job: _Job, files: list[ExportFile]) -> ExportPlan:
 
 
 def _safetensors(chosen: _Selected, job: _Job) -> ExportPlan:
-    return _divided(job, plan_safetensors(chosen.tensors, job.request.max_shard_bytes))
+    return _divided(job, plan_safetensors(chosen.tensors, job.request.max_shard_bytes, job.request.stem))
 
 
 def _paddle(chosen: _Selected, job: _Job) -> ExportPlan:

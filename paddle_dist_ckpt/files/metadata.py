@@ -119,6 +119,8 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
             how many there are, and their CRC-32.
         left_out: What it has beside that and is not read, by path, with the reason.
         times: How long the save took on each rank; None if that is not known.
+        job_offsets: Where the boxes start that ranks had of a tensor, by path, where that format tells it and the
+            boxes that are stored do not.
     """
 
     user_tree: Any
@@ -129,6 +131,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     checksums: Sequence[tuple[int, int, int, int]] = ()
     left_out: dict[str, str] = {}
     times: SaveTimes | None = None
+    job_offsets: dict[str, list[tuple[int, ...]]] = {}
 
     @cached_property
     def user_metadata(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.columns import pack_column
 from ..core.parts import Arranged, SourceTensor
-from ..core.shards import Kind
+from ..core.shards import Kind, Layout
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
@@ -138,6 +138,10 @@ class Answering:
             found.tensors.add(place)
             found.sources[key] = path
 
+    def what_is(self, key: str) -> str:
+        """What the checkpoint has at a flat key."""
+        return self._what_is(self._path_of_key(key))
+
     def _nested_otherwise(self, wanted: WantedPaths) -> dict[str, str]:
         """Where what is wanted is stored under the same flat key, nested in other dicts: the only one, for only one.
 
@@ -255,6 +259,8 @@ class Answering:
         return self._paths[first:last]
 
     def _what_is(self, path: str) -> str:
+        if is_own(path) and path in self._index:
+            return "what one rank has saved of its own, and no tensor"
         if self._is_value(path):
             return "a value"
         if path in self._index:
@@ -263,8 +269,9 @@ class Answering:
             return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
         if path in self._metadata.left_out:
             return f"something that is not read: {self._metadata.left_out[path]}"
-        if self._below(path):
-            return "a container"
+        below = self._below(path)
+        if below:
+            return "what every rank has saved of its own, and no tensor" if is_own(below[0]) else "a container"
         self._missing += 1
         return f"missing{self._hint(path) if self._missing <= _MOST_HINTS else ''}"
 
@@ -309,15 +316,26 @@ class Answering:
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
-    """All tensors of a checkpoint by flat key, with where their boxes start."""
-    table = metadata.table
-    offsets = [list(map(tuple, layout.boxes.offset.tolist())) for layout in table.layouts]
+    """All tensors of a checkpoint by flat key."""
+    table, of_job = metadata.table, metadata.job_offsets
+    offsets = [_job_offsets(layout, metadata.format) for layout in table.layouts]
     columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
     return {
-        metadata.key(path): SourceTensor(table.layouts[layout].shape, dtype, offsets[layout])
+        metadata.key(path): SourceTensor(table.layouts[layout].shape, dtype, of_job.get(path, offsets[layout]))
         for path, dtype, layout, kind in columns
         if kind != Kind.VALUE
     }
+
+
+def _job_offsets(layout: Layout, kind: str) -> list[tuple[int, ...]]:
+    """Where the boxes start that ranks had of a tensor that is stored in this layout; empty if that is not known.
+
+    A save of this library divides rows further, those of replicas and of flat ranges. What is whole, or cut along
+    other dimensions alone, is as ranks had it.
+    """
+    offsets: list[tuple[int, ...]] = list(map(tuple, layout.boxes.offset.tolist()))
+    rows_are_whole = layout.shape[:1] > (1,) and all(offset[0] == 0 for offset in offsets)
+    return offsets if kind != "native" or len(offsets) <= 1 or rows_are_whole else []
 
 
 def _scheduler_of(path: str) -> str | None:

@@ -13,10 +13,11 @@ import numpy as np
 from ..core.box import Box
 from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray
+from ..core.device_memory import DeviceAccess
 from ..core.grouping import group_rows
-from ..core.tensors import TensorAdapter
 from ..files.reader import Batch, Consumer, ItemKind, StoredEntry
 from ..files.runs import OpenFile
+from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, ShardNeed
@@ -35,7 +36,8 @@ class Fit:
     Its needs are the overlaps of targets with stored shards, numbered from 0. Its columns have a row for each need
     (``[needs]``), or for needs that are alike in all their boxes (``[kinds, dimensions]``).
 
-    ``left_out`` are stored values that this rank does not take, ``resize`` is ``LoadOptions.resize``.
+    ``left_out`` are stored values that this rank does not take, ``devices`` reaches the memory of devices, if tensors
+    are there, ``resize`` is ``LoadOptions.resize``.
 
     Attributes:
         targets: What is filled.
@@ -53,7 +55,7 @@ class Fit:
         wanted: WantedState,
         cast: bool,
         left_out: Collection[str],
-        adapter: TensorAdapter,
+        devices: DeviceAccess | None,
         resize: Rules = MappingProxyType({}),
     ) -> None:
         self.answer, self.wanted = answer, wanted
@@ -62,7 +64,7 @@ class Fit:
         self.problems = wanted.problems + _unfit(answer, wanted)
         self.problems += [f"{key}: a recipe, and no rank has such a tensor" for key in answer.unmatched]
         parts = expand(wanted.tensors, wanted.made.recipes, answer, self._table, cast)
-        self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, adapter, resize)
+        self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resize)
         self.problems += parts.problems + list(dict.fromkeys(self.targets.problems))
         self._plan()
         left = [f"{plain_key(path)}: {reason}" for path, reason in answer.skipped.items()]
@@ -147,6 +149,28 @@ class Fit:
         nbytes = np.zeros(int(file.max(initial=-1)) + 1, np.int64)
         np.add.at(nbytes, file, np.where(contiguous[self._like], self._nbytes, self._entry_bytes))
         return {self.stored.file_name(i): int(nbytes[i]) for i in np.unique(file).tolist()}
+
+    def bytes_to_read(self) -> tuple[dict[str, int], int]:
+        """How many bytes the blocks have that hold what each wanted path needs; and all paths together, which may share
+        some."""
+        by_path: dict[str, dict[int, list[int]]] = {}
+        by_shard: dict[int, list[int]] = {}
+        for need, shard in enumerate(self._shard.tolist()):
+            path = self.targets.path(int(self._target[need]))
+            for shards in (by_path.setdefault(path, {}), by_shard):
+                shards.setdefault(shard, []).append(need)
+        return {path: self._touched_bytes(shards) for path, shards in by_path.items()}, self._touched_bytes(by_shard)
+
+    def _touched_bytes(self, shards: Mapping[int, list[int]]) -> int:
+        """How many bytes the blocks of some shards have that hold some needs."""
+        size, total = self.answer.block_bytes, 0
+        for shard, needs in shards.items():
+            entry_bytes = int(self._entry_bytes[needs[0]])
+            itemsize = int(self._table.itemsizes[self._table.shard_tensor[shard]])
+            boxes = [self._boxes(need)[2] for need in needs]
+            for start, stop in touched_blocks(self._boxes(needs[0])[3], itemsize, boxes, size):
+                total += min(stop * size, entry_bytes) - start * size
+        return total
 
     @cached_property
     def _is_batched(self) -> Mask:

@@ -210,7 +210,7 @@ class LeavesLoad:
     def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
         session, options = self.context.session, self.context.options
         left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)
-        fit = Fit(answer, wanted, options.cast, left_out, self.context.adapter, options.resize or {})
+        fit = Fit(answer, wanted, options.cast, left_out, self.context.adapter.devices, options.resize or {})
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if options.exchange != "always" or len(session.ranks) == 1:

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..control import NoTransport, SoloHub
-from ..core.dtypes import DTYPES, DType, arithmetic_dtype, dtype_named
-from ..core.parts import Arranger
+from ..core.dtypes import DType, arithmetic_dtype, dtype_named
+from ..core.parts import Arranged, Arranger
 from ..core.shards import Kind
-from ..errors import CheckpointCorruptedError, CheckpointError
+from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes, read_checkpoint
 from ..folder.selection import Selection, select, select_keys
 from ..options import LoadOptions
 from ..storage.base import Storage
-from ..tree.paths import flat_keys, join
+from ..tree.paths import flat_keys, is_own, join
 from ..tree.state_dict import Adapter, Leaves, build_tree
-from .answering import stored_tensors
+from .answering import Answering, stored_tensors
 from .load import LeavesLoad
+from .making import RecipeArranger, is_itself
 from .reading import LoadContext
 
 __all__ = ["load_merged"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_Empty = Callable[[tuple[int, ...], DType], Any]
+"""Makes a tensor that can be filled."""
 
 
 def load_merged(
@@ -36,14 +42,10 @@ def load_merged(
     flat: bool,
     options: LoadOptions,
     threads: int | None = None,
-    arranger: Arranger | None = None,
+    rest: Arranger | None = None,
 ) -> dict[Any, Any]:
-    """See :func:`paddle_dist_ckpt.load_merged_state_dict`."""
-    if options.recipes:
-        raise ValueError(
-            "LoadOptions(recipes=...) is for loads into tensors that are there; a merged load makes those that are "
-            "stored"
-        )
+    """See :func:`paddle_dist_ckpt.load_merged_state_dict`. ``rest`` says what is made without ``options.recipes``."""
+    arranger = RecipeArranger(options.recipes or {}, rest) if options.recipes or rest is not None else None
     restarts = Restarts(storage)
     metadata: Metadata
     chosen: dict[str, str]
@@ -55,7 +57,8 @@ def load_merged(
         while True:
             metadata = read_checkpoint(storage, unique_id)
             if arranger is not None:
-                leaves, chosen = _arranged_leaves(metadata, selection, arranger, adapter)
+                made = _all_made(storage, metadata, arranger, bool(options.strict))
+                leaves, chosen = _made_leaves(metadata, made, adapter.empty, selection)
                 return leaves
             chosen = select(metadata, selection)
             try:
@@ -66,12 +69,12 @@ def load_merged(
                 raise
             leaves = Leaves()
             for path in chosen:
-                _add_leaf(leaves, metadata, path, adapter)
+                _add_leaf(leaves, metadata, path, adapter.empty)
             return leaves
 
     with SoloHub().session("load", options.timeout) as session:
         # Whole tensors are loaded under the keys that they have, and those that are not chosen are not asked for.
-        options = dataclasses.replace(options, key_map=None, strict=bool(options.strict))
+        options = dataclasses.replace(options, key_map=None, recipes=None, strict=bool(options.strict))
         context = LoadContext(storage, session, NoTransport(), adapter, options, threads, arranger=arranger)
         restore, read = (lambda found, _: values.update(found)), (lambda _: metadata)
         LeavesLoad(scan, restore, context, unique_id, read=read).run()
@@ -82,28 +85,47 @@ def load_merged(
     return tree
 
 
-def _arranged_leaves(
-    metadata: Metadata, selection: Selection, arranger: Arranger, adapter: Adapter
+def _all_made(storage: Storage, metadata: Metadata, arranger: RecipeArranger, strict: bool) -> dict[str, Arranged]:
+    """All that is made of a checkpoint's tensors, and those that are left, by flat key.
+
+    Raises:
+        StateDictMismatchError: recipes and the checkpoint do not fit together, and it is to be strict.
+    """
+    made, _, problems = arranger.make(stored_tensors(metadata), Answering(metadata, {}).what_is)
+    if problems and strict:
+        where = f"checkpoint {metadata.unique_id} in {storage.location}"
+        text = f"{where} does not fit the recipes; {len(problems)} problem(s):"
+        raise StateDictMismatchError(
+            "\n".join([text, *problems, "(LoadOptions(strict=False) loads what fits)"]), problems
+        )
+    for problem in problems:
+        _logger.warning("left out: %s", problem)
+    return made
+
+
+def _made_leaves(
+    metadata: Metadata, made: Mapping[str, Arranged], empty: _Empty, selection: Selection
 ) -> tuple[Leaves, dict[str, str]]:
-    """What an arranger makes of a checkpoint's tensors, and its values, as far as they are selected; their paths."""
+    """What is made of a checkpoint's tensors, and its values, as far as they are selected; their paths, each with the
+    one under which it is returned, which has the flat key as its one part."""
     table = metadata.table
     stored = stored_tensors(metadata)
-    arranged = {key: made for key, made in arranger.arrange(stored, None).items() if made is not None}
     values = [path for path, kind in zip(table.paths, table.kinds.tolist(), strict=True) if kind == Kind.VALUE]
     paths = {metadata.key(path): path for path in (*values, *(path for path, _ in metadata.value_records))}
-    paths |= {key: join("", key) for key in arranged}
+    of_key = {metadata.key(path): path for path in table.paths}
+    paths |= {key: of_key[key] if is_itself(key, one, stored) else join("", key) for key, one in made.items()}
     chosen = select_keys(paths, selection)
     leaves = Leaves()
     for key, path in chosen.items():
-        made = arranged.get(key)
-        if made is None:
-            _add_leaf(leaves, metadata, path, adapter)
+        one = made.get(key)
+        if one is None or is_itself(key, one, stored):
+            _add_leaf(leaves, metadata, path, empty)
             continue
-        part = made.parts[0] if made.parts else None
-        dtype = DTYPES["float32"] if part is None else dtype_named(part.dtype) if part.dtype else stored[part.key].dtype
+        dtype = one.dtype if one.dtype is not None or not one.parts else one.parts[0].dtype
+        known = dtype_named(dtype) if dtype is not None else stored[one.parts[0].key].dtype
         leaves.tensor_paths.append(path)
-        leaves.tensors.append(_empty(adapter, made.shape, dtype, key))
-    return leaves, dict(zip(chosen.values(), chosen.values(), strict=True))
+        leaves.tensors.append(_empty(empty, one.shape, known, key))
+    return leaves, {path: path if is_own(path) else join("", key) for key, path in chosen.items()}
 
 
 def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
@@ -113,7 +135,7 @@ def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
     return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
-def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: Adapter) -> None:
+def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, empty: _Empty) -> None:
     table = metadata.table
     place = table.index.get(path)
     if place is None or table.kinds[place] == Kind.VALUE:
@@ -125,12 +147,12 @@ def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: Adapter) -
     if table.kinds[place] == Kind.ARRAY:
         leaves.tensors.append(np.empty(shape, arithmetic_dtype(dtype)))
     else:
-        leaves.tensors.append(_empty(adapter, shape, dtype, metadata.key(path)))
+        leaves.tensors.append(_empty(empty, shape, dtype, metadata.key(path)))
 
 
-def _empty(adapter: Adapter, shape: tuple[int, ...], dtype: DType, key: str) -> Any:
+def _empty(empty: _Empty, shape: tuple[int, ...], dtype: DType, key: str) -> Any:
     try:
-        return adapter.empty(shape, dtype)
+        return empty(shape, dtype)
     except (RuntimeError, OSError, MemoryError) as error:
         nbytes = math.prod(shape) * dtype.itemsize
         raise CheckpointError(

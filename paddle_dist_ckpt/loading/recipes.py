@@ -25,7 +25,7 @@ from ..recipes import Recipe, filled, placeholders, stored_keys
 from ..tree.paths import plain_key
 from .messages import LoadAnswer
 
-__all__ = ["Matching", "PartTargets", "expand", "match_recipes"]
+__all__ = ["Matching", "PartTargets", "expand", "key_pattern", "match_recipes"]
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Mat
         keys: The tensors' flat keys, by their paths.
     """
     matching = Matching(patterns=dict.fromkeys(recipes, False))
-    patterns = [(name, _compiled(name), recipe) for name, recipe in recipes.items() if placeholders(name)]
+    patterns = [(name, key_pattern(name), recipe) for name, recipe in recipes.items() if placeholders(name)]
     for path, key in keys.items():
         if key in recipes and not placeholders(key):
             matching.recipes[path] = recipes[key]
@@ -69,7 +69,7 @@ def match_recipes(recipes: Mapping[str, Recipe], keys: Mapping[str, str]) -> Mat
     return matching
 
 
-def _compiled(key: str) -> re.Pattern[str]:
+def key_pattern(key: str) -> re.Pattern[str]:
     """A key with placeholders as a regular expression. One that is there again stands for the same text."""
     seen: set[str] = set()
     text = ""
@@ -168,7 +168,7 @@ def _made(
     if recipe is not None:
         return make_parts(recipe, find)
     assert arranged is not None, "it has one or the other"
-    shape, parts = arranged
+    shape, parts = arranged.shape, arranged.parts
     if sum(part.place.size for part in parts) != math.prod(shape) or not all(map(_is_sound, parts)):
         raise RecipeError("its parts do not make up a tensor")
     for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):

@@ -11,13 +11,13 @@ import numpy.typing as npt
 from ..core.box import Box, whole
 from ..core.boxes import Mask
 from ..core.columns import IntArray
-from ..core.device_memory import Copies, DeviceArray, write_all
+from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
 from ..core.local_tensors import LocalShards, LocalTensors
 from ..core.memory import Bytes1D, address_of, array_at
 from ..core.shards import Kind, ShardTable
-from ..core.tensors import Geometry, LocalShard, TensorAdapter, TensorView
+from ..core.tensors import Geometry, LocalShard, TensorView
 from ..errors import CheckpointError
 from ..files.reader import Consumer, view_at
 from ..tree.paths import plain_key
@@ -39,7 +39,7 @@ class Targets:
         parts: What the state_dict asks for. Its tensors get the buffers for stored values as well.
         table: What the checkpoint has of it.
         left_out: Stored values that are not read.
-        adapter: Makes the memory of devices accessible.
+        devices: How to reach the memory of devices; None if no tensor is there.
         rules: Which tensors may be of another length than what is stored, see :mod:`.resize`.
 
     Attributes:
@@ -59,10 +59,10 @@ class Targets:
         parts: PartTargets,
         table: ShardTable,
         left_out: Container[str],
-        adapter: TensorAdapter,
+        devices: DeviceAccess | None,
         rules: Rules,
     ) -> None:
-        self._table, self._devices = table, adapter.devices
+        self._table, self._devices = table, devices
         self.problems: list[str] = []
         self._buffers: dict[int, Array] = {}
         self._shared: list[SharedMemory] = []

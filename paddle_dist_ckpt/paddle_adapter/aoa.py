@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import paddle
 
 from ..core.box import Box, whole
-from ..core.dtypes import arithmetic_dtype, can_cast, dtype_named
+from ..core.dtypes import DTYPES, arithmetic_dtype, can_cast, dtype_named
 from ..core.parts import Arranged, Part, SourceTensor, WantedTensor
 from ..errors import UnsupportedValueError
 from .sharded_weight import is_sharded_weight
@@ -25,7 +26,23 @@ __all__ = ["PaddleArranger"]
 
 _POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 _STATES = ("", ".w_0", ".moment1_0", ".moment2_0")  # that are cut as their parameter is
-_ENGINE_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
+_STATEMENT_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
+
+# Statements that are tried first, and what must come of them: whether the engine is the one that is known here.
+_PROBE = ["a^T, b -> t, axis=0", "t -> x, dtype='float16'"]
+_PROBE_TENSORS = (
+    {key: SourceTensor(shape, DTYPES["float32"], [(0, 0)]) for key, shape in (("a", (2, 3)), ("b", (1, 2)))},
+    {"x": WantedTensor((4, 2), "float16", [(0, 0)])},
+)
+_PROBE_ANSWER = {
+    "x": Arranged(
+        (4, 2),
+        [
+            Part("a", Box((0, 0), (2, 3)), (1, 0), Box((0, 0), (3, 2)), "float16"),
+            Part("b", Box((0, 0), (1, 2)), (0, 1), Box((3, 0), (1, 2)), "float16"),
+        ],
+    )
+}
 
 
 class PaddleArranger:
@@ -49,21 +66,53 @@ class PaddleArranger:
         if wanted is not None and not wanted:
             return {}  # statements about what is not there, such as master weights of a job in float32
         try:
-            engine = _engine(module, self._config, stored, wanted)
-            keys = wanted if wanted is not None else _all_outputs(module, engine, stored)
-            return dict(_arrangements(module, engine, stored, keys))
-        except _ENGINE_ERRORS as error:
+            return _arranged(module, self._config, stored, wanted)
+        except _STATEMENT_ERRORS as error:
             text = error.args[0] if error.args else error
             raise ValueError(f"aoa_config: {text}") from error
+        except Exception as error:
+            raise _unknown_engine(f"{type(error).__name__}: {error}") from error
 
 
 def _module() -> ModuleType:
+    """Paddle's module with the engine.
+
+    Raises:
+        UnsupportedValueError: there is none, or it does something else than what is made use of here.
+    """
     try:
         from paddle.distributed.flex_checkpoint.aoa import aoa_engine
     except ImportError:
-        raise UnsupportedValueError("aoa_config needs a Paddle that has it, 3.3 or newer") from None
+        raise UnsupportedValueError(
+            f"aoa_config needs a Paddle that has it, 3.3 or newer, and this is {paddle.__version__}"
+        ) from None
     module: ModuleType = aoa_engine
+    try:
+        found = _arranged(module, {"aoa_statements": _PROBE, "enable_traceback": False}, *_PROBE_TENSORS)
+    except Exception as error:
+        raise _unknown_engine(f"{type(error).__name__}: {error}") from error
+    if found != _PROBE_ANSWER:
+        raise _unknown_engine(f"it makes something else of {_PROBE[0]!r}")
     return module
+
+
+def _unknown_engine(reason: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"aoa_config: the engine of Paddle {paddle.__version__} is not as this library knows it from Paddle 3.3 "
+        f"({reason}); LoadOptions(recipes=...) does without it"
+    )
+
+
+def _arranged(
+    module: ModuleType,
+    config: dict[str, Any],
+    stored: Mapping[str, SourceTensor],
+    wanted: Mapping[str, WantedTensor] | None,
+) -> dict[str, Arranged | None]:
+    """What the engine says of all that is wanted; of all that the statements make or leave if that is None."""
+    engine = _engine(module, config, stored, wanted)
+    keys = wanted if wanted is not None else _all_outputs(module, engine, stored)
+    return dict(_arrangements(module, engine, stored, keys))
 
 
 class _Inputs(dict[str, Any]):
@@ -89,26 +138,18 @@ class _StoredParts(Mapping[str, Any]):
         return key in self._stored
 
     def __getitem__(self, key: str) -> list[Any]:
-        """The parts of a tensor, one for each place where a part starts; those of a parameter and of its states tell
-        about each other."""
+        """The parts of a tensor, one for each place where a part starts; where that is not known, as those of its
+        parameter or of a state of it."""
+        one = self._stored[key]
         parameter, _ = self._module.split_optimizer_state_key(key)
         family = [self._stored[parameter + state] for state in _STATES if parameter + state in self._stored]
-        sure = {tuple(one.offsets) for one in family if _is_as_in_its_job(one)}
-        if len({len(offsets) for offsets in sure}) != 1:
+        known = [tensor.offsets for tensor in (one, *family) if tensor.offsets]
+        if not known:
             raise ValueError(
                 f"{key}: the checkpoint does not tell in how many parts the job that saved it had this tensor, since "
                 "its rows were divided further when it was saved; LoadOptions(recipes=...) can say what is meant"
             )
-        one = self._stored[key]
-        return [_description(self._module, key, one.shape, offset, one.dtype.name) for offset in sure.pop()]
-
-
-def _is_as_in_its_job(tensor: SourceTensor) -> bool:
-    """Whether the boxes of a stored tensor are those that ranks had: it was not cut along rows, as replicas and flat
-    ranges are."""
-    if len(tensor.offsets) <= 1:
-        return True
-    return tensor.shape[0] > 1 and all(offset[0] == 0 for offset in tensor.offsets)
+        return [_description(self._module, key, one.shape, offset, one.dtype.name) for offset in known[0]]
 
 
 def _description(module: ModuleType, key: str, shape: Sequence[int], offset: Sequence[int], dtype: str) -> Any:

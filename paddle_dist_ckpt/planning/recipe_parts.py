@@ -13,7 +13,7 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast
 from ..core.parts import Part, SourceTensor
 from ..recipes import Cast, Concat, Permuted, Recipe, Sliced, Source, SplitPart
 
-__all__ = ["Made", "RecipeError", "make_parts", "misfit"]
+__all__ = ["Made", "RecipeError", "make_parts", "misfit", "recipe_of"]
 
 _LONGEST = 200  # of an expression in a message
 
@@ -65,6 +65,50 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
         return _converted(one, inner, find)
 
     return make(recipe)
+
+
+def recipe_of(parts: Sequence[Part], find: Callable[[str], SourceTensor]) -> Recipe | None:
+    """A recipe that makes these parts, as short as they allow; None if there is none, or nothing to make.
+
+    Args:
+        parts: What tiles a tensor.
+        find: Gives what is stored under a flat key.
+    """
+    if len(parts) == 1:
+        return _recipe_of_part(parts[0], find(parts[0].key).shape)
+    for axis in range(len(parts[0].place.shape) if parts else 0):
+        groups = _groups(parts, axis)
+        if len(groups) > 1:
+            made = [recipe_of(group, find) for group in groups]
+            known = [one for one in made if one is not None]
+            return Concat(tuple(known), axis) if len(known) == len(made) else None
+    return None
+
+
+def _groups(parts: Sequence[Part], axis: int) -> list[list[Part]]:
+    """Parts in groups one behind the other along an axis, as many as can be."""
+    groups: list[list[Part]] = []
+    end = -1
+    for part in sorted(parts, key=lambda part: part.place.offset[axis]):
+        if not groups or part.place.offset[axis] >= end:
+            groups.append([])
+        groups[-1].append(part)
+        end = max(end, part.place.offset[axis] + part.place.shape[axis])
+    return groups
+
+
+def _recipe_of_part(part: Part, shape: Sequence[int]) -> Recipe:
+    ends = [
+        (start or None, start + length if start + length < n else None)
+        for start, length, n in zip(part.box.offset, part.box.shape, shape, strict=True)
+    ]
+    while ends and ends[-1] == (None, None):
+        ends.pop()
+    found: Recipe = Source(part.key)
+    found = Sliced(found, tuple(ends)) if ends else found
+    if part.axes != tuple(range(len(shape))):
+        found = found.T if part.axes == tuple(reversed(range(len(shape)))) else Permuted(found, part.axes)
+    return Cast(found, part.dtype) if part.dtype is not None else found
 
 
 def misfit(made: Made, shape: Sequence[int], dtype: DType, cast: bool) -> str | None:

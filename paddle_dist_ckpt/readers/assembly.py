@@ -82,6 +82,7 @@ class Assembly:
         shape: Sequence[int],
         name: str | None,
         pieces: Iterable[Piece],
+        offsets: list[tuple[int, ...]] | None = None,
     ) -> None:
         """Add a tensor. Pieces without elements are left out, and of those of one box all but the first.
 
@@ -107,7 +108,7 @@ class Assembly:
             overlap = first_overlap([piece.box for piece in parts])
             if overlap is not None:
                 raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
-        self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, parts))
+        self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, parts, offsets))
 
     def add_value(self, where: str, path: tuple[Part, ...], value: Any) -> None:
         """Add a value.

@@ -44,6 +44,8 @@ class StoredTensor(NamedTuple):
         shape: Its global shape.
         name: The framework's name of the variable, None where it is not known.
         pieces: Its parts, disjoint. Of replicas one is taken. Together they normally are the whole tensor.
+        offsets: Where the boxes start of which ranks had parts, each once, ascending, if that is not where the pieces
+            start; else None.
     """
 
     path: tuple[Part, ...]
@@ -51,6 +53,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     name: str | None
     pieces: list[Piece]
+    offsets: list[tuple[int, ...]] | None = None
 
 
 class StoredChecksum(NamedTuple):

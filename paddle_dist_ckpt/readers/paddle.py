@@ -96,6 +96,7 @@ class _Described:
         # The shapes of the shards of each key, by offset and range of elements: as texts, whose hashes nobody knows.
         self._known: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._offsets: dict[str, dict[str, tuple[int, ...]]] = {}  # of the shards of each key, each once, by its text
         self._types: dict[str, str] = {}
         self._places: dict[str, list[tuple[_Shard, Any]]] = defaultdict(list)
         self._paths: dict[str, tuple[Part, ...]] = {}
@@ -121,6 +122,7 @@ class _Described:
         offset, extent, elements = _shard_of(fields)
         if extent is None:
             raise ValueError("a shard without a shape")
+        self._offsets.setdefault(key, {})[str(offset)] = offset
         self._known.setdefault((key, str((offset, elements))), {})[str(extent)] = extent
         if fields.get("global_shape") is not None:
             shape = _numbers(fields["global_shape"])
@@ -156,7 +158,8 @@ class _Described:
                 pieces += self._pieces(key, shard, stored, number, assembly.files[number].name)
             if dtype is None:
                 dtype = self._type_of(key, None, None, self._name)
-            assembly.add_tensor(self._name, self._paths.get(key, (key,)), dtype, shape, name, pieces)
+            offsets = sorted(self._offsets[key].values())
+            assembly.add_tensor(self._name, self._paths.get(key, (key,)), dtype, shape, name, pieces, offsets)
         for key in self._places.keys() - self._shapes.keys():
             raise CheckpointCorruptedError(f"{self._name} has a file for {shown(key)}, but no shape")
 

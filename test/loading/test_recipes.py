@@ -11,21 +11,39 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, LoadReport, Recipe, StateDictMismatchError, concat, split, stored
+from paddle_dist_ckpt import (
+    CheckpointNotFoundError,
+    LoadOptions,
+    LoadReport,
+    PerRank,
+    Recipe,
+    StateDictMismatchError,
+    concat,
+    read_metadata,
+    split,
+    stored,
+)
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, cut_flat_range
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.core.parts import Arranged, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
+from paddle_dist_ckpt.folder.selection import Selection
+from paddle_dist_ckpt.loading.answering import stored_tensors
 from paddle_dist_ckpt.loading.load import load
+from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.loading.reading import LoadContext
 from paddle_dist_ckpt.loading.recipes import match_recipes
+from paddle_dist_ckpt.loading.rehearsal import rehearse
+from paddle_dist_ckpt.planning.recipe_parts import make_parts, recipe_of
 from paddle_dist_ckpt.storage import as_source
 from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, run_ranks
 from test.jobs import (
     LAYOUTS,
+    CountingStorage,
     all_ok,
     check_pieces,
+    data_reads,
     errors_of,
     load_alone,
     load_on,
@@ -147,8 +165,11 @@ def test_into_flattened_ranges(folder: Path, name: str) -> None:
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     save_alone({"a": make_array((64, 1024)), "b": make_array((64, 1024), seed=1)}, tmp_path)  # blocks of 4 KiB
     target = {"x": np.zeros((2, 1024), "float32")}
-    report = load_alone(target, tmp_path, options=options({"x": concat(stored("a")[3:4], stored("b")[9:10])}))
-    assert report.bytes_read == target["x"].nbytes
+    log: list[tuple[str, int, int]] = []
+    recipes = {"x": concat(stored("a")[3:4], stored("b")[9:10])}
+    report = load_alone(target, CountingStorage(tmp_path, log), options=options(recipes))
+    assert rehearse(read_metadata(tmp_path), recipes).nbytes == report.bytes_read
+    assert report.bytes_read == target["x"].nbytes == sum(stop - start for _, start, stop in data_reads(tmp_path, log))
     assert report.unused_keys == ()
 
 
@@ -375,9 +396,129 @@ def test_an_array_that_an_object_has_too_goes_to_both(tmp_path: Path) -> None:
         load_alone({"x": np.zeros((2, 2))}, tmp_path, options=options({"x": stored("holder.table")}))
 
 
-def test_a_merged_load_refuses_them(folder: Path) -> None:
-    with pytest.raises(ValueError, match="merged load"):
-        load_whole(folder, options=options({"x": stored("q")}))
+def test_what_every_rank_has_of_its_own_is_no_tensor(tmp_path: Path) -> None:
+    states = [{"own": PerRank(np.arange(3.0) + rank), "b": np.ones(3)} for rank in range(2)]
+    save_on(states, tmp_path)
+    for key in ("own", "own.0", "own.1"):
+        target = [{"x": np.zeros(3)} for _ in range(3)]
+        for error in errors_of(try_load(target, tmp_path, options=options({"x": stored(key)})), StateDictMismatchError):
+            (problem,) = error.problems
+            assert problem.startswith(f"x: it is made of {key}, which in the checkpoint is what ")
+            assert problem.endswith("rank has saved of its own, and no tensor")
+        assert not any(state["x"].any() for state in target)
+    whole = load_whole(tmp_path, options=options({"x": stored("b")}))
+    assert {r: own.tolist() for r, own in whole["own"].items()} == {0: [0.0, 1.0, 2.0], 1: [1.0, 2.0, 3.0]}
+    wanted = [{"own": PerRank(None)} for _ in range(2)]  # a target of a value has no recipe
+    for error in errors_of(try_load(wanted, tmp_path, options=options({"own": stored("b")})), StateDictMismatchError):
+        assert error.problems == ("own: a recipe, and no rank has such a tensor",)
+
+
+# -- merged loads, and what a load would do
+
+
+MANY: Arrays = {f"m.{i}.{name}": make_array((3, 4), seed=10 * i + n) for i in (0, 1, 12) for n, name in enumerate("qk")}
+FUSED = {"net.{i}.qk": concat(stored("m.{i}.q").T, stored("m.{i}.k").T, axis=1)}
+
+
+def nested(arrays: Arrays) -> dict[str, Any]:
+    return {"m": {i: {name: arrays[f"m.{i}.{name}"] for name in "qk"} for i in ("0", "1", "12")}}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_merged_load_makes_what_stored_keys_tell(tmp_path: Path, flat: bool) -> None:
+    other = make_array((5,), seed=9)
+    save_alone({**nested(MANY), "more": {"w": other, "step": 7}, "text": "x" * 9000}, tmp_path)
+    recipes = FUSED | {
+        "half": stored("m.1.q")[1:],
+        "net.0.qk": stored("m.0.k").cast("float64"),
+        "none": stored("more.w")[:0],
+    }
+    found = load_whole(tmp_path, flat=flat, options=options(recipes))
+    expected = {f"net.{i}.qk": np.hstack([MANY[f"m.{i}.q"].T, MANY[f"m.{i}.k"].T]) for i in (1, 12)}
+    expected |= {"half": MANY["m.1.q"][1:], "net.0.qk": MANY["m.0.k"].astype("float64"), "none": other[:0]}
+    expected["m.0.q"] = MANY["m.0.q"]  # of which no recipe is, since the key itself counts more than a pattern
+    assert set(found) == {*expected, "more.step", "text"}
+    assert (found["more.step"], len(found["text"])) == (7, 9000)
+    for key, array in expected.items():
+        assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape)
+        assert found[key].tobytes() == array.tobytes()
+    assert set(load_whole(tmp_path, keys=["net.1*"], options=options(recipes))) == {"net.1.qk", "net.12.qk"}
+    with pytest.raises(CheckpointNotFoundError, match="no key matches"):
+        load_whole(tmp_path, keys=["m.1.q"], options=options(recipes))
+
+
+def test_a_merged_load_reads_what_is_chosen_alone(tmp_path: Path) -> None:
+    save_alone({"a": make_array((64, 1024)), "b": make_array((64, 1024), seed=1)}, tmp_path)
+    recipes = {"x": concat(stored("a")[3:4], stored("b")[9:10]), "y": stored("a").T}
+    log: list[tuple[str, int, int]] = []
+    storage = CountingStorage(tmp_path, log)
+    found = load_merged(storage, NumpyAdapter(), None, Selection(None, ["x"]), True, options(recipes))
+    assert list(found) == ["x"]
+    assert sum(stop - start for _, start, stop in data_reads(tmp_path, log)) == 2 * 4096
+
+
+@pytest.mark.parametrize(
+    ("recipes", "problem"),
+    [
+        ({"x": stored("m.0.z")}, "x: it is made of m.0.z, which in the checkpoint is missing; is 'm.0.q' meant?"),
+        ({"n.{i}": concat(stored("m.{i}.q"), stored("m.{i}.z"))}, "n.0: it is made of m.0.z"),
+        ({"x": stored("m.0.q")[4:]}, "x: stored('m.0.q')[4:]: no such part"),
+        ({"n.{i}.{j}": concat(stored("m.{i}.q"), stored("m.{j}.q"))}, "n.{i}.{j}: no stored key of its recipe has all"),
+        ({"n.{i}": stored("z.{i}.q")}, "n.{i}: the checkpoint has no tensor like z.{i}.q"),
+        ({"x": stored("step")}, "x: it is made of step, which in the checkpoint is a value"),
+        ({"x": stored("m.0")}, "x: it is made of m.0, which in the checkpoint is a container"),
+    ],
+)
+def test_a_merged_load_says_what_does_not_fit(tmp_path: Path, recipes: Any, problem: str) -> None:
+    save_alone({**nested(MANY), "step": 1}, tmp_path)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_whole(tmp_path, options=options(recipes))
+    assert caught.value.problems[0].startswith(problem)
+    assert "does not fit the recipes" in str(caught.value)
+    left = load_whole(tmp_path, options=options(recipes | {"y": stored("m.1.k")}, strict=False))
+    assert left["y"].tobytes() == MANY["m.1.k"].tobytes()
+    assert not {"x", "n.0"} & set(left)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_rehearsal_says_what_the_load_does(folder: Path, name: str) -> None:
+    recipe, _ = MADE[name]
+    target = np.zeros_like(expected(name))
+    outlines = {"x": (target.shape, DTYPES[target.dtype.name])}
+    metadata = read_metadata(folder)
+    told = rehearse(metadata, {"x": recipe}, None, outlines)
+    report = load_alone({"x": target}, folder, options=options({"x": recipe}))
+    assert (told.problems, told.left, tuple(told.unused)) == ([], [], report.unused_keys)
+    assert told.nbytes <= report.bytes_read <= told.nbytes + 500  # what is between them is read as well, if it is small
+    (made,) = told.made
+    assert (made.key, made.shape, made.dtype.name, made.nbytes) == ("x", target.shape, "float32", told.nbytes)
+    assert (made.recipe, sum(part.box.size for part in made.parts)) == (recipe, target.size)
+    assert told.made == rehearse(metadata, {"x": recipe}).made  # that it is wanted need not be said
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_parts_as_a_recipe(folder: Path, name: str) -> None:
+    tensors = stored_tensors(read_metadata(folder))
+    made = make_parts(MADE[name][0], tensors.__getitem__)
+    again = recipe_of(made.parts, tensors.__getitem__)
+    if not made.parts:
+        assert again is None
+        return
+    assert again is not None
+    remade = make_parts(again, tensors.__getitem__)
+    assert (remade.shape, remade.dtype, sorted(remade.parts)) == (made.shape, made.dtype, sorted(made.parts))
+
+
+def test_what_does_not_fit_is_what_a_load_would_say(folder: Path) -> None:
+    recipes = {"x": stored("k").T, "y": stored("gone"), "z": stored("q"), "w": stored("v").cast("float16")}
+    target = {"x": np.zeros((4, 6), "float32"), "y": np.zeros(1), "v": np.zeros((4, 7), "float32"), "no": np.zeros(2)}
+    target["w"] = np.zeros((4, 6), "float32")
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_alone(dict(target), folder, options=options(recipes))
+    outlines = {key: (array.shape, DTYPES[array.dtype.name]) for key, array in target.items()}
+    told = rehearse(read_metadata(folder), recipes, None, outlines)
+    assert sorted(told.problems) == sorted(caught.value.problems)
+    assert len(told.problems) == 6
 
 
 # -- expressions

@@ -18,13 +18,17 @@ from paddle_dist_ckpt import (
     CheckpointNotFoundError,
     LoadOptions,
     StateDictMismatchError,
+    UnsupportedValueError,
     concat,
     export,
+    install,
     load_merged_state_dict,
+    read_metadata,
     save_state_dict,
     stored,
 )
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.loading.answering import stored_tensors
 from paddle_dist_ckpt.wiring import load_with, paddles
 from test.paddle.layouts import Array
 from test.paddle.tensors import to_array
@@ -417,6 +421,65 @@ def test_a_number_of_stored_parts_that_is_not_known_is_refused(tmp_path: Path, h
     assert_same(to_array(states[1]["ffn"]), array)
 
 
+def saved_by_paddle(path: Path, arrays: dict[str, Array], parts: dict[str, list[Part]], ranks: int) -> None:
+    """Write what Paddle's own function writes on so many ranks."""
+    classes: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.metadata")
+    described: dict[str, list[Any]] = {key: [] for key in arrays}
+    places: dict[Any, str] = {}
+    path.mkdir()
+    for rank in range(ranks):
+        name = f"{rank}_0.distcp"
+        held = weights(arrays, parts, rank)
+        paddle.save({key: weight.local_tensor for key, weight in held.items()}, str(path / name))
+        for key, weight in held.items():
+            flat = weight.flattened_range and (weight.flattened_range.start, weight.flattened_range.stop)
+            shape, offset, is_flat = weight.local_shape, weight.global_offset, weight.is_flattened
+            dtype = str(arrays[key].dtype)
+            described[key].append(classes.LocalTensorMetadata(offset, shape, dtype, weight.global_shape, is_flat, flat))
+            index = classes.LocalTensorIndex(key, offset, is_flat, flat, None, shape)
+            places[index] = name
+    metadata = classes.Metadata(described, places, {key: (key,) for key in arrays})
+    paddle.save(metadata, str(path / "0.metadata"))
+
+
+@pytest.mark.parametrize("how", ["columns", "rows", "flat", "flat columns"])
+@pytest.mark.parametrize("statement", ["ffn -> gate, up, fused_ffn", "ffn -> t, fused_ffn, axis=0"])
+def test_paddles_checkpoints_tell_in_how_many_parts_tensors_were(
+    tmp_path: Path, how: str, statement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paddle.Tensor, "cuda", lambda self, *_, **__: self)  # as there is none
+    array, ranks = array_of((8, 16), "float32", 0), 4 if how == "flat columns" else 2
+    parts = {"ffn": cut(how, array.shape, ranks)}
+    saved_by_paddle(tmp_path / "paddles", {"ffn": array}, parts, ranks)
+    taken_apart = {"gate": (8, 8), "up": (8, 8)} if "gate" in statement else {"ffn": (8, 16)}
+    statements = [statement] if "gate" in statement else [statement, "t -> ffn"]
+    targets = {key: np.full(shape, 7, "float32") for key, shape in taken_apart.items()}
+    here = {key: cut("whole", target.shape, 1) for key, target in targets.items()}
+    theirs, ours = weights(targets, here, 0), weights(targets, here, 0)
+    config = {"aoa_statements": statements, "enable_traceback": False}
+    dist.load_state_dict(theirs, str(tmp_path / "paddles"), aoa_config=config)
+    raise_first(loaded(tmp_path / "paddles", [ours], config))
+    for key in targets:
+        assert_same(to_array(ours[key].local_tensor), to_array(theirs[key].local_tensor))
+    counts = {"columns": 2, "rows": 2, "flat": 1, "flat columns": 2}
+    assert len(stored_tensors(read_metadata(tmp_path / "paddles"))["ffn"].offsets) == counts[how]
+    if "gate" in statement:  # it matters: with another number of parts something else comes out
+        pieces = np.split(array, 2 * counts[how], axis=1)
+        assert_same(to_array(ours["gate"].local_tensor), np.concatenate(pieces[::2], axis=1))
+
+
+def test_a_state_tells_in_how_many_parts_its_parameter_was(tmp_path: Path) -> None:
+    arrays = {key: array_of((4, 16), "float32", i) for i, key in enumerate(("ffn", "ffn.moment1_0"))}
+    parts = {"ffn": cut("rows", (4, 16), 2), "ffn.moment1_0": cut("columns", (4, 16), 2)}
+    raise_first(saved(tmp_path, *(weights(arrays, parts, rank) for rank in range(2))))
+    (target,) = states = [
+        {"gate": tensor_of(np.zeros((4, 8), "float32")), "up": tensor_of(np.zeros((4, 8), "float32"))}
+    ]
+    raise_first(loaded(tmp_path, states, {"aoa_statements": ["ffn -> gate, up, fused_ffn"]}))
+    pieces = np.split(arrays["ffn"], 4, axis=1)
+    assert_same(to_array(target["gate"]), np.concatenate(pieces[::2], axis=1))
+
+
 @pytest.mark.parametrize(
     ("statements", "shape", "dtype", "texts"),
     [
@@ -493,3 +556,129 @@ def test_whole_tensors_of_everything(tmp_path: Path) -> None:
     assert set(load_merged_state_dict(tmp_path, keys="x*", flat=True, options=options)) == {"x", "x.moment1_0"}
     with pytest.raises(CheckpointNotFoundError, match="d"):
         load_merged_state_dict(tmp_path, keys="d", options=options)
+
+
+# -- whole tensors, as safetensors -------------------------------------------------------------------------------------
+
+
+MERGED = [
+    ["a -> t", "b -> a", "t -> b"],
+    ["square^T -> square"],
+    ["a, b -> t, axis=0", "t -> b, a, axis=0"],
+    ["ffn -> ffn, fused_ffn"],
+    ["half -> h, dtype='float32'", "h -> half, dtype='bfloat16'", "a -> new"],
+    [],
+]
+
+
+def merges(tmp_path: Path, statements: list[str], **more: Any) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What Paddle's own function makes of a checkpoint of its own, and what ours does."""
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    arrays = {key: array_of((4, 6), "float32", i) for i, key in enumerate("ab")}
+    arrays |= {"square": array_of((4, 4), "float32", 2), "half": array_of((3, 2), BF16, 3)}
+    arrays |= {"ffn": array_of((4, 8), "float32", 4), "a.moment1_0": array_of((4, 6), "float32", 5)}
+    everything = {key: cut("whole", array.shape, 1) for key, array in arrays.items()}
+    dist.save_state_dict(weights(arrays, everything, 0), str(tmp_path / "saved"))
+    config = {"aoa_statements": statements, "enable_traceback": False}
+    home.merge_sharded_state_dict(str(tmp_path / "saved"), str(tmp_path / "theirs"), aoa_config=config, **more)
+    with install():
+        home.merge_sharded_state_dict(str(tmp_path / "saved"), str(tmp_path / "ours"), aoa_config=config, **more)
+    found = [load_merged_state_dict(tmp_path / who, flat=True) for who in ("theirs", "ours")]
+    theirs, ours = ({key: to_array(tensor) for key, tensor in tensors.items()} for tensors in found)
+    return theirs, ours
+
+
+@pytest.mark.parametrize("statements", MERGED)
+def test_merges_are_those_of_paddle(
+    tmp_path: Path, statements: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paddle.Tensor, "cuda", lambda self, *_, **__: self)  # as there is none
+    theirs, ours = merges(tmp_path, statements, skip_postfix_list=["moment1_0"])
+    assert set(theirs) == set(ours) == {"a", "b", "square", "half", "ffn"}
+    for key, array in theirs.items():
+        assert_same(ours[key], array)
+    assert ("and not new" in caplog.text) == ("a -> new" in statements)
+
+
+def test_a_merge_of_what_is_dropped_or_does_not_fit(tmp_path: Path) -> None:
+    home: Any = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    save_state_dict({"a": paddle.ones([2, 3]), "b": paddle.ones([3, 2])}, tmp_path / "saved")
+    with install():
+
+        def merge(name: str, *statements: str) -> Any:
+            config = {"aoa_statements": list(statements), "enable_traceback": False}
+            return home.merge_sharded_state_dict(tmp_path / "saved", tmp_path / name, aoa_config=config)
+
+        assert merge("dropped", "a -> _").tensors == 1
+        with pytest.raises(StateDictMismatchError, match="b: the target has shape"):
+            merge("gone", "a -> b")
+        with pytest.raises(ValueError, match="aoa_config: gone"):
+            merge("gone", "gone -> a")
+        with pytest.raises(ValueError, match="is there already"):
+            merge("dropped", "b^T -> a")
+    assert set(load_merged_state_dict(tmp_path / "dropped")) == {"b"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dropped", "saved"]
+
+
+# -- other versions of Paddle ------------------------------------------------------------------------------------------
+
+
+def changed(name: str, value: Any) -> Any:
+    return lambda patch: patch.setattr(aoa_engine, name, value)
+
+
+class OtherEngine(aoa_engine.AOAEngine):
+    """An engine whose tensors have another form."""
+
+    def shape_propagation(self) -> None:
+        super().shape_propagation()
+        for tensor in self.output_vars.values():
+            tensor.slices = [one[:3] for one in tensor.slices]
+
+
+class WrongEngine(aoa_engine.AOAEngine):
+    """An engine that means something else by a permutation."""
+
+    def transpose(self, tensor: Any, permutation: str) -> Any:
+        return tensor
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.delattr(aoa_engine, "split_optimizer_state_key"),
+        lambda patch: patch.delattr(aoa_engine.AOAEngine, "make_input_tensor"),
+        changed("AOAEngine", None),
+        changed("AOAEngine", lambda config, sources, targets, more: None),
+        changed("AOAEngine", OtherEngine),
+        changed("AOAEngine", WrongEngine),
+        changed("ShardedWeightDesc", lambda key: None),
+        changed("Lexer", lambda context: None),
+    ],
+)
+def test_an_engine_that_is_not_known_is_refused(tmp_path: Path, change: Any) -> None:
+    array = array_of((4, 6), "float32", 0)
+    save_state_dict({"a": tensor_of(array)}, tmp_path)
+    states = [{"b": tensor_of(np.full_like(array, 7))} for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        for error in loaded(tmp_path, states, {"aoa_statements": ["a -> b"], "enable_traceback": False}):
+            assert isinstance(error, UnsupportedValueError), error
+            assert f"the engine of Paddle {paddle.__version__} is not as this library knows it" in str(error)
+    assert all((to_array(state["b"]) == 7).all() for state in states)
+    raise_first(loaded(tmp_path, states, {"aoa_statements": ["a -> b"]}))
+
+
+def test_errors_of_internals_behind_the_first_trial_are_none_of_statements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(tokens: Any, expression: str, context: Any) -> Any:
+        if "broken" in expression:
+            raise AttributeError("another context")
+        return expression
+
+    monkeypatch.setattr(macros.macro_registry, "macros", list(macros.macro_registry.macros))
+    macros.macro_registry.register_macro("broken_macro", broken, 6)
+    error = one_rank(tmp_path, {"broken": np.zeros(2, "float32")}, {"b": np.zeros(2, "float32")}, ["broken -> b"])
+    assert isinstance(error, UnsupportedValueError)
+    assert "AttributeError: another context" in str(error)

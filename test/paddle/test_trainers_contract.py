@@ -196,11 +196,14 @@ def test_a_checkpoint_is_merged_to_safetensors(tmp_path: Path) -> None:
         dist.save_state_dict(state, tmp_path / "saved")
         getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "all"), skip_postfix_list=["b", ".m"])
         getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "model"), prefix="model")
-        with pytest.raises(NotImplementedError, match="safetensor_prefix"):
-            getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "x"), safetensor_prefix="weights")
+        getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "named"), safetensor_prefix="weights")
+        for prefix in ("", "a/b", ".a"):
+            with pytest.raises(ValueError, match="names of files cannot begin with"):
+                getattr(home, MERGE)(str(tmp_path / "saved"), str(tmp_path / "x"), safetensor_prefix=prefix)
     assert load_merged_state_dict(tmp_path / "all", flat=True)["model.w"].tolist() == [0, 1, 2, 3, 4, 5]
     assert list(read_metadata(tmp_path / "all").state_dict_metadata) == ["model.w"]
     assert sorted(read_metadata(tmp_path / "model").state_dict_metadata) == ["model.b", "model.w"]
+    assert [path.name for path in (tmp_path / "named").iterdir()] == ["weights.safetensors"]
     assert not (tmp_path / "x").exists()
 
 

@@ -1,0 +1,138 @@
+"""What recipes make of a checkpoint, if nobody says which tensors are wanted: for merged loads, and to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core.box import whole
+from ..core.parts import Arranged, Arranger, Part, SourceTensor, WantedTensor
+from ..planning.recipe_parts import RecipeError, make_parts
+from ..recipes import Recipe, filled, placeholders, stored_keys
+from .recipes import Matching, key_pattern, match_recipes
+
+__all__ = ["RecipeArranger", "is_itself"]
+
+
+class AllMade(NamedTuple):
+    """All that is made of a checkpoint.
+
+    Attributes:
+        tensors: What is made, or left as it is stored, by flat key.
+        sources: The flat keys that recipes speak of, those that do not fit as well.
+        problems: What does not fit, a line each.
+    """
+
+    tensors: dict[str, Arranged]
+    sources: set[str]
+    problems: list[str]
+
+
+class RecipeArranger:
+    """What recipes make; implements :class:`..core.parts.Arranger`.
+
+    Args:
+        recipes: The recipes.
+        rest: What says it of all other tensors; without it they are as they are stored.
+    """
+
+    def __init__(self, recipes: Mapping[str, Recipe], rest: Arranger | None = None) -> None:
+        self._recipes, self._rest = recipes, rest
+
+    def corner(self, value: Any) -> tuple[int, ...] | None:
+        """See :class:`..core.parts.Arranger`."""
+        return self._rest.corner(value) if self._rest is not None else None
+
+    def arrange(
+        self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
+    ) -> dict[str, Arranged | None]:
+        """See :class:`..core.parts.Arranger`. What does not fit is left out."""
+        if wanted is None:
+            return dict(self.make(stored, str).tensors)
+        matching = match_recipes(self._recipes, {key: key for key in wanted})
+        others = {key: tensor for key, tensor in wanted.items() if key not in matching.recipes}
+        found = self._rest.arrange(stored, others) if self._rest is not None else {}
+        return {**found, **_made(matching, stored, str)[0]}
+
+    def make(self, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]) -> AllMade:
+        """All that the recipes make, and what they and the statements of the rest use nothing of.
+
+        Args:
+            stored: The stored tensors, by flat key.
+            absent: Says what the checkpoint has at a flat key at which it has no tensor.
+        """
+        keys, problems = _wanted_keys(self._recipes, stored)
+        matching = match_recipes(self._recipes, {key: key for key in keys})
+        made, more = _made(matching, stored, absent)
+        used = {*matching.sources, *matching.recipes}
+        left = self._rest.arrange(stored, None) if self._rest is not None else _as_they_are(stored)
+        kept = {
+            key: one
+            for key, one in left.items()
+            if one is not None and key not in matching.recipes and not (key in used and is_itself(key, one, stored))
+        }
+        return AllMade({**kept, **made}, set(matching.sources), problems + more)
+
+
+def is_itself(key: str, arranged: Arranged, stored: Mapping[str, SourceTensor]) -> bool:
+    """Whether what is made for a key is the stored tensor of that key, as it is."""
+    return key in stored and arranged.parts == _parts_of_whole(key, stored[key].shape)
+
+
+def _parts_of_whole(key: str, shape: tuple[int, ...]) -> list[Part]:
+    return [Part(key, whole(shape), tuple(range(len(shape))), whole(shape))]
+
+
+def _as_they_are(stored: Mapping[str, SourceTensor]) -> dict[str, Arranged | None]:
+    return {key: Arranged(one.shape, _parts_of_whole(key, one.shape), one.dtype.name) for key, one in stored.items()}
+
+
+def _made(
+    matching: Matching, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]
+) -> tuple[dict[str, Arranged], list[str]]:
+    """What the recipes of some keys make, and what does not fit."""
+
+    def find(key: str) -> SourceTensor:
+        if key not in stored:
+            raise RecipeError(f"it is made of {key}, which in the checkpoint is {absent(key)}")
+        return stored[key]
+
+    made, problems = {}, []
+    for key, recipe in matching.recipes.items():
+        try:
+            shape, dtype, parts = make_parts(recipe, find)
+            made[key] = Arranged(shape, parts, dtype.name)
+        except RecipeError as error:
+            problems.append(f"{key}: {error}")
+    return made, problems
+
+
+def _wanted_keys(recipes: Mapping[str, Recipe], stored: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The keys that recipes are for: those without placeholders; of the others those whose placeholders stand for what
+    they stand for in a stored key that is like one of the recipe's. And what cannot be known, a line each."""
+    found: dict[str, None] = {}
+    problems = []
+    stored = list(stored)
+    for wanted, recipe in recipes.items():
+        names = set(placeholders(wanted))
+        if not names:
+            found[wanted] = None
+            continue
+        telling = [key for key in stored_keys(recipe) if set(placeholders(key)) == names]
+        if not telling:
+            problems.append(
+                f"{wanted}: no stored key of its recipe has all of its placeholders, so it is not known which tensors "
+                "it makes where none are given"
+            )
+            continue
+        keys = _filled(wanted, telling, stored)
+        if not keys:
+            problems.append(f"{wanted}: the checkpoint has no tensor like {' or '.join(telling)}, of which it is made")
+        found.update(dict.fromkeys(keys))
+    return list(found), problems
+
+
+def _filled(wanted: str, telling: Sequence[str], stored: Sequence[str]) -> list[str]:
+    patterns = [key_pattern(key) for key in telling]
+    matches = (pattern.fullmatch(key) for key in stored for pattern in patterns)
+    return [filled(wanted, match.groupdict()) for match in matches if match is not None]

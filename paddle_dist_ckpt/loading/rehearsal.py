@@ -1,0 +1,162 @@
+"""What a load of one process would do, without doing it: no file is opened, and no tensor needs memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..core.box import whole
+from ..core.dtypes import DType, dtype_named
+from ..core.parts import Arranged, Arranger, Part, SourceTensor, WantedTensor
+from ..core.shards import Kind
+from ..core.tensors import Geometry, LocalShard, TensorView
+from ..files.metadata import Metadata
+from ..planning.recipe_parts import RecipeError, make_parts, recipe_of
+from ..recipes import Recipe
+from ..tree.paths import join
+from .answering import Answering, stored_tensors
+from .fit import Fit
+from .making import RecipeArranger, is_itself
+from .messages import WantedPaths, WantedRecord
+from .recipes import Matching, match_recipes
+from .wanted import WantedState
+
+__all__ = ["MadeTensor", "Rehearsal", "rehearse"]
+
+Outlines = Mapping[str, tuple[tuple[int, ...], DType]]
+"""Shape and element type of tensors, by flat key."""
+
+
+class MadeTensor(NamedTuple):
+    """A wanted tensor that is made of others.
+
+    Attributes:
+        key: Its flat key.
+        shape: Its shape.
+        dtype: Its element type.
+        recipe: What it is made of; None where no expression says it.
+        parts: The same as boxes.
+        nbytes: How many bytes are read for it: of all blocks that hold some of it.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: DType
+    recipe: Recipe | None
+    parts: list[Part]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a load would do.
+
+    Attributes:
+        made: What is made of stored tensors.
+        as_stored: The keys of tensors that are loaded as they are stored.
+        left: What is left as it is, a line each.
+        unused: The stored tensors that nothing asks for.
+        problems: What does not fit, a line each, as the load would say it.
+        nbytes: How many bytes are read.
+    """
+
+    made: list[MadeTensor]
+    as_stored: list[str]
+    left: list[str]
+    unused: list[str]
+    problems: list[str]
+    nbytes: int
+
+
+def rehearse(
+    metadata: Metadata,
+    recipes: Mapping[str, Recipe],
+    rest: Arranger | None = None,
+    targets: Outlines | None = None,
+    cast: bool = False,
+) -> Rehearsal:
+    """Find out what a load would do.
+
+    Args:
+        metadata: What the checkpoint holds.
+        recipes: The recipes.
+        rest: Says what other tensors are made of.
+        targets: What is wanted; None for all that is made, and all that is left, as a merged load wants it.
+        cast: See :class:`paddle_dist_ckpt.LoadOptions`.
+    """
+    stored, matching = stored_tensors(metadata), Matching()
+    sources, problems = set[str](), list[str]()
+    arranged: Mapping[str, Arranged | None] = {}
+    if targets is None:
+        made, sources, problems = RecipeArranger(recipes, rest).make(stored, Answering(metadata, {}).what_is)
+        targets, arranged = {key: (one.shape, _dtype_of(one, stored)) for key, one in made.items()}, made
+    else:
+        matching = match_recipes(recipes, {join("", key): key for key in targets})
+        if rest is not None:
+            whole_ones = {key: WantedTensor(s, dtype.name, [(0,) * len(s)]) for key, (s, dtype) in targets.items()}
+            arranged = rest.arrange(stored, whole_ones)
+    wanted = _wanted(targets, matching)
+    answering = Answering(metadata, {0: 1}, [key for key, found in matching.patterns.items() if not found])
+    paths = WantedPaths(
+        wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=wanted.records
+    )
+    fit = Fit(answering.answer(paths, arranged), wanted, cast, (), None)
+    reads, nbytes = fit.bytes_to_read()
+    tensors = [
+        path for path, kind in zip(metadata.table.paths, metadata.table.kinds, strict=True) if kind != Kind.VALUE
+    ]
+    written = matching.recipes or match_recipes(recipes, {join("", key): key for key in targets}).recipes
+    problems += fit.problems
+    found = dict(_made(fit, stored, written))
+    bad = {line.partition(": ")[0] for line in problems}
+    gone = {*fit.answer.skipped, *fit.answer.unfit}
+    return Rehearsal(
+        made=[one._replace(nbytes=reads.get(path, 0)) for path, one in found.items()],
+        as_stored=[key for path, key in _keys(wanted) if path not in found and path not in gone and key not in bad],
+        left=[f"{key}: {fit.answer.skipped[path]}" for path, key in _keys(wanted) if path in fit.answer.skipped],
+        unused=[key for path in tensors if (key := metadata.key(path)) not in sources and path not in answering.asked],
+        problems=problems,
+        nbytes=nbytes,
+    )
+
+
+def _keys(wanted: WantedState) -> list[tuple[str, str]]:
+    return [(path, record.key) for path, record in wanted.records.items()]
+
+
+def _dtype_of(arranged: Arranged, stored: Mapping[str, SourceTensor]) -> DType:
+    name = next((part.dtype or stored[part.key].dtype.name for part in arranged.parts), arranged.dtype)
+    assert name is not None, "it has parts, or says it"
+    return dtype_named(name)
+
+
+def _wanted(targets: Outlines, matching: Matching) -> WantedState:
+    """What a rank that has these tensors whole would ask for. Their memory is none, at addresses that are theirs
+    alone."""
+    wanted, address = WantedState(made=matching), 1 << 12
+    for key, (shape, dtype) in targets.items():
+        path, geometry = join("", key), Geometry(Kind.TENSOR, dtype, shape, True, (LocalShard(whole(shape)),))
+        wanted.tensors.add(path, TensorView(geometry, (address,), None, None))
+        wanted.records[path] = WantedRecord(key, shape, dtype.name, None)
+        address += math.prod(shape) * dtype.itemsize + 64
+    return wanted
+
+
+def _made(
+    fit: Fit, stored: Mapping[str, SourceTensor], written: Mapping[str, Recipe]
+) -> Iterator[tuple[str, MadeTensor]]:
+    """What is made of stored tensors, by path; of what does not fit nothing."""
+    recipes, parts = fit.wanted.made.recipes, fit.answer.parts
+    for path, key in _keys(fit.wanted):
+        if path in recipes:
+            try:
+                made = make_parts(recipes[path], stored.__getitem__)
+            except (RecipeError, KeyError):
+                continue
+            yield path, MadeTensor(key, made.shape, made.dtype, recipes[path], made.parts, 0)
+        elif path in parts and not is_itself(key, parts[path], stored):
+            one = parts[path]
+            recipe = written.get(path) or recipe_of(one.parts, stored.__getitem__)
+            yield path, MadeTensor(key, one.shape, _dtype_of(one, stored), recipe, one.parts, 0)
