@@ -198,6 +198,7 @@ class LeavesLoad:
             moved,
             recipes,
             made.sources,
+            wanted.instead(),
             wanted.records,
         )
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}

@@ -79,6 +79,7 @@ class LoadCoordinator:
         keys = dict.fromkeys(key for request in requests.values() for key in request.patterns if key not in matched)
         self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing)
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
+        _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         arranged = self._arranged(list(wanted.values()))
         answered = {data: encode(self._answering.answer(paths, arranged)) for data, paths in wanted.items()}
         return {rank: answered[request.wanted] for rank, request in requests.items()}
@@ -209,3 +210,24 @@ class LoadCoordinator:
 def _missing_text(reasons: Mapping[str, str], more: str) -> str:
     lines = [f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]]
     return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
+
+
+def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
+    """See that the ranks that have parts of one tensor take them of one thing; by rank what each wants.
+
+    Raises:
+        ValueError: they do not. A tensor would be put together of several.
+    """
+    elsewhere = {path for paths in wanted.values() for path in paths.instead}
+    lines = []
+    for path in sorted(elsewhere):
+        said: dict[str, list[int]] = {}
+        for rank, paths in wanted.items():
+            if path in paths.instead or path in paths.tensors:
+                said.setdefault(paths.instead.get(path, "what is stored under its own key"), []).append(rank)
+        if len(said) > 1:
+            lines.append(f"{plain_key(path)}: {'; '.join(f'rank {ranks[0]}: {what}' for what, ranks in said.items())}")
+    if lines:
+        raise ValueError(
+            "recipes and key_map make a tensor, of which ranks have parts, of different things:\n" + "\n".join(lines)
+        )

@@ -49,7 +49,9 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
 
     ``others`` are names of tensors of the same state_dict that are not wanted, by their paths. ``moved`` has the stored
     flat key that the user gives for a wanted path. ``made`` are the paths of tensors that have recipes, ``sources`` the
-    flat keys of the stored tensors in these. ``records`` are there if the coordinator arranges what is made of what.
+    flat keys of the stored tensors in these. ``instead`` says of tensors that this rank has a part of, and that are not
+    what is stored under their own keys, what they are. ``records`` are there if the coordinator arranges what is made
+    of what.
     """
 
     tensors: list[str]
@@ -59,6 +61,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     moved: dict[str, str] = {}
     made: list[str] = []
     sources: list[str] = []
+    instead: dict[str, str] = {}
     records: dict[str, WantedRecord] = {}
 
 

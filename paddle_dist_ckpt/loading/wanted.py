@@ -51,6 +51,18 @@ class WantedState:
     records: dict[str, WantedRecord] = field(default_factory=dict)
     has_objects: bool = False
 
+    def instead(self) -> dict[str, str]:
+        """What tensors are, in words, that have a recipe or are stored elsewhere, and of which this rank has a part."""
+        if not self.moved and not self.made.recipes:
+            return {}
+        tensors, found = self.tensors, dict[str, str]()
+        for path, number in zip(tensors.paths, tensors.geometry, strict=True):
+            geometry = tensors.geometries[number]
+            recipe, key = self.made.recipes.get(path), self.moved.get(path)
+            if (recipe is not None or key is not None) and all(s.box.shape != geometry.shape for s in geometry.shards):
+                found[path] = f"stored({key!r})" if recipe is None else str(recipe)
+        return found
+
     def choose_own(self, answer: LoadAnswer, rank: int, ranks: tuple[int, ...], choice: str) -> set[str]:
         """Choose which rank's value this rank takes, of those of which every rank keeps its own, by what
         ``LoadOptions.per_rank`` says. Returns the stored paths that it does not take."""

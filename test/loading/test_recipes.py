@@ -50,6 +50,7 @@ from test.jobs import (
     load_whole,
     make_array,
     rows_of,
+    same_bits,
     save_alone,
     save_on,
     sharded,
@@ -652,3 +653,44 @@ def with_arranger(folder: Path, target: dict[str, Any], arranged: Arranging | di
         storage, arranger = as_source(folder), arranged if isinstance(arranged, Arranging) else Arranging(arranged)
         context = LoadContext(storage, session, NoTransport(), NumpyAdapter(), loading, arranger=arranger)
         return load(target, context, None)
+
+
+# -- ranks that say different things
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("w", [{"recipes": {"w": stored("q")}}, {"recipes": {"w": stored("k")}}]),
+        ("w", [{"key_map": {"w": "q"}}, {"key_map": {"w": "k"}}]),
+        ("q", [{}, {"recipes": {"q": stored("k")}}]),
+        ("q", [{"recipes": {"q": stored("q")[0:8]}}, {"recipes": {"q": stored("k")}}]),
+    ],
+)
+def test_parts_of_one_tensor_are_never_of_two(tmp_path: Path, key: str, options: list[dict[str, Any]]) -> None:
+    save_on([{"q": make_array((8, 6), seed=1), "k": make_array((8, 6), seed=2)}], tmp_path)
+    targets = split_rows(np.zeros((8, 6), np.float32), 2, False)
+    loaded = run_ranks(
+        2,
+        lambda rank: rank.load(
+            {key: targets[rank.rank]}, tmp_path, None, LoadOptions(timeout=60, **options[rank.rank])
+        ),
+    )
+    for error in errors_of(loaded, ValueError):
+        assert f"{key}: rank 0: " in str(error)
+        assert "rank 1: stored('k')" in str(error)
+    assert not any(piece.any() for target in targets for piece in target.pieces)
+
+
+def test_ranks_have_tensors_of_their_own_from_where_they_say(tmp_path: Path) -> None:
+    """As the stages of a pipeline, which have equal keys."""
+    state = {"q": make_array((8, 6), seed=1), "k": make_array((8, 6), seed=2)}
+    save_on([state], tmp_path)
+    targets = [{"w": np.zeros((8, 6), np.float32), f"own{rank}": np.zeros((8, 6), np.float32)} for rank in range(2)]
+    options = [
+        LoadOptions(timeout=60, recipes={"w": stored(key), f"own{rank}": stored("q")}) for rank, key in enumerate("qk")
+    ]
+    all_ok(run_ranks(2, lambda rank: rank.load(targets[rank.rank], tmp_path, None, options[rank.rank])))
+    for rank, key in enumerate("qk"):
+        assert same_bits(targets[rank]["w"], state[key])
+        assert same_bits(targets[rank][f"own{rank}"], state["q"])
