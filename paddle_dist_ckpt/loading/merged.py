@@ -25,7 +25,7 @@ from .answering import stored_tensors
 from .load import LeavesLoad
 from .reading import LoadContext
 
-__all__ = ["load_merged"]
+__all__ = ["add_leaf", "load_merged"]
 
 
 def load_merged(
@@ -66,7 +66,7 @@ def load_merged(
                 raise
             leaves = Leaves()
             for path in chosen:
-                _add_leaf(leaves, metadata, path, adapter)
+                _add_stored(leaves, metadata, path, adapter)
             return leaves
 
     with SoloHub().session("load", options.timeout) as session:
@@ -97,7 +97,7 @@ def _arranged_leaves(
     for key, path in chosen.items():
         made = arranged.get(key)
         if made is None:
-            _add_leaf(leaves, metadata, path, adapter)
+            _add_stored(leaves, metadata, path, adapter)
             continue
         part = made.parts[0] if made.parts else None
         dtype = DTYPES["float32"] if part is None else dtype_named(part.dtype) if part.dtype else stored[part.key].dtype
@@ -113,19 +113,34 @@ def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
     return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
-def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, adapter: Adapter) -> None:
+def _add_stored(leaves: Leaves, metadata: Metadata, path: str, adapter: Adapter) -> None:
     table = metadata.table
     place = table.index.get(path)
-    if place is None or table.kinds[place] == Kind.VALUE:
+    if place is None:
         leaves.value_paths.append(path)
         leaves.values.append(None)
         return
-    shape, dtype = table.layouts[table.layout_of[place]].shape, table.dtypes[place]
+    shape, kind = table.layouts[table.layout_of[place]].shape, Kind(table.kinds[place])
+    add_leaf(leaves, path, kind, shape, table.dtypes[place], adapter, metadata.key(path))
+
+
+def add_leaf(
+    leaves: Leaves, path: str, kind: Kind, shape: tuple[int, ...], dtype: DType, adapter: Adapter, key: str
+) -> None:
+    """Add something that is stored as an entry: memory for a tensor or an array, or the place of a value.
+
+    Raises:
+        CheckpointError: there is no memory for it.
+    """
+    if kind == Kind.VALUE:
+        leaves.value_paths.append(path)
+        leaves.values.append(None)
+        return
     leaves.tensor_paths.append(path)
-    if table.kinds[place] == Kind.ARRAY:
+    if kind == Kind.ARRAY:
         leaves.tensors.append(np.empty(shape, arithmetic_dtype(dtype)))
     else:
-        leaves.tensors.append(_empty(adapter, shape, dtype, metadata.key(path)))
+        leaves.tensors.append(_empty(adapter, shape, dtype, key))
 
 
 def _empty(adapter: Adapter, shape: tuple[int, ...], dtype: DType, key: str) -> Any:

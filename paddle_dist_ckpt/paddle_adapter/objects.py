@@ -28,6 +28,7 @@ __all__ = [
     "optimizer_state",
     "parameters_of",
     "restore",
+    "state_of_parameter",
 ]
 
 _SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
@@ -173,6 +174,16 @@ def parameters_of(optimizer: Any) -> list[Any]:
     """The parameters that an optimizer steps; of a sharded one, those that it steps on this rank."""
     groups = getattr(unwrapped(optimizer), "_param_groups", None) or []
     return [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
+
+
+def state_of_parameter(optimizer: Any, parameter: Any) -> list[Any]:
+    """What an optimizer has for one of its parameters: accumulators, and a master weight."""
+    owner = _inner(optimizer)
+    names = _names(owner, parameter)
+    masters = [one for name, one in getattr(owner, "_master_weights", {}).items() if name in names]
+    inner = state_of_parameter(owner.inner_optimizer, parameter) if is_look_ahead(owner) else []
+    tables = getattr(owner, "_accumulators", {}).values()
+    return [*masters, *inner, *(one for by_name in tables for name, one in by_name.items() if name in names)]
 
 
 # -- given back
