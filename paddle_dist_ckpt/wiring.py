@@ -225,8 +225,15 @@ def scatter_with(
     reading = dataclasses.replace(options, exchange="always")
     with ranks.hub.session("scatter_state_dict", options.timeout) as session:
         _agree(session, sender, frozen)
-        given = whole if sender is None or session.rank == sender else {}
-        shown = present(lambda: given, session, ranks.transport, PaddleAdapter(ranks.rank), "auto")
+
+        def find() -> dict[Any, Any]:
+            if sender is not None and session.rank != sender:
+                return {}
+            if not isinstance(whole, dict):
+                raise TypeError(f"whole must be a dict, not {type(whole).__name__}")
+            return whole
+
+        shown = present(find, session, ranks.transport, PaddleAdapter(ranks.rank), "auto")
         adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
         context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=_arranger(options))
         metadata = shown.metadata
