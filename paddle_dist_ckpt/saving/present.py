@@ -43,7 +43,7 @@ from .planned_save import PlannedSave, make_plan
 from .reduce import reduce_partials
 from .replicas import merge_contents, replica_warnings
 
-__all__ = ["Presented", "present"]
+__all__ = ["present"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _BLOCK_BYTES = 1 << 20  # what a load reads and exchanges at once is a multiple of it
@@ -61,7 +61,7 @@ prepare([_PresentFiles])
 
 
 @dataclass(frozen=True, slots=True)
-class Presented:
+class _Presented:
     """What the ranks of a session have, as one of them sees it.
 
     Attributes:
@@ -81,7 +81,7 @@ def present(
     transport: Transport,
     adapter: Adapter,
     check_replicas: str,
-) -> Presented:
+) -> _Presented:
     """Present what this rank and the session's others have, until one of them changes it.
 
     Args:
@@ -95,7 +95,7 @@ def present(
         UnsupportedValueError: see :func:`paddle_dist_ckpt.save_state_dict`.
     """
     storage = _PresentStorage(session.rank)
-    coordinator = _Coordinator(session, check_replicas, adapter) if session.rank == session.coordinator else None
+    coordinator = _PresentCoordinator(session, check_replicas, adapter) if session.rank == session.coordinator else None
     described: list[LocalState] = []
 
     def request() -> bytes:
@@ -103,7 +103,7 @@ def present(
         compare = check_replicas != "off" and len(session.ranks) > 1
         return encode(_request(described[0], storage.identity(), compare))
 
-    order = decode(session.gather_scatter("plan", request, only_on(coordinator, _Coordinator.plan)), PlanAnswer)
+    order = decode(session.gather_scatter("plan", request, only_on(coordinator, _PresentCoordinator.plan)), PlanAnswer)
     (state,) = described
     failure, files = None, _PresentFiles([], [])
     try:
@@ -116,8 +116,8 @@ def present(
             raise failure
         return encode(files)
 
-    session.gather_scatter("present", offer, only_on(coordinator, _Coordinator.present))
-    return Presented(cast(Storage, storage), coordinator.metadata if coordinator is not None else None, state)
+    session.gather_scatter("present", offer, only_on(coordinator, _PresentCoordinator.present))
+    return _Presented(cast(Storage, storage), coordinator.metadata if coordinator is not None else None, state)
 
 
 def _request(state: LocalState, folder: FolderIdentity, compare: bool) -> SaveRequest:
@@ -159,7 +159,7 @@ def _make_files(
     return made
 
 
-class _Coordinator:
+class _PresentCoordinator:
     """The coordinator's answers. ``metadata`` is there after the second."""
 
     metadata: Metadata
