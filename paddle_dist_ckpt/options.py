@@ -73,7 +73,8 @@ class LoadOptions:
             names the rest. With ``"all"``, a stored key that nothing asks for raises, too.
         allow_missing: Patterns (as :func:`fnmatch.fnmatchcase` has them) of wanted flat keys that need not be stored.
             Those that are not are left as they are, and the report names them.
-        allow_unused: Patterns of stored flat keys that nothing need ask for, if ``strict`` is ``"all"``.
+        allow_unused: Patterns of stored flat keys that nothing need ask for, if ``strict`` is ``"all"``, or if they
+            belong to an object of a user's own.
         resize: Along which axis a wanted tensor may be longer or shorter than the stored one, by patterns of wanted
             flat keys, of which the first counts: ``{"*embed.weight*": 0}``. A longer one keeps what it has beyond. With
             ``(axis, n)`` it may be shorter, too, and both must be at least n long; what is stored beyond is left out.

@@ -219,7 +219,7 @@ class LeavesLoad:
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
         choices["aoa_config"] = _digest(self.context.options.aoa_config)
-        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), made.patterns)
+        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete)
 
     def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
         session, options = self.context.session, self.context.options

@@ -22,6 +22,7 @@ from .wrappers import INNER, STEPS, is_look_ahead, is_wrapper, refusal, unwrappe
 
 __all__ = [
     "check_optimizer",
+    "is_defined_by_user",
     "is_object",
     "is_optimizer",
     "make_accumulators",
@@ -43,6 +44,16 @@ def is_object(value: Any) -> bool:
 def is_optimizer(value: Any) -> bool:
     """Whether it is one of Paddle's optimizers, or what fleet or ``paddle.distributed.shard_optimizer`` made of one."""
     return isinstance(unwrapped(value), (paddle.optimizer.Optimizer, _SHARD_OPTIMIZER))
+
+
+def is_defined_by_user(value: Any) -> bool:
+    """Whether a layer's or an optimizer's ``state_dict`` and ``set_state_dict`` are both of classes outside Paddle."""
+    value = unwrapped(value)
+    if not is_optimizer(value) and not isinstance(value, paddle.nn.Layer):
+        return False
+    bases = type(_inner(value) if is_optimizer(value) else value).__mro__
+    makers = [next(one for one in bases if name in vars(one)) for name in ("state_dict", "set_state_dict")]
+    return all(one.__module__.partition(".")[0] != "paddle" for one in makers)
 
 
 def _inner(optimizer: Any) -> Any:
