@@ -1,8 +1,8 @@
 """Distributed checkpoints for PaddlePaddle: save on one layout, load on any other.
 
-The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.export_calls`, :mod:`.drop_in`, :mod:`.manager`,
-:mod:`.options`, :mod:`.recipes`, :mod:`.reports`, :mod:`.errors`, :mod:`.storage`, :mod:`.files.metadata`,
-:mod:`.saving.async_save` and :mod:`.tree.state_dict`.
+The public names are in :mod:`.api`, :mod:`.one_call`, :mod:`.export_calls`, :mod:`.gathering`, :mod:`.drop_in`,
+:mod:`.manager`, :mod:`.options`, :mod:`.recipes`, :mod:`.reports`, :mod:`.errors`, :mod:`.storage`,
+:mod:`.files.metadata`, :mod:`.saving.async_save` and :mod:`.tree.state_dict`.
 Importing the package does not import paddle. What the public names stand for is imported when the first of them is
 used, so that the command line need not wait for all of it.
 """
@@ -48,6 +48,7 @@ __all__ = [
     "delete_checkpoint",
     "export",
     "export_state_dict",
+    "gather_state_dict",
     "install",
     "list_checkpoints",
     "load",
@@ -60,6 +61,7 @@ __all__ = [
     "rng_state",
     "save",
     "save_state_dict",
+    "scatter_state_dict",
     "set_rng_state",
     "split",
     "stored",

@@ -88,7 +88,7 @@ def save_state_dict(
             None, bool, int, float, complex, str, bytes, numpy scalars, and lists, tuples and dicts of these.
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         process_group: The Paddle group whose ranks save together; None for the default group.
-        coordinator_rank: Global rank of the one that plans and commits; the same on every rank.
+        coordinator_rank: Global rank of the one that plans and commits; the same on every rank, or all raise at once.
         unique_id: The checkpoint's number in the folder. None takes the newest one + 1. One that exists is replaced.
         async_save: Return as soon as what is to be written has been copied. Writing and the commit go on in the
             background, without collectives; the process does not end before they have.
@@ -131,7 +131,7 @@ def load_state_dict(
         state_dict: What to fill; may ask for a part of the checkpoint.
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         process_group: The Paddle group whose ranks load together; None for the default group.
-        coordinator_rank: Global rank of the one that reads `.metadata`; the same on every rank.
+        coordinator_rank: Global rank of the one that reads `.metadata`; the same on every rank, or all raise at once.
         unique_id: Which checkpoint; None for the newest.
         offload: Exchange data among ranks in host memory even if the group's collectives are a device's: by a gloo
             group of the same ranks, the job's own or one that is made for it. Targets stay where they are.

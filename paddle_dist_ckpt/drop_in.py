@@ -72,7 +72,7 @@ def install(
             newest id + 1 and keeps all, as Paddle's documentation has it and Paddle 2.6 does.
         foreign: What becomes of a load from a folder in which no reader finds a checkpoint that it can read.
             ``"error"`` raises; ``"former"`` calls the function that was there before, on every rank.
-        save_options: How to save.
+        save_options: How to save. Names of data files end in ``.shards`` unless ``data_suffix`` is given.
         load_options: How to load.
 
     Returns:
@@ -86,6 +86,8 @@ def install(
     if foreign not in ("error", "former"):
         raise ValueError(f"foreign must be 'error' or 'former', not {foreign!r}")
     save_options = checked("save_options", save_options, SaveOptions) or SaveOptions()
+    if save_options.data_suffix is None:  # trainers rename and remove *.safetensors, and count the names in them
+        save_options = dataclasses.replace(save_options, data_suffix=".shards")
     load_options = checked("load_options", load_options, LoadOptions) or LoadOptions()
     from .paddle_adapter.patches import Replacement, in_dynamic_mode
 

@@ -95,7 +95,7 @@ def export_state_dict(
         out: See :func:`export`, as for the arguments that are not explained here. All ranks must see it.
         format: See :func:`export`.
         process_group: The Paddle group whose ranks export together; None for the default group.
-        coordinator_rank: Global rank of the one that plans; the same on every rank.
+        coordinator_rank: Global rank of the one that plans; the same on every rank, or all raise at once.
         prefix: See :func:`export`.
         keys: See :func:`export`.
         dtype: See :func:`export`.

@@ -36,6 +36,10 @@ class SaveOptions:
             its end, or ``"raise"``, on every rank.
         snapshot_bytes: The most memory, in bytes on each rank, that the snapshot of a save in the background may take.
             What does not fit in it is written before the call returns. None sets no bound.
+        data_suffix: How the names of data files end: ``".safetensors"`` or ``".shards"``, the same on every rank. What
+            is in them is the same. Tools that walk through folders for ``*.safetensors`` do not find the second ones,
+            and so neither trip over names that repeat from step to step nor rename or remove them. None means the
+            first, but in saves by functions that :func:`install` has replaced the second.
     """
 
     timeout: float = 300.0
@@ -46,12 +50,15 @@ class SaveOptions:
     progress: bool | None = None
     when_busy: Literal["wait", "raise"] = "wait"
     snapshot_bytes: int | None = None
+    data_suffix: Literal[".safetensors", ".shards"] | None = None
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout)
         _check_choice("check_replicas", self.check_replicas, ("auto", "warn", "error", "off"))
         _check_bools(no_dist=self.no_dist, progress=False if self.progress is None else self.progress)
         _check_choice("when_busy", self.when_busy, ("wait", "raise"))
+        if self.data_suffix is not None:
+            _check_choice("data_suffix", self.data_suffix, (".safetensors", ".shards"))
         bound = self.snapshot_bytes
         if bound is not None and (type(bound) is not int or bound < 0):
             raise ValueError(f"snapshot_bytes must be None or a number of bytes, not {bound!r}")
@@ -73,7 +80,8 @@ class LoadOptions:
             names the rest. With ``"all"``, a stored key that nothing asks for raises, too.
         allow_missing: Patterns (as :func:`fnmatch.fnmatchcase` has them) of wanted flat keys that need not be stored.
             Those that are not are left as they are, and the report names them.
-        allow_unused: Patterns of stored flat keys that nothing need ask for, if ``strict`` is ``"all"``.
+        allow_unused: Patterns of stored flat keys that nothing need ask for, if ``strict`` is ``"all"``, or if they
+            belong to an object of a user's own.
         resize: Along which axis a wanted tensor may be longer or shorter than the stored one, by patterns of wanted
             flat keys, of which the first counts: ``{"*embed.weight*": 0}``. A longer one keeps what it has beyond. With
             ``(axis, n)`` it may be shorter, too, and both must be at least n long; what is stored beyond is left out.

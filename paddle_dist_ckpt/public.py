@@ -33,6 +33,7 @@ from .files.metadata import (
     Metadata as Metadata,
     StorageInfo as StorageInfo,
 )
+from .gathering import gather_state_dict as gather_state_dict, scatter_state_dict as scatter_state_dict
 from .manager import CheckpointManager as CheckpointManager
 from .one_call import (
     load as load,

@@ -151,15 +151,16 @@ class TensorContents:
             gather(source, low, high, np.frombuffer(part, np.uint8))
 
     def copy_to(self, memory: Bytes1D, start: int) -> None:
-        """Copy the data section from byte ``start`` on to the beginning of ``memory``, and hash nothing."""
+        """Copy the data section from byte ``start`` on to ``memory``, as much as that takes, and hash nothing."""
+        stop = min(start + len(memory), self._table.nbytes)
         scattered: list[Scattered] = []
         try:
-            scattered = self._queue(start, self._table.nbytes, memory)
+            scattered = self._queue(start, stop, memory)
             base, view = address_of(memory) - start, memory.data
-            for i, low, high in _entries_of(self._table, start, self._table.nbytes):
-                first = max(start, low)
-                if first < high:
-                    self._fill(i, first - low, high - low, base + first, view[first - start : high - start])
+            for i, low, high in _entries_of(self._table, start, stop):
+                first, last = max(start, low), min(stop, high)
+                if first < last:
+                    self._fill(i, first - low, last - low, base + first, view[first - start : last - start])
         finally:
             self._copies.mark().wait()
         for piece, into in scattered:

@@ -22,7 +22,7 @@ MOST_IDS = 10**18
 _ID = r"(0|[1-9]\d{0,17})"
 _SAVE = r"([0-9a-f]{16})"
 _METADATA = re.compile(rf"{_ID}\.metadata")
-_DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.safetensors")
+_DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.(?:safetensors|shards)")
 _CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim(?:\.tmp)?")
 _TEMPORARY = re.compile(rf"{_ID}\.{_SAVE}\.metadata\.tmp")
 
@@ -54,9 +54,9 @@ def metadata_id(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def data_file_name(rank: int, unique_id: int, save_id: str, part: int) -> str:
-    """Name of a data file."""
-    return f"{rank}_{unique_id}.{save_id}.{part}.safetensors"
+def data_file_name(rank: int, unique_id: int, save_id: str, part: int, suffix: str = ".safetensors") -> str:
+    """Name of a data file; ``suffix`` is that or ``.shards``."""
+    return f"{rank}_{unique_id}.{save_id}.{part}{suffix}"
 
 
 def parse_data_file(name: str) -> DataFileName | None:

@@ -27,7 +27,7 @@ from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
 
-__all__ = ["Fit"]
+__all__ = ["NO_ENTRY", "Fit"]
 
 
 class Fit:
@@ -254,6 +254,7 @@ class Fit:
         return self.targets.consumer(row, part, entry_part)
 
 
+NO_ENTRY = "no such entry in its object"
 _PRESENT = {
     "none": "None",
     "dict": "a dict",
@@ -269,7 +270,7 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[str]:
     tensors = set(wanted.tensors.paths) if answer.unfit else set()
     problems = []
     for path, found in answer.unfit.items():
-        present = _PRESENT.get(wanted.values.get(path, ""), "no such entry in its object")
+        present = _PRESENT.get(wanted.values.get(path, ""), NO_ENTRY)
         has = "a tensor" if path in tensors else present
         problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}")
     return problems

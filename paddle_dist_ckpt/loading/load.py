@@ -60,9 +60,23 @@ T = TypeVar("T")
 A = TypeVar("A", bound=msgspec.Struct)
 
 
-def load(state_dict: dict[Any, Any], context: LoadContext, unique_id: int | None) -> LoadReport:
-    """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`."""
-    scan = functools.cache(lambda: flatten(state_dict, context.adapter))
+def load(
+    state_dict: dict[Any, Any],
+    context: LoadContext,
+    unique_id: int | None,
+    choose: Callable[[Leaves], Leaves] = lambda leaves: leaves,
+    read: Callable[[int | None], Metadata] | None = None,
+) -> LoadReport:
+    """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`.
+
+    Args:
+        state_dict: This rank's.
+        context: This rank's surroundings.
+        unique_id: Which checkpoint; None for the newest.
+        choose: The leaves that are asked for, of those of the state_dict.
+        read: See :class:`LeavesLoad`.
+    """
+    scan = functools.cache(lambda: choose(flatten(state_dict, context.adapter)))
 
     def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
         for opened, state in assign_all(state_dict, scan(), values):
@@ -76,7 +90,7 @@ def load(state_dict: dict[Any, Any], context: LoadContext, unique_id: int | None
                     f"{type(error).__name__}: {error}"
                 ) from error
 
-    return LeavesLoad(scan, restore, context, unique_id, _PARTLY).run()
+    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read).run()
 
 
 class _Replaced(Exception):
@@ -206,7 +220,7 @@ class LeavesLoad:
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
         choices["aoa_config"] = _digest(self.context.options.aoa_config)
-        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), made.patterns)
+        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete)
 
     def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
         session, options = self.context.session, self.context.options

@@ -18,6 +18,7 @@ from ..tree.names import is_of_run
 from ..tree.paths import plain_key
 from .answering import Answering, stored_tensors
 from .exchange_orders import ExchangePlanner
+from .fit import NO_ENTRY
 from .key_map import matcher
 from .messages import (
     DecideAnswer,
@@ -34,6 +35,7 @@ from .reading import LoadContext
 
 __all__ = ["LoadCoordinator"]
 
+_NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
 
 
@@ -75,6 +77,7 @@ class LoadCoordinator:
             self._groups.setdefault(folder, []).append(rank)
         sharing = Counter(folder.host for folder in self._folders.values())
         on_host = {rank: sharing[folder.host] for rank, folder in self._folders.items()}
+        self._complete = {key for request in requests.values() for key in request.complete}
         matched = {key for request in requests.values() for key, found in request.patterns.items() if found}
         keys = dict.fromkeys(key for request in requests.values() for key in request.patterns if key not in matched)
         self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing)
@@ -107,7 +110,7 @@ class LoadCoordinator:
         paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
         unused = [self._metadata.key(path) for path in paths if path not in self._answering.asked]
         unused += [plain_key(path) for path in self._metadata.left_out if path not in self._answering.asked]
-        self._check({rank: n.problems for rank, n in needs.items()}, unused)
+        self._check({rank: n.problems for rank, n in needs.items()}, unused, self._left_of_objects(unused))
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
@@ -171,13 +174,27 @@ class LoadCoordinator:
             raise CheckpointCorruptedError(_missing_text(gone, ""))
         return bool(gone)
 
-    def _check(self, by_rank: Mapping[int, Sequence[str]], unused: Sequence[str] = ()) -> None:
-        """Raise all problems at once, each said once with the ranks that have it, and the keys that nothing asks for if
-        these are problems."""
+    def _left_of_objects(self, unused: Sequence[str]) -> list[str]:
+        """A line for each stored entry of an object of a user's class that the object, on any rank, does not have.
+
+        Of other formats nobody knows whether it is one.
+        """
+        if self._metadata.format not in ("native", "present"):
+            return []
+        allowed = matcher(self._options.allow_unused)
+        tops = tuple(f"{key}." for key in self._complete)
+        return [f"{key}: stored, but {_NOT_YET}" for key in unused if key.startswith(tops) and not allowed(key)]
+
+    def _check(
+        self, by_rank: Mapping[int, Sequence[str]], unused: Sequence[str] = (), left: Sequence[str] = ()
+    ) -> None:
+        """Raise all problems at once, each said once with the ranks that have it, those of stored entries that would be
+        left, and the keys that nothing asks for if these are problems."""
         ranks: dict[str, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
             for problem in problems:
                 ranks.setdefault(problem, []).append(rank)
+        ranks.update((line, list(by_rank)) for line in left)
         surplus = self._surplus(ranks, unused)
         if not (ranks or surplus) or not self._options.strict:
             return
@@ -191,6 +208,10 @@ class LoadCoordinator:
             advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
         if any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
+        if any(NO_ENTRY in line or _NOT_YET in line for line in lines):
+            advice += "; tensors that an object makes later must be made before the load, to be in its state_dict()"
+        if left:
+            advice += "; LoadOptions(allow_unused=[...]) leaves some entries out"
         if any("missing" in line and is_of_run(line.partition(":")[0]) for line in lines):
             advice += "; an optimizer's entries can be told by its parameters: save and load the model in the same call"
         text = (

@@ -27,7 +27,7 @@ from .load import LeavesLoad
 from .making import RecipeArranger, is_itself
 from .reading import LoadContext
 
-__all__ = ["load_merged"]
+__all__ = ["add_leaf", "load_merged"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _Empty = Callable[[tuple[int, ...], DType], Any]
@@ -69,7 +69,7 @@ def load_merged(
                 raise
             leaves = Leaves()
             for path in chosen:
-                _add_leaf(leaves, metadata, path, adapter.empty)
+                _add_stored(leaves, metadata, path, adapter.empty)
             return leaves
 
     with SoloHub().session("load", options.timeout) as session:
@@ -119,7 +119,7 @@ def _made_leaves(
     for key, path in chosen.items():
         one = made.get(key)
         if one is None or is_itself(key, one, stored):
-            _add_leaf(leaves, metadata, path, empty)
+            _add_stored(leaves, metadata, path, empty)
             continue
         dtype = one.dtype if one.dtype is not None or not one.parts else one.parts[0].dtype
         known = dtype_named(dtype) if dtype is not None else stored[one.parts[0].key].dtype
@@ -135,19 +135,34 @@ def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:
     return sorted(set(table.select(tensors)[0].shard_file.tolist()))
 
 
-def _add_leaf(leaves: Leaves, metadata: Metadata, path: str, empty: _Empty) -> None:
+def _add_stored(leaves: Leaves, metadata: Metadata, path: str, empty: _Empty) -> None:
     table = metadata.table
     place = table.index.get(path)
-    if place is None or table.kinds[place] == Kind.VALUE:
+    if place is None:
         leaves.value_paths.append(path)
         leaves.values.append(None)
         return
-    shape, dtype = table.layouts[table.layout_of[place]].shape, table.dtypes[place]
+    shape, kind = table.layouts[table.layout_of[place]].shape, Kind(table.kinds[place])
+    add_leaf(leaves, path, kind, shape, table.dtypes[place], empty, metadata.key(path))
+
+
+def add_leaf(
+    leaves: Leaves, path: str, kind: Kind, shape: tuple[int, ...], dtype: DType, empty: _Empty, key: str
+) -> None:
+    """Add something that is stored as an entry: memory for a tensor or an array, or the place of a value.
+
+    Raises:
+        CheckpointError: there is no memory for it.
+    """
+    if kind == Kind.VALUE:
+        leaves.value_paths.append(path)
+        leaves.values.append(None)
+        return
     leaves.tensor_paths.append(path)
-    if table.kinds[place] == Kind.ARRAY:
+    if kind == Kind.ARRAY:
         leaves.tensors.append(np.empty(shape, arithmetic_dtype(dtype)))
     else:
-        leaves.tensors.append(_empty(empty, shape, dtype, metadata.key(path)))
+        leaves.tensors.append(_empty(empty, shape, dtype, key))
 
 
 def _empty(empty: _Empty, shape: tuple[int, ...], dtype: DType, key: str) -> Any:

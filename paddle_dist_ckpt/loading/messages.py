@@ -67,13 +67,15 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     """Round ``request``: what a rank wants. ``wanted`` is an encoded :class:`WantedPaths`, equal on many ranks.
-    ``patterns`` says of the keys of its recipes whether each is that of a tensor."""
+    ``patterns`` says of the keys of its recipes whether each is that of a tensor. ``complete`` has the flat keys of
+    objects of which nothing that is stored may be left."""
 
     unique_id: int | None
     options: dict[str, str]
     folder: FolderIdentity | None
     wanted: bytes
     patterns: dict[str, bool] = {}
+    complete: list[str] = []
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):

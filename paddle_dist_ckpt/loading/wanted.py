@@ -9,12 +9,12 @@ import numpy as np
 
 from ..core.local_tensors import LocalTensors
 from ..core.parts import Arranger
-from ..core.tensors import Geometry, TensorAdapter
+from ..core.tensors import Geometry
 from ..errors import UnsupportedValueError
 from ..options import LoadOptions
 from ..tree.objects import ObjectKind
 from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
-from ..tree.state_dict import Leaves, PerRank, owner_of
+from ..tree.state_dict import Adapter, Leaves, PerRank, owner_of
 from . import key_map
 from .messages import LoadAnswer, WantedRecord
 from .recipes import Matching, match_recipes
@@ -38,6 +38,7 @@ class WantedState:
         made: The tensors that have recipes.
         records: What is said of each tensor to whoever arranges what they are made of, by path.
         has_objects: Whether there are objects to be given their states in the end.
+        complete: The flat keys of objects of which nothing that is stored may be left.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
@@ -50,6 +51,7 @@ class WantedState:
     made: Matching = field(default_factory=Matching)
     records: dict[str, WantedRecord] = field(default_factory=dict)
     has_objects: bool = False
+    complete: list[str] = field(default_factory=list)
 
     def instead(self) -> dict[str, str]:
         """What tensors are, in words, that have a recipe or are stored elsewhere, and of which this rank has a part."""
@@ -91,9 +93,7 @@ class WantedState:
         return others
 
 
-def collect(
-    leaves: Leaves, adapter: TensorAdapter, options: LoadOptions, arranger: Arranger | None = None
-) -> WantedState:
+def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Arranger | None = None) -> WantedState:
     """Look at what a load was called with."""
     objects = {opened.path: opened for opened in leaves.objects}
     free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}  # they take any values
@@ -125,6 +125,8 @@ def collect(
         names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
         filled = set(wanted.tensors.paths)
         wanted.others = {path: name for path, name in names if path not in filled}
+    if options.key_map is None and not options.recipes and arranger is None:
+        wanted.complete = [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
     wanted.values.update((path, "object") for path in free if path not in skipped)
     return wanted
 

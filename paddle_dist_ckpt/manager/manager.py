@@ -55,7 +55,7 @@ class CheckpointManager:
         async_save: Save in the background.
         options: How to save; its ``user_metadata`` are stored beside the manager's own.
         process_group: The Paddle group whose ranks train together; None for the default group.
-        coordinator_rank: Global rank of the one that decides; the same on every rank.
+        coordinator_rank: Global rank of the one that decides; the same on every rank, or all raise at once.
         save_on_sigterm: When a rank gets SIGTERM, save at the next step that all ranks can agree on, and set
             :attr:`stopping`. Launchers repeat the signal; one that comes 10 seconds later or more ends the process as
             if there were no manager. To be made on the main thread then.

@@ -22,12 +22,14 @@ from .wrappers import INNER, STEPS, is_look_ahead, is_wrapper, refusal, unwrappe
 
 __all__ = [
     "check_optimizer",
+    "is_defined_by_user",
     "is_object",
     "is_optimizer",
     "make_accumulators",
     "optimizer_state",
     "parameters_of",
     "restore",
+    "state_of_parameter",
 ]
 
 _SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
@@ -42,6 +44,16 @@ def is_object(value: Any) -> bool:
 def is_optimizer(value: Any) -> bool:
     """Whether it is one of Paddle's optimizers, or what fleet or ``paddle.distributed.shard_optimizer`` made of one."""
     return isinstance(unwrapped(value), (paddle.optimizer.Optimizer, _SHARD_OPTIMIZER))
+
+
+def is_defined_by_user(value: Any) -> bool:
+    """Whether a layer's or an optimizer's ``state_dict`` and ``set_state_dict`` are both of classes outside Paddle."""
+    value = unwrapped(value)
+    if not is_optimizer(value) and not isinstance(value, paddle.nn.Layer):
+        return False
+    bases = type(_inner(value) if is_optimizer(value) else value).__mro__
+    makers = [next(one for one in bases if name in vars(one)) for name in ("state_dict", "set_state_dict")]
+    return all(one.__module__.partition(".")[0] != "paddle" for one in makers)
 
 
 def _inner(optimizer: Any) -> Any:
@@ -173,6 +185,16 @@ def parameters_of(optimizer: Any) -> list[Any]:
     """The parameters that an optimizer steps; of a sharded one, those that it steps on this rank."""
     groups = getattr(unwrapped(optimizer), "_param_groups", None) or []
     return [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
+
+
+def state_of_parameter(optimizer: Any, parameter: Any) -> list[Any]:
+    """What an optimizer has for one of its parameters: accumulators, and a master weight."""
+    owner = _inner(optimizer)
+    names = _names(owner, parameter)
+    masters = [one for name, one in getattr(owner, "_master_weights", {}).items() if name in names]
+    inner = state_of_parameter(owner.inner_optimizer, parameter) if is_look_ahead(owner) else []
+    tables = getattr(owner, "_accumulators", {}).values()
+    return [*masters, *inner, *(one for by_name in tables for name, one in by_name.items() if name in names)]
 
 
 # -- given back

@@ -86,6 +86,10 @@ class PaddleAdapter:
         kind = ObjectKind.FIXED if isinstance(value, paddle.nn.Layer) else ObjectKind.FREE
         return kind, state_of(value, key)
 
+    def is_defined_by_user(self, value: Any) -> bool:
+        """See :class:`..tree.state_dict.Adapter`."""
+        return objects.is_defined_by_user(value)
+
     def parameters(self, value: Any) -> list[int]:
         """See :class:`..core.tensors.TensorAdapter`."""
         return [id(parameter) for parameter in objects.parameters_of(value)]

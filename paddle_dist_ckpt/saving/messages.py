@@ -85,6 +85,7 @@ class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
     digests: bytes
     values: list[ValueRecord]
     user_metadata: bytes | None
+    data_suffix: str | None = None
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):

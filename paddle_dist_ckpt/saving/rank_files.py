@@ -90,7 +90,8 @@ class RankFiles:
         buffers = memory.window_buffers(self._threads + ahead, state.host_memory)
         files = []
         for part in memory.plan.files:
-            name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number)
+            suffix = self._options.data_suffix or ".safetensors"
+            name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number, suffix)
             info = part.info(state, order.save, session, self._context.adapter.version, self._options)
             contents = TensorContents(part.table, part.sources(state, reduced), buffers, copies)
             files.append(FileSave(self._context.storage, name, part.table, info, contents))

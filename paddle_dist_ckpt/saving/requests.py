@@ -26,11 +26,12 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
                 f"rank {rank} passed unique_id={request.unique_id}, rank {coordinator} unique_id={ours.unique_id}; "
                 "all ranks must pass the same"
             )
-        if request.block_bytes != ours.block_bytes:
-            raise ValueError(
-                f"rank {rank} passed block_bytes={request.block_bytes}, rank {coordinator} {ours.block_bytes}; "
-                "all ranks must pass the same"
-            )
+        for name in ("block_bytes", "data_suffix"):
+            theirs, own = getattr(request, name), getattr(ours, name)
+            if theirs != own:
+                raise ValueError(
+                    f"rank {rank} passed {name}={theirs!r}, rank {coordinator} {own!r}; all ranks must pass the same"
+                )
 
 
 def folder_warnings(folders: Mapping[int, FolderIdentity], coordinator: int) -> list[str]:

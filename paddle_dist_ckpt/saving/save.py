@@ -137,6 +137,7 @@ class _Saving:
             digests=digests_of(state) if compare else b"",
             values=state.records(),
             user_metadata=_user_metadata(self._options) if context.is_coordinator else None,
+            data_suffix=self._options.data_suffix,
         )
 
     def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:

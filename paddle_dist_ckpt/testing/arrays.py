@@ -92,6 +92,10 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         return ObjectKind.FREE, state_of(value, key)
 
+    def is_defined_by_user(self, value: Any) -> bool:
+        """See :class:`..tree.state_dict.Adapter`."""
+        return False
+
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""
         return [None] * len(tensors)

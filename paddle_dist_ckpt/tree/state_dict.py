@@ -73,6 +73,11 @@ class Adapter(TensorAdapter, Protocol):
         """
         ...
 
+    def is_defined_by_user(self, value: Any) -> bool:
+        """Whether an object that asks for the entries that it has now is of a class whose ``state_dict()`` and setter
+        are the user's: if entries appear later, nobody else knows of them."""
+        ...
+
     def parameters(self, value: Any) -> list[int]:
         """The tokens of the parameters that an optimizer steps, as far as it tells them."""
         ...

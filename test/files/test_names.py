@@ -60,6 +60,8 @@ def test_a_name_is_of_one_kind(rank: int, unique_id: int, save: str, part: int) 
         "0_0.0123456789abcdef.safetensors",
         "0_0.0123456789abcdef.00.safetensors",
         "0_0.0123456789abcdef.0.safetensors.tmp",
+        "0_0.0123456789abcdef.shards",
+        "0_0.0123456789abcdef.0.pdparams",
         "00_0.0123456789abcdef.0.safetensors",
         "0_0.distcp.bak",
         "",
@@ -73,4 +75,8 @@ def test_what_is_not_made_does_not_parse(name: str) -> None:
 def test_the_names_are_those_of_the_specification() -> None:
     assert names.metadata_name(7) == "7.metadata"
     assert names.data_file_name(3, 7, "00000000000000ff", 1) == "3_7.00000000000000ff.1.safetensors"
+    other = names.data_file_name(3, 7, "00000000000000ff", 1, ".shards")
+    assert other == "3_7.00000000000000ff.1.shards"
+    assert names.parse_data_file(other) == (3, 7, "00000000000000ff", 1)
+    assert names.is_ours(other)
     assert foreign_id("3_7.distcp") == foreign_id("3_7.safetensors") == 7

@@ -37,30 +37,39 @@ def steps(model: Any, optimizer: Any, done: int, count: int) -> None:
         optimizer._learning_rate.step()
 
 
-def train(degree: int, count: int, load: str | None, save: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Load, train, save, on all ranks.
-
-    Args:
-        degree: Over how many ranks the optimizer is sharded.
-        count: How many steps.
-        load: From which folder, what was saved after four steps.
-        save: To which folder.
+def save_and_go_on(folder: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Train with an optimizer that two ranks share, save after four of eight steps, and go on from there once more.
 
     Returns:
-        The parameters, and the keys of those that this rank steps.
+        The parameters after eight steps; those after the steps that others have loaded and done; and the keys of those
+        that this rank steps.
     """
-    configs = {"sharding_degree": degree, "dp_degree": _WORLD // degree}
-    with topology(**configs) as hcg:
+    with topology(sharding_degree=2, dp_degree=_WORLD // 2) as hcg:
         model, optimizer = make(hcg)
-        state = {"model": model, "optimizer": optimizer}
-        if load is not None:
-            load_state_dict(state, load)
-        steps(model, optimizer, 4 if load is not None else 0, count)
-        if save is not None:
-            save_state_dict(state, save)
+        steps(model, optimizer, 0, 4)
+        save_state_dict({"model": model, "optimizer": optimizer}, folder)
+        steps(model, optimizer, 4, 4)
         keys = {parameter.name: key for key, parameter in model.named_parameters()}
         stepped = [keys[parameter.name] for parameter in optimizer._inner_opt._inner_opt._parameter_list]
-        return {key: value.numpy().copy() for key, value in model.state_dict().items()}, stepped
+        return values(model), _resumed(hcg, folder), stepped
+
+
+def resume(folder: str, degree: int) -> dict[str, Any]:
+    """Load what was saved after four steps, with an optimizer that so many ranks share; four more; the parameters."""
+    with topology(sharding_degree=degree, dp_degree=_WORLD // degree) as hcg:
+        return _resumed(hcg, folder)
+
+
+def _resumed(hcg: Any, folder: str) -> dict[str, Any]:
+    model, optimizer = make(hcg)
+    load_state_dict({"model": model, "optimizer": optimizer}, folder)
+    steps(model, optimizer, 4, 4)
+    return values(model)
+
+
+def values(model: Any) -> dict[str, Any]:
+    """The model's parameters."""
+    return {key: value.numpy().copy() for key, value in model.state_dict().items()}
 
 
 def embedding(rows: int, ranks: int, seed: int) -> tuple[Any, Any]:

@@ -245,17 +245,17 @@ def test_sharded_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
 
     Others sum gradients in another order; a lost moment would make a difference of 0.1.
     """
-    expected = pool.run(cases.train, 2, 8, None, None)[0]
-    saved = pool.run(cases.train, 2, 4, None, str(tmp_path))
-    assert len({tuple(stepped) for _, stepped in saved}) > 1, "ranks keep state of different parameters"
-    for found, _ in pool.run(cases.train, 2, 4, str(tmp_path), None):
-        assert all(np.array_equal(found[key], value) for key, value in expected[0].items())
+    results = pool.run(cases.save_and_go_on, str(tmp_path))
+    expected = results[0][0]
+    assert len({tuple(stepped) for _, _, stepped in results}) > 1, "ranks keep state of different parameters"
+    for _, found, _ in results:
+        assert all(np.array_equal(found[key], value) for key, value in expected.items())
     alone = cases.make(None)
     load_state_dict(dict(zip(("model", "optimizer"), alone, strict=True)), tmp_path)
     cases.steps(*alone, 4, 4)
-    other = pool.run(cases.train, 8, 4, str(tmp_path), None)[0][0]
+    other = pool.run(cases.resume, str(tmp_path), 8)[0]
     for found in (other, _values(alone[0])):
-        for key, value in expected[0].items():
+        for key, value in expected.items():
             np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-6)
 
 

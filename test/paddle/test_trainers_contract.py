@@ -12,12 +12,15 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from paddle_dist_ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
     LocalStorage,
     Metadata,
+    SaveOptions,
     UnsupportedValueError,
     list_checkpoints,
     load_merged_state_dict,
@@ -235,3 +238,45 @@ def test_a_failure_in_the_background_is_told_to_who_waits(tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match="No space left"):
             getattr(home, CLEAR)()
         getattr(home, CLEAR)()
+
+
+# -- folders that are walked through
+
+
+def unique_names(folder: Path) -> set[str]:
+    """The names of tensors in all safetensors below a folder, as a trainer gathers them, who takes none twice."""
+    found: set[str] = set()
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, "numpy") as file:
+            names = set(file.keys())
+        if names & found:
+            raise ValueError(f"{path}: {sorted(names & found)} are in another file")
+        found |= names
+    return found
+
+
+def save_steps(folder: Path) -> None:
+    """Save some steps as a trainer does, and its model for others."""
+    layer = paddle.nn.Linear(3, 2)
+    for step in range(3):
+        for part in ("model_state", "master_weight"):
+            dist.save_state_dict(layer.state_dict(), str(folder / f"checkpoint-{step}" / part))
+    save_file({"weight": np.ones((3, 2))}, folder / "model.safetensors")
+
+
+def test_a_walk_for_safetensors_meets_no_name_twice(tmp_path: Path) -> None:
+    with install():
+        save_steps(tmp_path)
+        assert unique_names(tmp_path) == {"weight"}
+        target = paddle.nn.Linear(3, 2)
+        dist.load_state_dict(target.state_dict(), str(tmp_path / "checkpoint-2" / "model_state"))
+
+
+def test_other_options_do_not_change_that_but_one_does(tmp_path: Path) -> None:
+    with install(save_options=SaveOptions(timeout=60)):
+        save_steps(tmp_path / "some")
+    assert unique_names(tmp_path / "some") == {"weight"}
+    with install(save_options=SaveOptions(data_suffix=".safetensors")):
+        save_steps(tmp_path / "asked")
+    with pytest.raises(ValueError, match="in another file"):
+        unique_names(tmp_path / "asked")

@@ -1,0 +1,35 @@
+"""Parameters that are not trained, and what an optimizer keeps for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddle.base.framework import EagerParamBase
+
+from ..tree.objects import ObjectKind
+from ..tree.state_dict import Leaves
+from .objects import parameters_of, state_of_parameter
+
+__all__ = ["without_frozen"]
+
+
+def without_frozen(leaves: Leaves) -> Leaves:
+    """Leaves without parameters that are not trained, and without the accumulators that optimizers have for these."""
+    left_out = {
+        id(one)
+        for opened in leaves.objects
+        if opened.kind is ObjectKind.OPTIMIZER
+        for parameter in parameters_of(opened.value)
+        if _is_frozen(parameter)
+        for one in state_of_parameter(opened.value, parameter)
+    }
+    pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
+    kept = [(path, one) for path, one in pairs if not _is_frozen(one) and id(one) not in left_out]
+    return Leaves(
+        [path for path, _ in kept], [one for _, one in kept], leaves.value_paths, leaves.values, leaves.objects
+    )
+
+
+def _is_frozen(tensor: Any) -> bool:
+    tensor = getattr(tensor, "local_tensor", tensor)
+    return isinstance(tensor, EagerParamBase) and bool(tensor.stop_gradient)

@@ -1,0 +1,135 @@
+"""What ranks have, whole on one of them or on all, and back into another layout; errors on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+
+from paddle_dist_ckpt import StateDictMismatchError, gather_state_dict, scatter_state_dict
+from test.paddle import cases_gathering as cases
+from test.ranks.pool import RankPool
+
+RANKS = cases.RANKS
+
+
+@pytest.mark.parametrize(("receiver", "frozen"), [(1, True), (None, False)], ids=["one_rank", "all_but_frozen"])
+def test_whole_and_back_into_other_layouts(pool: RankPool, receiver: int | None, frozen: bool) -> None:
+    results = pool.run(cases.round_trip, receiver, frozen, ranks=RANKS)
+    expected = results[0]["expected"]
+    left_out = set() if frozen else {"frozen.weight", "norm._mean", "norm._variance"}
+    assert "cut.weight.moment1" in expected
+    for rank, result in enumerate(results):
+        gathered = result["gathered"]
+        if receiver in (None, rank):
+            tensors = {**gathered["model"], **gathered["optimizer"]}
+            assert tensors.pop("LR_Scheduler")["last_epoch"] == 3
+            assert tensors.keys() == expected.keys() - left_out
+            assert all(np.array_equal(value, expected[key]) for key, value in tensors.items())
+            assert gathered["mine"] == {0: 0, 1: 1}
+            assert (gathered["epoch"], gathered["more"][1][1]) == (3, "x")
+        else:
+            assert gathered == {}
+        for before, after in result["found"]:
+            for key, value in after.items():
+                assert np.array_equal(value, (before if key in left_out else expected)[key]), key
+        assert not np.array_equal(before["frozen.weight"], expected["frozen.weight"])
+        assert result["steps"] == [3, 3]
+        for epoch, (nothing, (tensor, text)) in result["others"]:
+            assert (epoch, nothing, tensor.tolist(), text) == (3, None, [3, 3], "x")
+        assert result["unchanged"]
+
+
+def test_only_the_receiving_rank_has_it_whole(pool: RankPool) -> None:
+    nothing, gathered = pool.run(cases.odd_tensors, ranks=RANKS)
+    assert nothing == {}
+    weight = np.arange(12, dtype=np.float32).reshape(3, 4)
+    expected = {
+        "partial": np.full(3, 3, np.float32),
+        "half": np.ones((3, 2), ml_dtypes.bfloat16),
+        "empty": np.empty((0, 4), np.float32),
+        "strided": weight.T,
+        "array": np.arange(3, dtype=np.uint16),
+        "flattened": weight,
+        "mine": np.ones(4, np.float32),
+    }
+    assert gathered.pop("text") == "long " * 2000
+    assert gathered.keys() == expected.keys()
+    for key, value in expected.items():
+        assert gathered[key].dtype == value.dtype, key
+        assert np.array_equal(gathered[key], value), key
+
+
+def test_in_several_rounds(pool: RankPool) -> None:
+    assert [right for right, _ in pool.run(cases.large, 0, 40, ranks=RANKS)] == [True, False]
+
+
+EXPECTED = {
+    "ranks": ("ValueError", "rank 1 passed rank=1, frozen=True, rank 0 rank=0, frozen=True"),
+    "no rank": ("ValueError", "rank must be None or one of the ranks [0, 1], not 7"),
+    "a bool": ("TypeError", "frozen must be a bool"),
+    "offload": ("TypeError", "offload must be a bool"),
+    "a value": ("UnsupportedValueError", "odd"),
+    "a part": ("UnsupportedValueError", "marked is_distributed"),
+    "replicas": ("UnsupportedValueError", "most plain tensors of the same keys"),
+    "shape": ("StateDictMismatchError", "model.cut.weight"),
+    "missing": ("StateDictMismatchError", "optimizer.cut.weight.moment1"),
+    "memory": ("CheckpointError", "w: no memory for a tensor of 8 bytes (no room)"),
+    "no dict": ("TypeError", "whole must be a dict, not NoneType"),
+}
+
+
+def test_what_goes_wrong_is_raised_on_every_rank(pool: RankPool) -> None:
+    results = pool.run(cases.failures, ranks=RANKS)
+    for outcomes in results:
+        for name, (error, text) in EXPECTED.items():
+            outcome = outcomes[name]
+            assert error in (outcome.error, *outcome.causes), (name, outcome)
+            assert text in outcome.message, (name, outcome)
+            assert outcome.seconds < 30
+        assert outcomes["untouched"].result is True
+    assert [outcomes["afterwards"].result for outcomes in results] == [[], ["x"]]
+    assert [outcomes["one rank's own"].error for outcomes in results] == ["KeyError", None]
+    assert np.array_equal(results[1]["one rank's own"].result, np.zeros((3, 3), np.float32)), "the coordinator's"
+
+
+# -- one process
+
+
+def test_alone() -> None:
+    model = paddle.nn.Linear(3, 2)
+    optimizer = paddle.optimizer.Adam(parameters=model.parameters())
+    whole = gather_state_dict({"model": model, "optimizer": optimizer, "step": 4})
+    assert {"weight.moment1", "bias.beta1_pow_acc"} < whole["optimizer"].keys()
+    expected = model.weight.numpy().copy()
+    model.weight.set_value(paddle.zeros([3, 2]))
+    assert np.array_equal(whole["model"]["weight"].numpy(), expected), "what is gathered is a copy"
+    target = {"model": model, "optimizer": optimizer, "step": None}
+    scatter_state_dict(whole, target, rank=0)
+    assert np.array_equal(model.weight.numpy(), expected)
+    assert target["step"] == 4
+
+
+def test_the_state_itself_may_be_what_is_given() -> None:
+    """Of plain tensors a state_dict is whole."""
+    model = paddle.nn.Linear(3, 2)
+    expected = model.weight.numpy().copy()
+    scatter_state_dict({"model": dict(model.state_dict())}, {"model": model})
+    assert np.array_equal(model.weight.numpy(), expected)
+
+
+def test_accumulators_of_parameters_that_are_no_longer_trained_are_left_out_too() -> None:
+    model = paddle.nn.Linear(3, 2)
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    gather_state_dict(state)  # which makes the accumulators
+    model.weight.stop_gradient = True
+    whole = gather_state_dict(state, frozen=False)
+    assert set(whole["model"]) == {"bias"}
+    assert {key.partition(".")[0] for key in whole["optimizer"]} == {"bias"}
+    scatter_state_dict(whole, state, frozen=False)
+    with pytest.raises(StateDictMismatchError, match=r"model\.weight"):
+        scatter_state_dict(whole, state)

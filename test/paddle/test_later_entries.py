@@ -1,0 +1,84 @@
+"""Objects of a user's own whose tensors appear later: what is stored for them is not left unseen by a load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, StateDictMismatchError, load_state_dict, save_state_dict
+
+
+class Average(paddle.nn.Layer):
+    """A layer of a user's own, which has averages from its first update on."""
+
+    def __init__(self, average: Any = None) -> None:
+        super().__init__()
+        self.averages = {} if average is None else {"w": average}
+
+    def state_dict(self, *args: Any, **more: Any) -> dict[str, Any]:
+        return dict(self.averages)
+
+    def set_state_dict(self, state: dict[str, Any], *args: Any, **more: Any) -> Any:
+        self.averages = dict(state)
+
+
+class Other:
+    """The same, but no layer."""
+
+    def __init__(self, average: Any = None) -> None:
+        self.averages = {} if average is None else {"w": average}
+        self.given: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": len(self.averages), "averages": self.averages}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+
+
+class Counting(paddle.optimizer.Adam):
+    """An optimizer of a user's own with an entry that appears later."""
+
+    count: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({} if self.count is None else {"count": self.count})}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state.get("count")
+        super().set_state_dict(state)
+
+
+def _counting(count: Any = None) -> dict[str, Any]:
+    layer = paddle.nn.Linear(2, 2)
+    optimizer = Counting(parameters=layer.parameters())
+    optimizer.count = count
+    return {"model": layer, "own": optimizer}
+
+
+@pytest.mark.parametrize("make", [lambda *one: {"own": Average(*one)}, lambda *one: {"own": Other(*one)}, _counting])
+def test_entries_that_a_users_object_makes_later_are_not_left_unseen(tmp_path: Path, make: Any) -> None:
+    save_state_dict(make(paddle.full([2], 3.0)), tmp_path)
+    fresh = make()
+    with pytest.raises(StateDictMismatchError, match="must be made before the load") as caught:
+        load_state_dict(fresh, tmp_path)
+    assert len(caught.value.problems) == 1, caught.value.problems
+    assert caught.value.problems[0].startswith("own.")
+    report = load_state_dict(fresh, tmp_path, options=LoadOptions(strict=False))
+    assert any(key.startswith("own.") for key in report.unused_keys)
+    ready = make(paddle.zeros([2]))
+    load_state_dict(ready, tmp_path)
+    state = ready["own"].state_dict()
+    tensor = state["averages"]["w"] if "averages" in state else state["w" if "w" in state else "count"]
+    assert tensor.tolist() == [3, 3]
+
+
+def test_what_else_may_be_left(tmp_path: Path) -> None:
+    """A layer as Paddle makes it takes its part of what is stored; one of a user's own does if that is said."""
+    save_state_dict({"own": Average(paddle.ones([2])), "other": paddle.nn.Linear(2, 2)}, tmp_path)
+    report = load_state_dict({"own": Average()}, tmp_path, options=LoadOptions(allow_unused=["own.*"]))
+    assert set(report.unused_keys) == {"own.w", "other.weight", "other.bias"}
+    load_state_dict({"other": paddle.nn.Linear(2, 2, bias_attr=False)}, tmp_path)
