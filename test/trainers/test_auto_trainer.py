@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import list_checkpoints, load_merged_state_dict, verify
+from test.ranks.remote import RankError
 from test.trainers.jobs import AUTO_LAYOUTS, CUT, KINDS, STEPS, Job, Jobs, Outcome, Run, differences, whole
 
 STATIC: dict[str, Any] = {"arguments": {"to_static": True}}
@@ -61,6 +62,14 @@ def test_resume(run_auto: Run, jobs: Jobs, tmp_path: Path, kind: str, source: st
     outcomes = run_auto("train", Job(target, str(tmp_path), str(folder / "checkpoint-2"), **KINDS[kind]))
     rounded = kind == "trained" and source != target and CUT in (source, target)
     assert_equal(outcomes, expected[0].losses[2:], expected, exact=not rounded)
+
+
+@in_layout
+def test_paddle_refuses_nested_states(run_auto: Run, jobs: Jobs, tmp_path: Path, layout: str) -> None:
+    """That is why the job that is compared with, below, gives Paddle a flat one."""
+    begin = str(jobs.trained("trained", layout, False)[0] / "checkpoint-2")
+    with pytest.raises(RankError, match="check_resumable_locally"):
+        run_auto("train_as_paddle", Job(layout, str(tmp_path), begin, ours=False))
 
 
 @pytest.mark.parametrize(
