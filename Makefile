@@ -15,7 +15,7 @@ NUMPY_3.0.0 := 2.4
 NUMPY_2.6.2 := 2
 PYTHON_3.0.0 := 3.13
 PYTHON_2.6.2 := 3.12
-# PaddleFormers' own trainer, with Paddle 3.3.1.
+# PaddleFormers' and PaddleNLP's own trainers, with Paddle 3.3.1.
 TRAINERS_VENV := .venv-trainers
 
 .DELETE_ON_ERROR:
@@ -41,7 +41,7 @@ test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older ver
 		echo "Paddle $$version"; .venv-$$version/bin/python -m pytest -q -n $(WORKERS) test/paddle test/readers/test_paddle.py test/readers/test_pdparams.py || exit 1; \
 	done
 
-test-trainers: $(TRAINERS_VENV)/.installed ## run jobs of PaddleFormers' trainer on the library (3 minutes; not a part of test)
+test-trainers: $(TRAINERS_VENV)/.installed ## run jobs of PaddleFormers' and PaddleNLP's trainers on the library (7 minutes; not a part of test)
 	$(TRAINERS_VENV)/bin/python -m pytest -q -n 2 test/trainers
 
 lint: $(INSTALLED_DEV) ## check style and types
@@ -69,12 +69,14 @@ bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint
 		'paddlepaddle==$*' 'numpy<$(NUMPY_$*)' setuptools
 	@touch $@
 
-$(TRAINERS_VENV)/.installed: setup.py test/trainers/requirements.txt
+$(TRAINERS_VENV)/.installed: setup.py test/trainers/requirements.txt test/trainers/requirements-alone.txt
 	@python=$$(.ci/find-python) || exit 1; \
-	echo "Installing PaddleFormers and the test requirements into $(TRAINERS_VENV), of $$($$python --version) (once, two minutes)"; \
+	echo "Installing PaddleFormers, PaddleNLP and the test requirements into $(TRAINERS_VENV), of $$($$python --version) (once, two minutes)"; \
 	$$python -m venv --clear $(TRAINERS_VENV)
 	@$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
 		-r test/trainers/requirements.txt
+	@$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-r test/trainers/requirements-alone.txt
 	@touch $@
 
 $(BENCH_VENV)/.installed: benchmark/requirements.txt | $(INSTALLED)

@@ -75,8 +75,8 @@ def _use_one_group(program: Any, ranks: int) -> None:
 
 def _gather(value: Any, members: list[int], ranks: int) -> list[Any]:
     """What the members have for ``value``."""
-    everything = paddle._C_ops.all_gather(paddle.unsqueeze(value, 0), 0, ranks)
-    return [everything[member] for member in members]
+    everything = paddle.split(paddle._C_ops.all_gather(paddle.unsqueeze(value, 0), 0, ranks), ranks, 0)
+    return [paddle.squeeze(everything[member], 0) for member in members]
 
 
 def _result_of(operator: Any, gathered: list[Any], place: int) -> Any:

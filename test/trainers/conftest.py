@@ -18,14 +18,24 @@ _SECONDS = 300.0  # which a machine that is busy otherwise may take
 @pytest.fixture(scope="session")
 def run() -> Iterator[Run]:
     """Calls a function of `test.trainers.formers` with a job and more, on as many warm ranks as the layout has."""
-    if find_spec("paddleformers") is None:
-        pytest.skip("needs PaddleFormers: make test-trainers")
+    yield from _calls("paddleformers", "test.trainers.formers")
+
+
+@pytest.fixture(scope="session")
+def run_auto() -> Iterator[Run]:
+    """Calls a function of `test.trainers.nlp` likewise."""
+    yield from _calls("paddlenlp", "test.trainers.nlp")
+
+
+def _calls(package: str, module: str) -> Iterator[Run]:
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}: make test-trainers")
     with ExitStack() as stack:
         pools = {ranks: stack.enter_context(RankPool(ranks)) for ranks in (1, 2)}
 
         def call(function: str, job: Job, *arguments: Any) -> list[Outcome]:
             pool = pools[1 if job.layout == "one" else 2]
-            return pool.run(f"test.trainers.formers:{function}", job, *arguments, timeout=_SECONDS)
+            return pool.run(f"{module}:{function}", job, *arguments, timeout=_SECONDS)
 
         yield call
 

@@ -20,6 +20,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharding2 of version 2": {"sharding": "stage1", "sharding_parallel_size": 2, "split_param": True},
     "tensor2": {"tensor_model_parallel_size": 2},
 }
+AUTO_LAYOUTS: dict[str, dict[str, Any]] = {  # as PaddleNLP calls them
+    "one": {},
+    "tensor2": {"tensor_parallel_degree": 2},
+    "sharding2": {"sharding": "stage1", "sharding_parallel_degree": 2},
+}
 STEPS = 4
 FOLDERS = ("model_state", "optimizer_state", "master_weight")  # of a checkpoint of the Trainer
 CUT = "tensor2"  # for whose layers a CPU has no kernels
@@ -36,7 +41,7 @@ class Job:
     """A training job.
 
     Attributes:
-        layout: One of `LAYOUTS`.
+        layout: One of `LAYOUTS`, or of `AUTO_LAYOUTS` for PaddleNLP.
         folder: Where it saves, after every two steps.
         resume: The folder of the checkpoint that it begins with.
         ours: Whether this library is installed in the place of Paddle's functions.
@@ -97,7 +102,7 @@ class Jobs:
     """Jobs that several tests look at. Each is run once.
 
     Args:
-        run: Runs a function of `test.trainers.formers` on ranks.
+        run: Runs a function of `test.trainers.formers` or `test.trainers.nlp` on ranks.
         new_folder: Makes a folder.
     """
 
