@@ -384,7 +384,7 @@ class _CountingReadable:
 def data_reads(folder: Path, log: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """The noted reads that are of tensor data, not of headers, in order of their place."""
     starts = {path.name: 8 + int.from_bytes(path.read_bytes()[:8], "little") for path in data_files(folder)}
-    return sorted(read for read in log if read[1] >= starts[read[0]])
+    return sorted(read for read in log if read[0] in starts and read[1] >= starts[read[0]])
 
 
 @contextlib.contextmanager

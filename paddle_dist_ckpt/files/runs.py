@@ -60,8 +60,8 @@ def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
         file = storage.open(info.name)
     except FileNotFoundError:
         raise CheckpointCorruptedError(f"{name} is missing") from None
-    except IsADirectoryError:
-        raise CheckpointCorruptedError(f"{name} is no file") from None
+    except IsADirectoryError as error:
+        raise CheckpointCorruptedError(f"{name}: {error.strerror or 'it is no file'}") from None
     try:
         hashes, start = (None, 0) if not info.digest else read_header(file, info, blocks)
         if file.size != info.size:

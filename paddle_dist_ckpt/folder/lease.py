@@ -191,7 +191,7 @@ def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: C
     """
     try:
         record = _CLAIM_DECODER.decode(storage.read(name, _MOST_CLAIM_BYTES))
-    except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
+    except (*DECODE_ERRORS, IsADirectoryError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return [parsed.save_id]
     replaced = [record.replaces] if record.replaces and parsed.save_id in committed else []

@@ -260,7 +260,7 @@ class Answering:
 
     def _what_is(self, path: str) -> str:
         if is_own(path) and path in self._index:
-            return "what one rank has saved of its own, and no tensor"
+            return "what one rank has saved of its own"
         if self._is_value(path):
             return "a value"
         if path in self._index:
@@ -271,7 +271,7 @@ class Answering:
             return f"something that is not read: {self._metadata.left_out[path]}"
         below = self._below(path)
         if below:
-            return "what every rank has saved of its own, and no tensor" if is_own(below[0]) else "a container"
+            return "what every rank has saved of its own" if is_own(below[0]) else "a container"
         self._missing += 1
         return f"missing{self._hint(path) if self._missing <= _MOST_HINTS else ''}"
 

@@ -26,8 +26,10 @@ class WindowedFile:
     def __init__(self, storage: Storage, name: str) -> None:
         try:
             self._file = storage.open(name)
-        except (FileNotFoundError, IsADirectoryError) as error:
+        except FileNotFoundError as error:
             raise CheckpointCorruptedError(f"{name}: there is no such file in {storage.location}") from error
+        except IsADirectoryError as error:
+            raise CheckpointCorruptedError(f"{storage.location}/{name}: {error.strerror or 'it is no file'}") from error
         self.name = name
         self.size = self._file.size
 

@@ -101,7 +101,7 @@ class Storage(Protocol):
         ...
 
     def open(self, name: str) -> ReadableFile:
-        """Open a file for reading; IsADirectoryError if it is no file, such as a folder or a FIFO."""
+        """Open a file for reading; IsADirectoryError if it is no file of the folder, such as a folder or a FIFO."""
         ...
 
     def size(self, name: str) -> int:

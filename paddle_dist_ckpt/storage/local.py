@@ -192,9 +192,8 @@ def _open_to_read(folder: Path, name: str) -> int:
     Hugging Face cache are links to its ``blobs``, beside the folder of all snapshots; these are followed.
 
     Raises:
-        IsADirectoryError: it is something else than a file.
+        IsADirectoryError: it is something else than a file, or a link that leaves the folder.
         OSError: it cannot be opened.
-        PermissionError: it is a link that leaves the folder.
     """
     path = folder / name
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
@@ -217,7 +216,7 @@ def _target(folder: Path, link: Path) -> Path:
     target, root = Path(os.path.realpath(link, strict=True)), Path(os.path.realpath(folder))
     allowed = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     if not any(target.is_relative_to(place) for place in allowed):
-        raise PermissionError(errno.EACCES, f"it is a link to {target}, outside its folder", str(link))
+        raise IsADirectoryError(errno.EISDIR, f"it is a link to {target}, outside its folder", str(link))
     if not target.is_file():
         raise _no_file(link)
     return target

@@ -102,7 +102,7 @@ def test_the_ranks_that_differ_from_the_saved_one_are_named(tmp_path: Path, coor
     others = [rank for rank in range(3) if (rank == odd) != (coordinator == odd)]
     assert len(report.warnings) == 2
     for warning in report.warnings:
-        assert f"of ranks {', '.join(map(str, others))} differ" in warning
+        assert f"of rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} differ" in warning
     assert alike(load_whole(tmp_path), states[coordinator])
 
 

@@ -261,4 +261,4 @@ def test_replicas_that_differ_are_told_each_time(tmp_path: Path) -> None:
 
     run(saves)
     assert [len(warnings) for warnings in reports] == [0, 1, 1]
-    assert "ranks 2 differ" in reports[2][0]
+    assert "rank 2 differ" in reports[2][0]

@@ -288,7 +288,7 @@ def test_an_own_value_against_another(tmp_path: Path) -> None:
     saved(2, lambda rank: {"a": PerRank(rank), "b": 1}, tmp_path)
     errors = loaded(2, lambda rank: {"a": 1, "b": PerRank(2)}, tmp_path)
     text = str(errors[0])
-    assert "a: the state_dict has a value, in the checkpoint it is a container" in text
+    assert "a: the state_dict has a value, in the checkpoint it is what every rank has saved of its own" in text
     assert "b: the state_dict has a PerRank, in the checkpoint it is a value" in text
 
 
