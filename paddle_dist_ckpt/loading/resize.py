@@ -46,13 +46,14 @@ def resize(tensors: LocalTensors, table: ShardTable, place: IntArray, rules: Rul
             continue
         axis, length = rule
         geometry, shape = tensors.geometries[tensors.geometry[i]], table.layouts[table.layout_of[place[i]]].shape
-        if not _differ_there_alone(geometry.shape, shape, axis):
-            continue  # equal shapes load as always, and others do not fit
-        wanted, stored = geometry.shape[axis], shape[axis]
-        reason = _refusal(geometry, wanted, stored, length, axis)
+        if geometry.shape != shape and not _differ_there_alone(geometry.shape, shape, axis):
+            continue  # it does not fit
+        reason = _refusal(geometry, shape, length, axis)
         if reason is not None:
             refused[i] = reason
+        if reason is not None or geometry.shape == shape:
             continue
+        wanted, stored = geometry.shape[axis], shape[axis]
         tensors.geometry[i] = len(tensors.geometries)
         tensors.geometries.append(_clipped(geometry, shape, axis))
         span = f"{min(wanted, stored)} to {max(wanted, stored)} of axis {axis}"
@@ -69,10 +70,13 @@ def _differ_there_alone(wanted: tuple[int, ...], stored: tuple[int, ...], axis: 
     return len(wanted) == len(stored) and [i for i, n in enumerate(wanted) if n != stored[i]] == [axis]
 
 
-def _refusal(geometry: Geometry, wanted: int, stored: int, length: int | None, axis: int) -> str | None:
-    """Why a tensor cannot be filled from one of another length, if it cannot."""
+def _refusal(geometry: Geometry, shape: tuple[int, ...], length: int | None, axis: int) -> str | None:
+    """Why a tensor cannot be filled from one of a shape that differs in this axis at the most, if it cannot."""
+    if axis >= len(shape):
+        return f"resize names axis {axis}, and it has {len(shape)}"
+    wanted, stored = geometry.shape[axis], shape[axis]
     lengths = f"the target has length {wanted} along axis {axis}, the checkpoint {stored}"
-    if geometry.reduction is not None:
+    if geometry.reduction is not None and wanted != stored:
         return f"{lengths}, and a partial tensor cannot be resized"
     if length is None and wanted < stored:
         return f"{lengths}; resize={{...: ({axis}, n)}} leaves out what is stored beyond, if the first n are loaded"

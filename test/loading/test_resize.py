@@ -138,6 +138,7 @@ def test_only_what_is_named_and_only_along_that_axis(tmp_path: Path) -> None:
         (8, 0, r"resize=\{\.\.\.: \(0, n\)\} leaves out what is stored beyond"),
         (8, (0, 9), "the first 9 have to be loaded"),
         (12, (0, 11), "the first 11 have to be loaded"),
+        (10, (0, 50), "the first 50 have to be loaded"),
     ],
 )
 def test_nothing_that_counts_is_left_out_or_missing(tmp_path: Path, rows: int, rule: Any, says: str) -> None:
@@ -149,6 +150,14 @@ def test_nothing_that_counts_is_left_out_or_missing(tmp_path: Path, rows: int, r
     (report,) = load_on([target], tmp_path, options=options(resize={"*embed*": rule}, strict=False))
     assert same_bits(target[KEY], kept)
     assert len(report.skipped) == 1
+
+
+def test_an_axis_that_is_not_there_is_named(tmp_path: Path) -> None:
+    save_on([{KEY: make_array((10, 4))}], tmp_path)
+    for error in errors_of(
+        try_load([{KEY: np.zeros((10, 4))}], tmp_path, options=options(resize={"*": 2})), StateDictMismatchError
+    ):
+        assert "resize names axis 2, and it has 2" in str(error)
 
 
 def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:

@@ -35,16 +35,16 @@ def train(
     mesh_ids = MESHES[layout]
     mesh = dist.ProcessMesh(mesh_ids, dim_names=["dp", "mp"][-np.array(mesh_ids).ndim :])
     paddle.seed(seed)
-    with paddle.utils.unique_name.guard():
+    with paddle.utils.unique_name.guard():  # accumulators get their names in the first step
         net = _Net(mesh)
         schedule = paddle.optimizer.lr.StepDecay(0.05, step_size=2)
         optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(schedule, parameters=net.parameters()))
-    _run(net, optimizer, schedule, mesh, range(before))
-    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    if load_from is not None:
-        load_state_dict(state, load_from, group_of(ranks))
-        optimizer.set_state_dict(state["optimizer"])
-    losses = _run(net, optimizer, schedule, mesh, range(10, 10 + after))
+        _run(net, optimizer, schedule, mesh, range(before))
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        if load_from is not None:
+            load_state_dict(state, load_from, group_of(ranks))
+            optimizer.set_state_dict(state["optimizer"])
+        losses = _run(net, optimizer, schedule, mesh, range(10, 10 + after))
     if save_to is not None:
         save_state_dict({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, save_to, group_of(ranks))
     return losses

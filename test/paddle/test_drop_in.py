@@ -397,6 +397,7 @@ def test_a_checkpoint_of_paddles_is_put_aside_by_the_save_that_stands_for_it(tmp
     assert load_merged_state_dict(tmp_path, unique_id=1)["model"]["w"].tolist() == [1, 1, 1]
 
 
+@saves_by_id
 @pytest.mark.parametrize("how", ["next", "another id", "its id", "failed"])
 def test_a_checkpoint_of_paddles_that_nothing_stands_for_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
