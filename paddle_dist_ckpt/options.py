@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 _MAX_BLOCK_BYTES = 64 << 20
 _LONGEST_TIMEOUT = 1_000_000
+_AOA_KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +205,12 @@ def _check_aoa(config: object) -> None:
         return
     if not isinstance(config, Mapping):
         raise TypeError(f"aoa_config must be a mapping, not {type(config).__name__}")
-    statements = config.get("aoa_statements", [])
+    unknown = [key for key in config if key not in _AOA_KEYS]
+    if unknown or "aoa_statements" not in config:
+        found = f"it has {unknown[0]!r}" if unknown else "it has none"
+        raise TypeError(f"aoa_config must have aoa_statements, and may have {' and '.join(_AOA_KEYS[1:])}; {found}")
+    _check_bools(**{f"{key} of aoa_config": config.get(key, False) for key in _AOA_KEYS[1:]})
+    statements = config["aoa_statements"]
     if not isinstance(statements, (list, tuple)) or not all(isinstance(one, str) for one in statements):
         raise TypeError(f"aoa_config must have a list of str as aoa_statements, not {str(statements)[:200]}")
 
