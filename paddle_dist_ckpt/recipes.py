@@ -52,10 +52,6 @@ class Recipe:
         """The expressions that this one is made of."""
         raise NotImplementedError
 
-    def of_others(self, inner: Sequence[Recipe]) -> Recipe:
-        """The same done to other expressions."""
-        raise NotImplementedError
-
     def text(self, inner: Sequence[str]) -> str:
         """How it is written, given how the expressions are that it is made of."""
         raise NotImplementedError
@@ -64,7 +60,12 @@ class Recipe:
         """The same of other stored tensors, whose keys a function gives."""
 
         def changed(one: Recipe, inner: Sequence[Recipe]) -> Recipe:
-            return Source(change(one.key)) if isinstance(one, Source) else one.of_others(inner)
+            if isinstance(one, Source):
+                return Source(change(one.key))
+            if isinstance(one, Concat):
+                return Concat(tuple(inner), one.axis)
+            assert isinstance(one, Operation), "there are no others"
+            return replace(one, of=inner[0])
 
         return fold(self, changed)
 
@@ -135,10 +136,6 @@ class Source(Recipe):
         """See :class:`Recipe`."""
         return ()
 
-    def of_others(self, inner: Sequence[Recipe]) -> Recipe:
-        """See :class:`Recipe`."""
-        return self
-
     def text(self, inner: Sequence[str]) -> str:
         """See :class:`Recipe`."""
         return f"stored({self.key!r})"
@@ -154,10 +151,6 @@ class Operation(Recipe):
     def inner(self) -> tuple[Recipe, ...]:
         """See :class:`Recipe`."""
         return (self.of,)
-
-    def of_others(self, inner: Sequence[Recipe]) -> Recipe:
-        """See :class:`Recipe`."""
-        return replace(self, of=inner[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -194,10 +187,6 @@ class Concat(Recipe):
     def inner(self) -> tuple[Recipe, ...]:
         """See :class:`Recipe`."""
         return self.parts
-
-    def of_others(self, inner: Sequence[Recipe]) -> Recipe:
-        """See :class:`Recipe`."""
-        return Concat(tuple(inner), self.axis)
 
     def text(self, inner: Sequence[str]) -> str:
         """See :class:`Recipe`."""

@@ -26,7 +26,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, cut_flat_range
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.core.parts import Arranged, Part, WantedTensor
+from paddle_dist_ckpt.core.parts import Arranged, IdleStatement, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.loading.answering import stored_tensors
@@ -595,6 +595,9 @@ class Arranging:
     def arrange(self, stored: Any, wanted: Any) -> dict[str, Arranged | None]:
         self.wanted = wanted
         return self.arranged
+
+    def idle(self, stored: Any, wanted: Any) -> list[IdleStatement]:
+        return []
 
 
 @pytest.mark.parametrize(
