@@ -201,7 +201,9 @@ class LoadCoordinator:
         ] + surplus
         advice = "LoadOptions(strict=False) loads what fits"
         if surplus:
-            advice += "; strict=True lets stored keys and statements be unused, allow_unused=[...] some keys"
+            advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
+        if idle:
+            advice += "; strict=True lets statements change nothing"
         if any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
         if any("missing" in line and is_of_run(line.partition(":")[0]) for line in lines):
