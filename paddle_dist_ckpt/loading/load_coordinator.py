@@ -202,7 +202,7 @@ class LoadCoordinator:
         advice = "LoadOptions(strict=False) loads what fits"
         if surplus:
             advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
-        if idle:
+        if idle and self._options.strict == "all":
             advice += "; strict=True lets statements change nothing"
         if any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
