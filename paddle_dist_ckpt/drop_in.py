@@ -194,7 +194,7 @@ class _DropIn:
         if load_transform is not None:
             _refuse(ranks, options, NotImplementedError(_NO_TRANSFORM))
         try:
-            options = dataclasses.replace(options, aoa_config=aoa_config) if aoa_config is not None else options
+            options = _with_statements(options, aoa_config)
         except TypeError as error:
             _refuse(ranks, options, error)
         if self.asks_former and (reason := _why_unknown(ranks, options, path, unique_id)):
@@ -216,9 +216,7 @@ class _DropIn:
     ) -> dict[Any, Any]:
         """:func:`paddle_dist_ckpt.load_merged_state_dict`, called as that of paddle.distributed is: with flat keys."""
         _log_without_effect("load_merged_state_dict", safetensors=safetensors)
-        options = self.load_options
-        if aoa_config is not None:
-            options = dataclasses.replace(options, aoa_config=aoa_config)
+        options = _with_statements(self.load_options, aoa_config)
         if self.asks_former and (reason := _why_unknown(Ranks.alone(), options, path, unique_id)):
             more = {"unique_id": unique_id, "offload": offload, "aoa_config": aoa_config, "safetensors": safetensors}
             found: dict[Any, Any] = self._ask_former("load_merged_state_dict", reason, path, prefix=prefix, **more)
@@ -245,9 +243,7 @@ class _DropIn:
         With an ``aoa_config`` the stored keys are written, each as the statements fill it.
         """
         _log_without_effect("merge_sharded_state_dict", safetensors=safetensors)
-        options = self.load_options
-        if aoa_config is not None:
-            options = dataclasses.replace(options, aoa_config=aoa_config)
+        options = _with_statements(self.load_options, aoa_config)
         keys = [
             key
             for key in read_metadata(load_path, unique_id).state_dict_metadata
@@ -324,6 +320,11 @@ def _log_without_effect(function: str, **arguments: Any) -> None:
         default, reason = _WITHOUT_EFFECT[name]
         if value != default:
             _logger.debug("%s: %s=%r changes nothing here: %s", function, name, value, reason)
+
+
+def _with_statements(options: LoadOptions, aoa_config: Any) -> LoadOptions:
+    """The options with an aoa_config, if there is one. An empty mapping is none to Paddle either."""
+    return options if aoa_config is None or aoa_config == {} else dataclasses.replace(options, aoa_config=aoa_config)
 
 
 def _refuse(ranks: Ranks, options: LoadOptions, error: Exception) -> NoReturn:

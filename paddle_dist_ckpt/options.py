@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 _MAX_BLOCK_BYTES = 64 << 20
 _LONGEST_TIMEOUT = 1_000_000
+_AOA_KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ class LoadOptions:
         timeout: The longest silence of a rank, in seconds, before the others give up on it.
         no_dist: Load this rank's state_dict alone, even in a job of many ranks.
         strict: Raise when a wanted key is missing or does not fit. With False, what fits is loaded and the report
-            names the rest. With ``"all"``, a stored key that nothing asks for raises, too.
+            names the rest. With ``"all"``, a stored key that nothing asks for raises, too, and so does a statement of
+            an ``aoa_config`` that changes nothing.
         allow_missing: Patterns (as :func:`fnmatch.fnmatchcase` has them) of wanted flat keys that need not be stored.
             Those that are not are left as they are, and the report names them.
         allow_unused: Patterns of stored flat keys that nothing need ask for, if ``strict`` is ``"all"``, or if they
@@ -100,7 +102,8 @@ class LoadOptions:
             keys to expressions of stored tensors (see :func:`stored`). A key may have placeholders
             (``layers.{i}.weight``), each of which stands for a text without dots that is put into the stored keys.
         aoa_config: The same in Paddle's own language, as ``paddle.distributed.load_state_dict`` takes it: a mapping
-            with ``aoa_statements``, and ``aoa_config_reverse`` if need be; the same on every rank. Needs Paddle 3.3.
+            with ``aoa_statements``, and ``aoa_config_reverse`` and ``enable_traceback`` if need be; the same on every
+            rank. Needs Paddle 3.3.
         staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
             time, and the most memory of the device that an exchange uses; the same on every rank.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
@@ -212,7 +215,12 @@ def _check_aoa(config: object) -> None:
         return
     if not isinstance(config, Mapping):
         raise TypeError(f"aoa_config must be a mapping, not {type(config).__name__}")
-    statements = config.get("aoa_statements", [])
+    unknown = [key for key in config if key not in _AOA_KEYS]
+    if unknown or "aoa_statements" not in config:
+        found = f"it has {unknown[0]!r}" if unknown else "it has none"
+        raise TypeError(f"aoa_config must have aoa_statements, and may have {' and '.join(_AOA_KEYS[1:])}; {found}")
+    _check_bools(**{f"{key} of aoa_config": config.get(key, False) for key in _AOA_KEYS[1:]})
+    statements = config["aoa_statements"]
     if not isinstance(statements, (list, tuple)) or not all(isinstance(one, str) for one in statements):
         raise TypeError(f"aoa_config must have a list of str as aoa_statements, not {str(statements)[:200]}")
 

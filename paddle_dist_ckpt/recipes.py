@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from types import EllipsisType
+from typing import Any, TypeVar
 
 __all__ = [
     "Cast",
@@ -22,18 +23,27 @@ __all__ = [
     "SplitPart",
     "concat",
     "filled",
+    "fold",
     "placeholders",
     "split",
     "stored",
     "stored_keys",
+    "text_of",
 ]
 
+T = TypeVar("T")
+
 _MOST_NESTED = 200  # operations within each other; each costs the stack of Python some frames
+_LONGEST = 100_000  # text of an expression; parts that are there again and again can make it as long as you like
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Recipe:
-    """An expression of stored tensors. :func:`stored`, :func:`concat` and :func:`split` make them."""
+    """An expression of stored tensors. :func:`stored`, :func:`concat` and :func:`split` make them.
+
+    Expressions may be parts of several others, or of one several times. All that is done to one is done to each of its
+    parts once (see :func:`fold`).
+    """
 
     __slots__ = ()
 
@@ -42,9 +52,40 @@ class Recipe:
         """The expressions that this one is made of."""
         raise NotImplementedError
 
+    def text(self, inner: Sequence[str]) -> str:
+        """How it is written, given how the expressions are that it is made of."""
+        raise NotImplementedError
+
     def with_keys(self, change: Callable[[str], str]) -> Recipe:
         """The same of other stored tensors, whose keys a function gives."""
-        raise NotImplementedError
+
+        def changed(one: Recipe, inner: Sequence[Recipe]) -> Recipe:
+            if isinstance(one, Source):
+                return Source(change(one.key))
+            if isinstance(one, Concat):
+                return Concat(tuple(inner), one.axis)
+            assert isinstance(one, Operation), "there are no others"
+            return replace(one, of=inner[0])
+
+        return fold(self, changed)
+
+    def __str__(self) -> str:
+        return text_of(self, _LONGEST)
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Recipe):
+            return NotImplemented
+        numbers: dict[Any, int] = {}  # of all expressions that are not equal
+        mine, theirs = (
+            fold(each, lambda one, inner: numbers.setdefault((*_fields(one), *inner), len(numbers)))
+            for each in (self, other)
+        )
+        return mine == theirs
+
+    def __hash__(self) -> int:
+        return fold(self, lambda one, inner: hash((*_fields(one), *inner)))
 
     @property
     def T(self) -> Recipe:  # noqa: N802  (as numpy and Paddle have it)
@@ -84,7 +125,7 @@ class Recipe:
         return Sliced(self, tuple(map(_bounds, items)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Source(Recipe):
     """A stored tensor, by its flat key, or by a pattern of it."""
 
@@ -95,15 +136,12 @@ class Source(Recipe):
         """See :class:`Recipe`."""
         return ()
 
-    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+    def text(self, inner: Sequence[str]) -> str:
         """See :class:`Recipe`."""
-        return Source(change(self.key))
-
-    def __str__(self) -> str:
         return f"stored({self.key!r})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Operation(Recipe):
     """Something done to one expression."""
 
@@ -114,33 +152,31 @@ class Operation(Recipe):
         """See :class:`Recipe`."""
         return (self.of,)
 
-    def with_keys(self, change: Callable[[str], str]) -> Recipe:
-        """See :class:`Recipe`."""
-        return replace(self, of=self.of.with_keys(change))
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Permuted(Operation):
     """An expression with its axes in another order; None is the reverse one."""
 
     axes: tuple[int, ...] | None
 
-    def __str__(self) -> str:
-        return f"{self.of}.T" if self.axes is None else f"{self.of}.permute({', '.join(map(str, self.axes))})"
+    def text(self, inner: Sequence[str]) -> str:
+        """See :class:`Recipe`."""
+        return f"{inner[0]}.T" if self.axes is None else f"{inner[0]}.permute({', '.join(map(str, self.axes))})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Sliced(Operation):
     """A part of an expression: for each of the first dimensions where it starts and stops, None for its ends."""
 
     bounds: tuple[tuple[int | None, int | None], ...]
 
-    def __str__(self) -> str:
+    def text(self, inner: Sequence[str]) -> str:
+        """See :class:`Recipe`."""
         slices = (f"{'' if a is None else a}:{'' if b is None else b}" for a, b in self.bounds)
-        return f"{self.of}[{', '.join(slices)}]"
+        return f"{inner[0]}[{', '.join(slices)}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Concat(Recipe):
     """Expressions one behind the other along an axis."""
 
@@ -152,15 +188,12 @@ class Concat(Recipe):
         """See :class:`Recipe`."""
         return self.parts
 
-    def with_keys(self, change: Callable[[str], str]) -> Recipe:
+    def text(self, inner: Sequence[str]) -> str:
         """See :class:`Recipe`."""
-        return Concat(tuple(part.with_keys(change) for part in self.parts), self.axis)
-
-    def __str__(self) -> str:
-        return f"concat({', '.join(map(str, self.parts))}, axis={self.axis})"
+        return f"concat({', '.join(inner)}, axis={self.axis})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SplitPart(Operation):
     """One of several equal parts into which an expression is cut along an axis."""
 
@@ -168,18 +201,20 @@ class SplitPart(Operation):
     axis: int
     number: int
 
-    def __str__(self) -> str:
-        return f"split({self.of}, {self.count}, axis={self.axis})[{self.number}]"
+    def text(self, inner: Sequence[str]) -> str:
+        """See :class:`Recipe`."""
+        return f"split({inner[0]}, {self.count}, axis={self.axis})[{self.number}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Cast(Operation):
     """An expression in another element type."""
 
     dtype: str
 
-    def __str__(self) -> str:
-        return f"{self.of}.cast({self.dtype!r})"
+    def text(self, inner: Sequence[str]) -> str:
+        """See :class:`Recipe`."""
+        return f"{inner[0]}.cast({self.dtype!r})"
 
 
 def stored(key: str) -> Recipe:
@@ -239,12 +274,48 @@ def filled(key: str, found: dict[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: found[match[1]], key)
 
 
+def fold(recipe: Recipe, visit: Callable[[Recipe, Sequence[T]], T]) -> T:
+    """What a function makes of an expression, given what it has made of those that this one is made of.
+
+    It is called once for each, however many others that one is a part of. Nested as deep as you like.
+    """
+    made: dict[int, T] = {}
+    due = [recipe]
+    while due:
+        one = due[-1]
+        missing = [inner for inner in reversed(one.inner) if id(inner) not in made]
+        if missing:
+            due += missing
+            continue
+        due.pop()
+        if id(one) not in made:
+            made[id(one)] = visit(one, [made[id(inner)] for inner in one.inner])
+    return made[id(recipe)]
+
+
+def text_of(recipe: Recipe, most: int) -> str:
+    """How an expression is written, cut after so many characters."""
+
+    def write(one: Recipe, inner: Sequence[str]) -> str:
+        text = one.text(inner)
+        return text if len(text) <= most else text[:most] + "..."
+
+    return fold(recipe, write)
+
+
+def _fields(one: Recipe) -> tuple[Any, ...]:
+    """What an expression is, but for those that it is made of."""
+    assert isinstance(one, Source | Operation | Concat), "there are no others"
+    names = (field.name for field in fields(one) if field.name not in ("of", "parts"))
+    return (type(one).__name__, *(getattr(one, name) for name in names))
+
+
 def _nodes(recipe: Recipe) -> Iterator[Recipe]:
-    """All expressions in one, itself too, level by level."""
+    """All expressions in one, itself too, level by level; on each level once."""
     level: list[Recipe] = [recipe]
     for _ in range(_MOST_NESTED):
         yield from level
-        level = [inner for node in level for inner in node.inner]
+        level = list({id(inner): inner for node in level for inner in node.inner}.values())
         if not level:
             return
     raise ValueError(f"a recipe has more than {_MOST_NESTED} operations within each other; concat takes many parts")

@@ -77,3 +77,30 @@ def test_user_metadata_are_a_mapping(metadata: Any) -> None:
     with pytest.raises(TypeError, match="user_metadata"):
         SaveOptions(user_metadata=metadata)
     assert SaveOptions(user_metadata={"a": 1}).user_metadata == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, "it has none"),
+        ({"aoa_config_reverse": True}, "it has none"),
+        ({"aoa_statement": ["a -> b"]}, "it has 'aoa_statement'"),
+        ({"aoa_statements": [], "reverse": True}, "it has 'reverse'"),
+        ({"aoa_statements": [], 7: True}, "it has 7"),
+        ({"aoa_statements": [], "aoa_config_reverse": "yes"}, "aoa_config_reverse of aoa_config"),
+        ({"aoa_statements": [], "enable_traceback": None}, "enable_traceback of aoa_config"),
+        ({"aoa_statements": None}, "list of str"),
+        ([], "must be a mapping"),
+    ],
+)
+def test_an_aoa_config_has_nothing_that_paddle_would_not_look_at(config: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        LoadOptions(aoa_config=config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"aoa_statements": []}, {"aoa_statements": ("a -> b",), "aoa_config_reverse": True, "enable_traceback": False}],
+)
+def test_an_aoa_config(config: Any) -> None:
+    assert LoadOptions(aoa_config=config).aoa_config == config

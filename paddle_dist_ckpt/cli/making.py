@@ -52,7 +52,8 @@ class MadeFacts:
 
 @dataclass(frozen=True, slots=True)
 class RecipesFacts:
-    """What a load with recipes would do. ``left`` and ``problems`` are lines; ``bytes`` are all that are read."""
+    """What a load with recipes would do. ``left`` and ``problems`` are lines, ``idle`` statements that change nothing;
+    ``bytes`` are all that are read."""
 
     path: str
     unique_id: int
@@ -63,6 +64,7 @@ class RecipesFacts:
     unused: list[str]
     problems: list[str]
     bytes: int
+    idle: list[str]
 
 
 def read_rules(given: str) -> LoadOptions:
@@ -128,7 +130,7 @@ def recipes_facts(
     except ValueError as error:
         if rules.aoa_config is None:
             raise
-        found = Rehearsal([], [], [], [], [str(error)], 0)
+        found = Rehearsal([], [], [], [], [str(error)], 0, [])
     return RecipesFacts(
         path=storage.location,
         unique_id=metadata.unique_id,
@@ -139,6 +141,7 @@ def recipes_facts(
         unused=found.unused,
         problems=found.problems,
         bytes=found.nbytes,
+        idle=found.idle,
     )
 
 

@@ -45,8 +45,8 @@ def recipes(
     """Show what recipes or an aoa_config would make of a checkpoint, without loading it.
 
     That is, for each tensor that is made: shape, element type, bytes to be read, the expression, and the boxes of
-    stored tensors that it is made of; then what is loaded as it is stored, what nothing asks for, and all that does not
-    fit, as a load would say it; ends with 1 if there is any.
+    stored tensors that it is made of; then what is loaded as it is stored, what nothing asks for, statements that
+    change nothing, and all that does not fit, as a load would say it; ends with 1 if there is any of the last.
 
     A JSON file has an aoa_config, or a list of its statements, and needs Paddle 3.3. A file of Python is run; it has
     recipes, a mapping as LoadOptions(recipes=...) takes it, or an aoa_config, or functions that return these.
@@ -81,7 +81,11 @@ def _print(facts: RecipesFacts, everything: bool) -> None:
     say()
     says = f"{count(len(facts.made), 'tensor')} made, {len(facts.as_stored):,} as stored"
     say(f"{says}; {human_bytes(facts.bytes)} to be read")
-    for title, lines in (("left as they are", facts.left), ("not asked for", facts.unused)):
+    for title, lines in (
+        ("left as they are", facts.left),
+        ("not asked for", facts.unused),
+        ("statements that change nothing", facts.idle),
+    ):
         if lines:
             say(f"{title}: {_listed(lines, everything)}")
     if facts.problems:

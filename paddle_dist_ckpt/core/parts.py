@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .box import Box, intersect
 from .dtypes import DType
 
-__all__ = ["Arranged", "Arranger", "Part", "SourceTensor", "WantedTensor"]
+__all__ = ["Arranged", "Arranger", "IdleStatement", "Part", "SourceTensor", "WantedTensor"]
 
 
 class SourceTensor(NamedTuple):
@@ -95,6 +96,27 @@ class Arranged(NamedTuple):
     dtype: str | None = None
 
 
+class IdleStatement(NamedTuple):
+    """Something that a user says of tensors, and that changes nothing.
+
+    Attributes:
+        text: The statement.
+        reason: Why nothing comes of it.
+        names: Regular expressions of the flat keys that it names.
+    """
+
+    text: str
+    reason: str
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.text!r} ({self.reason})"
+
+    def is_about(self, key: str) -> bool:
+        """Whether it names a tensor of this flat key."""
+        return any(re.fullmatch(name, key) for name in self.names)
+
+
 class Arranger(Protocol):
     """Says for a framework which stored tensors become which wanted ones."""
 
@@ -118,4 +140,11 @@ class Arranger(Protocol):
             ValueError: what is asked for cannot be done.
             UnsupportedValueError: the framework cannot do it.
         """
+        ...
+
+    def idle(
+        self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
+    ) -> list[IdleStatement]:
+        """What the user says and nothing comes of, such as a mistyped name. The arguments are those of ``arrange``,
+        which has raised nothing."""
         ...

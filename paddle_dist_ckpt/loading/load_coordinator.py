@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from ..core.messages import decode, encode
-from ..core.parts import Arranged, WantedTensor
+from ..core.parts import Arranged, IdleStatement, WantedTensor
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, StateDictMismatchError
 from ..files.metadata import Metadata
@@ -21,6 +22,7 @@ from .exchange_orders import ExchangePlanner
 from .fit import NO_ENTRY
 from .key_map import matcher
 from .messages import (
+    OWN_KEY,
     DecideAnswer,
     DecideRequest,
     DoneRequest,
@@ -32,9 +34,12 @@ from .messages import (
     WantedRecord,
 )
 from .reading import LoadContext
+from .recipes import with_hint
 
 __all__ = ["LoadCoordinator"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
+_MOST_IDLE = 5  # statements in a warning
 _NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
 
@@ -50,6 +55,7 @@ class LoadCoordinator:
         self._folders: dict[int, FolderIdentity]  # of ranks that have one; who has none reaches nothing
         self._groups: dict[FolderIdentity, list[int]]  # the ranks that see each folder, ascending
         self._reasons: dict[str, str] = {}
+        self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
 
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -102,7 +108,13 @@ class LoadCoordinator:
                 raise ValueError(f"aoa_config: ranks want {key} in different shapes: {', '.join(shapes)}")
             offsets = sorted({record.offset for record in said if record.offset is not None})
             together[key] = WantedTensor(shape, dtype, offsets or [(0,) * len(shape)])
-        return self._arranger.arrange(stored_tensors(self._metadata), together)
+        stored, before = stored_tensors(self._metadata), self._idle
+        arranged = self._arranger.arrange(stored, together)
+        self._idle = self._arranger.idle(stored, together)
+        if self._idle and self._idle != before and self._options.strict != "all":  # which raises
+            shown = "; ".join(map(str, self._idle[:_MOST_IDLE])) + ("; ..." if len(self._idle) > _MOST_IDLE else "")
+            _logger.warning("aoa_config: %d statement(s) change nothing in this load: %s", len(self._idle), shown)
+        return arranged
 
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
@@ -110,7 +122,8 @@ class LoadCoordinator:
         paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
         unused = [self._metadata.key(path) for path in paths if path not in self._answering.asked]
         unused += [plain_key(path) for path in self._metadata.left_out if path not in self._answering.asked]
-        self._check({rank: n.problems for rank, n in needs.items()}, unused, self._left_of_objects(unused))
+        problems = {rank: n.problems for rank, n in needs.items()}
+        self._check(problems, unused, self._left_of_objects(unused), self._idle)
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
@@ -186,26 +199,33 @@ class LoadCoordinator:
         return [f"{key}: stored, but {_NOT_YET}" for key in unused if key.startswith(tops) and not allowed(key)]
 
     def _check(
-        self, by_rank: Mapping[int, Sequence[str]], unused: Sequence[str] = (), left: Sequence[str] = ()
+        self,
+        by_rank: Mapping[int, Sequence[str]],
+        unused: Sequence[str] = (),
+        left: Sequence[str] = (),
+        idle: Sequence[IdleStatement] = (),
     ) -> None:
         """Raise all problems at once, each said once with the ranks that have it, those of stored entries that would be
-        left, and the keys that nothing asks for if these are problems."""
+        left, and the keys that nothing asks for and the statements that change nothing if these are problems."""
         ranks: dict[str, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
             for problem in problems:
                 ranks.setdefault(problem, []).append(rank)
         ranks.update((line, list(by_rank)) for line in left)
-        surplus = self._surplus(ranks, unused)
+        surplus = self._surplus(ranks, unused, idle)
         if not (ranks or surplus) or not self._options.strict:
             return
         everyone = len(by_rank)
+        said = {problem: with_hint(problem, idle) for problem in ranks}
         lines = [
-            problem if len(having) == everyone else f"{problem} (rank {', '.join(map(str, having))})"
+            said[problem] if len(having) == everyone else f"{said[problem]} (rank {', '.join(map(str, having))})"
             for problem, having in ranks.items()
         ] + surplus
         advice = "LoadOptions(strict=False) loads what fits"
         if surplus:
             advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
+        if idle and self._options.strict == "all":
+            advice += "; strict=True lets statements change nothing"
         if any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
         if any(NO_ENTRY in line or _NOT_YET in line for line in lines):
@@ -220,12 +240,14 @@ class LoadCoordinator:
         )
         raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
 
-    def _surplus(self, problems: Iterable[str], unused: Sequence[str]) -> list[str]:
-        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks."""
-        if self._options.strict != "all" or not unused:
+    def _surplus(self, problems: Iterable[str], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
+        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; and
+        for each of these statements."""
+        if self._options.strict != "all":
             return []
         said, allowed = {line.partition(": ")[0] for line in problems}, matcher(self._options.allow_unused)
-        return [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
+        lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
+        return lines + [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
 
 
 def _missing_text(reasons: Mapping[str, str], more: str) -> str:
@@ -236,6 +258,8 @@ def _missing_text(reasons: Mapping[str, str], more: str) -> str:
 def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
     """See that the ranks that have parts of one tensor take them of one thing; by rank what each wants.
 
+    A rank that has neither recipes nor a key_map takes what is stored under a tensor's own key.
+
     Raises:
         ValueError: they do not. A tensor would be put together of several.
     """
@@ -244,8 +268,8 @@ def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:
     for path in sorted(elsewhere):
         said: dict[str, list[int]] = {}
         for rank, paths in wanted.items():
-            if path in paths.instead or path in paths.tensors:
-                said.setdefault(paths.instead.get(path, "what is stored under its own key"), []).append(rank)
+            if path in paths.instead or (not paths.moved and not paths.made and path in paths.tensors):
+                said.setdefault(paths.instead.get(path, OWN_KEY), []).append(rank)
         if len(said) > 1:
             lines.append(f"{plain_key(path)}: {'; '.join(f'rank {ranks[0]}: {what}' for what, ranks in said.items())}")
     if lines:

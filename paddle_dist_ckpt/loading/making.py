@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.box import whole
-from ..core.parts import Arranged, Arranger, Part, SourceTensor, WantedTensor
+from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
 from ..planning.recipe_parts import RecipeError, make_parts
 from ..recipes import Recipe, filled, placeholders, stored_keys
 from .recipes import Matching, key_pattern, match_recipes
@@ -53,6 +53,12 @@ class RecipeArranger:
         others = {key: tensor for key, tensor in wanted.items() if key not in matching.recipes}
         found = self._rest.arrange(stored, others) if self._rest is not None else {}
         return {**found, **_made(matching, stored, str)[0]}
+
+    def idle(
+        self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
+    ) -> list[IdleStatement]:
+        """See :class:`..core.parts.Arranger`. What is not chosen of all that is made was not meant to be idle."""
+        return self._rest.idle(stored, None) if self._rest is not None else []
 
     def make(self, stored: Mapping[str, SourceTensor], absent: Callable[[str], str]) -> AllMade:
         """All that the recipes make, and what they and the statements of the rest use nothing of.

@@ -15,6 +15,7 @@ from ..files.metadata import FileInfo
 from ..storage.base import FolderIdentity
 
 __all__ = [
+    "OWN_KEY",
     "DecideAnswer",
     "DecideRequest",
     "DoneRequest",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 
+OWN_KEY = "what is stored under its own key"
+
+
 class WantedRecord(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says of a tensor that it wants: its flat key, its shape, its dtype, and where the rank's box of it
     starts, or that from which its part is cut."""
@@ -49,9 +53,9 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
 
     ``others`` are names of tensors of the same state_dict that are not wanted, by their paths. ``moved`` has the stored
     flat key that the user gives for a wanted path. ``made`` are the paths of tensors that have recipes, ``sources`` the
-    flat keys of the stored tensors in these. ``instead`` says of tensors that this rank has a part of, and that are not
-    what is stored under their own keys, what they are. ``records`` are there if the coordinator arranges what is made
-    of what.
+    flat keys of the stored tensors in these. ``instead`` says what distributed tensors are made of, of which this
+    rank has elements, if it has recipes or a key_map for any. ``records`` are there if the coordinator arranges what is
+    made of what.
     """
 
     tensors: list[str]

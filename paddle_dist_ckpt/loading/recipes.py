@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.box import Box
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import dtype_named
 from ..core.local_tensors import LocalTensors
-from ..core.parts import Arranged, Part, SourceTensor
+from ..core.parts import Arranged, IdleStatement, Part, SourceTensor
 from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
@@ -25,7 +25,7 @@ from ..recipes import Recipe, filled, placeholders, stored_keys
 from ..tree.paths import plain_key
 from .messages import LoadAnswer
 
-__all__ = ["Matching", "PartTargets", "expand", "key_pattern", "match_recipes"]
+__all__ = ["Matching", "PartTargets", "expand", "key_pattern", "match_recipes", "with_hint"]
 
 
 @dataclass(slots=True)
@@ -82,6 +82,13 @@ def key_pattern(key: str) -> re.Pattern[str]:
             text += f"(?P<{piece}>[^.]+)"
             seen.add(piece)
     return re.compile(text)
+
+
+def with_hint(problem: str, idle: Iterable[IdleStatement]) -> str:
+    """What does not fit, a key before it, with a statement that names the key and changes nothing."""
+    key = problem.partition(": ")[0]
+    about = next((one for one in idle if one.is_about(key)), None)
+    return problem if about is None else f"{problem}; {about.text!r} names it, but changes nothing: {about.reason}"
 
 
 @dataclass(slots=True)

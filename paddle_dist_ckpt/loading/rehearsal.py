@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..core.box import whole
 from ..core.dtypes import DType, dtype_named
-from ..core.parts import Arranged, Arranger, Part, SourceTensor, WantedTensor
+from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..files.metadata import Metadata
@@ -20,7 +20,7 @@ from .answering import Answering, stored_tensors
 from .fit import Fit
 from .making import RecipeArranger, is_itself
 from .messages import WantedPaths, WantedRecord
-from .recipes import Matching, match_recipes
+from .recipes import Matching, match_recipes, with_hint
 from .wanted import WantedState
 
 __all__ = ["MadeTensor", "Rehearsal", "rehearse"]
@@ -60,6 +60,7 @@ class Rehearsal:
         unused: The stored tensors that nothing asks for.
         problems: What does not fit, a line each, as the load would say it.
         nbytes: How many bytes are read.
+        idle: Statements that change nothing, each with the reason.
     """
 
     made: list[MadeTensor]
@@ -68,6 +69,7 @@ class Rehearsal:
     unused: list[str]
     problems: list[str]
     nbytes: int
+    idle: list[str]
 
 
 def rehearse(
@@ -89,14 +91,17 @@ def rehearse(
     stored, matching = stored_tensors(metadata), Matching()
     sources, problems = set[str](), list[str]()
     arranged: Mapping[str, Arranged | None] = {}
+    idle: list[IdleStatement] = []
     if targets is None:
         made, sources, problems = RecipeArranger(recipes, rest).make(stored, Answering(metadata, {}).what_is)
         targets, arranged = {key: (one.shape, _dtype_of(one, stored)) for key, one in made.items()}, made
+        idle = rest.idle(stored, None) if rest is not None else []
     else:
         matching = match_recipes(recipes, {join("", key): key for key in targets})
         if rest is not None:
             whole_ones = {key: WantedTensor(s, dtype.name, [(0,) * len(s)]) for key, (s, dtype) in targets.items()}
             arranged = rest.arrange(stored, whole_ones)
+            idle = rest.idle(stored, whole_ones)
     wanted = _wanted(targets, matching)
     answering = Answering(metadata, {0: 1}, [key for key, found in matching.patterns.items() if not found])
     paths = WantedPaths(
@@ -108,7 +113,7 @@ def rehearse(
         path for path, kind in zip(metadata.table.paths, metadata.table.kinds, strict=True) if kind != Kind.VALUE
     ]
     written = matching.recipes or match_recipes(recipes, {join("", key): key for key in targets}).recipes
-    problems += fit.problems
+    problems += [with_hint(problem, idle) for problem in fit.problems]
     found = dict(_made(fit, stored, written))
     bad = {line.partition(": ")[0] for line in problems}
     gone = {*fit.answer.skipped, *fit.answer.unfit}
@@ -119,6 +124,7 @@ def rehearse(
         unused=[key for path in tensors if (key := metadata.key(path)) not in sources and path not in answering.asked],
         problems=problems,
         nbytes=nbytes,
+        idle=list(map(str, idle)),
     )
 
 

@@ -16,7 +16,7 @@ from ..tree.objects import ObjectKind
 from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, owner_of
 from . import key_map
-from .messages import LoadAnswer, WantedRecord
+from .messages import OWN_KEY, LoadAnswer, WantedRecord
 from .recipes import Matching, match_recipes
 
 __all__ = ["WantedState", "collect"]
@@ -54,15 +54,18 @@ class WantedState:
     complete: list[str] = field(default_factory=list)
 
     def instead(self) -> dict[str, str]:
-        """What tensors are, in words, that have a recipe or are stored elsewhere, and of which this rank has a part."""
+        """What distributed tensors are made of, in words, if this rank has recipes or a key_map for any tensor.
+
+        Of a tensor of which a rank has no elements it says nothing. Plain tensors are each rank's own.
+        """
         if not self.moved and not self.made.recipes:
             return {}
         tensors, found = self.tensors, dict[str, str]()
         for path, number in zip(tensors.paths, tensors.geometry, strict=True):
             geometry = tensors.geometries[number]
-            recipe, key = self.made.recipes.get(path), self.moved.get(path)
-            if (recipe is not None or key is not None) and all(s.box.shape != geometry.shape for s in geometry.shards):
-                found[path] = f"stored({key!r})" if recipe is None else str(recipe)
+            if not geometry.plain and any(0 not in shard.box.shape for shard in geometry.shards):
+                key, recipe = self.moved.get(path), self.made.recipes.get(path)
+                found[path] = str(recipe) if recipe is not None else OWN_KEY if key is None else f"stored({key!r})"
         return found
 
     def choose_own(self, answer: LoadAnswer, rank: int, ranks: tuple[int, ...], choice: str) -> set[str]:

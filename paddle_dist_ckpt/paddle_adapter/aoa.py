@@ -9,6 +9,7 @@ key that no statement gives anything to is looked up as in any other load, and w
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -18,12 +19,14 @@ import paddle
 
 from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, arithmetic_dtype, can_cast, dtype_named
-from ..core.parts import Arranged, Part, SourceTensor, WantedTensor
+from ..core.parts import Arranged, IdleStatement, Part, SourceTensor, WantedTensor
 from ..errors import UnsupportedValueError
+from .aoa_statements import check_counts, idle_statements
 from .sharded_weight import is_sharded_weight
 
 __all__ = ["PaddleArranger"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
 _POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 _STATES = ("", ".w_0", ".moment1_0", ".moment2_0")  # that are cut as their parameter is
 _STATEMENT_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
@@ -72,6 +75,19 @@ class PaddleArranger:
             raise ValueError(f"aoa_config: {text}") from error
         except Exception as error:
             raise _unknown_engine(f"{type(error).__name__}: {error}") from error
+
+    def idle(
+        self, stored: Mapping[str, SourceTensor], wanted: Mapping[str, WantedTensor] | None
+    ) -> list[IdleStatement]:
+        """See :class:`..core.parts.Arranger`."""
+        if wanted is not None and not wanted:
+            return []
+        module = _module()
+        try:
+            return idle_statements(module, self._config, _StoredParts(module, stored), _wanted_parts(module, wanted))
+        except Exception as error:  # of internals of an engine whose answers are right
+            _logger.debug("aoa_config: not looked for statements that do nothing: %r", error)
+            return []
 
 
 def _module() -> ModuleType:
@@ -152,6 +168,16 @@ class _StoredParts(Mapping[str, Any]):
         return [_description(self._module, key, one.shape, offset, one.dtype.name) for offset in known[0]]
 
 
+def _wanted_parts(module: ModuleType, wanted: Mapping[str, WantedTensor] | None) -> dict[str, list[Any]] | None:
+    """What the engine asks about wanted tensors; None if it is to make all that it can."""
+    if wanted is None:
+        return None
+    return {
+        key: [_description(module, key, tensor.shape, offset, tensor.dtype) for offset in tensor.offsets]
+        for key, tensor in wanted.items()
+    }
+
+
 def _description(module: ModuleType, key: str, shape: Sequence[int], offset: Sequence[int], dtype: str) -> Any:
     return module.ShardedWeightDesc(key, tuple(shape), tuple(shape), tuple(offset), dtype)
 
@@ -174,13 +200,9 @@ def _engine(
                     inputs[parameter] = self.make_input_tensor(parameter, tensor.shape, dtype)
             return inputs
 
-    destinations = None
-    if wanted is not None:
-        destinations = {
-            key: [_description(module, key, tensor.shape, offset, tensor.dtype) for offset in tensor.offsets]
-            for key, tensor in wanted.items()
-        }
-    return Engine(config, _StoredParts(module, stored), destinations)
+    sources, destinations = _StoredParts(module, stored), _wanted_parts(module, wanted)
+    check_counts(module, config, sources, destinations)
+    return Engine(config, sources, destinations)
 
 
 def _all_outputs(module: ModuleType, engine: Any, stored: Mapping[str, SourceTensor]) -> list[str]:

@@ -11,11 +11,12 @@ import numpy as np
 from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast
 from ..core.parts import Part, SourceTensor
-from ..recipes import Cast, Concat, Permuted, Recipe, Sliced, Source, SplitPart
+from ..recipes import Cast, Concat, Permuted, Recipe, Sliced, Source, SplitPart, fold, text_of
 
 __all__ = ["Made", "RecipeError", "make_parts", "misfit", "recipe_of"]
 
 _LONGEST = 200  # of an expression in a message
+_MOST_BOXES = 1 << 18  # of all operations of a recipe together; concat(x, x) time and again makes any number
 
 
 class RecipeError(Exception):
@@ -44,17 +45,23 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
         find: Gives what is stored under a flat key.
 
     Raises:
-        RecipeError: an axis, a slice, a shape or a dtype does not fit.
+        RecipeError: an axis, a slice, a shape or a dtype does not fit, or it is too many boxes.
     """
 
-    def make(one: Recipe) -> Made:
+    handled = 0
+
+    def make(one: Recipe, parts: Sequence[Made]) -> Made:
+        nonlocal handled
+        handled += sum(len(made.parts) for made in parts)
+        if handled > _MOST_BOXES:
+            raise RecipeError(f"{_short(recipe)}: more than {_MOST_BOXES:,} boxes of stored tensors to be put together")
         if isinstance(one, Source):
             shape, dtype, _ = find(one.key)
             part = Part(one.key, whole(shape), tuple(range(len(shape))), whole(shape))
             return Made(shape, dtype, [part] if math.prod(shape) else [])
         if isinstance(one, Concat):
-            return _joined(one, [make(part) for part in one.parts])
-        (inner,) = map(make, one.inner)
+            return _joined(one, parts)
+        (inner,) = parts
         if isinstance(one, Permuted):
             return _permuted(one, inner)
         if isinstance(one, Sliced):
@@ -64,7 +71,7 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
         assert isinstance(one, Cast)
         return _converted(one, inner, find)
 
-    return make(recipe)
+    return fold(recipe, make)
 
 
 def recipe_of(parts: Sequence[Part], find: Callable[[str], SourceTensor]) -> Recipe | None:
@@ -220,5 +227,4 @@ def _check_axis(one: Recipe, axis: int, shape: Sequence[int]) -> None:
 
 
 def _short(one: Recipe) -> str:
-    text = str(one)
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return text_of(one, _LONGEST)

@@ -125,9 +125,24 @@ def test_an_aoa_config(saved: Path, tmp_path: Path) -> None:
     assert facts["problems"] == ["c: the target has shape [1, 4, 5], its recipe makes [4, 5] (of model.w)"]
 
 
+def test_statements_that_change_nothing(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.aoa_engine")
+    statements = ["model.$LAYER_ID.qq^T -> model.$LAYER_ID.q", "model.$LAYER_ID.k -> net.$LAYER_ID.k"]
+    (tmp_path / "list.json").write_text(json.dumps(statements), "utf-8")
+    like_none = f"{statements[0]!r} (no stored tensor is like it)"
+    assert answer("recipes", saved, tmp_path / "list.json")["idle"] == [like_none]
+    assert f"\nstatements that change nothing: {like_none}\n" in run("recipes", saved, tmp_path / "list.json")
+    save_alone({"model": {"0.q": np.zeros((4, 3), "float32")}}, tmp_path / "target")
+    facts = answer("recipes", saved, tmp_path / "list.json", "--into", tmp_path / "target", code=1)
+    assert facts["idle"] == [like_none, f"{statements[1]!r} (nothing asks for net.0.k, net.1.k)"]
+    (problem,) = facts["problems"]
+    assert problem.startswith("model.0.q: the target has shape [4, 3], the checkpoint [3, 4]; 'model.$LAYER_ID.qq^T")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
+        ("a.json", '{"aoa_statements": [], "aoa_config_revers": true}', "it has 'aoa_config_revers'"),
         ("a.json", "{", "is no JSON"),
         ("a.json", "{}", "it has no aoa_statements"),
         ("a.json", "7", "not int"),

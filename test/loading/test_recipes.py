@@ -24,9 +24,9 @@ from paddle_dist_ckpt import (
     stored,
 )
 from paddle_dist_ckpt.control import NoTransport, SoloHub
-from paddle_dist_ckpt.core.box import Box, cut_flat_range
+from paddle_dist_ckpt.core.box import Box, cut_flat_range, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
-from paddle_dist_ckpt.core.parts import Arranged, Part, WantedTensor
+from paddle_dist_ckpt.core.parts import Arranged, IdleStatement, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
 from paddle_dist_ckpt.loading.answering import stored_tensors
@@ -597,6 +597,9 @@ class Arranging:
         self.wanted = wanted
         return self.arranged
 
+    def idle(self, stored: Any, wanted: Any) -> list[IdleStatement]:
+        return []
+
 
 @pytest.mark.parametrize(
     ("shape", "parts"),
@@ -694,3 +697,24 @@ def test_ranks_have_tensors_of_their_own_from_where_they_say(tmp_path: Path) -> 
     for rank, key in enumerate("qk"):
         assert same_bits(targets[rank]["w"], state[key])
         assert same_bits(targets[rank][f"own{rank}"], state["q"])
+
+
+@pytest.mark.parametrize("how", [{"key_map": {"w": "q"}}, {"recipes": {"w": stored("q")}}])
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [[whole((8, 6))], []],  # as on a mesh of one rank
+        [[whole((8, 6))], [Box((8, 0), (0, 6))]],
+        [[whole((8, 6))], [Box((4, 0), (4, 6))]],
+        [[], [whole((8, 6))]],
+    ],
+)
+def test_who_has_nothing_of_a_tensor_says_nothing_of_it(
+    tmp_path: Path, how: dict[str, Any], boxes: list[list[Box]]
+) -> None:
+    array = make_array((8, 6), seed=1)
+    save_on([{"q": array, "n": np.zeros(2)}], tmp_path)
+    targets = [{"w": sharded(array, own, fill=False), "n": np.ones(2)} for own in boxes]
+    load_on(targets, tmp_path, options=LoadOptions(timeout=60, **how))
+    for target in targets:
+        check_pieces(target["w"], array)

@@ -302,7 +302,9 @@ def test_an_aoa_config_is_done(tmp_path: Path) -> None:
     assert set(plain) == {"w", "b"}
 
 
-@pytest.mark.parametrize("config", [7, "a -> b", {"aoa_statements": "a -> b"}, {"aoa_statements": [7]}])
+@pytest.mark.parametrize(
+    "config", [7, "a -> b", [], {"aoa_statements": "a -> b"}, {"aoa_statements": [7]}, {"aoa_statement": ["w^T -> w"]}]
+)
 def test_an_aoa_config_of_another_form_is_refused(tmp_path: Path, config: Any) -> None:
     with install():
         dist.save_state_dict(state(1), tmp_path)
@@ -510,6 +512,7 @@ def test_an_aoa_config_that_some_ranks_lack_is_refused_on_every_rank(
     ("config", "error", "text"),
     [
         ({"aoa_statements": 7}, "TypeError", "aoa_statements"),
+        ({"aoa_statement": ["x -> x"]}, "TypeError", "it has 'aoa_statement'"),
         pytest.param({"aoa_statements": ["a -> b"]}, "ValueError", "a should be assigned before", marks=has_aoa),
         pytest.param({"aoa_statements": ["x ->"]}, "ValueError", "aoa_config", marks=has_aoa),
     ],

@@ -1,0 +1,149 @@
+"""Single statements of an ``aoa_config``: those that nothing comes of, and those that Paddle's engine takes wrongly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ..core.parts import IdleStatement
+
+__all__ = ["check_counts", "idle_statements"]
+
+_LAST_OF_NAMES = 3  # macros of a priority up to this put names in the place of patterns; later ones rewrite statements
+_NOTHING = "_"
+_OF_PARTS = ("fused_ffn", "fused_qkv_old")  # what they do depends on how many parts a tensor is in
+_MOST_NAMES = 3  # in a message
+
+
+class _Line(NamedTuple):
+    """A statement without patterns: the tensors that it takes, those that it makes, and its other words."""
+
+    taken: list[str]
+    made: list[str]
+    words: list[str]
+
+
+def check_counts(
+    module: ModuleType, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None
+) -> None:
+    """Refuse statements taken in reverse that fuse tensors by how many parts the fused one is in.
+
+    Paddle 3.3.1 looks for it among the wanted tensors then, where it is not, and goes on with 1.
+
+    Args:
+        module: The module with the engine.
+        config: The ``aoa_config``.
+        stored, wanted: The parts of tensors, as the engine takes them.
+
+    Raises:
+        ValueError: there is such a statement, and the tensor is in more parts, or it is not known in how many.
+    """
+    if not config.get("aoa_config_reverse"):
+        return
+    for statement, lines in _lines(module, config, stored, wanted):
+        for line in lines:
+            if len(line.made) < 2 or not any(word in _OF_PARTS for word in line.words):
+                continue
+            advice = f"write {statement!r} forwards, without aoa_config_reverse"
+            for key in _family(module, line.taken, stored):
+                try:
+                    counts = [len(stored[key])]
+                except ValueError as error:
+                    raise ValueError(f"{error}, or {advice}") from None
+                if wanted is not None and key in wanted:
+                    counts.append(len(wanted[key]))
+                if max(counts) > 1:
+                    raise ValueError(
+                        f"{key} is in {max(counts)} parts, which Paddle's engine takes for one where {statement!r} is "
+                        f"taken in reverse, so that something else would come out; {advice}"
+                    )
+
+
+def idle_statements(
+    module: ModuleType, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None
+) -> list[IdleStatement]:
+    """The statements that change nothing. For the arguments see :func:`check_counts`."""
+    there = set(_parameters(module, stored))
+    asked = None if wanted is None else set(_parameters(module, wanted))
+    found = []
+    statements = _lines(module, config, stored, wanted)
+    for statement, lines in statements if config.get("aoa_config_reverse") else reversed(statements):
+        used = [line for line in lines if _is_used(line, there, asked)]
+        if asked is not None:
+            asked.update(name for line in used for name in line.taken)
+        if not used:
+            found.append(IdleStatement(statement, _reason(lines), tuple(_patterns(module, statement))))
+    return found if config.get("aoa_config_reverse") else found[::-1]
+
+
+def _is_used(line: _Line, stored: set[str], asked: set[str] | None) -> bool:
+    if line.made == [_NOTHING]:
+        return any(name in stored for name in line.taken)
+    return asked is None or any(name in asked for name in line.made)
+
+
+def _reason(lines: Sequence[_Line]) -> str:
+    if not lines:
+        return "no stored tensor is like it"
+    if lines[0].made == [_NOTHING]:
+        return f"{_listed(lines[0].taken)} is not stored"
+    return f"nothing asks for {_listed(name for line in lines for name in line.made)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    all_of_them = list(dict.fromkeys(names))
+    return ", ".join(all_of_them[:_MOST_NAMES]) + (", ..." if len(all_of_them) > _MOST_NAMES else "")
+
+
+def _parameters(module: ModuleType, keys: Iterable[str]) -> Iterable[str]:
+    return (module.split_optimizer_state_key(key)[0] for key in keys)
+
+
+def _family(module: ModuleType, names: Sequence[str], stored: Mapping[str, Any]) -> list[str]:
+    """The stored keys of parameters, or of those of their states that are cut as they are."""
+    return [
+        key
+        for key in stored
+        if (split := module.split_optimizer_state_key(key))[0] in names and "_pow_acc" not in (split[1] or "")
+    ]
+
+
+def _lines(
+    module: ModuleType, config: Mapping[str, Any], stored: Mapping[str, Any], wanted: Mapping[str, Any] | None
+) -> list[tuple[str, list[_Line]]]:
+    """All statements, each with what it is without patterns; by the macros of Paddle and of programs."""
+    from paddle.distributed.flex_checkpoint.aoa import macros
+
+    reverse = bool(config.get("aoa_config_reverse"))
+    lexer = module.Lexer(module.AOAShardInfoContext(stored, wanted, reverse))
+    found = []
+    for statement in config["aoa_statements"]:
+        texts = [statement]
+        for macro in macros.macro_registry.macros:
+            if macro["priority"] <= _LAST_OF_NAMES:
+                texts = lexer.apply_single_macro_to_all(texts, macro["func"])
+        found.append((statement, [_line(lexer.tokenize(text), reverse) for text in texts]))
+    return found
+
+
+def _line(tokens: Sequence[Any], reverse: bool) -> _Line:
+    from paddle.distributed.flex_checkpoint.aoa import macros
+
+    kinds = [token.type.name for token in tokens]
+    arrow = kinds.index("RARROW") if "RARROW" in kinds else len(kinds)
+    names = [(i, token.value) for i, token in enumerate(tokens) if kinds[i] == "IDENTIFIER"]
+    left = [name.removesuffix("^T") for i, name in names if i < arrow]
+    right = [name for i, name in names if i > arrow]
+    end = next((i for i, name in enumerate(right) if name in macros.GLOBAL_ATTRIBUTE_KEYWORDS), len(right))
+    taken, made = (right[:end], left) if reverse else (left, right[:end])
+    return _Line(taken, made, right[end:])
+
+
+def _patterns(module: ModuleType, statement: str) -> Iterable[str]:
+    """Regular expressions of the keys that a statement names, of parameters and of their states."""
+    states = "|".join(map(re.escape, module.OPTIMIZER_STATE_NAME))
+    for name in re.findall(r"[A-Za-z_$][\w.$*]*", statement):
+        text = re.sub(r"\\\$[A-Z_]+|\\\*", r"\\d+", re.escape(name))
+        yield f"{text}(?:{states})?"
