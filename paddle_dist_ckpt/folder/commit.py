@@ -107,8 +107,10 @@ def _put_aside(lease: Lease, unique_id: int) -> None:
     Trainers insist on one `.metadata` a folder; Paddle's own functions would have overwritten this one.
     """
     storage, name = lease.storage, metadata_name(unique_id)
-    if storage.size(name) > _MOST_PUT_ASIDE or look(storage, name)[0] is not Format.PADDLE:
-        raise CheckpointError(f"{name} is not what it was when the save began")
+    if look(storage, name)[0] is not Format.PADDLE:
+        return  # somebody has removed it meanwhile, or saved under its id
+    if storage.size(name) > _MOST_PUT_ASIDE:
+        raise CheckpointError(f"{name} is too large to be one of Paddle's")
     storage.publish(f"{name}.replaced", storage.read(name), lease.temporary, replace=True)
     storage.delete(name)
     storage.sync()

@@ -29,12 +29,14 @@ _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
 _MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
 
 
-class _ClaimRecord(msgspec.Struct, frozen=True):
-    """What a claim file says: whose it is, which save it replaces, which saves' files it has set out to remove."""
+class _ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a claim file says: whose it is, which save it replaces, which saves' files it has set out to remove; and the
+    id of the checkpoint of Paddle's that it stands for."""
 
     save: str
     replaces: str | None
     removes: list[str]
+    of_paddle: int | None = None
 
 
 _CLAIM_DECODER = msgspec.json.Decoder(_ClaimRecord)  # made here, as threads must not make it at once
@@ -81,7 +83,7 @@ class Lease:
         return None if self.automatic else known_save_of(self.storage, self.unique_id)
 
     def _write(self) -> None:
-        record = msgspec.json.encode(_ClaimRecord(self.save_id, self.replaces, self.doomed))
+        record = msgspec.json.encode(_ClaimRecord(self.save_id, self.replaces, self.doomed, self.of_paddle))
         self.storage.publish(self.name, record, self.name + ".tmp", replace=True)
 
     def _take_over_dead(self) -> None:
@@ -97,7 +99,10 @@ class Lease:
             committed = committed_saves(self.storage)
             for name, parsed in list(dead.items()):
                 try:
-                    self.doomed += _saves_of_claim(self.storage, name, parsed, committed)
+                    record = _record_of(self.storage, name, parsed)
+                    self.doomed += _saves_of_claim(record, committed)
+                    if record.save in committed and self.of_paddle is None:
+                        self.of_paddle = record.of_paddle
                 except FileNotFoundError:
                     _logger.debug("the claim %s is another save's to take over", name)
                     del dead[name]
@@ -174,7 +179,7 @@ def claimed_saves(storage: Storage) -> dict[str, str]:
     """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
     claimed: dict[str, str] = {}
     for name, parsed in _claims(storage).items():
-        saves = _saves_of_claim(storage, name, parsed, [known_save_of(storage, parsed.unique_id)])
+        saves = _saves_of_claim(_record_of(storage, name, parsed), [known_save_of(storage, parsed.unique_id)])
         claimed.update(dict.fromkeys(saves, name))
     return claimed
 
@@ -184,18 +189,24 @@ def _claims(storage: Storage) -> dict[str, ClaimName]:
     return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
 
 
-def _saves_of_claim(storage: Storage, name: str, parsed: ClaimName, committed: Container[str | None]) -> list[str]:
+def _record_of(storage: Storage, name: str, parsed: ClaimName) -> _ClaimRecord:
+    """What a claim says; if it is torn, what its name does."""
+    try:
+        return msgspec.structs.replace(
+            _CLAIM_DECODER.decode(storage.read(name, _MOST_CLAIM_BYTES)), save=parsed.save_id
+        )
+    except (*DECODE_ERRORS, IsADirectoryError) as error:
+        _logger.debug("the claim %s is torn: %s", name, error)
+        return _ClaimRecord(parsed.save_id, None, [])
+
+
+def _saves_of_claim(record: _ClaimRecord, committed: Container[str | None]) -> list[str]:
     """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
 
     A save that is not committed has replaced nothing, whatever it set out for.
     """
-    try:
-        record = _CLAIM_DECODER.decode(storage.read(name, _MOST_CLAIM_BYTES))
-    except (*DECODE_ERRORS, IsADirectoryError) as error:
-        _logger.debug("the claim %s is torn: %s", name, error)
-        return [parsed.save_id]
-    replaced = [record.replaces] if record.replaces and parsed.save_id in committed else []
-    return [parsed.save_id, *replaced, *record.removes]
+    replaced = [record.replaces] if record.replaces and record.save in committed else []
+    return [record.save, *replaced, *record.removes]
 
 
 def _expired_claims(storage: Storage, ours: str) -> dict[str, ClaimName]:

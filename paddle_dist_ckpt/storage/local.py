@@ -11,7 +11,6 @@ import os
 import queue
 import re
 import socket
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -23,6 +22,7 @@ import numpy as np
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .direct import ALIGNMENT, is_cached, open_direct, read_direct
+from .opening import open_to_read
 
 __all__ = ["LocalStorage", "as_source", "as_storage", "give_name"]
 
@@ -70,14 +70,21 @@ def as_source(path: object) -> Storage:
 
 
 class LocalStorage:
-    """A folder of a mounted filesystem."""
+    """A folder of a mounted filesystem.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    Args:
+        path: The folder.
+        follow_links: Whether to read what links in the folder lead to, wherever that is. Else those that lead out of
+            the folder are refused, but for those to the ``blobs`` of a Hugging Face cache.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self._root = Path(os.path.abspath(os.fspath(path)))
+        self._follow_links = follow_links
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of readers past the cache
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[Any, ...]]:
-        return LocalStorage, (self.location,)  # without the buffers
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(LocalStorage, follow_links=self._follow_links), (self.location,)  # without the buffers
 
     @property
     def location(self) -> str:
@@ -108,13 +115,13 @@ class LocalStorage:
         return _LocalWritable(self._root / name)
 
     def open(self, name: str) -> ReadableFile:
-        return _LocalReadable(self._root, name, self._buffers)
+        return _LocalReadable(open_to_read(self._root, name, self._follow_links), self._root / name, self._buffers)
 
     def size(self, name: str) -> int:
         return (self._root / name).stat().st_size
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        with open(_open_to_read(self._root, name), "rb") as file:
+        with open(open_to_read(self._root, name, self._follow_links), "rb") as file:
             return file.read(-1 if limit is None else limit)
 
     def publish(
@@ -182,48 +189,6 @@ def give_name(source: Path, target: Path) -> bool:
             return False
         source.rename(target)
     return True
-
-
-def _open_to_read(folder: Path, name: str) -> int:
-    """A descriptor of a file that is in a folder. All that is read there is opened here.
-
-    Somebody else may have made what has the name. A FIFO would wait for a writer, a device may have no end, and a link
-    to another place may lead to what its maker is not allowed to read: none of them is opened. The snapshots of a
-    Hugging Face cache are links to its ``blobs``, beside the folder of all snapshots; these are followed.
-
-    Raises:
-        IsADirectoryError: it is something else than a file, or a link that leaves the folder.
-        OSError: it cannot be opened.
-    """
-    path = folder / name
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a device that is not there
-            raise _no_file(path) from None
-        if error.errno != errno.ELOOP or not path.is_symlink():
-            raise
-        descriptor = os.open(_target(folder, path), flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _no_file(path)
-    return descriptor
-
-
-def _target(folder: Path, link: Path) -> Path:
-    """What a link in a folder stands for, if that is in the folder too."""
-    target, root = Path(os.path.realpath(link, strict=True)), Path(os.path.realpath(folder))
-    allowed = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
-    if not any(target.is_relative_to(place) for place in allowed):
-        raise IsADirectoryError(errno.EISDIR, f"it is a link to {target}, outside its folder", str(link))
-    if not target.is_file():
-        raise _no_file(link)
-    return target
-
-
-def _no_file(path: Path) -> IsADirectoryError:
-    return IsADirectoryError(errno.EISDIR, "it is no file", str(path))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -296,9 +261,8 @@ class _LocalWritable:
 class _LocalReadable:
     """A file that is read through the page cache, or past it where the cache does not hold what is wanted."""
 
-    def __init__(self, folder: Path, name: str, buffers: queue.SimpleQueue[Bytes1D]) -> None:
-        self._descriptor = _open_to_read(folder, name)
-        self._path, self._buffers = folder / name, buffers
+    def __init__(self, descriptor: int, path: Path, buffers: queue.SimpleQueue[Bytes1D]) -> None:
+        self._descriptor, self._path, self._buffers = descriptor, path, buffers
         self._size = os.fstat(self._descriptor).st_size
         self._lock = threading.Lock()
         self._direct: int | None = None

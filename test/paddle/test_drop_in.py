@@ -400,6 +400,34 @@ def test_a_checkpoint_of_paddles_is_put_aside_by_the_save_that_stands_for_it(tmp
 
 
 @saves_by_id
+@pytest.mark.parametrize("how", ["is gone", "process ends"])
+def test_a_checkpoint_of_paddles_that_could_not_be_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Either there is nothing left to do, or the next save does it when the claim of the dead one has expired."""
+    dist.save_state_dict(state(0), tmp_path)
+
+    def interfere(*_: Any) -> None:
+        if how == "is gone":
+            (tmp_path / "0.metadata").unlink()
+        else:
+            raise OSError("as good as dead")
+
+    with install():
+        with monkeypatch.context() as patched:
+            patched.setattr("paddle_dist_ckpt.folder.commit.replaced_save", interfere)
+            dist.save_state_dict(state(1), tmp_path)
+        claims = list(tmp_path.glob("*.claim"))
+        assert len(claims) == (how == "process ends")
+        for claim in claims:
+            os.utime(claim, (0, 0))
+        dist.save_state_dict(state(2), tmp_path)
+    assert [path.name for path in tmp_path.glob("*.metadata")] == ["1.metadata"]
+    assert not list(tmp_path.glob("*.claim"))
+    assert value_in(tmp_path) == 2
+
+
+@saves_by_id
 @pytest.mark.parametrize("how", ["next", "another id", "its id", "failed"])
 def test_a_checkpoint_of_paddles_that_nothing_stands_for_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

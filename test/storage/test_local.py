@@ -245,7 +245,7 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, target: str) -
     (tmp_path / "folder" / "deep" / "up").symlink_to("../../other")
     (tmp_path / "folder" / "link").symlink_to(target.format(tmp_path))
     for read in (LocalStorage(tmp_path / "folder").open, LocalStorage(tmp_path / "folder").read):
-        with pytest.raises(IsADirectoryError, match="it is a link to .*, outside its folder: '.*/link'"):
+        with pytest.raises(IsADirectoryError, match="it is a link to .*, outside its folder; .*: '.*/link'"):
             read("link")
 
 
@@ -259,17 +259,34 @@ def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
         assert [read_in_both_ways(LocalStorage(path), name) for name in ("f", "near", "far")] == [b"content"] * 3
 
 
-def test_the_cache_of_hugging_face_is_links_to_its_blobs(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a" / "snapshots" / "12ab", tmp_path / "models--a" / "blobs"
-    for folder in (snapshot, blobs, tmp_path / "models--b" / "blobs"):
+def test_links_to_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None:
+    """From its snapshots, folders in these, and a folder elsewhere; also if the cache is reached by a link."""
+    blobs, other = tmp_path / "hub" / "models--a--b" / "blobs", tmp_path / "notes" / "blobs"
+    snapshot, elsewhere = tmp_path / "hub" / "models--a--b" / "snapshots" / "12ab", tmp_path / "local"
+    for folder in (blobs, other, snapshot / "unet", elsewhere):
         folder.mkdir(parents=True)
     (blobs / "f00d").write_bytes(b"weights")
-    (tmp_path / "models--b" / "blobs" / "f00d").write_bytes(b"of another model")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/f00d")
-    (snapshot / "other.safetensors").symlink_to("../../../models--b/blobs/f00d")
-    assert read_in_both_ways(LocalStorage(snapshot), "model.safetensors") == b"weights"
+    (other / "f00d").write_bytes(b"of somebody")
+    (tmp_path / "cache").symlink_to(tmp_path / "hub")
+    (snapshot / "m.safetensors").symlink_to("../../blobs/f00d")
+    (snapshot / "unet" / "m.safetensors").symlink_to("../../../blobs/f00d")
+    (elsewhere / "m.safetensors").symlink_to(tmp_path / "cache" / "models--a--b" / "blobs" / "f00d")
+    for path in (snapshot, snapshot / "unet", elsewhere, tmp_path / "cache" / "models--a--b" / "snapshots" / "12ab"):
+        assert read_in_both_ways(LocalStorage(path), "m.safetensors") == b"weights"
+    (elsewhere / "n.safetensors").symlink_to(other / "f00d")
     with pytest.raises(IsADirectoryError, match="outside its folder"):
-        LocalStorage(snapshot).open("other.safetensors")
+        LocalStorage(elsewhere).open("n.safetensors")
+
+
+def test_all_links_are_followed_if_told_so(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "content").write_bytes(b"content")
+    (tmp_path / "a" / "link").symlink_to("../content")
+    (tmp_path / "a" / "endless").symlink_to("/dev/zero")
+    storage = pickle.loads(pickle.dumps(LocalStorage(tmp_path / "a", follow_links=True)))
+    assert read_in_both_ways(storage, "link") == b"content"
+    with pytest.raises(IsADirectoryError, match="it is no file"):
+        storage.open("endless")
 
 
 @pytest.mark.parametrize("name", ["loop", "dangling", "x" * 300])

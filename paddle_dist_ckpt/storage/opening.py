@@ -1,0 +1,64 @@
+"""Opens what a folder has under a name, which anybody may have put there, for reading."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+
+__all__ = ["open_to_read"]
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+_OF_CACHE = re.compile("(models|datasets|spaces)--")
+
+
+def open_to_read(folder: Path, name: str, anywhere: bool) -> int:
+    """A descriptor of a file in a folder. All that is read of local folders is opened here.
+
+    A FIFO would wait for a writer, a device may have no end, and a link may lead to what its maker is not allowed to
+    read: none of them is opened. The files of a Hugging Face cache (``models--a--b/blobs/<digest>``) are content for
+    anybody to read, and the folders of its users are full of links to them.
+
+    Args:
+        folder: The folder.
+        name: The file's name in it.
+        anywhere: Whether links may lead out of the folder.
+
+    Raises:
+        IsADirectoryError: it is something else than a file, or a link that leaves the folder.
+        OSError: it cannot be opened.
+    """
+    path = folder / name
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device that is not there
+            raise _no_file(path) from None
+        if error.errno != errno.ELOOP or not path.is_symlink():
+            raise
+        descriptor = os.open(_target(folder, path, anywhere), _FLAGS)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_file(path)
+    return descriptor
+
+
+def _target(folder: Path, link: Path, anywhere: bool) -> Path:
+    """The file that a link in a folder stands for, if it may be read."""
+    target = Path(os.path.realpath(link, strict=True))
+    of_cache = target.parent.name == "blobs" and _OF_CACHE.match(target.parents[1].name)
+    if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(folder))):
+        raise IsADirectoryError(
+            errno.EISDIR,
+            f"it is a link to {target}, outside its folder; LocalStorage(path, follow_links=True) reads it",
+            str(link),
+        )
+    if not target.is_file():
+        raise _no_file(link)
+    return target
+
+
+def _no_file(path: Path) -> IsADirectoryError:
+    return IsADirectoryError(errno.EISDIR, "it is no file", str(path))
