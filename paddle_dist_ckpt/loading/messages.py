@@ -51,7 +51,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     flat key that the user gives for a wanted path. ``made`` are the paths of tensors that have recipes, ``sources`` the
     flat keys of the stored tensors in these. ``instead`` says of tensors that this rank has a part of, and that are not
     what is stored under their own keys, what they are. ``records`` are there if the coordinator arranges what is made
-    of what.
+    of what. ``kept`` are paths of ``others`` that are left as they are, and for which something may be stored.
     """
 
     tensors: list[str]
@@ -63,6 +63,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     sources: list[str] = []
     instead: dict[str, str] = {}
     records: dict[str, WantedRecord] = {}
+    kept: list[str] = []
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
