@@ -6,11 +6,24 @@ with ``full_state_dict``.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
-from .options import LoadOptions, SaveOptions, checked
+from .control.ranks import Ranks
+from .core.protocols import ControlSession
+from .loading.load import load
+from .loading.reading import LoadContext
+from .loading.staging import piece_bytes
+from .loading.wanted import collect
+from .loading.whole import load_on
+from .options import LoadOptions, SaveOptions, as_integer, checked
 from .reports import LoadReport
-from .wiring import connected, gather_with, scatter_with
+from .saving.present import Filled, present
+from .tree.own_values import with_own
+from .tree.state_dict import Leaves, PerRank, build_tree, flatten
+from .wiring import arranger_of, check_bool, connected
 
 __all__ = ["gather_state_dict", "scatter_state_dict"]
 
@@ -28,7 +41,7 @@ def gather_state_dict(
 
     Every rank of the group calls it with its own state_dict. What comes back is what ``load_merged_state_dict`` would
     return after ``save_state_dict``, but nothing is written: ranks send each other what they lack, in rounds of some
-    64 MiB, so ranks that get nothing need no more memory than that.
+    64 MiB, so ranks that get nothing need memory for two rounds (128 MiB), whatever the size of the whole.
 
     Args:
         state_dict: What :func:`save_state_dict` takes: tensors, arrays, values and objects, such as
@@ -55,7 +68,7 @@ def gather_state_dict(
     """
     options = checked("options", options, SaveOptions) or SaveOptions()
     ranks = connected(process_group, 0, options)
-    return gather_with(ranks, state_dict, rank, frozen, offload, options)
+    return _gather(ranks, state_dict, rank, frozen, offload, options)
 
 
 def scatter_state_dict(
@@ -75,12 +88,13 @@ def scatter_state_dict(
 
     Args:
         whole: What :func:`gather_state_dict` or ``load_merged_state_dict`` returned, or a state_dict of whole tensors
-            from elsewhere. With ``rank``, that of this rank alone counts.
+            from elsewhere. With ``rank``, that of this rank alone counts. It may share memory with what is filled: what
+            would be overwritten is copied first. For a :class:`PerRank` it has a dict by rank.
         state_dict: What to fill, such as ``{"model": model, "optimizer": optimizer}``; may ask for a part of ``whole``.
         rank: Global rank of the one that has it; None if all have. The same on every rank.
         process_group: The Paddle group whose ranks call; None for the default group.
         frozen: Whether parameters that are not trained (``stop_gradient``), and what an optimizer has for them, are
-            filled; with False they are left as they are, and need not be in ``whole``. The same on every rank.
+            filled; with False they are left as they are, whether ``whole`` has them or not. The same on every rank.
         options: See :class:`LoadOptions`; ``exchange`` is not used.
 
     Returns:
@@ -98,4 +112,99 @@ def scatter_state_dict(
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
     ranks = connected(process_group, 0, options)
-    return scatter_with(ranks, whole, state_dict, rank, frozen, options)
+    return _scatter(ranks, whole, state_dict, rank, frozen, options)
+
+
+def _gather(
+    ranks: Ranks, state_dict: dict[Any, Any], receiver: Any, frozen: bool, offload: bool, options: SaveOptions
+) -> dict[Any, Any]:
+    """See :func:`gather_state_dict`."""
+    from .paddle_adapter import PaddleAdapter
+    from .paddle_adapter.frozen import without_frozen
+
+    reading = LoadOptions(timeout=options.timeout, exchange="always", progress=options.progress)
+    with ranks.hub.session("gather_state_dict", options.timeout) as session:
+        check_bool("offload", offload)
+        receiver = _agree(session, receiver, frozen)
+        adapter = PaddleAdapter(ranks.rank)
+
+        def find() -> dict[Any, Any]:
+            if frozen:
+                return state_dict
+            leaves = without_frozen(flatten(state_dict, adapter))
+            found = zip((*leaves.tensor_paths, *leaves.value_paths), (*leaves.tensors, *leaves.values), strict=True)
+            tree: dict[Any, Any] = build_tree(found)
+            return tree
+
+        shown = present(find, session, ranks.transport, adapter, options.check_replicas)
+        into = PaddleAdapter(ranks.rank, piece_bytes(reading.staging_bytes), "cpu" if offload else None)
+        context = LoadContext(shown.storage, session, ranks.transport, into, reading)
+        return load_on(receiver, context, shown.metadata)
+
+
+def _scatter(
+    ranks: Ranks, whole: Any, state_dict: dict[Any, Any], sender: Any, frozen: bool, options: LoadOptions
+) -> LoadReport:
+    """See :func:`scatter_state_dict`."""
+    from .paddle_adapter import PaddleAdapter
+    from .paddle_adapter.frozen import without_frozen
+
+    reading = dataclasses.replace(options, exchange="always")
+    with ranks.hub.session("scatter_state_dict", options.timeout) as session:
+        sender = _agree(session, sender, frozen)
+        adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
+
+        @functools.cache
+        def wanted() -> Leaves:
+            leaves = flatten(state_dict, adapter)
+            return leaves if frozen else without_frozen(leaves)
+
+        def find() -> dict[Any, Any]:
+            leaves = wanted()  # on all ranks, which may make accumulators together
+            if sender is not None and session.rank != sender:
+                return {}
+            if not isinstance(whole, dict):
+                raise TypeError(f"whole must be a dict, not {type(whole).__name__}")
+            own = [
+                path
+                for path, value in zip(leaves.value_paths, leaves.values, strict=True)
+                if isinstance(value, PerRank)
+            ]
+            return with_own(whole, own, session.ranks, options.per_rank)
+
+        renamed = options.key_map is not None or bool(options.recipes) or options.aoa_config is not None
+        filled = Filled(lambda: collect(wanted(), adapter, LoadOptions()).tensors, renamed)
+        shown = present(find, session, ranks.transport, PaddleAdapter(ranks.rank), "auto", filled)
+        context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=arranger_of(options))
+        metadata = shown.metadata
+        return load(state_dict, context, 0, wanted, None if metadata is None else (lambda _: metadata))
+
+
+def _agree(session: ControlSession, rank: Any, frozen: bool) -> int | None:
+    """Round ``arguments``: every rank of the session has passed the same ones.
+
+    Returns:
+        The rank, as Python's int.
+
+    Raises:
+        TypeError, ValueError: they are not what they should be, or differ; on every rank.
+    """
+
+    def own() -> bytes:
+        check_bool("frozen", frozen)
+        if rank is not None and as_integer(rank) not in session.ranks:
+            raise ValueError(f"rank must be None or one of the ranks {list(session.ranks)}, not {rank!r}")
+        return f"rank={as_integer(rank)}, frozen={frozen}".encode()
+
+    def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        ours = messages[session.coordinator]
+        for other, theirs in sorted(messages.items()):
+            if theirs != ours:
+                raise ValueError(
+                    f"rank {other} passed {theirs.decode()}, rank {session.coordinator} {ours.decode()}; all ranks "
+                    "must pass the same"
+                )
+        return dict.fromkeys(messages, b"")
+
+    session.gather_scatter("arguments", own, compare)
+    return as_integer(rank)

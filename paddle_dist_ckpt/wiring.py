@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -17,7 +16,6 @@ import msgspec
 
 from .control.ranks import Ranks
 from .core.parts import Arranger, SourceTensor
-from .core.protocols import ControlSession
 from .exporting.export import check_free, export_checkpoint
 from .exporting.formats import ExportRequest
 from .files.metadata import Metadata
@@ -29,31 +27,28 @@ from .loading.load import load
 from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
-from .loading.whole import load_on
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
-from .saving.present import present
 from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
 from .storage import as_source, as_storage
-from .tree.state_dict import Adapter, build_tree, flatten
+from .tree.state_dict import Adapter
 
 __all__ = [
     "Find",
     "arranger_of",
+    "check_bool",
     "checked_id",
     "connected",
     "export_filled_with",
     "export_state_with",
     "export_with",
-    "gather_with",
     "load_whole",
     "load_with",
     "members",
     "paddles",
     "save_with",
-    "scatter_with",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -98,7 +93,7 @@ def save_with(
         kind = f"{kind}(async_save=True)" if in_background else kind
         session = opened.enter_context(ranks.hub.session(kind, options.timeout))
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
-        _check_bool("async_save", in_background)
+        check_bool("async_save", in_background)
         state_dict, adapter = find()
         memory = ranks.memory.setdefault("save", SaveMemory())
         context = SaveContext(as_storage(path), session, ranks.transport, adapter, memory, replace_newest)
@@ -123,7 +118,7 @@ def load_with(
     """
     with ranks.hub.session(kind, options.timeout) as session:
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
-        _check_bool("offload", offload)
+        check_bool("offload", offload)
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
         arranger = arranger_of(options)
@@ -240,90 +235,6 @@ def _warn_of_new(options: LoadOptions, stored: Mapping[str, SourceTensor]) -> No
         _logger.warning("only tensors under stored keys are written, and not %s", ", ".join(new[:20]))
 
 
-def gather_with(
-    ranks: Ranks, state_dict: dict[Any, Any], receiver: int | None, frozen: bool, offload: bool, options: SaveOptions
-) -> dict[Any, Any]:
-    """The whole of what ranks have, on one of them or on all. See :func:`paddle_dist_ckpt.gather_state_dict`."""
-    from .paddle_adapter import PaddleAdapter
-    from .paddle_adapter.frozen import without_frozen
-
-    reading = LoadOptions(timeout=options.timeout, exchange="always", progress=options.progress)
-    with ranks.hub.session("gather_state_dict", options.timeout) as session:
-        _check_bool("offload", offload)
-        _agree(session, receiver, frozen)
-        adapter = PaddleAdapter(ranks.rank)
-
-        def find() -> dict[Any, Any]:
-            if frozen:
-                return state_dict
-            leaves = without_frozen(flatten(state_dict, adapter))
-            found = zip((*leaves.tensor_paths, *leaves.value_paths), (*leaves.tensors, *leaves.values), strict=True)
-            tree: dict[Any, Any] = build_tree(found)
-            return tree
-
-        shown = present(find, session, ranks.transport, adapter, options.check_replicas)
-        into = PaddleAdapter(ranks.rank, piece_bytes(reading.staging_bytes), "cpu" if offload else None)
-        context = LoadContext(shown.storage, session, ranks.transport, into, reading)
-        return load_on(receiver, context, shown.metadata)
-
-
-def scatter_with(
-    ranks: Ranks,
-    whole: Any,
-    state_dict: dict[Any, Any],
-    sender: int | None,
-    frozen: bool,
-    options: LoadOptions,
-) -> LoadReport:
-    """Fill what ranks have from the whole of it. See :func:`paddle_dist_ckpt.scatter_state_dict`."""
-    from .paddle_adapter import PaddleAdapter
-    from .paddle_adapter.frozen import without_frozen
-
-    reading = dataclasses.replace(options, exchange="always")
-    with ranks.hub.session("scatter_state_dict", options.timeout) as session:
-        _agree(session, sender, frozen)
-
-        def find() -> dict[Any, Any]:
-            if sender is not None and session.rank != sender:
-                return {}
-            if not isinstance(whole, dict):
-                raise TypeError(f"whole must be a dict, not {type(whole).__name__}")
-            return whole
-
-        shown = present(find, session, ranks.transport, PaddleAdapter(ranks.rank), "auto")
-        adapter = PaddleAdapter(ranks.rank, piece_bytes(options.staging_bytes))
-        context = LoadContext(shown.storage, session, ranks.transport, adapter, reading, arranger=arranger_of(options))
-        metadata = shown.metadata
-        read = None if metadata is None else (lambda _: metadata)
-        return load(state_dict, context, 0, (lambda leaves: leaves) if frozen else without_frozen, read)
-
-
-def _agree(session: ControlSession, rank: Any, frozen: bool) -> None:
-    """Round ``arguments``: every rank of the session has passed the same ones.
-
-    Raises:
-        TypeError, ValueError: they are not what they should be, or differ; on every rank.
-    """
-
-    def own() -> bytes:
-        _check_bool("frozen", frozen)
-        if rank is not None and (as_integer(rank) is None or rank not in session.ranks):
-            raise ValueError(f"rank must be None or one of the ranks {list(session.ranks)}, not {rank!r}")
-        return f"rank={None if rank is None else int(rank)}, frozen={frozen}".encode()
-
-    def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        ours = messages[session.coordinator]
-        for other, theirs in sorted(messages.items()):
-            if theirs != ours:
-                raise ValueError(
-                    f"rank {other} passed {theirs.decode()}, rank {session.coordinator} {ours.decode()}; all ranks "
-                    "must pass the same"
-                )
-        return dict.fromkeys(messages, b"")
-
-    session.gather_scatter("arguments", own, compare)
-
-
 def members(process_group: Any, options: LoadOptions) -> Ranks:
     """The ranks of a Paddle group; this process alone, without Paddle, if it was not launched as one of several."""
     if process_group is None and "paddle" not in sys.modules and os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1":
@@ -345,6 +256,7 @@ def checked_id(unique_id: int | None) -> int | None:
     return number
 
 
-def _check_bool(name: str, value: bool) -> None:
+def check_bool(name: str, value: bool) -> None:
+    """Raises TypeError: an argument is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, not {value!r}")

@@ -11,7 +11,7 @@ import numpy as np
 from .columns import IntArray, edges_of, places_within
 from .tensors import Geometry, LocalShard, TensorView
 
-__all__ = ["LocalShards", "LocalTensors"]
+__all__ = ["LocalShards", "LocalTensors", "reach_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,3 +81,12 @@ class LocalShards:
         per_tensor = counts[geometry]
         self.tensor: IntArray = np.repeat(np.arange(len(geometry)), per_tensor)
         self.cell: IntArray = places_within(per_tensor, edges_of(counts)[geometry])
+
+
+def reach_of(geometry: Geometry, piece: LocalShard) -> tuple[int, int]:
+    """Where a piece's memory starts and ends, counted from its first element, in bytes."""
+    itemsize, shape = geometry.dtype.itemsize, piece.box.shape
+    if piece.strides is None or 0 in shape:
+        return 0, piece.box.size * itemsize
+    reach = [(n - 1) * stride for n, stride in zip(shape, piece.strides, strict=True)]
+    return sum(min(0, r) for r in reach), sum(max(0, r) for r in reach) + itemsize

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 __all__ = [
+    "DEFAULT_SUFFIX",
     "MOST_IDS",
     "ClaimName",
     "claim_name",
@@ -54,7 +55,10 @@ def metadata_id(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def data_file_name(rank: int, unique_id: int, save_id: str, part: int, suffix: str = ".safetensors") -> str:
+DEFAULT_SUFFIX = ".safetensors"
+
+
+def data_file_name(rank: int, unique_id: int, save_id: str, part: int, suffix: str = DEFAULT_SUFFIX) -> str:
     """Name of a data file; ``suffix`` is that or ``.shards``."""
     return f"{rank}_{unique_id}.{save_id}.{part}{suffix}"
 

@@ -56,7 +56,7 @@ class Answering:
 
     Attributes:
         files: The data files, each with its number of blocks.
-        asked: The stored paths of what ranks were given.
+        asked: The stored paths of what ranks were given, or leave as it is whether it is stored or not.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Answering:
         self._first_block, counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
-        self._names = Names(metadata.table.paths, metadata.table.names)
+        self.names = Names(metadata.table.paths, metadata.table.names)
         self._missing = 0
         self.asked: set[str] = set()
 
@@ -91,14 +91,15 @@ class Answering:
         made = set(wanted.made)
         self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
-        places = NameMatch(self._names, self._index, names, moved).places(as_they_are)
+        match = NameMatch(self.names, self._index, names, moved)
+        places = match.places(as_they_are)
         for path in as_they_are:
             place = places.get(path)
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
                 if paths[place] != path:
                     found.stored[path] = paths[place]
-            elif not self._names.learning_rates and path in names.learning_rates:
+            elif not self.names.learning_rates and path in names.learning_rates:
                 found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
                 self._lack(path, moved.get(path, path), found)
@@ -108,7 +109,7 @@ class Answering:
             self._answer_value(path, source, present, found)
         for key in wanted.sources:
             self._answer_source(key, found)
-        self.asked.update(paths[t] for t in found.tensors)
+        self.asked.update(paths[t] for t in (*found.tensors, *match.places(wanted.kept).values()))
         return self._assemble(found)
 
     def _answer_arranged(
@@ -147,9 +148,10 @@ class Answering:
 
         Not what may be an optimizer variable, whose key says which it is in one run only.
         """
-        paths = [*wanted.tensors, *(path for path, present in wanted.values.items() if present in ("none", "other"))]
-        elsewhere = [path for path in paths if path not in self._index and path not in self._values]
-        elsewhere = [path for path in elsewhere if "~" not in path and not may_be_optimizers(path)]
+        values = (path for path, present in wanted.values.items() if present in ("none", "other"))
+        paths = [path for path in (*wanted.tensors, *wanted.kept, *values) if "~" not in path]
+        paths = [path for path in paths if path not in self._index and path not in self._values]
+        elsewhere = [path for path in paths if not may_be_optimizers(path)]
         if not elsewhere:
             return {}
         asked, stored = Counter(plain_keys([*wanted.tensors, *wanted.values, *wanted.others])), self._path_of_plain_key

@@ -64,7 +64,7 @@ def load(
     state_dict: dict[Any, Any],
     context: LoadContext,
     unique_id: int | None,
-    choose: Callable[[Leaves], Leaves] = lambda leaves: leaves,
+    scan: Callable[[], Leaves] | None = None,
     read: Callable[[int | None], Metadata] | None = None,
 ) -> LoadReport:
     """Fill a state_dict together with the session's other ranks. See :func:`paddle_dist_ckpt.load_state_dict`.
@@ -73,10 +73,10 @@ def load(
         state_dict: This rank's.
         context: This rank's surroundings.
         unique_id: Which checkpoint; None for the newest.
-        choose: The leaves that are asked for, of those of the state_dict.
+        scan: Finds the leaves that are asked for; None for all of the state_dict.
         read: See :class:`LeavesLoad`.
     """
-    scan = functools.cache(lambda: choose(flatten(state_dict, context.adapter)))
+    scan = scan or functools.cache(lambda: flatten(state_dict, context.adapter))
 
     def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
         for opened, state in assign_all(state_dict, scan(), values):
@@ -214,6 +214,7 @@ class LeavesLoad:
             made.sources,
             wanted.instead(),
             wanted.records,
+            wanted.kept,
         )
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: str(list(getattr(self.context.options, name))) for name in _SEQUENCES}

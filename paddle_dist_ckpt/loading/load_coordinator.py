@@ -21,6 +21,7 @@ from .answering import Answering, stored_tensors
 from .exchange_orders import ExchangePlanner
 from .fit import NO_ENTRY
 from .key_map import matcher
+from .left_entries import judge
 from .messages import (
     OWN_KEY,
     DecideAnswer,
@@ -57,6 +58,7 @@ class LoadCoordinator:
         self._reasons: dict[str, str] = {}
         self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
+        self._doubtful: list[str] = []
 
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
@@ -89,6 +91,7 @@ class LoadCoordinator:
         self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing)
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
+        self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
         answered = {data: encode(self._answering.answer(paths, arranged)) for data, paths in wanted.items()}
         return {rank: answered[request.wanted] for rank, request in requests.items()}
@@ -120,10 +123,19 @@ class LoadCoordinator:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
         needs = {rank: decode(data, DecideRequest) for rank, data in messages.items()}
         paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
-        unused = [self._metadata.key(path) for path in paths if path not in self._answering.asked]
-        unused += [plain_key(path) for path in self._metadata.left_out if path not in self._answering.asked]
+        left = [path for path in paths if path not in self._answering.asked]
+        unreadable = [plain_key(path) for path in self._metadata.left_out]
+        unused = [*map(self._metadata.key, left), *(k for k in unreadable if k not in self._asked_keys)]
         problems = {rank: n.problems for rank, n in needs.items()}
-        self._check(problems, unused, self._left_of_objects(unused), self._idle)
+        self._check(problems, unused, self._left_of_objects(left), self._idle)
+        if self._doubtful:
+            shown = ", ".join(self._doubtful[:20]) + (", ..." if len(self._doubtful) > 20 else "")
+            _logger.warning(
+                "%d stored entries are left, for the objects there have no such entries (any more): %s",
+                len(self._doubtful),
+                shown,
+            )
+            self._doubtful = []
         missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
@@ -187,16 +199,18 @@ class LoadCoordinator:
             raise CheckpointCorruptedError(_missing_text(gone, ""))
         return bool(gone)
 
-    def _left_of_objects(self, unused: Sequence[str]) -> list[str]:
-        """A line for each stored entry of an object of a user's class that the object, on any rank, does not have.
+    def _left_of_objects(self, paths: Sequence[str]) -> list[str]:
+        """A line for each stored entry of an object of a user's class that no rank asks for, and that may not be left.
 
         Of other formats nobody knows whether it is one.
         """
-        if self._metadata.format not in ("native", "present"):
+        if self._metadata.format not in ("native", "present") or not self._complete:
             return []
         allowed = matcher(self._options.allow_unused)
-        tops = tuple(f"{key}." for key in self._complete)
-        return [f"{key}: stored, but {_NOT_YET}" for key in unused if key.startswith(tops) and not allowed(key)]
+        unused = [path for path in paths if not allowed(self._metadata.key(path))]
+        left = judge(self._metadata, self._answering.names, self._answering.asked, unused, sorted(self._complete))
+        self._doubtful = left.doubtful
+        return [f"{key}: stored, but {_NOT_YET}" for key in left.refused]
 
     def _check(
         self,
@@ -248,6 +262,12 @@ class LoadCoordinator:
         said, allowed = {line.partition(": ")[0] for line in problems}, matcher(self._options.allow_unused)
         lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
         return lines + [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
+
+
+def _keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
+    """The flat keys under which what ranks want would be stored."""
+    pairs = ((one.moved, path) for one in wanted for path in (*one.tensors, *one.values, *one.kept))
+    return {moved.get(path) or plain_key(path) for moved, path in pairs}
 
 
 def _missing_text(reasons: Mapping[str, str], more: str) -> str:

@@ -55,7 +55,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     flat key that the user gives for a wanted path. ``made`` are the paths of tensors that have recipes, ``sources`` the
     flat keys of the stored tensors in these. ``instead`` says what distributed tensors are made of, of which this
     rank has elements, if it has recipes or a key_map for any. ``records`` are there if the coordinator arranges what is
-    made of what.
+    made of what. ``kept`` are paths of ``others`` that are left as they are, and for which something may be stored.
     """
 
     tensors: list[str]
@@ -67,6 +67,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     sources: list[str] = []
     instead: dict[str, str] = {}
     records: dict[str, WantedRecord] = {}
+    kept: list[str] = []
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core.columns import IntArray
-from ..core.tensors import Geometry, LocalShard
+from ..core.local_tensors import reach_of
 
 if TYPE_CHECKING:
     from .targets import Targets
@@ -63,7 +63,7 @@ def find_shared_memory(targets: Targets, rows: IntArray) -> list[SharedMemory]:
 
 def _find(targets: Targets, rows: IntArray) -> list[SharedMemory]:
     """Those among rows that are all on the host, or all on a device."""
-    reach = np.array([_reach(geometry, piece) for geometry, piece in targets.cells], np.int64).reshape(-1, 2)
+    reach = np.array([reach_of(geometry, piece) for geometry, piece in targets.cells], np.int64).reshape(-1, 2)
     address = targets.address[rows]
     start, stop = address + reach[targets.cell[rows], 0], address + reach[targets.cell[rows], 1]
     order = np.argsort(start, kind="stable")
@@ -78,12 +78,3 @@ def _find(targets: Targets, rows: IntArray) -> list[SharedMemory]:
             offsets = (address[first:last] - start[first]).tolist()
             shared.append(SharedMemory(group, offsets, int(stop[last - 1] - start[first])))
     return shared
-
-
-def _reach(geometry: Geometry, piece: LocalShard) -> tuple[int, int]:
-    """Where a piece's memory starts and ends, counted from its first element, in bytes."""
-    itemsize, shape = geometry.dtype.itemsize, piece.box.shape
-    if piece.strides is None:
-        return 0, piece.box.size * itemsize
-    reach = [(n - 1) * stride for n, stride in zip(shape, piece.strides, strict=True)]
-    return sum(min(0, r) for r in reach), sum(max(0, r) for r in reach) + itemsize

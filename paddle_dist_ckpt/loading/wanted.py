@@ -39,6 +39,7 @@ class WantedState:
         records: What is said of each tensor to whoever arranges what they are made of, by path.
         has_objects: Whether there are objects to be given their states in the end.
         complete: The flat keys of objects of which nothing that is stored may be left.
+        kept: The paths of tensors that are left as they are, and for which something may be stored.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
@@ -52,6 +53,7 @@ class WantedState:
     records: dict[str, WantedRecord] = field(default_factory=dict)
     has_objects: bool = False
     complete: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     def instead(self) -> dict[str, str]:
         """What distributed tensors are made of, in words, if this rank has recipes or a key_map for any tensor.
@@ -103,7 +105,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
     moved, skipped, made = dict[str, str](), set[str](), Matching()
     keys = dict[str, str]()
     if options.key_map is not None or options.recipes or arranger is not None:
-        paths = list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *free]))
+        paths = list(dict.fromkeys([*leaves.tensor_paths, *leaves.value_paths, *leaves.kept, *free]))
         keys = dict(zip(paths, flat_keys(paths), strict=True))
         targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
         made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
@@ -128,6 +130,9 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
         filled = set(wanted.tensors.paths)
         wanted.others = {path: name for path, name in names if path not in filled}
+    if leaves.kept:
+        wanted.kept = list(leaves.kept)
+        wanted.others.update(zip(leaves.kept, adapter.names(list(leaves.kept.values())), strict=True))
     if options.key_map is None and not options.recipes and arranger is None:
         wanted.complete = [plain_key(path) for path, one in objects.items() if adapter.is_defined_by_user(one.value)]
     wanted.values.update((path, "object") for path in free if path not in skipped)

@@ -24,10 +24,10 @@ def without_frozen(leaves: Leaves) -> Leaves:
         for one in state_of_parameter(opened.value, parameter)
     }
     pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
-    kept = [(path, one) for path, one in pairs if not _is_frozen(one) and id(one) not in left_out]
-    return Leaves(
-        [path for path, _ in kept], [one for _, one in kept], leaves.value_paths, leaves.values, leaves.objects
-    )
+    frozen = {path: one for path, one in pairs if _is_frozen(one) or id(one) in left_out}
+    paths = [path for path in leaves.tensor_paths if path not in frozen]
+    tensors = [one for path, one in zip(leaves.tensor_paths, leaves.tensors, strict=True) if path not in frozen]
+    return Leaves(paths, tensors, leaves.value_paths, leaves.values, leaves.objects, frozen)
 
 
 def _is_frozen(tensor: Any) -> bool:

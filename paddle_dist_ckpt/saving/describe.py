@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from ..core.shards import Kind
 from ..core.tensors import Geometry, Identity, LocalShard, TensorView
 from ..errors import UnsupportedValueError
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES
+from ..tree.own_values import OfRanks
 from ..tree.paths import RankIndex, join, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
 from ..tree.values import encode_value
@@ -225,11 +226,9 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
     """The values as JSON, those too large for `.metadata` not inline; ``before`` has their sizes before, by path."""
     values: list[LocalValue] = []
     total = 0
-    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
-        own = isinstance(value, PerRank)
-        stored = join(path, RankIndex(rank)) if own else path
+    for stored, value, own in _with_own(leaves, rank):
         try:
-            json = encode_value(value.value if own else value, plain_key(stored))
+            json = encode_value(value, plain_key(stored))
         except UnsupportedValueError as error:
             problems.append(str(error))
             continue
@@ -239,6 +238,17 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
         total += len(json) if inline else 0
         values.append(LocalValue(stored, json in _EMPTY_CONTAINERS, -1 if inline else len(json), json))
     return values
+
+
+def _with_own(leaves: Leaves, rank: int) -> Iterator[tuple[str, Any, bool]]:
+    """The values with the paths at which they are stored, and whether they are a rank's own."""
+    for path, value in zip(leaves.value_paths, leaves.values, strict=True):
+        if not isinstance(value, PerRank):
+            yield path, value, False
+            continue
+        by_rank = value.value if isinstance(value, OfRanks) else {rank: value.value}
+        for one, own in by_rank.items():
+            yield join(path, RankIndex(one)), own, True
 
 
 def digests_of(state: LocalState) -> bytes:

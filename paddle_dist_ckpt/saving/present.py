@@ -3,8 +3,9 @@
     plan      every rank says what it has; the coordinator plans who would write what
     present   every rank says which files it would write
 
-Nothing is copied ahead and nothing is hashed. A file is a name for the tensors' memory; what is read of it is copied
-from there. Partial tensors are reduced between the rounds, and these values are kept.
+Nothing is hashed, and nothing is copied ahead but what a load would overwrite while it reads. A file is a name for the
+tensors' memory; what is read of it is copied from there. Partial tensors are reduced between the rounds, and these
+values are kept.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import xxhash
 
 from ..control.rounds import only_on
 from ..core.buffers import Buffers
+from ..core.local_tensors import LocalTensors
 from ..core.memory import Bytes1D
 from ..core.messages import decode, encode, prepare
 from ..core.protocols import ControlSession, Transport
@@ -35,6 +37,7 @@ from ..files.names import data_file_name
 from ..storage.base import Folder, FolderIdentity, ReadableFile, Storage
 from ..tree.state_dict import Adapter
 from ..version import __version__
+from .apart import set_apart
 from .describe import LocalState, describe, digests_of
 from .file_plan import plan_files
 from .global_state import merge_structures
@@ -43,7 +46,7 @@ from .planned_save import PlannedSave, make_plan
 from .reduce import reduce_partials
 from .replicas import merge_contents, replica_warnings
 
-__all__ = ["present"]
+__all__ = ["Filled", "present"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _BLOCK_BYTES = 1 << 20  # what a load reads and exchanges at once is a multiple of it
@@ -58,6 +61,19 @@ class _PresentFiles(msgspec.Struct, frozen=True, array_like=True):
 
 
 prepare([_PresentFiles])
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a rank fills with what is presented. What overlaps with it in memory is copied before.
+
+    Attributes:
+        tensors: Gives it; called after what is presented is found.
+        renamed: Whether something of it may be filled with what is presented under another path.
+    """
+
+    tensors: Callable[[], LocalTensors]
+    renamed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +97,7 @@ def present(
     transport: Transport,
     adapter: Adapter,
     check_replicas: str,
+    filled: Filled | None = None,
 ) -> _Presented:
     """Present what this rank and the session's others have, until one of them changes it.
 
@@ -90,6 +107,7 @@ def present(
         transport: For addends of partial tensors.
         adapter: Makes the tensors accessible.
         check_replicas: See :class:`paddle_dist_ckpt.SaveOptions`.
+        filled: What will be filled with it on this rank.
 
     Raises:
         UnsupportedValueError: see :func:`paddle_dist_ckpt.save_state_dict`.
@@ -99,7 +117,8 @@ def present(
     described: list[LocalState] = []
 
     def request() -> bytes:
-        described.append(describe(find(), adapter, session.rank, None))
+        state = describe(find(), adapter, session.rank, None)
+        described.append(state if filled is None else set_apart(state, filled.tensors(), filled.renamed))
         compare = check_replicas != "off" and len(session.ranks) > 1
         return encode(_request(described[0], storage.identity(), compare))
 

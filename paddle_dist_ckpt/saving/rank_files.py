@@ -13,7 +13,7 @@ from ..core.progress import Progress
 from ..core.protocols import Transport
 from ..core.threads import io_threads
 from ..files.contents import AHEAD, TensorContents
-from ..files.names import data_file_name
+from ..files.names import DEFAULT_SUFFIX, data_file_name
 from ..files.writer import FileSave, bytes_ahead
 from ..folder.commit import remove_saves
 from ..options import SaveOptions
@@ -90,7 +90,7 @@ class RankFiles:
         buffers = memory.window_buffers(self._threads + ahead, state.host_memory)
         files = []
         for part in memory.plan.files:
-            suffix = self._options.data_suffix or ".safetensors"
+            suffix = self._options.data_suffix or DEFAULT_SUFFIX
             name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number, suffix)
             info = part.info(state, order.save, session, self._context.adapter.version, self._options)
             contents = TensorContents(part.table, part.sources(state, reduced), buffers, copies)

@@ -24,6 +24,7 @@ from ..control.rounds import Messages, only_on
 from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, UnsupportedValueError
+from ..files.names import DEFAULT_SUFFIX
 from ..folder.commit import remove_saves, seal
 from ..options import SaveOptions
 from ..reports import SaveReport, Stopwatch
@@ -137,7 +138,7 @@ class _Saving:
             digests=digests_of(state) if compare else b"",
             values=state.records(),
             user_metadata=_user_metadata(self._options) if context.is_coordinator else None,
-            data_suffix=self._options.data_suffix,
+            data_suffix=self._options.data_suffix or DEFAULT_SUFFIX,
         )
 
     def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:

@@ -32,6 +32,7 @@ __all__ = [
     "OptimizerVariable",
     "canonical_paths",
     "container_of",
+    "is_accumulator",
     "is_of_run",
     "may_be_optimizers",
     "variable_containers",
@@ -256,6 +257,11 @@ def variable_containers(variables: Mapping[str, OptimizerVariable], moved: Mappi
 def may_be_optimizers(path: str) -> bool:
     """Whether a path may be an optimizer variable's, in any form. Many a state has none of these."""
     return _may_be_variable(path) or _STRUCTURED.search(path) is not None
+
+
+def is_accumulator(name: str) -> bool:
+    """Whether it is the name of an accumulator, or of master weights, of one of Paddle's own optimizers."""
+    return name in _ACCUMULATORS
 
 
 def is_of_run(key: str) -> bool:

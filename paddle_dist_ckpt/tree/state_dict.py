@@ -39,7 +39,8 @@ class PerRank:
 class Leaves:
     """The entries of a flattened state_dict in its own order (those of objects last), tensors and values apart.
 
-    ``objects`` are the objects that have a state_dict of their own, an outer one before those in it.
+    ``objects`` are the objects that have a state_dict of their own, an outer one before those in it. ``kept`` are
+    tensors that were left out, by path: a load leaves them as they are, whether something is stored for them or not.
     """
 
     tensor_paths: list[str] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Leaves:
     value_paths: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     objects: list[OpenedObject] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 class Adapter(TensorAdapter, Protocol):

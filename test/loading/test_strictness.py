@@ -71,6 +71,8 @@ def test_what_is_stored_and_cannot_be_read_is_listed_too(tmp_path: Path) -> None
     assert problems(tmp_path, [{"step": 0}], strict="all") == ["turned: stored, but nothing asks for it"]
     (report,) = loaded(tmp_path, [{"step": 0}])
     assert report.unused_keys == ("turned",)
+    wanted = {"step": 0, "turned": np.zeros((4, 6), np.float32)}
+    assert loaded(tmp_path, [wanted], strict=False)[0].unused_keys == (), "it is asked for"
 
 
 def test_what_one_rank_asks_for_is_asked_for(tmp_path: Path) -> None:

@@ -91,14 +91,14 @@ def round_trip(receiver: int | None, frozen: bool) -> dict[str, Any]:
     expected = arrays(state)
     whole = gather_state_dict({**state, "mine": PerRank(dist.get_rank())}, receiver, group, frozen=frozen)
     gathered = numpy_of(whole)
-    whole.pop("mine", None)
-    found, steps, others, reports = [], [], [], []
+    found, steps, others, reports, mine = [], [], [], [], []
     for cut in (COLUMNS, None):
-        target = job(5, cut)
+        target = {**job(5, cut), "mine": PerRank(None)}
         before = arrays(target)
         reports.append(scatter_state_dict(whole or None, target, receiver, group, frozen=frozen))
         found.append((before, arrays(target)))
         steps.append(target["optimizer"]._learning_rate.last_epoch)
+        mine.append(target["mine"].value)
         others.append(numpy_of([target["epoch"], target["more"]]))
     unchanged = all(np.array_equal(value, expected[key]) for key, value in arrays(state).items())
     return {
@@ -109,6 +109,7 @@ def round_trip(receiver: int | None, frozen: bool) -> dict[str, Any]:
         "others": others,
         "received": reports[0].bytes_received,
         "unchanged": unchanged,
+        "mine": mine,
     }
 
 
@@ -145,6 +146,16 @@ def large(receiver: int, mebibytes: int) -> tuple[bool, int]:
     array = np.arange(rows * (1 << 17), dtype=np.float32).reshape(rows, -1)
     whole = gather_state_dict({"w": dist_tensor(array, ROWS)}, receiver, group_of(RANKS))
     return ("w" in whole and np.array_equal(whole["w"].numpy(), array)), array.nbytes
+
+
+def swapped() -> tuple[bool, bool]:
+    """Let two distributed weights change places; whether each has what the other one had."""
+    rank, group = dist.get_rank(), group_of(RANKS)
+    array = np.arange(6 << 20, dtype=np.float32).reshape(-1, 1024)
+    a, b = dist_tensor(array.copy(), ROWS), dist_tensor(-array, ROWS)
+    scatter_state_dict({"a": b, "b": a}, {"a": a, "b": b}, None, group)
+    part = np.split(array, RANKS)[rank]
+    return np.array_equal(a._local_value().numpy(), -part), np.array_equal(b._local_value().numpy(), part)
 
 
 def _without_memory(call: Callable[[], Any]) -> Any:

@@ -9,7 +9,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import StateDictMismatchError, gather_state_dict, scatter_state_dict
+from paddle_dist_ckpt import LoadOptions, PerRank, StateDictMismatchError, gather_state_dict, scatter_state_dict
+from paddle_dist_ckpt.saving import apart
 from test.paddle import cases_gathering as cases
 from test.paddle.versions import FROM_LOCAL, lacks
 from test.ranks.pool import RankPool
@@ -42,6 +43,7 @@ def test_whole_and_back_into_other_layouts(pool: RankPool, receiver: int | None,
                 assert np.array_equal(value, (before if key in left_out else expected)[key]), key
         assert not np.array_equal(before["frozen.weight"], expected["frozen.weight"])
         assert result["steps"] == [3, 3]
+        assert result["mine"] == [rank, rank]
         for epoch, (nothing, (tensor, text)) in result["others"]:
             assert (epoch, nothing, tensor.tolist(), text) == (3, None, [3, 3], "x")
         assert result["unchanged"]
@@ -138,3 +140,85 @@ def test_accumulators_of_parameters_that_are_no_longer_trained_are_left_out_too(
     scatter_state_dict(whole, state, frozen=False)
     with pytest.raises(StateDictMismatchError, match=r"model\.weight"):
         scatter_state_dict(whole, state)
+
+
+# -- what is given shares memory with what is filled
+
+
+@pytest.mark.parametrize("rows", [3, 2 << 20], ids=["small", "8_MB"])
+def test_tensors_that_change_places(rows: int) -> None:
+    a, b = paddle.full([rows], 1.0), paddle.full([rows], 2.0)
+    scatter_state_dict({"a": b, "b": a}, {"a": a, "b": b})
+    assert bool((a == 2).all()), "what b had"
+    assert bool((b == 1).all()), "what a had"
+    stored = LoadOptions(key_map={"a": "b", "b": "a"})
+    scatter_state_dict({"a": a, "b": b}, {"a": a, "b": b}, options=stored)
+    assert bool((a == 1).all())
+    assert bool((b == 2).all())
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_views_that_overlap(step: int) -> None:
+    base = np.arange(2 << 20, dtype=np.float32)
+    expected = base[:-1][::step].copy()
+    scatter_state_dict({"x": base[:-1][::step]}, {"x": base[1:]})
+    assert np.array_equal(base[1:], expected)
+
+
+def test_what_is_filled_with_itself_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_copy", lambda *_: pytest.fail("a copy"))
+    model = paddle.nn.Linear(3, 2)
+    scatter_state_dict({"model": dict(model.state_dict())}, {"model": model})
+
+
+@can_compare
+def test_tensors_that_change_places_on_ranks(pool: RankPool) -> None:
+    assert pool.run(cases.swapped, ranks=RANKS) == [(True, True)] * RANKS
+
+
+# -- parameters that are not trained, in a whole that has them
+
+
+class Own(paddle.nn.Layer):
+    """A model whose class has both methods, with a weight that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2)
+        self.b.weight.stop_gradient = True
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        return super().state_dict(*args, **more)
+
+    def set_state_dict(self, *args: Any, **more: Any) -> Any:
+        return super().set_state_dict(*args, **more)
+
+
+@pytest.mark.parametrize("strict", [True, "all"])
+def test_a_whole_may_have_what_is_not_trained(strict: Any) -> None:
+    whole = gather_state_dict({"model": Own()})
+    model = Own()
+    before = model.b.weight.numpy().copy()
+    report = scatter_state_dict(whole, {"model": model}, frozen=False, options=LoadOptions(strict=strict))
+    assert report.unused_keys == ()
+    assert np.array_equal(model.b.weight.numpy(), before)
+    assert np.array_equal(model.a.weight.numpy(), whole["model"]["a.weight"].numpy())
+    with pytest.raises(StateDictMismatchError, match="nothing asks for it"):
+        options = LoadOptions(strict="all")
+        scatter_state_dict({**whole, "more": 1}, {"model": model}, frozen=False, options=options)
+
+
+# -- values of which each rank has its own
+
+
+def test_own_values_of_other_ranks() -> None:
+    target = {"more": [paddle.zeros([1]), PerRank(None)]}
+    tensor = paddle.ones([1])
+    with pytest.raises(ValueError, match="more.1: whole has values that ranks 0, 1 had as their own"):
+        scatter_state_dict({"more": [tensor, {0: "a", 1: "b"}]}, target)
+    scatter_state_dict({"more": [tensor, {3: "c", 5: "d"}]}, target, options=LoadOptions(per_rank="coordinator"))
+    assert target["more"][1] == PerRank("c")
+
+
+def test_a_rank_may_be_an_integer_of_numpy() -> None:
+    assert gather_state_dict({"x": 5}, np.int64(0)) == {"x": 5}  # type: ignore[arg-type]

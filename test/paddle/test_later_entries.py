@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,75 @@ def test_what_else_may_be_left(tmp_path: Path) -> None:
     report = load_state_dict({"own": Average()}, tmp_path, options=LoadOptions(allow_unused=["own.*"]))
     assert set(report.unused_keys) == {"own.w", "other.weight", "other.bias"}
     load_state_dict({"other": paddle.nn.Linear(2, 2, bias_attr=False)}, tmp_path)
+
+
+# -- what a job has changed on purpose
+
+
+class Own(paddle.nn.Layer):
+    """A model whose class has both methods, and passes them on."""
+
+    def __init__(self, head: bool = True) -> None:
+        super().__init__()
+        self.body, self.head = paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2) if head else None
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        return super().state_dict(*args, **more)
+
+    def set_state_dict(self, *args: Any, **more: Any) -> Any:
+        return super().set_state_dict(*args, **more)
+
+
+class OwnAdam(paddle.optimizer.AdamW):
+    """The same of an optimizer."""
+
+    def state_dict(self) -> Any:
+        return super().state_dict()
+
+    def set_state_dict(self, state: Any) -> Any:
+        return super().set_state_dict(state)
+
+
+def _job(head: bool = True, frozen: bool = False, rate: Any = 0.1, **more: Any) -> dict[str, Any]:
+    model = Own(head)
+    model.body.weight.stop_gradient = frozen
+    return {"model": model, "opt": OwnAdam(rate, parameters=model.parameters(), **more)}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "left", "warns"),
+    [
+        ({"rate": lambda: paddle.optimizer.lr.StepDecay(0.1, 1)}, {}, "opt.LR_Scheduler.last_epoch", False),
+        ({}, {"frozen": True}, "opt.body.weight.moment1", False),
+        ({"amsgrad": True}, {}, "opt.body.weight.moment2_max", False),
+        ({"multi_precision": True}, {}, None, False),
+        ({}, {"head": False}, "model.head.weight", True),
+    ],
+    ids=["scheduler", "frozen", "amsgrad", "same", "head"],
+)
+def test_a_job_that_was_changed_goes_on(
+    tmp_path: Path, saved: Any, loaded: Any, left: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if "amsgrad" in saved and "amsgrad" not in inspect.signature(paddle.optimizer.AdamW.__init__).parameters:
+        pytest.skip("this Paddle has no amsgrad")
+    rate = saved.pop("rate")() if "rate" in saved else 0.1
+    save_state_dict(_job(rate=rate, **saved), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        report = load_state_dict(_job(**loaded), tmp_path)
+    assert bool(report.unused_keys) == (left is not None)
+    assert left is None or left in report.unused_keys
+    assert ("model.head.weight" in caplog.text) == warns
+    assert "opt.head.weight.moment1" not in caplog.text
+
+
+def test_own_accumulators_that_appear_later_are_not_left_unseen(tmp_path: Path) -> None:
+    job = _job()
+    parameter = job["model"].body.weight
+    job["opt"].state_dict()
+    save_state_dict(job, tmp_path / "without")
+    job["opt"]._add_accumulator("average", parameter)
+    save_state_dict(job, tmp_path / "with")
+    load_state_dict(_job(), tmp_path / "without")
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_state_dict(_job(), tmp_path / "with")
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["opt.body.weight.average"]

@@ -112,8 +112,16 @@ def test_ranks_that_ask_for_different_ones_do_not_save(tmp_path: Path) -> None:
         rank.save({"w": ARRAY}, tmp_path / "ckpt", options=options)
 
     for error in run_ranks(2, work):
-        with pytest.raises(ValueError, match="rank 1 passed data_suffix='.shards', rank 0 None"):
+        with pytest.raises(ValueError, match="rank 1 passed data_suffix='.shards', rank 0 '.safetensors'"):
             raise error  # type: ignore[misc]
+
+
+def test_the_default_is_the_first(tmp_path: Path) -> None:
+    def work(rank: SimulatedRank) -> None:
+        suffix: Any = ".safetensors" if rank.rank else None
+        rank.save({"w": ARRAY}, tmp_path / "ckpt", options=SaveOptions(data_suffix=suffix, timeout=60))
+
+    assert run_ranks(2, work) == [None, None]
 
 
 @pytest.mark.parametrize("suffix", ["shards", ".distcp", "", 5])
