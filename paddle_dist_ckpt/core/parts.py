@@ -20,11 +20,13 @@ class SourceTensor(NamedTuple):
         dtype: Its element type.
         offsets: Where the boxes start that ranks of the job had of it that saved it, each once, ascending; empty if
             that is not known.
+        columns: Where the columns start that ranks had together, with rows from 0, if only that is known.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     offsets: Sequence[tuple[int, ...]] = ()
+    columns: Sequence[tuple[int, ...]] = ()
 
 
 class WantedTensor(NamedTuple):

@@ -15,12 +15,13 @@ import numpy as np
 
 from ..core.columns import pack_column
 from ..core.parts import Arranged, SourceTensor
-from ..core.shards import Kind, Layout
+from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_optimizers
 from ..tree.paths import is_own, parent_of, plain_key, plain_keys
+from .job_cut import columns_of, offsets_of
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
 
@@ -320,24 +321,15 @@ class Answering:
 def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
     """All tensors of a checkpoint by flat key."""
     table, of_job = metadata.table, metadata.job_offsets
-    offsets = [_job_offsets(layout, metadata.format) for layout in table.layouts]
+    cuts = [(offsets_of(layout, metadata.format), layout) for layout in table.layouts]
+    known = [(layout.shape, offsets, [] if offsets else columns_of(layout)) for offsets, layout in cuts]
     columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
-    return {
-        metadata.key(path): SourceTensor(table.layouts[layout].shape, dtype, of_job.get(path, offsets[layout]))
-        for path, dtype, layout, kind in columns
-        if kind != Kind.VALUE
-    }
-
-
-def _job_offsets(layout: Layout, kind: str) -> list[tuple[int, ...]]:
-    """Where the boxes start that ranks had of a tensor that is stored in this layout; empty if that is not known.
-
-    A save of this library divides rows further, those of replicas and of flat ranges. What is whole, or cut along
-    other dimensions alone, is as ranks had it.
-    """
-    offsets: list[tuple[int, ...]] = list(map(tuple, layout.boxes.offset.tolist()))
-    rows_are_whole = layout.shape[:1] > (1,) and all(offset[0] == 0 for offset in offsets)
-    return offsets if kind != "native" or len(offsets) <= 1 or rows_are_whole else []
+    found = {}
+    for path, dtype, number, kind in columns:
+        if kind != Kind.VALUE:
+            shape, offsets, by_columns = known[number]
+            found[metadata.key(path)] = SourceTensor(shape, dtype, of_job.get(path, offsets), by_columns)
+    return found
 
 
 def _scheduler_of(path: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ _STATES = ("", ".w_0", ".moment1_0", ".moment2_0")  # that are cut as their para
 _STATEMENT_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
 
 # Statements that are tried first, and what must come of them: whether the engine is the one that is known here.
+_ALONG_ROWS = re.compile(r"axis\s*=\s*['\"]?0")
 _PROBE = ["a^T, b -> t, axis=0", "t -> x, dtype='float16'"]
 _PROBE_TENSORS = (
     {key: SourceTensor(shape, DTYPES["float32"], [(0, 0)]) for key, shape in (("a", (2, 3)), ("b", (1, 2)))},
@@ -84,7 +86,8 @@ class PaddleArranger:
             return []
         module = _module()
         try:
-            return idle_statements(module, self._config, _StoredParts(module, stored), _wanted_parts(module, wanted))
+            parts = _StoredParts(module, stored, self._config["aoa_statements"])
+            return idle_statements(module, self._config, parts, _wanted_parts(module, wanted))
         except Exception as error:  # of internals of an engine whose answers are right
             _logger.debug("aoa_config: not looked for statements that do nothing: %r", error)
             return []
@@ -139,10 +142,14 @@ class _Inputs(dict[str, Any]):
 
 
 class _StoredParts(Mapping[str, Any]):
-    """What the engine asks about stored tensors: which there are, and in how many parts their jobs had them."""
+    """What the engine asks about stored tensors: which there are, and in how many parts their jobs had them.
 
-    def __init__(self, module: ModuleType, stored: Mapping[str, SourceTensor]) -> None:
+    It fuses along columns if not told otherwise, so that the parts are those of columns where only these are known.
+    """
+
+    def __init__(self, module: ModuleType, stored: Mapping[str, SourceTensor], statements: Sequence[str]) -> None:
         self._module, self._stored = module, stored
+        self._by_columns = not any("fused" in one and _ALONG_ROWS.search(one) for one in statements)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -160,6 +167,7 @@ class _StoredParts(Mapping[str, Any]):
         parameter, _ = self._module.split_optimizer_state_key(key)
         family = [self._stored[parameter + state] for state in _STATES if parameter + state in self._stored]
         known = [tensor.offsets for tensor in (one, *family) if tensor.offsets]
+        known += [tensor.columns for tensor in (one, *family) if tensor.columns and self._by_columns]
         if not known:
             raise ValueError(
                 f"{key}: the checkpoint does not tell in how many parts the job that saved it had this tensor, since "
@@ -200,7 +208,7 @@ def _engine(
                     inputs[parameter] = self.make_input_tensor(parameter, tensor.shape, dtype)
             return inputs
 
-    sources, destinations = _StoredParts(module, stored), _wanted_parts(module, wanted)
+    sources, destinations = _StoredParts(module, stored, config["aoa_statements"]), _wanted_parts(module, wanted)
     check_counts(module, config, sources, destinations)
     return Engine(config, sources, destinations)
 

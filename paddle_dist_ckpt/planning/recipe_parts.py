@@ -56,7 +56,7 @@ def make_parts(recipe: Recipe, find: Callable[[str], SourceTensor]) -> Made:
         if handled > _MOST_BOXES:
             raise RecipeError(f"{_short(recipe)}: more than {_MOST_BOXES:,} boxes of stored tensors to be put together")
         if isinstance(one, Source):
-            shape, dtype, _ = find(one.key)
+            shape, dtype = find(one.key)[:2]
             part = Part(one.key, whole(shape), tuple(range(len(shape))), whole(shape))
             return Made(shape, dtype, [part] if math.prod(shape) else [])
         if isinstance(one, Concat):

@@ -407,14 +407,30 @@ def test_macros_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert_same(to_array(state["b"].local_tensor), part.of(expected))
 
 
-@pytest.mark.parametrize("how", ["rows", "flat", "flat columns"])
-def test_a_number_of_stored_parts_that_is_not_known_is_refused(tmp_path: Path, how: str) -> None:
-    array = array_of((4, 16), "float32", 0)
-    ranks = 4 if how == "flat columns" else 2
-    parts = {"ffn": cut(how, array.shape, ranks)}
+@pytest.mark.parametrize("how", ["rows", "flat", "flat columns", "replicas of columns"])
+def test_columns_tell_in_how_many_parts_a_tensor_was(tmp_path: Path, how: str) -> None:
+    """Rows are divided by the save itself, and statements fuse along columns."""
+    array = array_of((512, 1024), "float32", 0)  # large enough to be divided
+    ranks = 4 if "columns" in how else 2
+    columns = cut("columns", array.shape, 2)
+    parts = {"ffn": [*columns, *columns] if how.startswith("replicas") else cut(how, array.shape, ranks)}
     raise_first(saved(tmp_path, *(weights({"ffn": array}, parts, rank) for rank in range(ranks))))
+    assert len(read_metadata(tmp_path).state_dict_metadata["ffn"]) >= ranks
+    states = [{key: tensor_of(np.zeros((512, 512), "float32")) for key in ("gate", "up")} for _ in range(2)]
+    raise_first(loaded(tmp_path, states, {"aoa_statements": ["ffn -> gate, up, fused_ffn"]}))
+    pieces = np.split(array, 4 if "columns" in how else 2, axis=1)
+    assert_same(to_array(states[1]["gate"]), np.concatenate(pieces[::2], axis=1))
+    assert_same(to_array(states[0]["up"]), np.concatenate(pieces[1::2], axis=1))
+
+
+@pytest.mark.parametrize(("how", "axis"), [("rows", "0"), ("flat", "0"), ("single rows", "1")])
+def test_a_number_of_stored_parts_that_is_not_known_is_refused(tmp_path: Path, how: str, axis: str) -> None:
+    array = array_of((2 if how == "single rows" else 4, 16), "float32", 0)
+    parts = {"ffn": cut(how.removeprefix("single "), array.shape, 2)}
+    raise_first(saved(tmp_path, *(weights({"ffn": array}, parts, rank) for rank in range(2))))
     states = [{"ffn": tensor_of(np.zeros_like(array))} for _ in range(2)]
-    for error in loaded(tmp_path, states, {"aoa_statements": ["ffn -> ffn, fused_ffn"], "enable_traceback": False}):
+    statements = [f"ffn -> ffn, fused_ffn, axis={axis}"]
+    for error in loaded(tmp_path, states, {"aoa_statements": statements, "enable_traceback": False}):
         assert isinstance(error, ValueError)
         assert "aoa_config: ffn: the checkpoint does not tell in how many parts" in str(error)
     raise_first(loaded(tmp_path, states, {"aoa_statements": ["ffn -> x"]}))  # the others do not ask

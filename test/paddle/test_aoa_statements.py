@@ -162,7 +162,8 @@ def test_what_was_in_parts_is_not_taken_apart_in_reverse(
     width = sum(shape[1] for shape in shapes.values())
     array, key = array_of((4, width), "float32", 0), ("x.0.f" if "x." in statement else "f") + state
     config = {"aoa_statements": [statement], "aoa_config_reverse": True, "enable_traceback": False}
-    for how, text in (("columns", "is in 2 parts"), ("rows", "is in 2 parts" if paddles else "does not tell")):
+    text = "is in 2 parts"
+    for how in ("columns", "rows") if paddles else ("columns",):
         parts, folder = {key: cut(how, array.shape, 2)}, tmp_path / how
         if paddles:
             saved_by_paddle(folder, {key: array}, parts, 2)

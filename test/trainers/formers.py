@@ -38,24 +38,9 @@ import paddle_dist_ckpt
 from test.ranks.fleet import stand_ins
 from test.trainers import zero_cost
 from test.trainers.jobs import LAYOUTS, STEPS, Array, Job, Outcome, Part, with_layers_exchanged
+from test.trainers.samples import VOCABULARY, Samples
 
-VOCABULARY, LENGTH = 64, 8
 _DEVICE = {"FLAGS_selected_gpus": os.environ["PADDLE_RANK_IN_NODE"]}  # which PaddleFormers asks for
-
-
-class Samples(paddle.io.Dataset):
-    """As many equal samples, one after the other, as ranks are given in a step."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks = ranks
-
-    def __len__(self) -> int:
-        return 64 * self.ranks
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = np.random.default_rng(index // self.ranks).integers(0, VOCABULARY, LENGTH)
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class TinyTrainer(Trainer):

@@ -27,6 +27,7 @@ from test.ranks import static
 from test.ranks.fleet import stand_ins
 from test.trainers import paddlenlp_imports  # noqa: F401  before PaddleNLP
 from test.trainers.jobs import AUTO_LAYOUTS, STEPS, Job, Outcome, Part
+from test.trainers.samples import LENGTH, VOCABULARY, Samples
 
 from paddlenlp.trainer import AutoTrainingArguments, TrainerState  # isort: skip
 from paddlenlp.trainer.auto_trainer import AutoTrainer  # isort: skip
@@ -35,23 +36,6 @@ from paddlenlp.transformers import (  # isort: skip
     LlamaForCausalLM3DAuto,
     LlamaPretrainingCriterion3DAuto,
 )
-
-VOCABULARY, LENGTH = 64, 8
-
-
-class Samples(paddle.io.Dataset):
-    """As many equal samples, one after the other, as ranks are given in a step."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks = ranks
-
-    def __len__(self) -> int:
-        return 64 * self.ranks
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = np.random.default_rng(index // self.ranks).integers(0, VOCABULARY, LENGTH)
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class TinyTrainer(AutoTrainer):

@@ -1,0 +1,58 @@
+"""How the job that saved a checkpoint had cut its tensors, as far as the stored boxes tell.
+
+A save of this library divides tensors further than ranks had them: replicas among the ranks that have them, and flat
+ranges of elements into boxes. It divides rows, and leaves columns together.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..core.shards import Layout
+
+__all__ = ["columns_of", "offsets_of"]
+
+Offsets = list[tuple[int, ...]]
+Columns = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a box starts in all dimensions but the first, and how far it reaches there."""
+
+
+def offsets_of(layout: Layout, kind: str) -> Offsets:
+    """Where the boxes start that ranks had of a tensor that is stored in this layout; empty if that is not known.
+
+    Args:
+        layout: The stored boxes.
+        kind: The checkpoint's format. Others than this library's store tensors as ranks had them.
+    """
+    offsets: Offsets = list(map(tuple, layout.boxes.offset.tolist()))
+    rows_are_whole = layout.shape[:1] > (1,) and all(offset[0] == 0 for offset in offsets)
+    return offsets if kind != "native" or len(offsets) <= 1 or rows_are_whole else []
+
+
+def columns_of(layout: Layout) -> Offsets:
+    """Where the columns start that ranks had together, with rows from 0; empty if that is not known.
+
+    Of a flat range the first row and the last may be there in part, and those between have all columns that the rank
+    had. So the columns of the widest boxes are those of ranks if they make up the tensor, and if some box has several
+    rows of each: a part of one row alone may be anything.
+    """
+    if len(layout.shape) < 2:
+        return []
+    rows: dict[Columns, int] = {}  # the most that a box has of these columns
+    for offset, shape in layout.boxes.to_list():
+        columns = (offset[1:], shape[1:])
+        rows[columns] = max(rows.get(columns, 0), shape[0])
+    widest: list[Columns] = []
+    left = math.prod(layout.shape[1:])
+    for one in sorted(rows, key=lambda columns: -math.prod(columns[1])):
+        if not any(_within(one, other) for other in widest):
+            widest.append(one)
+            left -= math.prod(one[1])
+            if left < 0 or rows[one] < 2:
+                return []
+    return sorted((0, *offset) for offset, _ in widest) if left == 0 else []
+
+
+def _within(one: Columns, other: Columns) -> bool:
+    dimensions = zip(*one, *other, strict=True)
+    return all(there <= here and here + n <= there + m for here, n, there, m in dimensions)
