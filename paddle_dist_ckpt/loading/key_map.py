@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from ..files.metadata import Metadata
 from ..tree.paths import containers_of, join, plain_key
 
-__all__ = ["apply", "matcher", "path_of_key"]
+__all__ = ["OWN_KEY", "apply", "matcher", "path_of_key"]
+
+OWN_KEY = "what is stored under its own key"
+"""What a wanted tensor is, in words, if nothing else is said of it."""
 
 KeyMap = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 

@@ -20,10 +20,9 @@ from ..tree.paths import plain_key
 from .answering import Answering, stored_tensors
 from .exchange_orders import ExchangePlanner
 from .fit import NO_ENTRY
-from .key_map import matcher
+from .key_map import OWN_KEY, matcher
 from .left_entries import judge
 from .messages import (
-    OWN_KEY,
     DecideAnswer,
     DecideRequest,
     DoneRequest,

@@ -15,7 +15,6 @@ from ..files.metadata import FileInfo
 from ..storage.base import FolderIdentity
 
 __all__ = [
-    "OWN_KEY",
     "DecideAnswer",
     "DecideRequest",
     "DoneRequest",
@@ -32,9 +31,6 @@ __all__ = [
     "WantedPaths",
     "WantedRecord",
 ]
-
-
-OWN_KEY = "what is stored under its own key"
 
 
 class WantedRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -16,7 +16,7 @@ from ..tree.objects import ObjectKind
 from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, owner_of
 from . import key_map
-from .messages import OWN_KEY, LoadAnswer, WantedRecord
+from .messages import LoadAnswer, WantedRecord
 from .recipes import Matching, match_recipes
 
 __all__ = ["WantedState", "collect"]
@@ -67,7 +67,9 @@ class WantedState:
             geometry = tensors.geometries[number]
             if not geometry.plain and any(0 not in shard.box.shape for shard in geometry.shards):
                 key, recipe = self.moved.get(path), self.made.recipes.get(path)
-                found[path] = str(recipe) if recipe is not None else OWN_KEY if key is None else f"stored({key!r})"
+                found[path] = (
+                    str(recipe) if recipe is not None else key_map.OWN_KEY if key is None else f"stored({key!r})"
+                )
         return found
 
     def choose_own(self, answer: LoadAnswer, rank: int, ranks: tuple[int, ...], choice: str) -> set[str]:

@@ -261,7 +261,7 @@ def computes_beside_a_snapshot(path: str) -> tuple[bool, bool]:
         done_meanwhile.append(not returned.is_set())
 
     control.reset()
-    control.set_speed(len(values) * 4 / 0.5)
+    control.set_speed(len(values) * 4 / 2)  # two seconds, for a machine that is busy
     thread = threading.Thread(target=work)
     thread.start()
     pending = save_state_dict({"x": big}, path, async_save=True, options=alone)
