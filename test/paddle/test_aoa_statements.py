@@ -12,10 +12,11 @@ import pytest
 from paddle_dist_ckpt import LoadOptions, LoadReport, StateDictMismatchError, load_merged_state_dict, save_state_dict
 from test.paddle.layouts import Array
 from test.paddle.tensors import to_array
-from test.paddle.test_aoa import STATES, array_of, cut, loaded, one_rank, saved_by_paddle, weights
 from test.paddle.test_sharded_weight import assert_same, raise_first, saved, tensor_of
 
-pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.aoa_engine")
+pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.aoa_engine")  # before what cannot be imported without it
+
+from test.paddle.test_aoa import STATES, array_of, cut, loaded, one_rank, saved_by_paddle, weights
 
 SQUARE = {f"l.{i}.w": array_of((4, 4), "float32", i) for i in range(2)}
 
