@@ -22,11 +22,11 @@ from .files.metadata import Metadata
 from .files.names import MOST_IDS
 from .folder.checkpoint import read_checkpoint
 from .folder.selection import Selection
-from .loading.answering import stored_tensors
 from .loading.load import load
 from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
+from .loading.stored_tensors import stored_tensors
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave

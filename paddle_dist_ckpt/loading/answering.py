@@ -14,18 +14,17 @@ import msgspec
 import numpy as np
 
 from ..core.columns import pack_column
-from ..core.parts import Arranged, SourceTensor
+from ..core.parts import Arranged
 from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_optimizers
 from ..tree.paths import is_own, parent_of, plain_key, plain_keys
-from .job_cut import columns_of, offsets_of
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
 
-__all__ = ["Answering", "stored_tensors"]
+__all__ = ["Answering"]
 
 _MOST_HINTS = 20  # each costs a comparison with every key
 _SCHEDULER = "/LR_Scheduler"
@@ -316,20 +315,6 @@ class Answering:
             unread=sorted(path for path in found.sources.values() if path not in found.renamed),
             unmatched=list(self._unmatched),
         )
-
-
-def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
-    """All tensors of a checkpoint by flat key."""
-    table, of_job = metadata.table, metadata.job_offsets
-    cuts = [(offsets_of(layout, metadata.format), layout) for layout in table.layouts]
-    known = [(layout.shape, offsets, [] if offsets else columns_of(layout)) for offsets, layout in cuts]
-    columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
-    found = {}
-    for path, dtype, number, kind in columns:
-        if kind != Kind.VALUE:
-            shape, offsets, by_columns = known[number]
-            found[metadata.key(path)] = SourceTensor(shape, dtype, of_job.get(path, offsets), by_columns)
-    return found
 
 
 def _scheduler_of(path: str) -> str | None:

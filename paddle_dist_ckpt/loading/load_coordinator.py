@@ -17,7 +17,7 @@ from ..folder.checkpoint import Restarts, check_sizes
 from ..storage.base import FolderIdentity
 from ..tree.names import is_of_run
 from ..tree.paths import plain_key
-from .answering import Answering, stored_tensors
+from .answering import Answering
 from .exchange_orders import ExchangePlanner
 from .fit import NO_ENTRY
 from .key_map import OWN_KEY, matcher
@@ -35,6 +35,7 @@ from .messages import (
 )
 from .reading import LoadContext
 from .recipes import with_hint
+from .stored_tensors import stored_tensors
 
 __all__ = ["LoadCoordinator"]
 

@@ -22,10 +22,11 @@ from ..options import LoadOptions
 from ..storage.base import Storage
 from ..tree.paths import flat_keys, is_own, join
 from ..tree.state_dict import Adapter, Leaves, build_tree
-from .answering import Answering, stored_tensors
+from .answering import Answering
 from .load import LeavesLoad
 from .making import RecipeArranger, is_itself
 from .reading import LoadContext
+from .stored_tensors import stored_tensors
 
 __all__ = ["add_leaf", "load_merged"]
 

@@ -16,11 +16,12 @@ from ..files.metadata import Metadata
 from ..planning.recipe_parts import RecipeError, make_parts, recipe_of
 from ..recipes import Recipe
 from ..tree.paths import join
-from .answering import Answering, stored_tensors
+from .answering import Answering
 from .fit import Fit
 from .making import RecipeArranger, is_itself
 from .messages import WantedPaths, WantedRecord
 from .recipes import Matching, match_recipes, with_hint
+from .stored_tensors import stored_tensors
 from .wanted import WantedState
 
 __all__ = ["MadeTensor", "Rehearsal", "rehearse"]

@@ -29,12 +29,12 @@ from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.core.parts import Arranged, IdleStatement, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
-from paddle_dist_ckpt.loading.answering import stored_tensors
 from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.loading.reading import LoadContext
 from paddle_dist_ckpt.loading.recipes import match_recipes
 from paddle_dist_ckpt.loading.rehearsal import rehearse
+from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
 from paddle_dist_ckpt.planning.recipe_parts import make_parts, recipe_of
 from paddle_dist_ckpt.storage import as_source
 from paddle_dist_ckpt.testing import NumpyAdapter, ShardedArray, run_ranks

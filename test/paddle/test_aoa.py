@@ -28,7 +28,7 @@ from paddle_dist_ckpt import (
     stored,
 )
 from paddle_dist_ckpt.core.box import Box, whole
-from paddle_dist_ckpt.loading.answering import stored_tensors
+from paddle_dist_ckpt.loading.stored_tensors import stored_tensors
 from paddle_dist_ckpt.wiring import load_with, paddles
 from test.paddle.layouts import Array
 from test.paddle.tensors import to_array

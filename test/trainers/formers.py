@@ -38,7 +38,7 @@ import paddle_dist_ckpt
 from test.ranks.fleet import stand_ins
 from test.trainers import zero_cost
 from test.trainers.jobs import LAYOUTS, STEPS, Array, Job, Outcome, Part, with_layers_exchanged
-from test.trainers.samples import VOCABULARY, Samples
+from test.trainers.samples import SIZES, Samples, adamw
 
 _DEVICE = {"FLAGS_selected_gpus": os.environ["PADDLE_RANK_IN_NODE"]}  # which PaddleFormers asks for
 
@@ -191,13 +191,7 @@ def exchange_layers(llama: Any) -> None:
 def config_of(layout: str) -> LlamaConfig:
     tensor = 2 if layout == "tensor2" else 1
     return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
+        **SIZES,
         _attn_implementation="eager",
         fuse_rms_norm=False,
         tensor_model_parallel_size=tensor,
@@ -238,7 +232,7 @@ def place(job: Job) -> Iterator[None]:
         stack.enter_context(stand_ins())
         stack.enter_context(patch.dict(os.environ, PADDLE_LOCAL_SIZE=str(dist.get_world_size()), **_DEVICE))
         stack.enter_context(patch.object(core.ProcessGroup, "all_reduce_on_calc_stream", _all_reduce))
-        stack.enter_context(patch.object(paddle._C_ops, "adamw_", _adamw))
+        stack.enter_context(patch.object(paddle._C_ops, "adamw_", adamw))
         stack.enter_context(patch.object(tensor_parallel, "broadcast_input_data", _as_it_is))
         stack.enter_context(patch.object(paddle.Tensor, "pin_memory", paddle.clone))
         stack.enter_context(patch.object(EMABufferFcBased, "_get_model_state", _float32_state))
@@ -276,20 +270,6 @@ def _float32_state(buffer: Any) -> dict[str, Any]:
 def _all_reduce(group: Any, tensor: Any, op: Any) -> None:
     task = group.all_reduce(tensor, op)
     task.wait()
-
-
-_own_adamw = paddle._C_ops.adamw_
-
-
-def _adamw(parameter: Any, gradient: Any, *others: Any) -> Any:
-    """Step on the master weight where there is one, as the kernel for bfloat16 does on devices."""
-    master = others[6]
-    if master is None:
-        return _own_adamw(parameter, gradient, *others)
-    others = (*others[:6], None, *others[7:16], False, *others[17:])
-    results = _own_adamw(master, gradient.astype("float32"), *others)
-    parameter.copy_(master.astype(parameter.dtype), True)
-    return results
 
 
 def _as_it_is(_: Any, *inputs: Any, **named: Any) -> Any:

@@ -27,7 +27,7 @@ from test.ranks import static
 from test.ranks.fleet import stand_ins
 from test.trainers import paddlenlp_imports  # noqa: F401  before PaddleNLP
 from test.trainers.jobs import AUTO_LAYOUTS, STEPS, Job, Outcome, Part
-from test.trainers.samples import LENGTH, VOCABULARY, Samples
+from test.trainers.samples import LENGTH, SIZES, Samples, adamw
 
 from paddlenlp.trainer import AutoTrainingArguments, TrainerState  # isort: skip
 from paddlenlp.trainer.auto_trainer import AutoTrainer  # isort: skip
@@ -119,13 +119,7 @@ def make_trainer(job: Job) -> TinyTrainer:
         }
     )
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
+        **SIZES,
         seq_length=LENGTH,
         tensor_parallel_degree=arguments.tensor_parallel_degree,
         tensor_parallel_output=arguments.tensor_parallel_degree > 1,
@@ -197,7 +191,7 @@ def place(job: Job) -> Iterator[None]:
         stack.enter_context(stand_ins())
         stack.enter_context(patch.object(TrainerState, "save_to_json", _save_to_json))
         stack.enter_context(patch.object(paddle.amp, "decorate", _decorate))
-        stack.enter_context(patch.object(paddle._C_ops, "adamw_", _adamw))
+        stack.enter_context(patch.object(paddle._C_ops, "adamw_", adamw))
         stack.enter_context(patch.object(dist, "reshard", _reshard))
         stack.enter_context(patch.object(api, "reshard", _reshard))
         stack.enter_context(paddle.utils.unique_name.guard())  # Paddle's own functions know the names of a run alone
@@ -226,21 +220,6 @@ def _save_to_json(state: TrainerState, path: str) -> None:
 def _decorate(models: Any, **_: Any) -> None:
     """Stand in for ``paddle.amp.decorate``, which does nothing on a CPU."""
     models.to(dtype="bfloat16")
-
-
-_own_adamw = paddle._C_ops.adamw_
-
-
-def _adamw(parameter: Any, gradient: Any, *others: Any) -> Any:
-    """Step on the master weight where there is one, as the kernel for bfloat16 does on devices."""
-    master = others[6]
-    if master is None:
-        return _own_adamw(parameter, gradient, *others)
-    others = (*others[:6], None, *others[7:16], False, *others[17:])
-    results = _own_adamw(master, gradient.astype("float32"), *others)
-    master = _own_reshard(master, parameter.process_mesh, parameter.placements)
-    parameter.copy_(master.astype(parameter.dtype), True)
-    return results
 
 
 _own_load = dist.load_state_dict

@@ -1,4 +1,4 @@
-"""How the job that saved a checkpoint had cut its tensors, as far as the stored boxes tell.
+"""The stored tensors, and how the job that saved them had cut them, as far as their boxes tell.
 
 A save of this library divides tensors further than ranks had them: replicas among the ranks that have them, and flat
 ranges of elements into boxes. It divides rows, and leaves columns together.
@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import math
 
-from ..core.shards import Layout
+from ..core.parts import SourceTensor
+from ..core.shards import Kind, Layout
+from ..files.metadata import Metadata
 
-__all__ = ["columns_of", "offsets_of"]
+__all__ = ["stored_tensors"]
 
 Offsets = list[tuple[int, ...]]
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a box starts in all dimensions but the first, and how far it reaches there."""
 
 
-def offsets_of(layout: Layout, kind: str) -> Offsets:
+def stored_tensors(metadata: Metadata) -> dict[str, SourceTensor]:
+    """All tensors of a checkpoint by flat key."""
+    table, of_job = metadata.table, metadata.job_offsets
+    cuts = [(_offsets_of(layout, metadata.format), layout) for layout in table.layouts]
+    known = [(layout.shape, offsets, [] if offsets else _columns_of(layout)) for offsets, layout in cuts]
+    columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), table.kinds.tolist(), strict=True)
+    found = {}
+    for path, dtype, number, kind in columns:
+        if kind != Kind.VALUE:
+            shape, offsets, by_columns = known[number]
+            found[metadata.key(path)] = SourceTensor(shape, dtype, of_job.get(path, offsets), by_columns)
+    return found
+
+
+def _offsets_of(layout: Layout, kind: str) -> Offsets:
     """Where the boxes start that ranks had of a tensor that is stored in this layout; empty if that is not known.
 
     Args:
@@ -29,7 +45,7 @@ def offsets_of(layout: Layout, kind: str) -> Offsets:
     return offsets if kind != "native" or len(offsets) <= 1 or rows_are_whole else []
 
 
-def columns_of(layout: Layout) -> Offsets:
+def _columns_of(layout: Layout) -> Offsets:
     """Where the columns start that ranks had together, with rows from 0; empty if that is not known.
 
     Of a flat range the first row and the last may be there in part, and those between have all columns that the rank
