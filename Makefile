@@ -5,6 +5,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
+INSTALLED_DOCS := $(VENV)/.installed-docs
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # How many tests run at once. More than two cores can do, since tests also wait for ranks and for disks.
 WORKERS := 3
@@ -19,13 +20,13 @@ PYTHON_2.6.2 := 3.12
 TRAINERS_VENV := .venv-trainers
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-compat test-trainers lint bench clean
+.PHONY: help demo test test-long test-compat test-trainers torture lint docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 # Tests start hundreds of processes, each of which would compile the library anew. (`make clean` removes __pycache__.)
-test test-long test-compat test-trainers: export PYTHONDONTWRITEBYTECODE :=
+test test-long test-compat test-trainers torture: export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(INSTALLED) ## train on 4 ranks, come back on 2 in another layout, compare
 	@$(PYTHON) examples/demo.py
@@ -44,10 +45,20 @@ test-compat: $(COMPAT:%=.venv-%/.installed) ## run the core tests with older ver
 test-trainers: $(TRAINERS_VENV)/.installed ## run jobs of PaddleFormers' and PaddleNLP's trainers on the library (7 minutes; not a part of test)
 	$(TRAINERS_VENV)/bin/python -m pytest -q -n 2 test/trainers
 
+torture: $(INSTALLED) ## try for 20 minutes to lose or to mix checkpoints (TORTURE_OPTIONS=--seed 7; goes on if interrupted)
+	$(PYTHON) -m test.torture.run --state .torture $(TORTURE_OPTIONS)
+
 lint: $(INSTALLED_DEV) ## check style and types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+docs: $(INSTALLED_DOCS) ## build the documentation in both languages into build/docs
+	@for language in en cn; do \
+		$(PYTHON) -m sphinx -q -W --keep-going -E -c docs -t $$language docs_$$language build/docs/$$language || exit 1; \
+	done
+	@cp docs/templates/first.html build/docs/index.html
+	@echo "Built build/docs/index.html"
 
 bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 9 minutes)
 	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
@@ -100,4 +111,8 @@ $(INSTALLED): setup.py
 
 $(INSTALLED_DEV): $(INSTALLED)
 	@$(PIP_INSTALL) --editable '.[cpu,test,dev]'
+	@touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	@$(PIP_INSTALL) --editable '.[cpu,test,docs]'
 	@touch $@

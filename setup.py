@@ -16,6 +16,7 @@ EXTRAS = {
     "gpu": ["paddlepaddle-gpu"],
     "test": ["hypothesis", "numpy<2.4", "pytest>=8", "pytest-xdist>=3.6", "safetensors"],
     "dev": ["mypy", "ruff"],
+    "docs": ["furo", "jieba", "sphinx>=7.4"],
 }
 
 
@@ -44,7 +45,7 @@ setup(
     packages=find_packages(include=["paddle_dist_ckpt", "paddle_dist_ckpt.*"]),
     package_data={"paddle_dist_ckpt": ["py.typed"], "paddle_dist_ckpt.report": ["assets/*"]},
     python_requires=">=3.10",
-    install_requires=["ml_dtypes", "msgspec", "numpy", "pyzmq", "rich", "tqdm", "typer", "xxhash"],
+    install_requires=["ml_dtypes", "msgspec", "numpy", "rich", "tqdm", "typer", "xxhash"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["paddle-dist-ckpt = paddle_dist_ckpt.cli.main:main"]},
     classifiers=[

@@ -124,7 +124,7 @@ def measure_cached(plan: PlannedSave, folder: Path) -> dict[str, float]:
     def run() -> None:
         with SoloHub().session("save", 60) as session, ExitStack() as ending:
             context = SaveContext(LocalStorage(folder), session, NoTransport(), NumpyAdapter(), memory)
-            orders.update(SaveCoordinator(context, SaveOptions(), ending).plan(requests))
+            orders.update(SaveCoordinator(context, SaveOptions(), ending, False).plan(requests))
 
     seconds, _ = timed(run)
     return {

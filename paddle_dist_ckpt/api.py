@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any, Literal, overload
 
@@ -17,7 +18,7 @@ from .folder.verify import verify_checkpoint
 from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
-from .storage import as_source, as_storage
+from .storage import as_source, as_storage, bounded
 from .wiring import (
     checked_id,
     connected,
@@ -25,6 +26,7 @@ from .wiring import (
     load_with,
     paddles,
     save_with,
+    source_of,
 )
 
 __all__ = [
@@ -103,6 +105,7 @@ def save_state_dict(
             whole tensors. Nothing was written.
         RankFailureError: a rank failed. The folder's checkpoints are as before; or, if the connection was lost at the
             very end, the new one is committed: :func:`list_checkpoints` tells.
+        DurabilityUnknownError: the checkpoint is committed, but a crash of the machine might undo that.
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
@@ -145,6 +148,7 @@ def load_state_dict(
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError, RankFailureError: stored bytes are not what was written, or cannot be read. The
             message says whether targets were touched.
+        CheckpointReplacedError: other saves replaced the checkpoint four times meanwhile. Nothing was touched.
         CheckpointTimeoutError: a rank did not come, or fell silent.
         TypeError, ValueError: an argument is not what it should be.
     """
@@ -240,21 +244,25 @@ def list_checkpoints(path: Any) -> list[int]:
 def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | None = None) -> VerifyReport:
     """Check every byte of a checkpoint against the checksums taken when it was written. Does not need paddle.
 
+    Values are decoded as a load decodes them. If the checkpoint is replaced meanwhile, it starts again as a load does.
+
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         unique_id: Which checkpoint; None for the newest.
-        options: ``progress`` is used.
+        options: ``progress`` and ``progress_timeout`` are used.
 
     Returns:
         Whether all is well, and otherwise every problem.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
+        CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest; or it was
+            replaced four times meanwhile.
     """
     unique_id = checked_id(unique_id)
     options = checked("options", options, LoadOptions) or LoadOptions()
-    return verify_checkpoint(as_source(path), unique_id, options.progress)
+    with source_of(path, options) as storage:
+        return verify_checkpoint(storage, unique_id, options.progress)
 
 
 def delete_checkpoint(path: Any, unique_id: int) -> Metadata:
@@ -294,7 +302,7 @@ def copy_checkpoint(
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         out: The folder to copy to, likewise; it is made if it is not there, and may hold other checkpoints.
         unique_id: Which checkpoint; None for the newest.
-        options: ``progress`` is used.
+        options: ``progress`` and ``progress_timeout`` are used.
 
     Returns:
         What the checkpoint holds.
@@ -306,7 +314,9 @@ def copy_checkpoint(
         ValueError: ``out`` has a checkpoint of that number, or this one already; or it is of another format.
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
-    return copy(as_storage(path), as_storage(out), checked_id(unique_id), options.progress)
+    bound, find_out = options.progress_timeout, functools.partial(as_storage, out)
+    with bounded(functools.partial(as_storage, path), path, bound, 0) as source, bounded(find_out, out, bound, 0) as to:
+        return copy(source, to, checked_id(unique_id), options.progress)
 
 
 def rng_state() -> dict[str, Any]:

@@ -5,10 +5,13 @@
     ├── CheckpointCorruptedError    bytes are not what was written
     ├── StateDictMismatchError      the checkpoint does not fit the targets; ``problems`` lists every one
     ├── UnsupportedValueError       a value or layout that cannot be stored
+    ├── DurabilityUnknownError      it is committed, but a crash of the machine might undo that
+    ├── CheckpointReplacedError     other saves replaced the checkpoint again and again while it was being read
     ├── RankFailureError            another rank (or several) failed; ``failures`` maps rank to its exception
-    └── CheckpointTimeoutError      ranks stayed silent past the deadline; ``missing_ranks`` names them
+    │   └── CollectiveError         ... in moving data from rank to rank
+    └── CheckpointTimeoutError      ranks, or their disks, kept still too long; ``missing_ranks`` names them
 
-Errors about what all ranks share (the first four, when the coordinator finds them or when every rank's answers are
+Errors about what all ranks share (the first six, when the coordinator finds them or when every rank's answers are
 merged) are raised with the same type on every rank. An error of one rank alone is raised as
 :class:`RankFailureError` on all of them; a process that works alone raises the error itself.
 """
@@ -21,7 +24,10 @@ __all__ = [
     "CheckpointCorruptedError",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "CheckpointTimeoutError",
+    "CollectiveError",
+    "DurabilityUnknownError",
     "RankFailureError",
     "StateDictMismatchError",
     "UnsupportedValueError",
@@ -56,6 +62,28 @@ class UnsupportedValueError(CheckpointError):
     """A value in the state_dict cannot be stored. Raised before a byte is written."""
 
 
+class DurabilityUnknownError(CheckpointError):
+    """The save is committed, and readers see it, but the storage has not confirmed that a crash cannot undo that.
+
+    What it would have replaced or removed is still there. Raised on every rank.
+
+    Attributes:
+        path: The coordinator's folder.
+        unique_id: The checkpoint's number.
+    """
+
+    def __init__(self, message: str, path: str = "", unique_id: int = 0) -> None:
+        super().__init__(message)
+        self.path, self.unique_id = path, unique_id
+
+
+class CheckpointReplacedError(CheckpointError):
+    """Other saves replaced the checkpoint under the same id each time that it was being read, too often to go on.
+
+    Nothing is damaged: to read it again may succeed.
+    """
+
+
 class RankFailureError(CheckpointError):
     """One or more ranks failed, so the whole operation did, on every rank.
 
@@ -70,11 +98,18 @@ class RankFailureError(CheckpointError):
         self.failures: dict[int, BaseException] = dict(failures or {})
 
 
+class CollectiveError(RankFailureError):
+    """Data did not get from rank to rank: a collective failed or hung, or delivered other bytes than were sent.
+
+    The group's communicator is not used any more. On a device, ``offload=True`` loads by a group of the host instead.
+    """
+
+
 class CheckpointTimeoutError(CheckpointError):
-    """Some ranks stayed silent for longer than ``options.timeout``.
+    """Some ranks stayed silent for longer than ``options.timeout``, or their files for ``options.progress_timeout``.
 
     Attributes:
-        missing_ranks: The silent ranks, ascending.
+        missing_ranks: The silent ranks, or those whose files do not answer, ascending.
     """
 
     def __init__(self, message: str, missing_ranks: Iterable[int] = ()) -> None:

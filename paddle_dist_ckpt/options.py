@@ -1,4 +1,7 @@
-"""Options of a save and of a load. Everything that can be tuned is here; nothing reads the environment."""
+"""Options of a save and of a load. Everything that can be tuned is here; nothing here reads the environment.
+
+A job's control secret is no option: see :mod:`.paddle_adapter.groups`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class SaveOptions:
         no_dist: Save this rank's state_dict alone, even in a job of many ranks.
         check_replicas: What to do when plain tensors or values that should be equal on every rank are not: ``"warn"``
             logs their names, ``"error"`` raises before anything is written, ``"off"`` does not compare, ``"auto"``
-            raises if most of the tensors are not equal, which are no replicas then, and else logs the names.
+            raises if most of the tensors are not equal, which are no replicas then, and else logs the names. Also what
+            to do when copies of parts of distributed tensors are not: all but ``"error"`` and ``"off"`` log who has
+            which, ``"error"`` raises before the commit. ``"sampled"`` is ``"auto"`` with a tenth of these copies in
+            each save, another one each time; so much is compared of them in the background and on devices anyway.
         user_metadata: Values to store in ``.metadata`` beside the state (the coordinator's are kept).
         block_bytes: Bytes that share a checksum; a power of two. Smaller blocks let slices be read with less waste.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal, but not for a save in
@@ -37,26 +43,34 @@ class SaveOptions:
             its end, or ``"raise"``, on every rank.
         snapshot_bytes: The most memory, in bytes on each rank, that the snapshot of a save in the background may take.
             What does not fit in it is written before the call returns. None sets no bound.
+        progress_timeout: The longest, in seconds, that one operation on a file may take on any rank: making or opening
+            it, writing or reading a piece, an fsync. After that the disk, or the network to it, is taken to hang, and
+            every rank raises :class:`CheckpointTimeoutError`. None waits for as long as it takes.
         data_suffix: How the names of data files end: ``".safetensors"`` or ``".shards"``, the same on every rank. What
             is in them is the same. Tools that walk through folders for ``*.safetensors`` do not find the second ones,
             and so neither trip over names that repeat from step to step nor rename or remove them. None means the
             first, but in saves by functions that :func:`install` has replaced the second.
+        separate_folders: Whether ranks of one host may save to several folders, each with a part of the checkpoint. If
+            not, that raises, for it is a mistake more often than not. (Hosts may always have folders of their own.)
     """
 
     timeout: float = 300.0
     no_dist: bool = False
-    check_replicas: Literal["auto", "warn", "error", "off"] = "auto"
+    check_replicas: Literal["auto", "warn", "error", "off", "sampled"] = "auto"
     user_metadata: Mapping[str, Any] | None = None
     block_bytes: int = 1 << 20
     progress: bool | None = None
     when_busy: Literal["wait", "raise"] = "wait"
     snapshot_bytes: int | None = None
+    progress_timeout: float | None = None
     data_suffix: Literal[".safetensors", ".shards"] | None = None
+    separate_folders: bool = False
 
     def __post_init__(self) -> None:
-        _check_timeout(self.timeout)
-        _check_choice("check_replicas", self.check_replicas, ("auto", "warn", "error", "off"))
+        _check_timeouts(self.timeout, self.progress_timeout)
+        _check_choice("check_replicas", self.check_replicas, ("auto", "warn", "error", "off", "sampled"))
         _check_bools(no_dist=self.no_dist, progress=False if self.progress is None else self.progress)
+        _check_bools(separate_folders=self.separate_folders)
         _check_choice("when_busy", self.when_busy, ("wait", "raise"))
         if self.data_suffix is not None:
             _check_choice("data_suffix", self.data_suffix, (".safetensors", ".shards"))
@@ -107,6 +121,10 @@ class LoadOptions:
         staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
             time, and the most memory of the device that an exchange uses; the same on every rank.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
+        progress_timeout: The longest, in seconds, that one operation on a file may take on any rank; see
+            :class:`SaveOptions`.
+        separate_folders: Whether ranks of one host may load from several folders, which hold parts of one checkpoint.
+            If not, that raises, for they might hold different ones.
     """
 
     timeout: float = 300.0
@@ -123,9 +141,11 @@ class LoadOptions:
     aoa_config: Mapping[str, Any] | None = None
     staging_bytes: int = 256 << 20
     progress: bool | None = None
+    progress_timeout: float | None = None
+    separate_folders: bool = False
 
     def __post_init__(self) -> None:
-        _check_timeout(self.timeout)
+        _check_timeouts(self.timeout, self.progress_timeout)
         _check_key_map(self.key_map)
         _check_recipes(self.recipes)
         _check_aoa(self.aoa_config)
@@ -133,7 +153,7 @@ class LoadOptions:
             raise ValueError(f"staging_bytes must be a number of bytes above 0, not {self.staging_bytes!r}")
         _check_choice("per_rank", self.per_rank, ("refuse", "by_rank", "coordinator"))
         _check_choice("exchange", self.exchange, ("auto", "always", "never"))
-        _check_bools(no_dist=self.no_dist, cast=self.cast)
+        _check_bools(no_dist=self.no_dist, cast=self.cast, separate_folders=self.separate_folders)
         if not isinstance(self.strict, bool) and self.strict != "all":
             raise TypeError(f"strict must be True, False or 'all', not {self.strict!r}")
         _check_patterns(allow_missing=self.allow_missing, allow_unused=self.allow_unused)
@@ -160,9 +180,13 @@ def checked(name: str, value: T | None, kind: type[T]) -> T | None:
     return value
 
 
-def _check_timeout(timeout: float) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST_TIMEOUT:
-        raise ValueError(f"timeout must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT:,}, not {timeout!r}")
+def _check_timeouts(timeout: float, progress_timeout: float | None) -> None:
+    for name, seconds in (("timeout", timeout), ("progress_timeout", progress_timeout)):
+        if name == "progress_timeout" and seconds is None:
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST_TIMEOUT:
+            allowed = f"a number of seconds above 0 and up to {_LONGEST_TIMEOUT:,}"
+            raise ValueError(f"{name} must be {allowed}, not {seconds!r}")
 
 
 def _check_key_map(key_map: object) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
-from .storage import as_source, as_storage
+from .storage import Storage, as_source, as_storage, bounded
 from .tree.state_dict import Adapter
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "members",
     "paddles",
     "save_with",
+    "source_of",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -96,7 +98,9 @@ def save_with(
         check_bool("async_save", in_background)
         state_dict, adapter = find()
         memory = ranks.memory.setdefault("save", SaveMemory())
-        context = SaveContext(as_storage(path), session, ranks.transport, adapter, memory, replace_newest)
+        find_storage, bound = functools.partial(as_storage, path), options.progress_timeout
+        storage = opened.enter_context(bounded(find_storage, path, bound, ranks.rank, memory.unfinished))
+        context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest)
         return save(state_dict, opened, context, unique_id, options, in_background, after)
 
 
@@ -122,8 +126,14 @@ def load_with(
         state_dict, adapter = find()
         transport = ranks.host_transport if offload else ranks.transport
         arranger = arranger_of(options)
-        context = LoadContext(as_source(path), session, transport, adapter, options, threads, offload, arranger)
-        return load(state_dict, context, unique_id)
+        with source_of(path, options, ranks.rank) as storage:
+            context = LoadContext(storage, session, transport, adapter, options, threads, offload, arranger)
+            return load(state_dict, context, unique_id)
+
+
+def source_of(path: Any, options: LoadOptions, rank: int = 0) -> AbstractContextManager[Storage]:
+    """The storage to read from that a user means by ``path``, until the end of the block, as the options bound it."""
+    return bounded(functools.partial(as_source, path), path, options.progress_timeout, rank)
 
 
 def arranger_of(options: LoadOptions) -> Arranger | None:
@@ -153,13 +163,14 @@ def load_whole(
     from .paddle_adapter import PaddleAdapter
 
     adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
-    return load_merged(as_source(path), adapter, unique_id, selection, flat, options, threads, arranger_of(options))
+    with source_of(path, options) as storage:
+        return load_merged(storage, adapter, unique_id, selection, flat, options, threads, arranger_of(options))
 
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
     """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
-    with ranks.hub.session("export", options.timeout) as session:
-        return export_checkpoint(session, as_source(path), request, options.progress)
+    with ranks.hub.session("export", options.timeout) as session, source_of(path, options, ranks.rank) as storage:
+        return export_checkpoint(session, storage, request, options.progress)
 
 
 def export_state_with(
@@ -178,7 +189,12 @@ def export_state_with(
 
     with ranks.hub.session("export_state_dict", options.timeout) as session:
         hidden = session.gather_scatter("place", lambda: b"", place).decode()
-    reading = LoadOptions(timeout=options.timeout, progress=options.progress)
+    reading = LoadOptions(
+        timeout=options.timeout,
+        progress=options.progress,
+        progress_timeout=options.progress_timeout,
+        separate_folders=options.separate_folders,
+    )
     try:
         save_with(ranks, paddles(ranks, state_dict), hidden, 0, False, options)
         return export_with(ranks, hidden, request, reading)
@@ -200,7 +216,8 @@ def export_filled_with(
     found: list[Metadata] = []
 
     def read() -> bytes:
-        found.append(read_checkpoint(as_source(path), request.unique_id))
+        with source_of(path, options, ranks.rank) as storage:
+            found.append(read_checkpoint(storage, request.unique_id))
         return b""
 
     def check(messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -221,7 +238,12 @@ def export_filled_with(
     if session.rank == session.coordinator:
         _warn_of_new(options, stored)
     left = {line.partition(": ")[0] for line in report.skipped}
-    saving = SaveOptions(timeout=options.timeout, progress=options.progress)
+    saving = SaveOptions(
+        timeout=options.timeout,
+        progress=options.progress,
+        progress_timeout=options.progress_timeout,
+        separate_folders=options.separate_folders,
+    )
     state = {key: tensor for key, tensor in state.items() if key not in left}
     request = msgspec.structs.replace(request, keys=None, unique_id=None)
     return export_state_with(ranks, state, request, saving)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import shutil
@@ -69,6 +70,7 @@ def try_save(
     """Save a state_dict a rank; returns what each rank returned or raised. ``path`` may be a list, one a rank."""
     members = list(ranks) if ranks is not None else list(range(len(states)))
     paths = per_rank(path, len(members))
+    options = dataclasses.replace(options, separate_folders=len(set(map(str, paths))) > 1)
 
     def work(rank: SimulatedRank) -> SaveReport:
         place = members.index(rank.rank)
@@ -111,10 +113,12 @@ def try_load(
     """Load into a state_dict a rank; returns what each rank returned or raised."""
     members = list(ranks) if ranks is not None else list(range(len(states)))
     paths = per_rank(path, len(members))
+    several = len(set(map(str, paths))) > 1
+    options = dataclasses.replace(options or LoadOptions(timeout=60), separate_folders=several)
 
     def work(rank: SimulatedRank) -> LoadReport:
         place = members.index(rank.rank)
-        return rank.load(states[place], paths[place], unique_id, options or LoadOptions(timeout=60))
+        return rank.load(states[place], paths[place], unique_id, options)
 
     return run_ranks(members, work, coordinator)
 

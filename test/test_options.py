@@ -43,6 +43,15 @@ def test_a_timeout_is_a_positive_number(options: Any, timeout: Any) -> None:
     assert options(timeout=0.5).timeout == 0.5
 
 
+@BOTH
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, "5", True, [1]])
+def test_a_bound_for_progress_is_a_positive_number_or_none(options: Any, seconds: Any) -> None:
+    with pytest.raises(ValueError, match="progress_timeout must be a number of seconds"):
+        options(progress_timeout=seconds)
+    assert options().progress_timeout is None
+    assert options(progress_timeout=0.5).progress_timeout == 0.5
+
+
 @pytest.mark.parametrize("size", [0, 1, 2048, 5000, 4097, 128 << 20, -4096, 4096.0, "4096", None, True])
 def test_a_block_is_a_power_of_two_in_bounds(size: Any) -> None:
     with pytest.raises(ValueError, match="block_bytes"):
@@ -62,7 +71,7 @@ def test_choices_are_named(choice: Any) -> None:
         LoadOptions(exchange=choice)
 
 
-@pytest.mark.parametrize("choice", ["warn", "error", "off"])
+@pytest.mark.parametrize("choice", ["warn", "error", "off", "sampled"])
 def test_every_choice_for_replicas(choice: Any) -> None:
     assert SaveOptions(check_replicas=choice).check_replicas == choice
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..core.box import Box, whole
+from ..core.box import Box
 from ..core.dtypes import DType, arithmetic_dtype
+from ..core.memory import zeros_of
 from ..core.shards import Kind
-from ..errors import CheckpointNotFoundError
+from ..errors import CheckpointCorruptedError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..folder.boxes import BoxReader
+from ..folder.boxes import BoxReader, read_values
 from ..storage.base import Storage
-from ..tree.values import decode_value
 from .regions import edges, windows
 
 __all__ = ["find_tensor", "read_edges", "read_region", "read_value", "statistics"]
@@ -87,15 +87,16 @@ def read_value(storage: Storage, metadata: Metadata, key: str) -> Any:
         return metadata.values[key]
     table = metadata.table
     row = next(row for row, path in enumerate(table.paths) if metadata.key(path) == key)
-    shape = table.layouts[table.layout_of[row]].shape
-    data = read_region(storage, metadata, TensorContent(row, key, shape, table.dtypes[row]), whole(shape))
-    return decode_value(data.tobytes())
+    (value,) = read_values(storage, metadata, [row])
+    if isinstance(value, CheckpointCorruptedError):
+        raise value
+    return value
 
 
 def read_region(storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box) -> np.ndarray:
     """The items of a region, of the region's shape, as raw items."""
-    items = np.empty(box.shape, tensor.dtype.raw)
     with BoxReader(storage, metadata, [tensor.row], [box]) as reader:
+        items = zeros_of(box.shape, tensor.dtype.raw, tensor.key)
         reader.read([0], [items])
     return items
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
 from ..exporting.plan import divide_files
-from ..folder.verify import check_file, uncovered, verified_bytes
+from ..files.metadata import Metadata
+from ..folder.checkpoint import Restarts
+from ..folder.verify import check_file, check_values, uncovered, verified_bytes
 from ..storage.base import Storage
 from .ranks import gathered, is_first, same_checkpoint
 
@@ -58,23 +61,31 @@ def verify_together(
     Raises:
         CheckpointError: there is no such checkpoint, or its `.metadata` cannot be read.
     """
-    metadata = same_checkpoint(session, storage, unique_id)
-    sizes = [info.size for info in metadata.files]
-    mine = divide_files(sizes, len(session.ranks))[session.ranks.index(session.rank)]
+    restarts, rank = Restarts(storage), session.ranks.index(session.rank)
+    while True:
+        metadata = same_checkpoint(session, storage, unique_id)
+        sizes = [info.size for info in metadata.files]
+        mine = divide_files(sizes, len(session.ranks))[rank]
 
-    def check() -> list[Problem]:
-        problems = []
-        with Progress("verify", sum(sizes[file] for file in mine), progress, is_first(session)) as bar:
-            for file in mine:
-                session.check()
-                found = check_file(storage, metadata, file, bar)
-                problems += [Problem(metadata.files[file].name, text) for text in found]
-        return problems
+        def check(metadata: Metadata = metadata, mine: Sequence[int] = mine) -> list[Problem]:
+            problems = []
+            with Progress("verify", sum(metadata.files[i].size for i in mine), progress, is_first(session)) as bar:
+                for file in mine:
+                    session.check()
+                    found = check_file(storage, metadata, file, bar)
+                    problems += [Problem(metadata.files[file].name, text) for text in found]
+            found = check_values(storage, metadata, slice(rank, None, len(session.ranks)))
+            return problems + [Problem(None, text) for text in found]
 
-    parts = gathered(session, "check", check, list[Problem])
+        parts = gathered(session, "check", check, list[Problem])
+        found = [problem for part in parts for problem in part]
+        if is_first(session):
+            found = [Problem(None, text) for text in uncovered(metadata)] + found
+        if not _again(session, found, restarts, metadata):
+            break
     if not parts:
         return []
-    problems = [Problem(None, text) for text in uncovered(metadata)] + [problem for part in parts for problem in part]
+    problems = list({problem.text: problem for problem in reversed(found)}.values())[::-1]
     return [
         VerifyFacts(
             path=storage.location,
@@ -87,3 +98,12 @@ def verify_together(
             problems=problems,
         )
     ]
+
+
+def _again(session: ControlSession, found: Sequence[Problem], restarts: Restarts, metadata: Metadata) -> bool:
+    """Whether the checkpoint was replaced while something was found that is wrong with it; the same on all ranks."""
+
+    def decide(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        return dict.fromkeys(messages, b"again" if found and restarts.due(metadata) else b"")
+
+    return bool(session.gather_scatter("again", lambda: b"", decide))

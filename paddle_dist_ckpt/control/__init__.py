@@ -2,7 +2,7 @@
 
 from .agreement import AgreedHub, RefusingHub
 from .bootstrap import BootstrapStore
-from .hub import ZmqHub
+from .hub import TcpHub
 from .ranks import NoTransport, SoloHub
 
-__all__ = ["AgreedHub", "BootstrapStore", "NoTransport", "RefusingHub", "SoloHub", "ZmqHub"]
+__all__ = ["AgreedHub", "BootstrapStore", "NoTransport", "RefusingHub", "SoloHub", "TcpHub"]

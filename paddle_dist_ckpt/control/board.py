@@ -26,7 +26,8 @@ from .wire import ErrorRecord, Message
 __all__ = ["Board"]
 
 T = TypeVar("T")
-ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye | wire.Whereabouts
+_FAREWELL_SECONDS = 5.0
+ToCoordinator = wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye | wire.Received | wire.Whereabouts
 
 
 class Board(ABC):
@@ -38,14 +39,13 @@ class Board(ABC):
         coordinator: One of them, on which the state machines are that decide.
         lock: Guards the board; simulated ranks of one process share one.
         opened: How many sessions this rank has opened, or has tried to.
-        on_abandon: Called when ``run_collectives`` gives up on work that is still running, and goes on running: what it
-            runs on must not be used again.
 
     Attributes:
         changed: Guards the board; notified when there is news for user threads.
         table: All ranks' sessions, on the coordinator.
         attendances: This rank's part in appointments.
         lost: The ranks whose connections are lost.
+        unproven: The ranks that somebody said to be who was turned away.
         broken: Why no session can succeed any more, if so.
     """
 
@@ -56,17 +56,17 @@ class Board(ABC):
         coordinator: int,
         lock: threading.RLock | None = None,
         opened: int = 0,
-        on_abandon: Callable[[], None] | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.coordinator = coordinator
         self.changed = threading.Condition(lock)
-        self.on_abandon = on_abandon or (lambda: None)
         self.lost: set[int] = set()
+        self.unproven: set[int] = set()
         self.attendances = Attendances(self._lead)
         self.broken: ErrorRecord | None = None
-        self.table = CoordinatorTable(ranks, coordinator, self.lost, self._emit) if rank == coordinator else None
+        leads = rank == coordinator
+        self.table = CoordinatorTable(ranks, coordinator, self.lost, self._emit, self.unproven) if leads else None
         self._sessions: dict[int, MemberSession] = {}
         self._opened = opened
         self._pid = os.getpid()
@@ -127,11 +127,20 @@ class Board(ABC):
                     session.lose_coordinator()
             return session
 
-    def leave(self, session: MemberSession) -> None:
-        """Close a session: the others no longer count on this rank in it."""
+    def leave(self, session: MemberSession, succeeded: bool) -> None:
+        """Close a session: the others no longer count on this rank in it.
+
+        After a success, the coordinator waits until all have what it has sent them in it: its process may end without
+        any warning from now on. It does not wait for one that is lost, nor for long.
+        """
         with self.changed:
             del self._sessions[session.number]
             self.post(wire.Bye(session.number))
+            if succeeded and self.table is not None:
+                unheard = self.table.unheard.setdefault(session.number, set())
+                self.changed.wait_for(lambda: not unheard or self.broken is not None, _FAREWELL_SECONDS)
+            if self.table is not None:
+                self.table.unheard.pop(session.number, None)
 
     def doubt(self) -> None:
         """On the coordinator: be doubtful until a session succeeds, since ranks may not be at the same calls."""
@@ -209,12 +218,14 @@ class Board(ABC):
             attendance = self.attendances.at(message.label)
             if attendance.handle(message):
                 self._post(attendance.whereabouts())
-        elif not isinstance(message, (wire.Hello, wire.Whereabouts)):
+        elif not isinstance(message, wire.Whereabouts):
             if isinstance(message, wire.Verdict):
                 self._opened = max(self._opened, message.resume)
             session = self._sessions.get(message.session)
             if session is not None:
                 session.handle(message, payload, time.monotonic())
+                if isinstance(message, (wire.Bye, wire.Verdict)) and self.table is None:
+                    self._post(wire.Received(message.session))
         if not isinstance(message, wire.Beat):
             self.changed.notify_all()
 

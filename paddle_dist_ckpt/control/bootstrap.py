@@ -5,27 +5,33 @@ from __future__ import annotations
 import contextlib
 import socket
 from typing import Annotated, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
-from ..errors import CheckpointError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointTimeoutError, RankFailureError
+from .keys import PROTOCOL, TOKEN_BYTES
 
-__all__ = ["PROTOCOL", "TOKEN_BYTES", "BootstrapStore", "Rendezvous", "fetch", "local_address", "publish"]
-
-PROTOCOL = 1
-TOKEN_BYTES = 16
+__all__ = ["BootstrapStore", "Rendezvous", "address_of", "fetch", "local_address", "publish"]
 
 
 class BootstrapStore(Protocol):
     """A key-value store that all ranks reach. Used once per hub, so it may be slow."""
 
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> None:
+        """Set the value of ``key``.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        ...
 
     def get(self, key: str, timeout: float) -> bytes:
         """Return the value of ``key``, waiting for it to be set.
 
         Raises:
             TimeoutError: it was not set within ``timeout`` seconds.
+            OSError: the store cannot be reached.
         """
         ...
 
@@ -35,8 +41,8 @@ class Rendezvous(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         protocol: Version of the messages; the same on every rank.
-        endpoint: A zmq TCP endpoint.
-        token: The secret that each message must carry.
+        endpoint: ``tcp://host:port``.
+        token: What the hub's key is made of; see :mod:`.keys`.
     """
 
     protocol: int
@@ -55,9 +61,33 @@ def local_address() -> str:
     return "127.0.0.1"
 
 
-def publish(store: BootstrapStore, key: str, rendezvous: Rendezvous) -> None:
-    """Tell the other ranks where the coordinator is."""
-    store.set(key, msgspec.msgpack.encode(rendezvous))
+def address_of(rendezvous: Rendezvous) -> tuple[str, int]:
+    """The coordinator's host and port.
+
+    Raises:
+        ValueError: the endpoint is none.
+    """
+    parts = urlsplit(rendezvous.endpoint)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        raise ValueError(f"{rendezvous.endpoint!r} is not an endpoint")
+    return parts.hostname, parts.port
+
+
+def publish(store: BootstrapStore, key: str, rendezvous: Rendezvous, coordinator: int) -> None:
+    """Tell the other ranks where the coordinator is.
+
+    Raises:
+        RankFailureError: the store cannot be reached.
+    """
+    try:
+        store.set(key, msgspec.msgpack.encode(rendezvous))
+    except OSError as error:
+        raise _unreachable(coordinator, "could not leave the address of its control hub", error) from error
+
+
+def _unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError:
+    text = f"rank {coordinator}, the coordinator, {what}: the store that all ranks share is gone ({error})"
+    return RankFailureError(text, {coordinator: CheckpointError(str(error))})
 
 
 def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> Rendezvous:
@@ -65,6 +95,7 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> 
 
     Raises:
         CheckpointTimeoutError: the coordinator did not publish it within ``timeout`` seconds.
+        RankFailureError: the store cannot be reached any more.
         CheckpointError: what it published is not understood here.
     """
     try:
@@ -75,9 +106,12 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> 
             f"see whether it is alive and makes the same calls in the same order"
         )
         raise CheckpointTimeoutError(text, [coordinator]) from error
+    except OSError as error:
+        raise _unreachable(coordinator, "was lost before its control hub was known", error) from error
     try:
         found = msgspec.msgpack.decode(value, type=Rendezvous)
-    except msgspec.DecodeError as error:
+        address_of(found)
+    except ValueError as error:  # msgspec's own is one
         raise CheckpointError(f"the store's entry {key!r} is not a control hub's address: {error}") from error
     if found.protocol != PROTOCOL:
         raise CheckpointError(

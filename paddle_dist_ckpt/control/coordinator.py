@@ -6,7 +6,7 @@ It is told what arrives, whose connection is lost and what time it is, and calls
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from . import failures, wire
 from .wire import ErrorRecord, Message
@@ -24,7 +24,8 @@ Emit = Callable[[int, Message, bytes], None]
 class CoordinatorSession:
     """One session: who has arrived, the current round's answers, and what has gone wrong.
 
-    Times are monotonic, in seconds. Silence is counted from the first news of the session, ``now``.
+    Times are monotonic, in seconds. Silence is counted from the first news of the session, ``now``. ``unproven`` are
+    ranks that somebody said to be who was turned away, as it changes; if they are missing in the end, that may be why.
 
     Attributes:
         kinds: What each rank that has opened it says that it is doing.
@@ -32,10 +33,19 @@ class CoordinatorSession:
         verdict: Why it has failed, once that is decided.
     """
 
-    def __init__(self, number: int, ranks: tuple[int, ...], coordinator: int, emit: Emit, now: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        ranks: tuple[int, ...],
+        coordinator: int,
+        emit: Emit,
+        now: float,
+        unproven: Set[int] = frozenset(),
+    ) -> None:
         self._number = number
         self._ranks = ranks
         self._coordinator = coordinator
+        self._unproven = unproven
         self._emit = emit
         self._timeout = math.inf
         self._next_beat = math.inf
@@ -61,6 +71,11 @@ class CoordinatorSession:
     def failing(self) -> bool:
         """Something has gone wrong; the verdict is there or awaits the other ranks' errors."""
         return not math.isinf(self._judged_at)
+
+    @property
+    def listening(self) -> set[int]:
+        """Until the coordinator closes it: the other ranks that got a reply and may still need what is sent to them."""
+        return self._heard.keys() - {self._coordinator} if self._round and self._coordinator in self._heard else set()
 
     def handle(self, rank: int, message: Message, payload: bytes, now: float) -> None:
         """Take in a message. A rank that has closed the session sends nothing more in it."""
@@ -220,8 +235,8 @@ class CoordinatorSession:
         place = f" in round {name!r}" if name and not self._outside_rounds else ""
         missing = self._missing(now) - self._failures.keys()
         if not self._failures:
-            return failures.timeout_error(f"{kind}{place}", missing, self._timeout)
-        silent = {rank: failures.timeout_error("it", [rank], self._timeout) for rank in missing}
+            return failures.timeout_error(f"{kind}{place}", missing, self._timeout, self._unproven)
+        silent = {rank: failures.timeout_error("it", [rank], self._timeout, self._unproven) for rank in missing}
         return failures.failure_of_ranks(f"{kind} failed{place}", self._failures | silent, self._ranks)
 
     def parts(self) -> Mapping[int, bytes] | None:

@@ -32,18 +32,35 @@ _LATE_GRACE = 1.0
 
 
 class CoordinatorTable:
-    """All sessions of a hub, on its coordinator. ``lost`` are the ranks without a connection, as it changes.
+    """All sessions of a hub, on its coordinator.
+
+    Args:
+        ranks: All ranks.
+        coordinator: This one.
+        lost: The ranks without a connection, as it changes.
+        emit: Sends.
+        unproven: The ranks that somebody said to be who was turned away, as it changes.
 
     Attributes:
         sessions: Those that are not over, by number.
+        unheard: The ranks that may not have all that was sent to them, of sessions that the coordinator has closed.
     """
 
-    def __init__(self, ranks: tuple[int, ...], coordinator: int, lost: Set[int], emit: Emit) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        coordinator: int,
+        lost: Set[int],
+        emit: Emit,
+        unproven: Set[int] = frozenset(),
+    ) -> None:
         self._ranks = ranks
         self._coordinator = coordinator
         self._lost = lost
+        self._unproven = unproven
         self._emit = emit
         self.sessions: dict[int, CoordinatorSession] = {}
+        self.unheard: dict[int, set[int]] = {}
         self._verdicts: dict[int, ErrorRecord] = {}
         # By rank and session: why it is over that the rank has opened only now, until when the answer can wait.
         self._late: dict[tuple[int, int], tuple[ErrorRecord, float]] = {}
@@ -51,22 +68,40 @@ class CoordinatorTable:
         self._doubted = _NO_DOUBT  # the newest session in which, or after which, there is doubt; -1: before all
 
     def handle(
-        self, rank: int, message: wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye, payload: bytes, now: float
+        self,
+        rank: int,
+        message: wire.Open | wire.Answer | wire.Fail | wire.Beat | wire.Bye | wire.Received,
+        payload: bytes,
+        now: float,
     ) -> bool:
         """Take in a message from ``rank``, which may be the coordinator itself.
 
         Returns:
-            Whether it completes a round, so that ``combine`` can run.
+            Whether it is news for a user thread: it completes a round, so that ``combine`` can run, or all ranks have
+            what was sent to them.
         """
         if isinstance(message, wire.Open):
             self._on_open(rank, message, now)
         session = self.sessions.get(message.session)
+        if session is None and isinstance(message, wire.Bye) and self._is_to_come(message.session):
+            # Its Open was lost with a connection. Whoever opens it later shall not wait for this rank.
+            session = self._begin(message.session, now)
+            session.fail_rank(rank, failures.record("the connection was lost while it made this call"), now)
         if session is not None:
+            if isinstance(message, wire.Bye) and rank == self._coordinator:
+                self.unheard[message.session] = session.listening - self._lost
             session.handle(rank, message, payload, now)
         if isinstance(message, wire.Open):
             self._put_in_step(now)
         self._retire()
+        if isinstance(message, (wire.Bye, wire.Received)):
+            return self._on_heard(message.session, rank)
         return isinstance(message, wire.Answer) and session is not None and session.parts() is not None
+
+    def _on_heard(self, number: int, rank: int) -> bool:
+        unheard = self.unheard.get(number, set())
+        unheard.discard(rank)
+        return not unheard
 
     def _on_open(self, rank: int, message: wire.Open, now: float) -> None:
         """Begin the session, if it is new; if it is over already, note that ``rank`` came late to it."""
@@ -84,10 +119,17 @@ class CoordinatorTable:
             until = now + min(_LATE_GRACE, message.timeout / BEATS_PER_TIMEOUT)
             self._late[rank, number] = failures.late(over, rank), until
             return
-        session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now)
+        self._begin(number, now)
+
+    def _is_to_come(self, number: int) -> bool:
+        return number >= self._opened and number not in self._verdicts
+
+    def _begin(self, number: int, now: float) -> CoordinatorSession:
+        session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now, self._unproven)
         self.sessions[number] = session
         for lost in self._lost:
             session.lose(lost, now)
+        return session
 
     def _put_in_step(self, now: float) -> None:
         """Fail the sessions that ranks are not in together, so that the next is the same for all.
@@ -123,6 +165,8 @@ class CoordinatorTable:
                 if len(session.kinds) < len(self._ranks):
                     self._doubted = max(number, self._doubted)
                 self._verdicts[number] = session.verdict
+                if session.listening:
+                    self.unheard[number] = session.listening - self._lost
                 if len(self._verdicts) > _REMEMBERED:
                     del self._verdicts[min(self._verdicts)]
             elif session.abandoned:
@@ -151,6 +195,8 @@ class CoordinatorTable:
         """The connection to ``rank`` is lost: sessions that need it fail, now and until it is back."""
         for session in self.sessions.values():
             session.lose(rank, now)
+        for unheard in self.unheard.values():
+            unheard.discard(rank)
         self._retire()
 
     def tick(self, now: float) -> float:

@@ -6,7 +6,7 @@ of some ranks only is raised as RankFailureError that names them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
@@ -18,6 +18,7 @@ __all__ = [
     "SHARED_IN_LOCAL",
     "copy_of",
     "failure_of_ranks",
+    "is_of_collectives",
     "late",
     "raisable",
     "record",
@@ -33,6 +34,8 @@ SHARED_IN_COMBINE = frozenset(
     {
         "CheckpointNotFoundError",
         "CheckpointCorruptedError",
+        "CheckpointReplacedError",
+        "DurabilityUnknownError",
         "StateDictMismatchError",
         "UnsupportedValueError",
         "ValueError",
@@ -57,6 +60,7 @@ def record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> E
     text = str(error) if name == kind.__name__ else f"{kind.__name__}: {error}"
     # A failure within a failure says enough; deeper ones would be their ranks' copies of each other.
     inner = error.failures.items() if isinstance(error, errors.RankFailureError) and depth == 0 else ()
+    committed = error if isinstance(error, errors.DurabilityUnknownError) else errors.DurabilityUnknownError("")
     return ErrorRecord(
         name,
         _clip(text),
@@ -64,6 +68,8 @@ def record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> E
         problems=_clip_all(error.problems) if isinstance(error, errors.StateDictMismatchError) else (),
         missing_ranks=error.missing_ranks if isinstance(error, errors.CheckpointTimeoutError) else (),
         failures=tuple((rank, record_of(failure, frozenset(), depth + 1)) for rank, failure in inner),
+        path=_clip(committed.path),
+        unique_id=committed.unique_id,
     )
 
 
@@ -89,6 +95,8 @@ def copy_of(error: ErrorRecord) -> errors.CheckpointError:
         return kind(error.message, error.problems)
     if issubclass(kind, errors.CheckpointTimeoutError):
         return kind(error.message, error.missing_ranks)
+    if issubclass(kind, errors.DurabilityUnknownError):
+        return kind(error.message, error.path, error.unique_id)
     if issubclass(kind, errors.RankFailureError):
         return kind(error.message, {rank: copy_of(failure) for rank, failure in error.failures})
     return kind(error.message)
@@ -130,13 +138,18 @@ def _name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def timeout_error(doing: str, missing: Iterable[int], timeout: float) -> ErrorRecord:
-    """Record that ``missing`` ranks were silent for too long while the others were ``doing``."""
+def timeout_error(doing: str, missing: Iterable[int], timeout: float, unproven: Set[int] = frozenset()) -> ErrorRecord:
+    """Record that ``missing`` ranks were silent for too long while the others were ``doing``.
+
+    Of those that are ``unproven`` too, somebody said to be them who did not know the hub's key.
+    """
     missing = tuple(sorted(missing))
     text = (
         f"{doing} timed out: {_name_ranks(missing)} not heard of for {timeout:g} s; see whether they are alive and "
         f"make the same calls in the same order, or raise options.timeout"
     )
+    if refused := unproven & set(missing):
+        text += f" (who said to be {_name_ranks(refused)} had another control secret; all ranks must have the same one)"
     return ErrorRecord("CheckpointTimeoutError", text, missing_ranks=missing)
 
 
@@ -152,13 +165,19 @@ def failure_of_ranks(doing: str, failures: Mapping[int, ErrorRecord], ranks: tup
     shared = all(error.shared for error in failures.values())
     if len(kinds) > 1 or not (shared or kinds == {"CheckpointTimeoutError"}):
         text = f"{doing} {_by_text({rank: _describe(error) for rank, error in failures.items()})}"
-        return ErrorRecord("RankFailureError", _clip(text), failures=tuple(sorted(failures.items())))
+        name = "CollectiveError" if kinds == {"CollectiveError"} else "RankFailureError"
+        return ErrorRecord(name, _clip(text), failures=tuple(sorted(failures.items())))
     texts = {rank: error.message for rank, error in failures.items()}
     everyone = shared and set(failures) == set(ranks) and len(set(texts.values())) == 1
     text = next(iter(texts.values())) if everyone else _by_text(texts)
     problems = dict.fromkeys(problem for _, error in sorted(failures.items()) for problem in error.problems)
     missing = {rank for error in failures.values() for rank in error.missing_ranks}
     return ErrorRecord(kinds.pop(), _clip(text), shared, _clip_all(tuple(problems)), tuple(sorted(missing)))
+
+
+def is_of_collectives(error: ErrorRecord) -> bool:
+    """Whether collectives have failed, on any rank."""
+    return "CollectiveError" in {error.type_name, *(failure.type_name for _, failure in error.failures)}
 
 
 def _by_text(texts: Mapping[int, str]) -> str:

@@ -1,36 +1,36 @@
-"""The hub between processes: one I/O thread, which owns the sockets and outlives sessions.
+"""The hub between processes: one I/O thread, which outlives sessions, over connections of TCP.
 
-zmq sockets may be used by one thread at a time: the hub's lock guards them. The thread sleeps on their descriptors,
-without the lock. User threads send directly, which saves a thread switch.
+The thread alone waits and receives, without the board's lock; in a bounded turn it delivers what has come and looks at
+the time, whatever comes. User threads send directly, which saves a thread switch.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import logging
-import math
 import os
-import selectors
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 
 from . import bootstrap, failures
 from .board import Board
 from .bootstrap import BootstrapStore
+from .coordinator_port import CoordinatorPort
+from .member_port import MemberPort
+from .port import Port
 from .session import LONGEST_WAIT
 from .wire import Message
-from .zmq_ports import DealerPort, RouterPort
 
-__all__ = ["ZmqHub"]
+__all__ = ["TcpHub"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_CLOSE_SECONDS = 15.0  # more than zmq lingers
+_CLOSE_SECONDS = 15.0  # more than a port lingers
 
 
-class ZmqHub(Board):
+class TcpHub(Board):
     """Implements :class:`paddle_dist_ckpt.core.protocols.ControlHub` over TCP.
 
     Every rank makes one. It does not wait for the others, except for the coordinator's address. It must be closed;
@@ -45,11 +45,12 @@ class ZmqHub(Board):
         bind_host: On the coordinator, address or name of the interface to listen on; by default the one behind the
             default route.
         bootstrap_timeout: Seconds to wait for the coordinator's address.
+        secret: What the job's ranks know and the store does not; the same on all of them. Empty if there is none.
         opened: How many sessions this rank has opened before, or has tried to, without a hub.
-        on_abandon: See :class:`Board`.
 
     Raises:
         CheckpointTimeoutError: the coordinator did not leave its address in time.
+        RankFailureError: the store cannot be reached.
         ValueError: ``rank`` or ``coordinator`` is not one of ``ranks``.
     """
 
@@ -63,30 +64,34 @@ class ZmqHub(Board):
         *,
         bind_host: str | None = None,
         bootstrap_timeout: float = 300.0,
+        secret: bytes = b"",
         opened: int = 0,
-        on_abandon: Callable[[], None] | None = None,
     ) -> None:
         for member, name in ((rank, "rank"), (coordinator, "coordinator")):
             if member not in ranks:
                 raise ValueError(f"{name} {member} is not one of the group's ranks {sorted(ranks)}")
-        super().__init__(rank, tuple(ranks), coordinator, opened=opened, on_abandon=on_abandon)
-        self._port: RouterPort | DealerPort
-        if rank == coordinator:
-            self._port = RouterPort(rank, self.ranks, bind_host)
-            bootstrap.publish(store, key, self._port.rendezvous)
-        else:
-            self._port = DealerPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator))
+        super().__init__(rank, tuple(ranks), coordinator, opened=opened)
+        self._port = (
+            self._listening(store, key, bind_host, secret)
+            if rank == coordinator
+            else MemberPort(rank, coordinator, bootstrap.fetch(store, key, bootstrap_timeout, coordinator), secret)
+        )
         self._closing = False
         self._closed = False
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        for readable in (self._port.socket.FD, self._port.monitor.FD, self._woken.fileno()):
-            self._selector.register(readable, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt control hub", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
+
+    def _listening(self, store: BootstrapStore, key: str, bind_host: str | None, secret: bytes) -> Port:
+        port = CoordinatorPort(self.rank, self.ranks, bind_host, secret, self.unproven)
+        try:
+            bootstrap.publish(store, key, port.rendezvous, self.rank)
+        except BaseException:
+            port.close()
+            raise
+        return port
 
     def close(self) -> None:
         """End the connection, and the thread, which closes the sockets. Sessions that are open fail, on all ranks."""
@@ -110,29 +115,29 @@ class ZmqHub(Board):
         # The thread itself looks at the time anyway before it sleeps again.
         if self._closed or threading.current_thread() is self._thread:
             return
-        # Sending may have taken the sign that something has arrived, for which the thread sleeps.
-        if sooner or self._port.pending():
-            with contextlib.suppress(BlockingIOError):  # the buffer is full of earlier wake-ups, which will do
-                self._wake.send(b"\0")
+        if sooner or self._port.blocked:
+            self._port.wake()
 
     def _run(self) -> None:
         try:
-            due = math.inf
+            due = 0.0
             while not self._closing:
-                for key, _ in self._selector.select(min(max(0.0, due - time.monotonic()), LONGEST_WAIT)):
-                    if key.fd == self._woken.fileno():
-                        self._woken.recv(4096)
+                self._port.wait(min(max(0.0, due - time.monotonic()), LONGEST_WAIT))
                 with self.changed:
-                    due = min(self._port.receive(self), self.tick())
-                    if self._port.pending():
-                        due = 0.0
+                    due = min(self._port.turn(self), self.tick())
+                    self._port.arm()
         except Exception as error:
             _logger.exception("the control hub's thread failed")
             self.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
         finally:
             with self.changed:
                 self._closed = True
+            self._port.linger(self)
             self._port.close()
-            self._selector.close()
-            self._woken.close()
-            self._wake.close()
+
+
+def _close_in_child(made: weakref.ref[TcpHub]) -> None:
+    """In a process that was forked from a hub's: else its connections would outlive that one, which nobody noticed."""
+    hub = made()
+    if hub is not None:
+        hub._port.close()

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..core.memory import Bytes1D
-from ..core.protocols import ControlHub, Transport
+from ..core.protocols import ControlHub, Transfers, Transport
 from .session import check_payload, check_replies, check_topic
+from .verified import VerifiedTransfers
 
 __all__ = ["NoTransport", "Ranks", "SoloHub"]
 
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 class NoTransport:
     """Implements :class:`paddle_dist_ckpt.core.protocols.Transport` for one rank: there is nobody to send to."""
+
+    tried = True
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """Does nothing."""
@@ -29,6 +32,16 @@ class NoTransport:
         senders: Sequence[tuple[int, int]],
         most: int,
     ) -> None:
+        """Does nothing."""
+
+    def try_out(self) -> list[str]:
+        """Nothing fails."""
+        return []
+
+    def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
+        """Does nothing."""
+
+    def abandon(self) -> None:
         """Does nothing."""
 
 
@@ -54,9 +67,9 @@ class SoloSession:
         data = check_payload(local(), "what local returns")
         return check_replies(combine({self.rank: data}), self.ranks)[self.rank]
 
-    def run_collectives(self, transport: Transport, work: Callable[[Transport], T]) -> T:
+    def run_collectives(self, transport: Transport, work: Callable[[Transfers], T]) -> T:
         """Run ``work`` here and now."""
-        return work(transport)
+        return work(VerifiedTransfers(transport, self.rank, ""))
 
 
 class SoloAppointments:

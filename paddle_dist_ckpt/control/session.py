@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.memory import Bytes1D
-from ..core.protocols import Transport
-from ..errors import CheckpointError
+from ..core.protocols import Operations, Transfers, Transport
+from ..errors import CollectiveError
 from . import failures, wire
 from .member import MemberSession
+from .verified import VerifiedTransfers
 from .wire import ErrorRecord
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Session:
         self._board = board
         self._kind = kind
         self._timeout = timeout
+        self._transports: list[Transport] = []
 
     @property
     def doubtful(self) -> bool:
@@ -89,7 +91,11 @@ class Session:
         member = self._member
         if error is not None and member.verdict is None and member.own_error is None:
             self._report(error)
-        self._board.leave(member)
+        verdict = member.verdict
+        if isinstance(error, CollectiveError) or (verdict is not None and failures.is_of_collectives(verdict)):
+            for transport in self._transports:  # on all ranks alike, or some would wait for the others in the next call
+                transport.abandon()
+        self._board.leave(member, succeeded=error is None)
 
     def check(self) -> None:
         """Raise if the session has failed on any rank. Cheap; long work in ``local`` should call it now and then."""
@@ -136,50 +142,55 @@ class Session:
             member.own_error = error
             self._board.post(wire.Fail(member.number, member.round_name, failures.record_of(error, shared)))
 
-    def run_collectives(self, transport: Transport, work: Callable[[Transport], T]) -> T:
+    def run_collectives(self, transport: Transport, work: Callable[[Transfers], T]) -> T:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
+        self._transports.append(transport)
         self.check()
-        task = _Collectives(transport)
-        self._member.moved_since = task.moved_since
-        result = task.start(work, self._board.changed)
+        task, member = _Collectives(transport), self._member
+        member.moved_since = task.moved_since
+        nonce = f"{self.ranks} {self.coordinator} {member.number} {member.round_name}"
+        result = task.start(VerifiedTransfers(task, self.rank, nonce), work, self._board.changed)
         try:
-            self._board.wait(self._member, lambda: result.done() or None, lambda: self._watch(task))
+            self._board.wait(member, lambda: result.done() or None, lambda: self._watch(task))
             return result.result()
         except BaseException:
             # Work that hangs, or that raised half-way, has left out operations that the other ranks count on.
-            self._board.on_abandon()
+            transport.abandon()
             raise
         finally:
-            self._member.moved_since = None  # the work holds on to all that it was for
+            member.moved_since = None  # the work holds on to all that it was for
 
     def _watch(self, task: _Collectives) -> float:
         """Fail if the task's collective hangs, on every rank; returns in how many seconds to look again."""
         now = time.monotonic()
         still = now - max(now if task.since is None else task.since, self._member.group_moved)
         if still > self._timeout and self._member.own_error is None:
-            self._report(CheckpointError(f"a collective made no progress for {still:.1f} s"))
+            self._report(CollectiveError(f"a collective made no progress for {still:.1f} s"))
         return min(max(self._timeout - still, self._timeout / 10), LONGEST_WAIT)
 
 
 class _Collectives:
-    """Implements Transport by another one for work on a thread of its own, which may never come back.
+    """Implements Operations by others, for work on a thread of its own, which may never come back.
 
     Attributes:
         since: Since when it has been in a collective, as monotonic time; None while it is not in one.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
         self.since: float | None = None
         self._ended = False
 
-    def start(self, work: Callable[[Transport], T], changed: threading.Condition) -> Future[T]:
-        """Begin the work; ``changed`` is notified when its result is there."""
+    def start(
+        self, verified: VerifiedTransfers, work: Callable[[Transfers], T], changed: threading.Condition
+    ) -> Future[T]:
+        """Begin the work, by transfers over this transport; ``changed`` is notified when its result is there."""
         result: Future[T] = Future()
 
         def run() -> None:
             try:
-                value = work(self)
+                value = work(verified)
+                verified.settle()
             except BaseException as error:
                 result.set_exception(error)
             else:
@@ -200,9 +211,9 @@ class _Collectives:
             self.since = None
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
-        """See :class:`..core.protocols.Transport`."""
+        """See :class:`..core.protocols.Operations`."""
         with self._waiting():
-            self._transport.broadcast(data, source, most)
+            self._operations.broadcast(data, source, most)
 
     def exchange(
         self,
@@ -211,9 +222,14 @@ class _Collectives:
         senders: Sequence[tuple[int, int]],
         most: int,
     ) -> None:
-        """See :class:`..core.protocols.Transport`."""
+        """See :class:`..core.protocols.Operations`."""
         with self._waiting():
-            self._transport.exchange(outgoing, incoming, senders, most)
+            self._operations.exchange(outgoing, incoming, senders, most)
+
+    def try_out(self) -> list[str]:
+        """See :class:`..core.protocols.Operations`."""
+        with self._waiting():
+            return self._operations.try_out()
 
     def moved_since(self, then: float) -> bool:
         """Whether it works outside of collectives, or has begun one since ``then``. One that has ended does neither."""

@@ -1,12 +1,12 @@
 """The messages between ranks, and their bytes.
 
-A message is one msgpack array, whose first item is its class's name, in a frame of its own; an ``Answer`` or ``Reply``
-has its payload in the next frame, so that tens of megabytes are neither packed nor unpacked. All but ``Whereabouts``,
-``Appointed`` and ``Hello`` belong to a session; sessions are numbered in the order of opening, the same on
-every rank, and the rounds of a session are numbered from 0.
+A message is one msgpack array, whose first item is its class's name; an ``Answer`` or ``Reply``
+has its payload beside it, so that tens of megabytes are neither packed nor unpacked. All but ``Whereabouts`` and
+``Appointed`` belong to a session; sessions are numbered in the order of opening, the same on every rank, and the rounds
+of a session are numbered from 0.
 
-    member -> coordinator     Open, Answer, Fail, Beat, Bye, Whereabouts, Hello
-    coordinator -> member     Reply, Verdict, Beat, Bye, Appointed, Hello
+    member -> coordinator     Open, Answer, Fail, Beat, Bye, Received, Whereabouts
+    coordinator -> member     Reply, Verdict, Beat, Bye, Appointed
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = [
     "Bye",
     "ErrorRecord",
     "Fail",
-    "Hello",
     "Label",
     "Message",
     "Open",
+    "Received",
     "Reply",
     "Verdict",
     "Whereabouts",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 MAX_PAYLOAD = 1 << 30
-"""Longest payload of a message, in bytes: whoever connects cannot make a rank allocate more."""
+"""Longest payload of a message, in bytes: no peer can make a rank allocate more."""
 MAX_TOPIC = 1024
 MAX_TEXT = 1 << 20
 MAX_PROBLEMS = 100_000
@@ -69,6 +69,7 @@ class ErrorRecord(msgspec.Struct, array_like=True, frozen=True):
         problems: See StateDictMismatchError.
         missing_ranks: See CheckpointTimeoutError.
         failures: See RankFailureError.
+        path, unique_id: See DurabilityUnknownError.
     """
 
     type_name: Text
@@ -77,10 +78,8 @@ class ErrorRecord(msgspec.Struct, array_like=True, frozen=True):
     problems: Problems = ()
     missing_ranks: Ranks = ()
     failures: Annotated[tuple[tuple[Number, ErrorRecord], ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
-
-
-class Hello(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """I am here. Sent on each new connection; from the coordinator it only asks whether the connection stands."""
+    path: Text = ""
+    unique_id: Number = 0
 
 
 class Open(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -119,6 +118,12 @@ class Beat(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 class Bye(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """I have closed the session and will send nothing more in it."""
+
+    session: Number
+
+
+class Received(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """All that you sent in the session has come: your farewell, or your verdict, was the last of it."""
 
     session: Number
 
@@ -169,22 +174,19 @@ class Appointed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     end: int | None = None
 
 
-Message = Hello | Open | Answer | Fail | Beat | Bye | Reply | Verdict | Whereabouts | Appointed
+Message = Open | Answer | Fail | Beat | Bye | Received | Reply | Verdict | Whereabouts | Appointed
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(tuple[Number, Message])
+_DECODER = msgspec.msgpack.Decoder(Message)
 
 
-def encode(rank: int, message: Message) -> bytes:
-    """Pack ``message`` as sent by ``rank``."""
-    return _ENCODER.encode((rank, message))
+def encode(message: Message) -> bytes:
+    """Pack ``message``."""
+    return _ENCODER.encode(message)
 
 
-def decode(frame: bytes) -> tuple[int, Message]:
+def decode(frame: bytes) -> Message:
     """Unpack what :func:`encode` packed.
-
-    Returns:
-        The sender's rank and the message.
 
     Raises:
         msgspec.DecodeError: not a message, or something in it is of a wrong type or out of bounds.

@@ -16,9 +16,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import CheckpointError
 from .box import cut_flat_range
 
-__all__ = ["Bytes1D", "address_of", "array_at", "bytes_at", "copy_bytes", "copy_each", "fresh_pages", "gather"]
+__all__ = [
+    "Bytes1D",
+    "address_of",
+    "array_at",
+    "bytes_at",
+    "copy_bytes",
+    "copy_each",
+    "fresh_pages",
+    "gather",
+    "zeros_of",
+]
 
 Bytes1D = npt.NDArray[np.uint8]
 """A row of bytes."""
@@ -126,6 +137,18 @@ def fresh_pages(size: int, inherited: bool = True) -> npt.NDArray[np.uint8]:
         with suppress(OSError, ValueError, AttributeError):  # a kernel, or a platform, without it
             memory.madvise(number)
     return np.frombuffer(memory, np.uint8)
+
+
+def zeros_of(shape: Sequence[int], raw: np.dtype[np.generic], what: str) -> npt.NDArray[Any]:
+    """An array of zeros, whose pages are there when they are first written to.
+
+    Raises:
+        CheckpointError: there is no room for ``what``.
+    """
+    try:
+        return np.zeros(shape, raw)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(f"{what}: no memory for it: {error}") from error
 
 
 def gather(array: npt.NDArray[Any], start: int, stop: int, buffer: Bytes1D) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from .memory import Bytes1D
 
-__all__ = ["Appointments", "ControlHub", "ControlSession", "Transport"]
+__all__ = ["Appointments", "ControlHub", "ControlSession", "Operations", "Transfers", "Transport"]
 
 T = TypeVar("T")
 
@@ -67,18 +67,19 @@ class ControlSession(Protocol):
         """Raise if the session has failed elsewhere, so that long work can stop early."""
         ...
 
-    def run_collectives(self, transport: Transport, work: Callable[[Transport], T]) -> T:
+    def run_collectives(self, transport: Transport, work: Callable[[Transfers], T]) -> T:
         """Run ``work``, which may block in collectives, on a helper thread, watching the other ranks meanwhile.
 
         Args:
-            transport: Whose operations are the collectives.
-            work: Is given a transport that does the same, and is watched. If it is in an operation for longer than the
-                session's timeout, while no rank of the session begins another or works outside of one, the collective
-                is taken to hang.
+            transport: Whose operations are the collectives. It is abandoned if ``work`` raises or is given up; and on
+                every rank, once the session closes, if the session has failed with a CollectiveError.
+            work: Is given the same operations, watched and verified. If it is in one for longer than the session's
+                timeout, while no rank of the session begins another or works outside of one, the collective is taken to
+                hang.
 
         Raises:
             What ``work`` raised; or what made the session fail on another rank while ``work`` was still blocked.
-            RankFailureError: on every rank, if a collective hangs.
+            CollectiveError: on every rank, if a collective hangs; on those to which other bytes came than were sent.
         """
         ...
 
@@ -149,8 +150,8 @@ class ControlHub(Protocol):
     def close(self) -> None: ...
 
 
-class Transport(Protocol):
-    """Moves bulk bytes between ranks. Every rank of the group takes part in every operation, in the same order.
+class Operations(Protocol):
+    """Move bulk bytes between ranks. Every rank of the group takes part in every operation, in the same order.
 
     That all take part is what the weakest backend demands: Paddle's gloo group numbers its operations on each rank and
     matches them by number, so ranks that had done different numbers of them would wait for each other for ever.
@@ -181,4 +182,59 @@ class Transport(Protocol):
             senders: The ranks that send anything, each with the size of its largest message; the same on every rank.
             most: See :meth:`broadcast`.
         """
+        ...
+
+    def try_out(self) -> list[str]:
+        """Try what the backend has with a few bytes; returns the names of what fails here, or delivers other bytes."""
+        ...
+
+
+class Transport(Operations, Protocol):
+    """Moves bulk bytes between ranks by a backend that is not trusted.
+
+    Attributes:
+        tried: Whether ranks have agreed on what the backend can do.
+    """
+
+    tried: bool
+
+    def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
+        """Use nothing that fails on any rank.
+
+        Args:
+            failing: The ranks on which each has failed that has; the same on every rank.
+
+        Raises:
+            CollectiveError: there is nothing else.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """It cannot be relied on any more: let later operations raise CollectiveError."""
+        ...
+
+
+class Transfers(Protocol):
+    """What work in collectives is given: a Transport's operations. What arrives is compared with what was sent.
+
+    Other ranks wait for this one's part in all of them, so what is wrong is raised when the work is done.
+    """
+
+    def broadcast(self, data: Bytes1D, source: int, most: int, what: Callable[[], str]) -> None:
+        """See :class:`Operations`; ``what`` names what is sent, for an error on a rank that receives it."""
+        ...
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+        what: Callable[[int], str],
+    ) -> None:
+        """See :class:`Operations`; ``what`` names what comes from a rank."""
+        ...
+
+    def try_out(self) -> list[str]:
+        """See :class:`Operations`."""
         ...

@@ -23,6 +23,7 @@ from .columns import Column, IntArray, edges_of, pack_column, places_within, unp
 from .dtypes import DType
 
 __all__ = [
+    "Grid",
     "Kind",
     "Layout",
     "LayoutRecord",
@@ -32,6 +33,7 @@ __all__ = [
     "shared_layouts",
 ]
 
+_MOST_EMPTY = 1024  # boxes of a tensor without elements: they need no bytes in any file
 _LARGEST_ITEM = 64  # bytes, and more than any item has
 
 
@@ -57,20 +59,54 @@ class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """Boxes that are a grid over all of a tensor, in row-major order, in memory of its edges alone.
+
+    Attributes:
+        starts: For each dimension where the boxes start along it.
+        lengths: And how far each of those reaches.
+    """
+
+    starts: list[IntArray]
+    lengths: list[IntArray]
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self.starts))
+
+    @property
+    def volumes(self) -> IntArray:
+        """Elements of each box, ``[boxes]``."""
+        volumes = np.ones(1, np.int64)
+        for lengths in self.lengths:
+            volumes = np.multiply.outer(volumes, lengths).reshape(-1)
+        return volumes
+
+    def boxes(self) -> Boxes:
+        """The boxes one by one."""
+        return Boxes(_row_major(self.starts), _row_major(self.lengths))
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """How a tensor is cut into boxes; tensors that are cut alike share one.
 
     Attributes:
         shape: The global shape.
-        boxes: The boxes, of the tensor's dimensions, in ascending order of their offsets.
+        parts: The boxes, of the tensor's dimensions, in ascending order of their offsets.
     """
 
     shape: tuple[int, ...]
-    boxes: Boxes
+    parts: Boxes | Grid
+
+    @cached_property
+    def boxes(self) -> Boxes:
+        """The boxes one by one."""
+        return self.parts.boxes() if isinstance(self.parts, Grid) else self.parts
 
     def cuts(self) -> list[list[int]] | None:
         """For each dimension where the grid's boxes but the first start; None if the boxes are not a whole grid."""
-        starts = grid_starts(self.boxes, whole(self.shape))
+        parts = self.parts
+        starts = parts.starts if isinstance(parts, Grid) else grid_starts(parts, whole(self.shape))
         return [s[1:].tolist() for s in starts] if starts is not None else None
 
     @classmethod
@@ -78,7 +114,7 @@ class Layout:
         """The grid that these cuts make, its boxes in row-major order."""
         starts = [np.array([0, *c], np.int64) for c in cuts]
         lengths = [np.diff(s, append=n) for s, n in zip(starts, shape, strict=True)]
-        return cls(tuple(shape), Boxes(_row_major(starts), _row_major(lengths)))
+        return cls(tuple(shape), Grid(starts, lengths))
 
     def to_record(self) -> LayoutRecord:
         """The layout as it is stored."""
@@ -180,6 +216,7 @@ def _not_ascending(offsets: IntArray) -> bool:
 
 
 def _checked_grid(shape: tuple[int, ...], cuts: list[list[int]], most: int) -> Layout:
+    most = min(most, _MOST_EMPTY) if 0 in shape else most
     if len(cuts) != len(shape) or math.prod(len(c) + 1 for c in cuts) > most:
         raise CheckpointCorruptedError(f"a layout of shape {shape} is cut in more than {most} boxes")
     for n, places in zip(shape, cuts, strict=True):
@@ -216,7 +253,7 @@ class ShardTable:
     @cached_property
     def layout_counts(self) -> IntArray:
         """How many boxes each layout has, ``[layouts]``."""
-        return np.array([len(layout.boxes) for layout in self.layouts], np.int64)
+        return np.array([len(layout.parts) for layout in self.layouts], np.int64)
 
     @cached_property
     def first_layout_row(self) -> IntArray:
@@ -246,8 +283,8 @@ class ShardTable:
     @cached_property
     def shard_bytes(self) -> IntArray:
         """Size of each shard, ``[shards]``."""
-        dimensions = max((len(layout.shape) for layout in self.layouts), default=0)
-        return self.layout_boxes(dimensions).volumes[self.shard_layout_row] * self.itemsizes[self.shard_tensor]
+        volumes = np.concatenate([np.zeros(0, np.int64), *(layout.parts.volumes for layout in self.layouts)])
+        return volumes[self.shard_layout_row] * np.repeat(self.itemsizes, np.diff(self.first_shard))
 
     @cached_property
     def dtype_list(self) -> list[DType]:
@@ -289,7 +326,9 @@ class ShardTable:
 
     def file_bytes(self, files: int) -> IntArray:
         """Bytes of each file's data section, ``[files]``."""
-        return self.blocks(1, files)[1]
+        total = np.zeros(max(files, int(self.shard_file.max(initial=-1)) + 1), np.int64)
+        np.add.at(total, self.shard_file, self.shard_bytes)
+        return total
 
     def blocks(self, block_bytes: int, files: int = 0) -> tuple[IntArray, IntArray]:
         """For each shard the number of its first block in its file, and for each file how many blocks it has.

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
-from ..core.box import whole
 from ..core.dtypes import dtype_named
 from ..core.messages import prepare
 from ..core.shards import Kind
-from ..errors import UnsupportedValueError
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.metadata import Metadata, SaveInfo
-from ..folder.boxes import BoxReader
+from ..folder.boxes import read_values
 from ..folder.checkpoint import check_sizes
 from ..folder.selection import Selection, select, unread
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
-from ..tree.values import decode_value, from_jsonable
+from ..tree.values import from_jsonable
 from .native import plan_native
 from .paddle_files import plan_paddle, plan_pdparams
 from .plan import ExportFile, ExportTensor, divide_files
@@ -184,10 +182,11 @@ def _native(chosen: _Selected, job: _Job) -> ExportPlan:
 
 def _read_values(source: Storage, metadata: Metadata, large: Sequence[ExportTensor]) -> list[tuple[str, Any]]:
     """Path and value of what is stored like tensors."""
-    found = [np.empty(tensor.shape, np.uint8) for tensor in large]
-    with BoxReader(source, metadata, [t.row for t in large], [whole(t.shape) for t in large]) as reader:
-        reader.read(range(len(large)), found)
-    return [(tensor.path, decode_value(json.tobytes())) for tensor, json in zip(large, found, strict=True)]
+    found = list(read_values(source, metadata, [tensor.row for tensor in large]))
+    damaged = [value for value in found if isinstance(value, CheckpointCorruptedError)]
+    if damaged:
+        raise damaged[0]
+    return [(tensor.path, value) for tensor, value in zip(large, found, strict=True)]
 
 
 FORMATS: Mapping[str, ExportFormat] = {

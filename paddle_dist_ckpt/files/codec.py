@@ -19,11 +19,11 @@ import numpy as np
 import xxhash
 
 from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
+from ..core.decoding import decoding, is_too_dense
 from ..core.dtypes import DTYPES
 from ..core.shards import Kind, Layout, LayoutRecord, ShardTable
-from ..errors import CheckpointCorruptedError, CheckpointError
-from ..tree.paths import ListIndex, TupleIndex, containers_of, mixed_containers, own_among, parse_path
-from ..tree.values import DECODE_ERRORS
+from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from ..tree.paths import Containers, ListIndex, TupleIndex, own_among, parse_path
 from .metadata import FileInfo, Metadata, SaveInfo, save_members
 from .times import SaveTimes
 
@@ -34,6 +34,7 @@ __all__ = [
     "VERSION",
     "TableRecord",
     "check_block_bytes",
+    "check_room",
     "decode_head",
     "decode_metadata",
     "digest_around",
@@ -49,6 +50,10 @@ VERSION = (1, 0)
 MAX_HEAD_BYTES = 4096
 NO_DIGEST = "0" * 16
 _MAX_PARTS = 256  # more than a state_dict that can be saved has levels
+_LEAST_ENTRY = 48  # bytes that a shard needs in the header of its file, whatever its name and shape
+_FEW_EDGES = 1 << 21  # offsets of shards, one a dimension
+_EDGES = 4  # and for each shard
+_INT64 = range(-(2**63), 2**63)
 _MAX_TOTAL_BYTES = 2**60
 PER_RANK = "per_rank"
 FEATURES = frozenset({PER_RANK})
@@ -142,6 +147,16 @@ def check_block_bytes(size: int) -> None:
         raise CheckpointCorruptedError(f"checksums of blocks of {size} bytes")
 
 
+def check_room(table: ShardTable, files: Sequence[FileInfo]) -> None:
+    """Refuse a table of more shards, or larger ones, than its files have room for."""
+    shards = np.bincount(table.shard_file, minlength=len(files)).tolist()
+    for info, data_bytes, count in zip(files, table.file_bytes(len(files)).tolist(), shards, strict=True):
+        if info.size < 8 + data_bytes + _LEAST_ENTRY * count:
+            raise CheckpointCorruptedError(
+                f"{info.name}: {info.size} bytes, too few for {count} shards of {data_bytes}"
+            )
+
+
 def _is_file_name(name: str) -> bool:
     return 0 < len(name) < 256 and name not in (".", "..") and "/" not in name and "\0" not in name
 
@@ -149,11 +164,15 @@ def _is_file_name(name: str) -> bool:
 def _check_leaves(paths: Sequence[str]) -> None:
     """Refuse leaves that are twice there or below each other, and list places that whole lists do not have."""
     _check_paths(sorted(paths))
-    if containers_of(paths) & set(paths):
+    containers = Containers.of(paths)
+    if containers.too_many:
+        raise CheckpointCorruptedError("more containers than paths of that length lead through")
+    if containers.leaves:
         raise CheckpointCorruptedError("a path is a leaf and a container")
-    if mixed_containers(paths):
+    if containers.mixed:
         raise CheckpointCorruptedError("a path is a dict and a list")
-    for path in [p for p in paths if "~" in p and ("~l" in p or "~t" in p)]:
+    text = "".join(paths)
+    for path in [p for p in paths if "~l" in p or "~t" in p] if "~l" in text or "~t" in text else []:
         if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):
             raise CheckpointCorruptedError(f"{path[:100]}: an index in a list that is larger than all that is stored")
 
@@ -165,8 +184,9 @@ def _check_paths(paths: Sequence[str]) -> None:
         for path in paths:
             if path.count("/") > _MAX_PARTS:
                 raise ValueError(f"a path of more than {_MAX_PARTS} parts: {path[:80]}")
-            if "~" in path or not path.startswith("/"):
-                parse_path(path)
+            plain = "~" not in path and path.startswith("/")
+            if not plain and any(type(part) is int and part not in _INT64 for part in parse_path(path)):
+                raise ValueError(f"a key of more than 64 bits: {path[:80]}")
     except ValueError as error:
         raise CheckpointCorruptedError(str(error)[:200]) from error
     if any(a >= b for a, b in itertools.pairwise(paths)):
@@ -192,8 +212,10 @@ def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: i
     layouts, left = [], shards
     for record, count in zip(records, uses, strict=True):
         layout = Layout.from_record(record, left // count)
-        left -= len(layout.boxes) * count
+        left -= len(layout.parts) * count
         layouts.append(layout)
+    if sum(len(layout.parts) * len(layout.shape) for layout in layouts) > _FEW_EDGES + _EDGES * shards:
+        raise CheckpointCorruptedError("the tensor table has shards of more dimensions than tensors are cut in")
     if left:
         raise CheckpointCorruptedError(f"the tensor table has {shards} shards, its layouts {shards - left}")
     return layouts
@@ -204,6 +226,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
     same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
     tensors = _table_json(metadata.table)
     body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records, times=metadata.times))
+    if is_too_dense(body):
+        raise UnsupportedValueError("a great many very small values, too many for one .metadata")
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
@@ -211,7 +235,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return blank[:at] + digest_around(blank, at).encode() + blank[at + len(NO_DIGEST) :]
 
 
-def digest_around(data: bytes | bytearray, at: int) -> str:
+def digest_around(data: bytes | bytearray | memoryview, at: int) -> str:
     """The xxh3_64 digest of data that have it themselves, from byte ``at`` on: taken with zeros in its own place."""
     digest, view = xxhash.xxh3_64(), memoryview(data)
     for part in (view[:at], NO_DIGEST.encode(), view[at + len(NO_DIGEST) :]):
@@ -240,10 +264,8 @@ def decode_head(data: bytes, name: str) -> Head | None:
     """
     if not data.startswith(HEAD_START):
         return None
-    try:
+    with decoding(f"{name}: its first line is damaged"):
         head = _HEAD_DECODER.decode(data[:MAX_HEAD_BYTES].split(b"\n", 1)[0])
-    except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(f"{name}: its first line is damaged: {error}") from error
     unknown = sorted(set(head.required_features) - FEATURES)
     if head.version[0] != VERSION[0] or unknown:
         raise CheckpointError(
@@ -264,19 +286,19 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     if head is None:
         raise CheckpointCorruptedError(f"{name} is not a paddle_dist_ckpt .metadata file; it starts with {data[:24]!r}")
     start = data.index(b"\n") + 1 if b"\n" in data else len(data)
-    body = data[start : start + head.body_bytes]
+    body = memoryview(data)[start : start + head.body_bytes]
     if len(body) != head.body_bytes or data[start + len(body) :] != b"\n":
         raise CheckpointCorruptedError(f"{name} has {len(data)} bytes where {start + head.body_bytes + 1} are due")
     at = start - len(NO_DIGEST) - 3
     if data[at:start] != digest_around(data, at).encode() + b'"}\n':
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
-    try:
+    with decoding(name):
+        if is_too_dense(body):
+            raise CheckpointCorruptedError("more objects than its size has room for")
         record = _BODY_DECODER.decode(body)
         if record.save_id != head.save:
             raise CheckpointCorruptedError("its two lines name different saves")
         return _metadata_of(record, unique_id)
-    except (*DECODE_ERRORS, CheckpointCorruptedError) as error:
-        raise CheckpointCorruptedError(f"{name}: {error}") from error
 
 
 def _metadata_of(body: _Body, unique_id: int) -> Metadata:
@@ -286,11 +308,10 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
     # A digest is there for each, since a file without one is taken to be of another format, and not verified.
     if body.world_size < 1 or any(not _is_file_name(f.name) or f.size < 0 or not f.digest for f in body.files):
         raise CheckpointCorruptedError("world size or file list out of bounds")
+    msgspec.msgpack.encode((body.world_size, body.files, body.values))  # raises if numbers are too large for messages
     _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
     table = table_from_record(body.tensors, len(body.files))
-    for info, data_bytes in zip(body.files, table.file_bytes(len(body.files)).tolist(), strict=True):
-        if info.size < data_bytes + 8:
-            raise CheckpointCorruptedError(f"{info.name} cannot hold {data_bytes} bytes of data in {info.size}")
+    check_room(table, body.files)
     if body.times is not None:
         body.times.seconds()  # raises if it is damaged
     metadata = Metadata(

@@ -26,10 +26,11 @@ import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.columns import IntArray
+from ..core.decoding import decoding, is_too_dense
 from ..core.dtypes import DType
+from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
-from ..tree.values import DECODE_ERRORS
 from .codec import NO_DIGEST, VERSION, TableRecord, check_block_bytes, digest_around
 from .metadata import FileInfo
 
@@ -52,6 +53,7 @@ FORMAT = "paddle_dist_ckpt.data"
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
+_PIECE = 4 << 20
 _DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
 _HASHES_AT = _DIGEST_AT + len(NO_DIGEST) + len('","hashes":"')
 Hashes = npt.NDArray[np.uint64]
@@ -229,7 +231,7 @@ class FileLayout:
         return header
 
 
-def header_digest(header: bytes | bytearray) -> str:
+def header_digest(header: bytes | bytearray | memoryview) -> str:
     """The digest of a header, which the header itself and `.metadata` have."""
     return digest_around(header, _DIGEST_AT)
 
@@ -283,10 +285,11 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
         CheckpointCorruptedError: its header is not that of a data file of this format. (Its data are not looked at.)
     """
     record, data_start = _read_metadata(file, name)
-    try:
-        info = _INFO_DECODER.decode(record.info)
-    except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(f"{name}: its header cannot be understood: {error}") from error
+    with decoding(f"{name}: its header cannot be understood"):
+        text = record.info.encode()
+        if is_too_dense(text):
+            raise CheckpointCorruptedError("more objects than its size has room for")
+        info = _INFO_DECODER.decode(text)
     if info.format != FORMAT or info.version[0] != VERSION[0] or len(record.hashes) % 8:
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")
     check_block_bytes(info.block_bytes)
@@ -295,19 +298,29 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
 
 def _read_metadata(file: ReadableFile, name: str) -> tuple[_HeaderMetadata, int]:
     """What a data file's header has beside the entries, and how long the header is."""
+    with decoding(f"{name}: its header is damaged, or of another format"):
+        header = _read_text(file)
+        record = _HEADER_DECODER.decode(header.data[8:]).metadata
+        if header_digest(header.data) != record.xxh3_64:
+            raise CheckpointCorruptedError("it was damaged after it was written")
+    return record, len(header)
+
+
+def _read_text(file: ReadableFile) -> Bytes1D:
+    """The length and the text that a file begins with; of one with a hole there, no more than before the hole."""
     length = np.zeros(8, np.uint8)
     try:
         file.read_into([length], 0)
         size = int.from_bytes(length.tobytes(), "little")
         if not 2 <= size <= min(MAX_HEADER_BYTES, file.size - 8):
-            raise CheckpointCorruptedError(f"{name} is not a whole safetensors file: its header has {size} bytes")
-        header = bytearray(8 + size)
-        file.read_into([np.frombuffer(header, np.uint8)], 0)
-        record = _HEADER_DECODER.decode(memoryview(header)[8:]).metadata
+            raise CheckpointCorruptedError(f"this is not a whole safetensors file, or it has a header of {size} bytes")
+        header = np.empty(8 + size, np.uint8)
+        header[:8] = length
+        for start in range(8, len(header), _PIECE):
+            piece = header[start : start + _PIECE]
+            file.read_into([piece], start)
+            if not piece.all():
+                raise CheckpointCorruptedError("a zero byte in text")
     except EOFError as error:
-        raise CheckpointCorruptedError(f"{name} is cut short: {error}") from error
-    except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(f"{name}: its header is damaged, or of another format: {error}") from error
-    if header_digest(header) != record.xxh3_64:
-        raise CheckpointCorruptedError(f"{name}: its header was damaged after it was written")
-    return record, len(header)
+        raise CheckpointCorruptedError(f"cut short: {error}") from error
+    return header

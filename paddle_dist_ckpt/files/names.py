@@ -16,6 +16,7 @@ __all__ = [
     "metadata_name",
     "parse_claim",
     "parse_data_file",
+    "parse_temporary",
     "temporary_name",
 ]
 
@@ -83,6 +84,12 @@ def parse_claim(name: str) -> ClaimName | None:
 def temporary_name(unique_id: int, save_id: str) -> str:
     """Name that a `.metadata` file has until it is published."""
     return f"{unique_id}.{save_id}.metadata.tmp"
+
+
+def parse_temporary(name: str) -> ClaimName | None:
+    """The parts of such a name; None for any other name."""
+    match = _TEMPORARY.fullmatch(name)
+    return ClaimName(int(match[1]), match[2]) if match else None
 
 
 def is_ours(name: str) -> bool:

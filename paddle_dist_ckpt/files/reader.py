@@ -180,6 +180,15 @@ class _Parts(Segments):
                     _hand_over(consumer, box, items)
                 at = stop
 
+    def take_zeros(self, first: int, last: int) -> None:
+        """See :class:`Segments`."""
+        for part in self.parts[first:last]:
+            dtype = part.entry.dtype
+            for box in cut_flat_range(part.entry.shape, part.start // dtype.itemsize, part.stop // dtype.itemsize):
+                items = np.broadcast_to(np.zeros((), dtype.raw), box.shape)
+                for consumer in part.consumers:
+                    _hand_over(consumer, box, items, True)
+
 
 def view_at(array: Array, place: tuple[slice, ...]) -> Array:
     """A part of an array, as a view even if the array has no dimensions (plain indexing would make a scalar)."""
@@ -188,7 +197,7 @@ def view_at(array: Array, place: tuple[slice, ...]) -> Array:
     return view
 
 
-def _hand_over(consumer: Consumer, box: Box, items: Array) -> None:
+def _hand_over(consumer: Consumer, box: Box, items: Array, zeros: bool = False) -> None:
     common = intersect(box, consumer.box)
     if common is None:
         return
@@ -196,8 +205,16 @@ def _hand_over(consumer: Consumer, box: Box, items: Array) -> None:
     place = common.relative_to(consumer.box.offset).slices
     if consumer.convert is not None:
         consumer.convert(source, place)
+    elif zeros:
+        _clear(view_at(consumer.target, place))
     else:
         consumer.target[place] = source
+
+
+def _clear(target: Array) -> None:
+    """Make it zeros, without touching the memory where it is that already."""
+    if target.dtype.kind == "c" or target.any():  # a complex -0 would be taken for zero
+        target[...] = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,6 +265,13 @@ class Batch(Segments):
         for number in np.unique(kind).tolist():
             items = np.flatnonzero(kind == number)
             _hand_out(self.kinds[number], starts[items], self.addresses[first:last][items], data)
+
+    def take_zeros(self, first: int, last: int) -> None:
+        """See :class:`Segments`."""
+        for number, address in zip(self.kind[first:last].tolist(), self.addresses[first:last].tolist(), strict=True):
+            kind = self.kinds[number]
+            array = array_at(address, kind.target_shape, kind.strides, kind.dtype.raw, None)
+            _clear(view_at(array, kind.target_box.slices))
 
 
 def _hand_out(kind: ItemKind, starts: IntArray, targets: IntArray, buffer: Bytes1D) -> None:

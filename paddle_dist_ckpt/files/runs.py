@@ -18,9 +18,10 @@ from ..storage.base import ReadableFile, Storage
 from .datafile import Hashes, read_header
 from .metadata import FileInfo
 
-__all__ = ["CHUNK_BYTES", "OpenFile", "Segments", "open_data_file"]
+__all__ = ["CHUNK_BYTES", "OpenFile", "Segments", "digest_of_zeros", "open_data_file"]
 
 CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
+_LEAST_HOLE = 64 << 10  # less is read sooner than looked at
 GAP_BYTES = 4096  # a page: what lies between closer segments is read from the disk anyway
 
 
@@ -41,6 +42,11 @@ class OpenFile:
     data_start: int
     hashes: Hashes | None
     once: bool = True
+
+    def is_hole(self, start: int, nbytes: int) -> bool:
+        """Whether a part of the data section is a hole, which has no bytes on the disk, as far as is known."""
+        known = getattr(self.file, "is_hole", None)
+        return known is not None and bool(known(self.data_start + start, nbytes))
 
 
 def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
@@ -63,9 +69,9 @@ def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
     except IsADirectoryError as error:
         raise CheckpointCorruptedError(f"{name}: {error.strerror or 'it is no file'}") from None
     try:
-        hashes, start = (None, 0) if not info.digest else read_header(file, info, blocks)
         if file.size != info.size:
             raise CheckpointCorruptedError(f"{name} has {file.size} bytes; {info.size} were written")
+        hashes, start = (None, 0) if not info.digest else read_header(file, info, blocks)
     except BaseException:
         file.close()
         raise
@@ -105,6 +111,11 @@ class Segments:
         """Hand out segments ``first:last``, of which the first one starts where ``data`` does; on several threads."""
         raise NotImplementedError
 
+    def take_zeros(self, first: int, last: int) -> None:
+        """Hand out segments ``first:last``, of which every byte is zero. Memory that is zero already is not touched, so
+        that pages which nobody has used yet need not be there."""
+        self.take(first, last, np.zeros(int(self.stops[last - 1] - self.starts[first]), np.uint8))
+
     def tasks(
         self, buffers: Buffers, progress: Callable[[int], None], joined: bool = True
     ) -> Iterator[Callable[[], None]]:
@@ -139,6 +150,10 @@ class Segments:
 
     def _read(self, first: int, last: int, buffers: Buffers, progress: Callable[[int], None]) -> None:
         size = int(self.stops[last - 1]) - int(self.starts[first])
+        if self._are_zeros(first, last):
+            self.take_zeros(first, last)
+            progress(size)
+            return
         straight = self.straight(first) if last - first == 1 else None
         with buffers.borrow(size) as buffer:
             if straight is not None:
@@ -148,6 +163,16 @@ class Segments:
                 self._verify(first, last, [buffer])
                 self.take(first, last, buffer)
         progress(size)
+
+    def _are_zeros(self, first: int, last: int) -> bool:
+        """Whether segments ``first:last`` are a hole, and zeros are what was written; nothing need be read then."""
+        start, stop = int(self.starts[first]), int(self.stops[last - 1])
+        if self.file.hashes is None or stop - start < _LEAST_HOLE or not self.file.is_hole(start, stop - start):
+            return False
+        low, high, blocks = self._blocks(first, last)
+        sizes, size = np.unique(high - low, return_inverse=True)
+        zeros = np.array([digest_of_zeros(nbytes) for nbytes in sizes.tolist()], np.uint64)
+        return bool((self.file.hashes[blocks] == zeros[size.reshape(-1)]).all())
 
     def _read_straight(self, segment: int, target: Bytes1D, lead: int, buffer: Bytes1D) -> None:
         """Read the blocks that the target wants whole straight into it, those at its edges by the buffer."""
@@ -185,16 +210,21 @@ class Segments:
             data, spans = parts[0].data, zip((low - base).tolist(), (high - base).tolist(), strict=True)
             found = [digest(data[start:stop]) for start, stop in spans]
             expected = self.file.hashes[blocks]
-        if found == expected.tolist():
-            return
-        low, high, _ = self._blocks(first, last)
-        wrong = np.flatnonzero(np.array(found, np.uint64) != expected)[0]
-        segment = first + int(np.searchsorted(self.starts[first:last], low[wrong], side="right")) - 1
-        raise CheckpointCorruptedError(
-            f"{self.key(segment)}: the checksum of {high[wrong] - low[wrong]} bytes at "
-            f"{self.file.data_start + low[wrong]} of {self.file.name} does not match; the file was damaged after it "
-            "was written"
-        )
+        if found != expected.tolist():
+            raise CheckpointCorruptedError(next(self._wrong(first, last, found))[1])
+
+    def _wrong(self, first: int, last: int, found: Sequence[int]) -> Iterator[tuple[int, str]]:
+        """The segments of ``first:last`` of which a block has another digest than it should, and what is to be said."""
+        assert self.file.hashes is not None, "or else there is nothing to compare with"
+        low, high, blocks = self._blocks(first, last)
+        for wrong in np.flatnonzero(np.array(found, np.uint64) != self.file.hashes[blocks]).tolist():
+            segment = first + int(np.searchsorted(self.starts[first:last], low[wrong], side="right")) - 1
+            yield (
+                segment,
+                f"{self.key(segment)}: the checksum of {high[wrong] - low[wrong]} bytes at "
+                f"{self.file.data_start + low[wrong]} of {self.file.name} does not match; the file was damaged after "
+                "it was written",
+            )
 
     def _blocks(self, first: int, last: int) -> tuple[IntArray, IntArray, IntArray]:
         """Where the blocks of segments ``first:last`` start and end, and their numbers in the file, ``[blocks]``."""
@@ -204,3 +234,12 @@ class Segments:
         low = np.repeat(starts, counts) + within * self.block_bytes
         high = np.minimum(low + self.block_bytes, np.repeat(stops, counts))
         return low, high, np.repeat(self.blocks[first:last], counts) + within
+
+
+@functools.lru_cache(maxsize=256)
+def digest_of_zeros(nbytes: int) -> int:
+    """The digest of so many zero bytes."""
+    digest, zeros = xxhash.xxh3_64(), memoryview(bytes(min(nbytes, CHUNK_BYTES)))
+    for at in range(0, nbytes, CHUNK_BYTES):
+        digest.update(zeros[: nbytes - at])
+    return digest.intdigest()

@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core.buffers import Buffers
 from ..core.memory import Bytes1D
@@ -52,6 +53,11 @@ class FileSave:
     @cached_property
     def _layout(self) -> FileLayout:
         return FileLayout(self.table, self._info)
+
+    @property
+    def block_digests(self) -> npt.NDArray[np.uint64]:
+        """The digests of the file's blocks, when all is written."""
+        return self._hashes.values
 
     def write_ahead(self, nbytes: int, threads: int, check: Check) -> None:
         """Write the first ``nbytes`` of the data now; they are a multiple of ``WINDOW_BYTES``, or all."""
@@ -110,9 +116,9 @@ class FileSave:
 
     def close(self) -> None:
         """Close the file, if it is open."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None  # which counts as closed even if that fails
+        if file is not None:
+            file.close()
 
 
 def bytes_ahead(nbytes: int, surplus: int) -> int:

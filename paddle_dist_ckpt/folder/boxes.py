@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..core.box import Box
+from ..core.box import Box, whole
 from ..core.boxes import Boxes
+from ..core.decoding import decoding
+from ..core.memory import zeros_of
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, read_entries, view_at
 from ..files.runs import OpenFile, open_data_file
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..storage.base import Storage
+from ..tree.values import decode_value
+from .checkpoint import check_sizes
 
-__all__ = ["BoxReader"]
+__all__ = ["BoxReader", "read_values"]
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +41,7 @@ class BoxReader:
         boxes: Where each lies in its tensor.
 
     Raises:
-        CheckpointCorruptedError: a box is not stored, or not just once.
+        CheckpointCorruptedError: a box is not stored, or not just once, or a file is not as large as it should be.
     """
 
     def __init__(self, storage: Storage, metadata: Metadata, tensors: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -50,6 +54,7 @@ class BoxReader:
         for row in self._plan.uncovered[:1].tolist():
             key, box = metadata.key(table.paths[self._tensors[row]]), self._boxes[row]
             raise CheckpointCorruptedError(f"{key}: the checkpoint does not hold the region {box} exactly once")
+        check_sizes(storage, metadata, np.unique(table.shard_file[self._plan.shard]).tolist())
         self._first = np.searchsorted(self._plan.wanted, np.arange(len(self._boxes) + 1)).tolist()
         self._starts = table.data_offsets
         self._first_blocks, self._block_counts = table.blocks(metadata.block_bytes, len(metadata.files))
@@ -120,3 +125,28 @@ class BoxReader:
                 self._closing.callback(opened.file.close)
                 self._opened[number] = opened
             return self._opened[number]
+
+
+def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> Iterator[Any]:
+    """The values that are stored as the entries of these places in the table; in place of one that is damaged, or none,
+    the CheckpointCorruptedError that says so.
+
+    Raises:
+        CheckpointCorruptedError: not all of them are stored, or a file is not there.
+        OSError: reading failed.
+    """
+    table = metadata.table
+    shapes = [table.layouts[table.layout_of[row]].shape for row in rows]
+    with BoxReader(storage, metadata, rows, list(map(whole, shapes))) as reader:
+        for place, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
+            key, dtype = metadata.key(table.paths[row]), table.dtypes[row]
+            data = zeros_of(shape, dtype.raw, key)
+            try:
+                if dtype.name != "uint8" or len(shape) != 1:
+                    raise CheckpointCorruptedError(f"{key}: a stored value that is not a row of bytes")
+                reader.read([place], [data])
+                with decoding(key):
+                    value = decode_value(data.data)
+                yield value
+            except CheckpointCorruptedError as error:
+                yield error

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from ..core.shards import Kind, ShardTable, shared_layouts
+from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import is_ours, metadata_id
 from ..readers import READERS
@@ -58,10 +59,30 @@ def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
             if len(seen) > 1:
                 titles = ", ".join(other.title for other, _ in seen)
                 _logger.warning("%s holds several formats: %s; %s is taken", storage.location, titles, reader.title)
-            with _no_collections():
-                catalog = reader.read(storage, names, ids[-1] if unique_id is None else unique_id)
-                return _as_metadata(catalog, reader.title)
+            number = ids[-1] if unique_id is None else unique_id
+            with _only_our_errors(f"{storage.location}: {reader.title}"), _no_collections():
+                return _as_metadata(reader.read(storage, names, number), reader.title)
     return None
+
+
+@contextmanager
+def _only_our_errors(where: str) -> Iterator[None]:
+    """A block in which whatever a file's contents bring about says that the file is damaged.
+
+    Readers check what they read. This is for what nobody has thought of.
+
+    Raises:
+        CheckpointCorruptedError: anything was raised but errors of this library and of the storage.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except MemoryError as error:
+        raise CheckpointCorruptedError(f"{where}: there is not enough memory to find out what it holds") from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise CheckpointCorruptedError(f"{where}, which cannot be read ({kind}: {str(error)[:200]})") from error
 
 
 @contextmanager

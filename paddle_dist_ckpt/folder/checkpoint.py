@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, UnsupportedValueError
+from ..errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    UnsupportedValueError,
+)
 from ..files.codec import decode_metadata
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
@@ -71,7 +77,10 @@ def why_unknown(storage: Storage, unique_id: int | None) -> str | None:
 
 
 class Restarts:
-    """Whether a load starts again: when its checkpoint was replaced meanwhile, a few times at most.
+    """Whether reading starts again: when the checkpoint was replaced meanwhile, a few times at most.
+
+    Who finds a file missing, or not as ``.metadata`` has it, asks :meth:`due`: if so, it is no damage, and everything
+    is to be read again, ``.metadata`` first.
 
     Args:
         storage: The folder.
@@ -84,15 +93,15 @@ class Restarts:
         """Whether the checkpoint is of another save by now, so that it is no wonder if files of this one are missing.
 
         Raises:
-            CheckpointCorruptedError: that has been so too often.
+            CheckpointReplacedError: that has been so too often.
         """
         if metadata.format != "native" or save_of(self._storage, metadata.unique_id) == metadata.save_id:
             return False  # other formats replace nothing in one step
         self._count += 1
         if self._count > _MOST_RESTARTS:
-            raise CheckpointCorruptedError(
-                f"checkpoint {metadata.unique_id} in {self._storage.location} was replaced {self._count} times during "
-                "this load"
+            raise CheckpointReplacedError(
+                f"checkpoint {metadata.unique_id} in {self._storage.location} was replaced {self._count} times while "
+                "it was being read; try again when nobody saves to this id"
             )
         return True
 

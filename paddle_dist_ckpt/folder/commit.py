@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
-from ..files.names import metadata_name, parse_data_file
+from ..files.names import metadata_name, parse_data_file, parse_temporary
 from ..storage.base import Storage
 from .foreign import Format, look
-from .ids import committed_saves, metadata_ids, newest_id, next_id
-from .lease import Lease
+from .ids import committed_saves, metadata_ids, newest_id, next_id, save_of
+from .lease import Claim, Lease
 
-__all__ = ["begin", "finish", "give_up", "publish", "remove_saves", "replaced_save", "seal"]
+__all__ = [
+    "Aftermath",
+    "aftermath",
+    "begin",
+    "finish",
+    "give_up",
+    "publish",
+    "publish_metadata",
+    "remove_saves",
+    "seal",
+]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_PUT_ASIDE = 1 << 30
 
 
-def begin(storage: Storage, unique_id: int | None, replace_newest: bool = False) -> Lease:
-    """Choose an id (unless one is given), take a lease, and find out which files dead saves have left."""
+def begin(
+    storage: Storage, unique_id: int | None, replace_newest: bool = False, given_up: Collection[str] = ()
+) -> Lease:
+    """Choose an id (unless one is given), take a lease, and find out which files dead saves have left.
+
+    ``given_up`` are saves that are known to be dead.
+    """
     storage.prepare()
     of_paddle = None
     if unique_id is None and replace_newest:
@@ -32,13 +47,13 @@ def begin(storage: Storage, unique_id: int | None, replace_newest: bool = False)
         with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
             unique_id = newest_id(storage) if of_paddle is None else None
     if unique_id is None:
-        return Lease(storage, next_id(storage.names()), automatic=True, of_paddle=of_paddle)
+        return Lease(storage, next_id(storage.names()), True, of_paddle, given_up)
     name = metadata_name(unique_id)
     if look(storage, name)[0] in (Format.PADDLE, Format.FOLDER):
         raise ValueError(
             f"unique_id {unique_id} is taken: {storage.location}/{name} is of another format; use another id"
         )
-    return Lease(storage, unique_id, automatic=False)
+    return Lease(storage, unique_id, automatic=False, given_up=given_up)
 
 
 def _newest_of_paddle(storage: Storage) -> int | None:
@@ -69,6 +84,7 @@ def publish(lease: Lease, metadata: Metadata) -> int:
 
     Raises:
         CheckpointError: the lease is lost: another save took this one for dead.
+        DurabilityUnknownError: see :func:`publish_metadata`.
     """
     storage, unique_id = lease.storage, lease.unique_id
     while True:
@@ -76,27 +92,122 @@ def publish(lease: Lease, metadata: Metadata) -> int:
         # IMPORTANT: the claim is looked at when the content has its temporary name, and not before. Who takes this
         # save for dead removes first the claim and then that name, so one of the two stops the commit.
         replace = not lease.automatic
-        if storage.publish(metadata_name(unique_id), data, lease.temporary, replace, lease.confirm):
+        if publish_metadata(storage, unique_id, data, lease.temporary, replace, lease.confirm):
             return unique_id
         unique_id = max(unique_id + 1, next_id(storage.names()))
 
 
-def replaced_save(lease: Lease) -> str | None:
-    """The save that the commit has replaced, whose files may be removed now."""
-    if lease.replaces is None or lease.replaces in committed_saves(lease.storage):  # it may have another id as well
+def publish_metadata(
+    storage: Storage, unique_id: int, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None]
+) -> bool:
+    """Publish a `.metadata`; returns False if its name is taken and it may not replace anything.
+
+    Raises:
+        OSError: it is not published.
+        DurabilityUnknownError: it is, or may be, but a crash of the machine might undo that.
+    """
+    begun: list[bool] = []
+
+    def confirm_and_begin() -> None:
+        confirm()
+        begun.append(True)
+
+    try:
+        return storage.publish(metadata_name(unique_id), data, temporary, replace, confirm_and_begin)
+    except OSError as error:
+        what = _what_became(storage, unique_id, data) if begun else None
+        if what is None:
+            raise
+        raise DurabilityUnknownError(
+            f"{what} as id {unique_id} to {storage.location}, its durability unknown: a crash of the machine might "
+            f"undo it, for it ended with: {error}",
+            storage.location,
+            unique_id,
+        ) from error
+
+
+def _what_became(storage: Storage, unique_id: int, data: bytes) -> str | None:
+    """What became of a commit that ended in an error, in words; None if it was not done."""
+    try:
+        return "committed" if storage.read(metadata_name(unique_id), len(data) + 1) == data else None
+    except FileNotFoundError:
         return None
-    return lease.replaces
+    except OSError as error:
+        return f"perhaps committed (which cannot be seen: {error})"
 
 
-def finish(lease: Lease) -> None:
+class Aftermath(msgspec.Struct, frozen=True):
+    """What is to be cleaned up after a commit.
+
+    Attributes:
+        saves: The saves whose files may be removed now, from all folders.
+        claims: The claims of others that have nothing left to do.
+        waits: Whether another save may replace this one without knowing it, so that this one's claim has to stay.
+    """
+
+    saves: list[str]
+    claims: list[str]
+    waits: bool
+
+
+def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
+    """Find out, after a commit, what the commit has replaced, and whether it was replaced itself.
+
+    What goes wrong here does not undo the commit, so it is logged, and everything left to a later save.
+
+    Args:
+        lease: The save's.
+        unique_id: The id under which it was committed.
+        save_id: What was committed under it.
+    """
+    try:
+        return _aftermath(lease, unique_id, save_id)
+    except (OSError, CheckpointError) as error:
+        _logger.warning("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
+        return Aftermath([], [], True)
+
+
+def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
+    """See :func:`aftermath`.
+
+    A save that has confirmed what it replaces before this one was published, and is published after it, replaces this
+    one and does not know. It has a claim until it is done. So who finds no other claim of the id, and after that its
+    own save under it, has seen the last of those; and who finds one leaves its own claim, marked, to the other save,
+    or if that dies, to whoever comes when both have expired.
+    """
+    storage, others = lease.storage, lease.others(unique_id)
+    if any(map(_may_replace, others.values())):
+        lease.mark_done()
+        others = lease.others(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
+    over = {name: claim for name, claim in others.items() if claim.done}
+    theirs = (save for claim in over.values() for save in (claim.replaces, *claim.own))
+    doubtful = {lease.replaces, *lease.inherited, *theirs} - {None}
+    # IMPORTANT: looked at after the claims.
+    if save_of(storage, unique_id) != save_id:
+        doubtful.add(save_id)
+    committed = committed_saves(storage) if doubtful else {}
+    saves = sorted(save for save in doubtful if save is not None and save not in committed)
+    rivals = any(map(_may_replace, others.values()))
+    claims = [name for name, claim in over.items() if not rivals or not any(save in committed for save in claim.own)]
+    return Aftermath(saves, claims, rivals and save_id not in saves)
+
+
+def _may_replace(claim: Claim) -> bool:
+    return not (claim.automatic or claim.deletes or claim.done)
+
+
+def finish(lease: Lease, left: Aftermath) -> None:
     """Clean up after the commit. Nothing that goes wrong here undoes it, so it is logged and left to a later save."""
     lease.stop()
     try:
-        replaced = replaced_save(lease)
-        remove_saves(lease.storage, [replaced] if replaced is not None else [])
+        remove_saves(lease.storage, left.saves)
         if lease.of_paddle is not None:
             _put_aside(lease, lease.of_paddle)
-        lease.end()
+        lease.storage.delete(lease.temporary)  # it may have been impossible to remove
+        for name in left.claims:
+            lease.storage.delete(name)
+        if not left.waits:
+            lease.end()
     except (OSError, CheckpointError) as error:
         _logger.warning("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
 
@@ -127,7 +238,9 @@ def give_up(lease: Lease, settled: bool) -> None:
     """
     lease.stop()
     try:
-        if settled and lease.save_id not in committed_saves(lease.storage):
+        if lease.save_id in committed_saves(lease.storage):
+            lease.mark_done()  # what it has replaced stays until the claim has expired
+        elif settled:
             remove_saves(lease.storage, [lease.save_id])
             lease.storage.delete(lease.temporary)
             if not lease.doomed:  # otherwise the claim says what else is to be removed
@@ -137,9 +250,9 @@ def give_up(lease: Lease, settled: bool) -> None:
 
 
 def remove_saves(storage: Storage, saves: Iterable[str]) -> None:
-    """Remove the data files of these saves from a folder."""
+    """Remove the data files of these saves from a folder, and what has the temporary names of their `.metadata`."""
     doomed = set(saves)
     for name in storage.names() if doomed else ():
-        parsed = parse_data_file(name)
+        parsed = parse_data_file(name) or parse_temporary(name)
         if parsed is not None and parsed.save_id in doomed:
             storage.delete(name)

@@ -20,7 +20,7 @@ from ..files.reader import Consumer, StoredEntry, read_entries
 from ..files.runs import OpenFile
 from ..storage.base import Storage, WritableFile
 from .checkpoint import check_sizes, read_checkpoint
-from .commit import remove_saves, seal
+from .commit import aftermath, finish, publish_metadata, remove_saves, seal
 from .delete import check_native
 from .ids import committed_saves
 from .lease import Lease
@@ -37,7 +37,7 @@ def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | 
     metadata = decode_metadata(data, f"{source.location}/{name}", chosen.unique_id)
     check_sizes(source, metadata, range(len(metadata.files)))
     out.prepare()
-    lease = Lease(out, metadata.unique_id, automatic=False)
+    lease = Lease(out, metadata.unique_id, automatic=True)
     made: list[str] = []
     try:
         remove_saves(out, lease.doomed)
@@ -51,23 +51,24 @@ def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | 
                     _copy_file(source, metadata, file, target, bar)
                     target.sync()
         seal(out, metadata.files)
-        if not out.publish(name, data, lease.temporary, replace=False, confirm=lease.confirm):
+        if not publish_metadata(out, metadata.unique_id, data, lease.temporary, False, lease.confirm):
             raise CheckpointError(f"{out.location}/{name} appeared meanwhile")
     except BaseException:
         lease.stop()
-        _undo(out, metadata, made)
-        lease.withdraw(metadata.save_id)
+        with suppress(OSError, CheckpointError):  # a later save does what is left to do
+            _undo(out, metadata, made)
+            out.delete(lease.temporary)
+            lease.withdraw(metadata.save_id)
         raise
-    lease.end()
+    finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
     return metadata
 
 
 def _undo(out: Storage, metadata: Metadata, made: list[str]) -> None:
     """Remove what was copied, unless it turns out to be committed."""
-    with suppress(OSError, CheckpointError):
-        if metadata.save_id not in committed_saves(out):
-            for name in made:
-                out.delete(name)
+    if metadata.save_id not in committed_saves(out):
+        for name in made:
+            out.delete(name)
 
 
 def _check_free(out: Storage, metadata: Metadata) -> None:

@@ -1,48 +1,119 @@
-"""Removes a committed checkpoint from its folder."""
+"""Removes a committed checkpoint from its folder, or what is left of saves where there is none."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
-from ..files.names import metadata_name
+from ..files.names import metadata_name, parse_data_file, parse_temporary
 from ..storage.base import Storage
 from .checkpoint import read_checkpoint
 from .commit import remove_saves
 from .ids import metadata_ids, save_of
 from .lease import Lease
 
-__all__ = ["check_native", "delete"]
+__all__ = ["Deletion", "begin_clearing", "begin_deletion", "check_native", "delete"]
+
+
+class Deletion:
+    """Something on its way out of a folder: no `.metadata` speaks of it any more, but its data files are still there.
+
+    Attributes:
+        saves: The saves whose files are to be removed, from all folders.
+    """
+
+    def __init__(self, lease: Lease, saves: list[str]) -> None:
+        self._lease, self.saves = lease, saves
+
+    def finish(self) -> None:
+        """Remove the files from this folder, and with the claim the last trace."""
+        lease, storage = self._lease, self._lease.storage
+        try:
+            remove_saves(storage, self.saves)
+            for name, claim in lease.others(lease.unique_id).items():
+                if claim.done:
+                    storage.delete(name)
+            storage.sync()
+        except BaseException:
+            lease.stop()  # a later save does what is left to do
+            raise
+        lease.end()
 
 
 def delete(storage: Storage, unique_id: int) -> Metadata:
     """See :func:`paddle_dist_ckpt.delete_checkpoint`."""
     found = read_checkpoint(storage, unique_id)
     check_native(found, storage.location)
-    lease = Lease(storage, unique_id, automatic=False)
+    begin_deletion(storage, unique_id, found.save_id).finish()
+    return found
+
+
+def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
+    """Remove the `.metadata` of a checkpoint, for good.
+
+    Nobody else is at work in the folder then: who saves has a claim before this looks for claims, or waits with its
+    commit until this one's is gone.
+
+    Args:
+        storage: The folder.
+        unique_id: The checkpoint's number.
+        save_id: The save that is meant. Another one that has the number by now stays.
+
+    Raises:
+        CheckpointError: it has been replaced, or the folder is being saved to, or it is not known what others need.
+    """
+    lease = Lease(storage, unique_id, automatic=False, deletes=True)
     try:
         lease.check_alone()
-        metadata = read_checkpoint(storage, unique_id)
         needed = _needed_by_others(storage, unique_id)
-        names = [info.name for info in metadata.files if info.name not in needed]
-        if len(names) == len(metadata.files):
-            lease.take_on(metadata.save_id)  # who finds the claim after a crash goes on with this
+        if save_id not in needed:
+            lease.take_on(save_id)  # who finds the claim after a crash goes on with this
         lease.confirm()
+        if lease.replaces != save_id:
+            raise CheckpointError(
+                f"checkpoint {unique_id} in {storage.location} has been replaced or removed meanwhile; nothing was "
+                "deleted"
+            )
+    except BaseException:
+        with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
+            lease.withdraw(save_id)
+        raise
+    try:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))
         storage.sync()
     except BaseException:
-        lease.withdraw(found.save_id)
+        lease.stop()  # a later save finds out what has become of it
         raise
+    return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed])
+
+
+def begin_clearing(storage: Storage, unique_id: int) -> Deletion:
+    """Set out to remove what saves have left in a folder without any checkpoint.
+
+    Args:
+        storage: The folder.
+        unique_id: The number that the saves have set out for.
+
+    Raises:
+        CheckpointError: it has a checkpoint by now, or is being saved to.
+    """
+    # IMPORTANT: listed before the look for claims, so that none of these is of a save that begins meanwhile.
+    parsed = [parse_data_file(name) or parse_temporary(name) for name in storage.names()]
+    left = sorted({name.save_id for name in parsed if name is not None})
+    lease = Lease(storage, unique_id, automatic=False, deletes=True)
     try:
-        for name in names:
-            storage.delete(name)
-        remove_saves(storage, lease.doomed)
-        storage.sync()
+        lease.check_alone()
+        if any(name.endswith(".metadata") for name in storage.names()):
+            raise CheckpointError(f"{storage.location} has a checkpoint by now")
+        lease.take_on(*left)
+        lease.confirm()
     except BaseException:
-        lease.stop()  # a later save does what is left to do
+        with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
+            lease.withdraw(*left)
         raise
-    lease.end()
-    return metadata
+    return Deletion(lease, lease.doomed)
 
 
 def check_native(metadata: Metadata, location: str) -> None:
@@ -58,20 +129,21 @@ def check_native(metadata: Metadata, location: str) -> None:
 
 
 def _needed_by_others(storage: Storage, unique_id: int) -> set[str]:
-    """The data files of the folder's other checkpoints.
+    """The saves of the folder's other checkpoints.
 
     Raises:
-        CheckpointError: one cannot be read, so that it is not known which it needs.
+        CheckpointError: one cannot be read, so that it is not known which it is of.
     """
     needed: set[str] = set()
     for other in metadata_ids(storage):
         if other == unique_id:
             continue
         try:
-            if save_of(storage, other) is not None:
-                needed.update(info.name for info in read_checkpoint(storage, other).files)
+            save = save_of(storage, other, whole=True)
         except CheckpointError as error:
             raise CheckpointError(
                 f"nothing was deleted, for it is not known which files checkpoint {other} needs: {error}"
             ) from error
+        if save is not None:
+            needed.add(save)
     return needed

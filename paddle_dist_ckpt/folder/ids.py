@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from ..files.codec import decode_head, decode_metadata
 from ..files.names import MOST_IDS, metadata_id, metadata_name
 from ..storage.base import Storage
@@ -54,6 +54,8 @@ def known_save_of(storage: Storage, unique_id: int) -> str | None:
     """The save id of the checkpoint committed under an id; None if there is none, or it cannot be told which."""
     try:
         return save_of(storage, unique_id)
+    except CheckpointTimeoutError:
+        raise
     except CheckpointError:  # damaged, or of a newer version
         _logger.warning("%s: replacing a .metadata that cannot be read; its data files stay", storage.location)
         return None

@@ -10,36 +10,56 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Container
+import time
+from collections.abc import Collection, Container
+from contextlib import suppress
 
 import msgspec
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointTimeoutError
 from ..files.names import ClaimName, claim_name, parse_claim, temporary_name
-from ..storage import LocalStorage
 from ..storage.base import Storage
 from ..tree.values import DECODE_ERRORS
 from .ids import committed_saves, known_save_of
 
-__all__ = ["Lease", "claimed_saves", "is_abandoned"]
+__all__ = ["Claim", "Lease", "claimed_saves", "is_abandoned"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
+_LOOK_AGAIN = 0.1  # seconds
+_TEMPORARY = ".tmp"
 _MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
 
 
-class _ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a claim file says: whose it is, which save it replaces, which saves' files it has set out to remove; and the
-    id of the checkpoint of Paddle's that it stands for."""
+class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a claim file says.
+
+    Attributes:
+        save: Whose it is.
+        replaces: The save that it replaces.
+        removes: The saves whose files it has set out to remove.
+        of_paddle: The id of the checkpoint of Paddle's that it stands for.
+        automatic: Whether it cannot replace anything.
+        deletes: Whether it removes the checkpoint under its id, and puts none in its place.
+        done: Whether its save is committed, and waits only for what other saves under its id do.
+    """
 
     save: str
     replaces: str | None
     removes: list[str]
     of_paddle: int | None = None
+    automatic: bool = False
+    deletes: bool = False
+    done: bool = False
+
+    @property
+    def own(self) -> list[str]:
+        """The saves that it is answerable for whether it is committed or not."""
+        return [self.save, *self.removes]
 
 
-_CLAIM_DECODER = msgspec.json.Decoder(_ClaimRecord)  # made here, as threads must not make it at once
+_CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not make it at once
 
 
 class Lease:
@@ -48,25 +68,41 @@ class Lease:
     Args:
         storage: The coordinator's folder.
         unique_id: The id that the save sets out for.
-        automatic: Whether the id was chosen by the save, so that another one will do as well.
+        automatic: Whether it gets the id only if that is free, as a save does that has chosen it by itself.
         of_paddle: The id of a checkpoint of Paddle's that the save stands for when it is committed.
+        given_up: Saves of this job that are known to have ended, whatever their claims look like.
+        deletes: Whether it is no save, but removes the checkpoint under the id. It needs no refreshing: once the
+            `.metadata` is gone, anybody may do the rest.
 
     Attributes:
         save_id: The save's random id.
         replaces: The save that has the id now, if it was given and is taken.
+        inherited: What that has set out to remove in its turn, and had not done when this save met its claim.
         doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
     """
 
-    def __init__(self, storage: Storage, unique_id: int, automatic: bool, of_paddle: int | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        unique_id: int,
+        automatic: bool,
+        of_paddle: int | None = None,
+        given_up: Collection[str] = (),
+        deletes: bool = False,
+    ) -> None:
         self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
+        self._deletes, self._done = deletes, False
         self.save_id = secrets.token_hex(8)
-        self.replaces = self._holder()
+        self.replaces: str | None = None
+        self.inherited: list[str] = []
         self.doomed: list[str] = []
+        self._look()
         self._write()
-        self._take_over_dead()
+        self._take_over_dead(given_up)
         self._stopped = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="paddle_dist_ckpt claim", daemon=True)
-        self._keeper.start()
+        if not deletes:
+            self._keeper.start()
 
     @property
     def name(self) -> str:
@@ -78,21 +114,28 @@ class Lease:
         """The name that the save's `.metadata` has until it is published."""
         return temporary_name(self.unique_id, self.save_id)
 
-    def _holder(self) -> str | None:
-        """The save that has the id now and that a commit would replace."""
-        return None if self.automatic else known_save_of(self.storage, self.unique_id)
+    def _look(self) -> bool:
+        """Find the save that has the id now and that a commit would replace; returns whether it is another by now."""
+        before, self.replaces = self.replaces, None if self.automatic else known_save_of(self.storage, self.unique_id)
+        if self.replaces is None or self.replaces == before:
+            return self.replaces != before
+        # What that has replaced in its turn is known from its claim alone, and from here on from this one.
+        claims = [claim for claim in self.others(self.unique_id).values() if claim.save == self.replaces]
+        self.inherited += [save for claim in claims for save in (claim.replaces, *claim.removes) if save is not None]
+        return True
 
     def _write(self) -> None:
-        record = msgspec.json.encode(_ClaimRecord(self.save_id, self.replaces, self.doomed, self.of_paddle))
-        self.storage.publish(self.name, record, self.name + ".tmp", replace=True)
+        removes = [*self.doomed, *self.inherited]
+        claim = Claim(self.save_id, self.replaces, removes, self.of_paddle, self.automatic, self._deletes, self._done)
+        self.storage.publish(self.name, msgspec.json.encode(claim), self.name + _TEMPORARY, replace=True)
 
-    def _take_over_dead(self) -> None:
+    def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business.
 
         IMPORTANT: the dead saves' claims go before any of their files do, and this claim has taken over what they said
         before they go. A save that was only frozen then finds its claim gone and does not commit.
         """
-        dead = _expired_claims(self.storage, self.name)
+        dead = _expired_claims(self.storage, self.name, self._now(), given_up)
         if not dead:
             return
         try:
@@ -123,24 +166,55 @@ class Lease:
         Raises:
             CheckpointError: the claim is gone: another save took this one for dead.
         """
+        # IMPORTANT: who deletes has looked for other claims after it had made its own, and has not found this one, or
+        # has given up. So after this wait nobody removes what is about to be published.
+        while not self.automatic and not self._deletes and self._is_being_deleted():
+            _logger.debug("%s: somebody is deleting checkpoint %d", self.storage.location, self.unique_id)
+            time.sleep(_LOOK_AGAIN)
         if self.name not in self.storage.names():
-            raise CheckpointError(
-                f"the claim {self.name} is gone: another save took this one, which was silent, for dead"
-            )
-        replaced = self._holder()
-        if replaced != self.replaces:
-            self.replaces = replaced
+            raise self._lost()
+        if self._look():
             self._write()
 
-    def take_on(self, save: str) -> None:
-        """Set out to remove a save's files. Whoever finds this claim expired does it, unless the save is committed."""
-        self.doomed.append(save)
+    def _lost(self) -> CheckpointError:
+        return CheckpointError(f"the claim {self.name} is gone: another save took this one, which was silent, for dead")
+
+    def _now(self) -> float:
+        """The time by the folder's own clock, when the claim was touched last."""
+        try:
+            return self.storage.modified(self.name)
+        except FileNotFoundError:
+            raise self._lost() from None
+
+    def _is_being_deleted(self) -> bool:
+        claims, now = self.others(self.unique_id), self._now()
+        return any(claim.deletes and not _is_expired(self.storage, name, now) for name, claim in claims.items())
+
+    def others(self, unique_id: int) -> dict[str, Claim]:
+        """The other claims of an id, by name."""
+        found: dict[str, Claim] = {}
+        claims = _claims(self.storage)
+        for name, parsed in claims.items():
+            rewritten = name.endswith(_TEMPORARY) and name.removesuffix(_TEMPORARY) in claims
+            if parsed.unique_id == unique_id and parsed.save_id != self.save_id and not rewritten:
+                with suppress(FileNotFoundError):
+                    found[name] = _record_of(self.storage, name, parsed)
+        return found
+
+    def mark_done(self) -> None:
+        """Say that the save is committed."""
+        self._done = True
         self._write()
 
-    def withdraw(self, save: str) -> None:
-        """End before anything was done to a save's files; what is left of dead saves is left to a later save."""
+    def take_on(self, *saves: str) -> None:
+        """Set out to remove saves' files. Whoever finds this claim expired does, but for saves that are committed."""
+        self.doomed += [save for save in saves if save not in self.doomed]
+        self._write()
+
+    def withdraw(self, *saves: str) -> None:
+        """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""
         self.stop()
-        if set(self.doomed) <= {save}:
+        if set(self.doomed) <= set(saves):
             self.end()
 
     def check_alone(self) -> None:
@@ -149,7 +223,9 @@ class Lease:
         Raises:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
-        others = [name for name in _claims(self.storage) if name != self.name]
+        claims = _claims(self.storage)
+        over = {name for name, claim in self.others(self.unique_id).items() if claim.done}
+        others = [name for name in claims if name != self.name and name not in over]
         if others:
             raise CheckpointError(
                 f"{self.storage.location} is being saved to, as {others[0]} says; try again when that is done (a claim "
@@ -161,7 +237,7 @@ class Lease:
         while not self._stopped.wait(_FRESH_EVERY):
             try:
                 self.storage.touch(self.name)
-            except OSError as error:
+            except (OSError, CheckpointTimeoutError) as error:
                 _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
 
     def stop(self) -> None:
@@ -171,7 +247,9 @@ class Lease:
     def end(self) -> None:
         """Remove the claim: nothing is left to do."""
         self._stopped.set()
-        self._keeper.join()  # no touch is under way any more
+        if self._keeper.is_alive():
+            self._keeper.join()  # no touch is under way any more
+        self.storage.delete(self.name + _TEMPORARY)  # it may have been impossible to remove
         self.storage.delete(self.name)
 
 
@@ -189,7 +267,7 @@ def _claims(storage: Storage) -> dict[str, ClaimName]:
     return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
 
 
-def _record_of(storage: Storage, name: str, parsed: ClaimName) -> _ClaimRecord:
+def _record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
     """What a claim says; if it is torn, what its name does."""
     try:
         return msgspec.structs.replace(
@@ -197,24 +275,23 @@ def _record_of(storage: Storage, name: str, parsed: ClaimName) -> _ClaimRecord:
         )
     except (*DECODE_ERRORS, IsADirectoryError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
-        return _ClaimRecord(parsed.save_id, None, [])
+        return Claim(parsed.save_id, None, [])
 
 
-def _saves_of_claim(record: _ClaimRecord, committed: Container[str | None]) -> list[str]:
+def _saves_of_claim(record: Claim, committed: Container[str | None]) -> list[str]:
     """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
 
     A save that is not committed has replaced nothing, whatever it set out for.
     """
-    replaced = [record.replaces] if record.replaces and record.save in committed else []
-    return [record.save, *replaced, *record.removes]
+    replaced = [record.replaces] if record.replaces and (record.done or record.save in committed) else []
+    return [*record.own, *replaced]
 
 
-def _expired_claims(storage: Storage, ours: str) -> dict[str, ClaimName]:
+def _expired_claims(storage: Storage, ours: str, now: float, given_up: Collection[str]) -> dict[str, ClaimName]:
     """The claims of dead saves, beside our own claim, which tells the time."""
-    now = storage.modified(ours)
     others = {name: parsed for name, parsed in _claims(storage).items() if name != ours}
     fresh = {parsed.save_id for name, parsed in others.items() if not _is_expired(storage, name, now)}
-    return {name: parsed for name, parsed in others.items() if parsed.save_id not in fresh}
+    return {name: parsed for name, parsed in others.items() if parsed.save_id not in fresh.difference(given_up)}
 
 
 def _is_expired(storage: Storage, name: str, now: float) -> bool:
@@ -224,11 +301,11 @@ def _is_expired(storage: Storage, name: str, now: float) -> bool:
         return False
 
 
-def is_abandoned(storage: LocalStorage, now: float) -> bool:
+def is_abandoned(storage: Storage, now: float) -> bool:
     """Whether nobody is saving to a folder any more, judged by the claims in it.
 
     Args:
-        storage: The folder, whose own time of change counts too; other storages have none.
+        storage: A local folder, whose own time of change counts too; other storages have none.
         now: The time by the folder's own clock: when a file near it was changed just now.
     """
     # The folder itself counts as well: one that is about to be claimed has changed.

@@ -9,15 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.box import Box
+from ..core.boxes import Boxes
+from ..core.columns import IntArray
 from ..core.dtypes import DType
-from ..core.shards import ShardTable, shared_layouts
+from ..core.shards import Layout, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ..files.codec import decode_metadata, encode_metadata, table_from_record
+from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
+from .commit import publish_metadata
 from .ids import metadata_ids, next_id, save_of
 from .lease import claimed_saves
 from .verify import problems_of
@@ -50,14 +52,15 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         )
     files = next(iter(found.values()))
     metadata = _merge(files, _free_id(storage, files[0].info))
-    problems = problems_of(storage, metadata, progress)
-    if problems:
-        raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
     name = metadata_name(metadata.unique_id)
     temporary = temporary_name(metadata.unique_id, metadata.save_id)
     data = encode_metadata(metadata)
     decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
-    if not storage.publish(name, data, temporary, replace=_is_damaged(storage, metadata.unique_id)):
+    problems = problems_of(storage, metadata, progress)
+    if problems:
+        raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
+    replace = _is_damaged(storage, metadata.unique_id)
+    if not publish_metadata(storage, metadata.unique_id, data, temporary, replace, lambda: None):
         raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     return metadata
 
@@ -107,7 +110,9 @@ def _read_files(storage: Storage, names: Sequence[str]) -> list[_DataFile]:
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
         try:
-            found.append(_DataFile(info, known, table_from_record(info.tensors, 1)))
+            table = table_from_record(info.tensors, 1)
+            check_room(table, [known])
+            found.append(_DataFile(info, known, table))
         except CheckpointCorruptedError as error:
             raise CheckpointCorruptedError(f"{name}: {error}") from error
     return sorted(found, key=lambda file: (file.info.rank, file.info.part))
@@ -143,7 +148,7 @@ def _merge(files: Sequence[_DataFile], unique_id: int) -> Metadata:
     """What `.metadata` has said of these files."""
     infos = [file.info for file in files]
     first = next(info for info in infos if info.writers is not None)
-    values = sorted(value for info in infos for value in info.values)
+    values = sorted((value for info in infos for value in info.values), key=lambda value: value[0])
     return Metadata(
         **(save_members(first) | {"unique_id": unique_id}),
         user_tree=first.user_metadata,
@@ -155,23 +160,42 @@ def _merge(files: Sequence[_DataFile], unique_id: int) -> Metadata:
 
 def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
     """One table of all files' shards."""
-    found: dict[str, tuple[tuple[DType, int, tuple[int, ...]], str | None, list[tuple[Box, int]]]] = {}
+    found: dict[str, tuple[tuple[DType, int, tuple[int, ...]], str | None, list[tuple[Layout, int]]]] = {}
     for file, table in enumerate(tables):
         for t, path in enumerate(table.paths):
             layout = table.layouts[table.layout_of[t]]
             tensor = table.dtypes[t], int(table.kinds[t]), layout.shape
-            known, _, shards = found.setdefault(path, (tensor, table.names[t], []))
+            known, _, parts = found.setdefault(path, (tensor, table.names[t], []))
             if known != tensor:
                 raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
-            shards += [(box, file) for box in layout.boxes.to_list()]
-    ordered = [(path, *found[path][0], found[path][1], sorted(found[path][2])) for path in sorted(found)]
-    layouts, layout_of = shared_layouts((shape, tuple(box for box, _ in mine)) for _, _, _, shape, _, mine in ordered)
+            parts.append((layout, file))
+    layouts: dict[object, tuple[int, Layout]] = {}
+    layout_of, shard_file, paths = [], [], sorted(found)
+    for path in paths:
+        (_, _, shape), _, parts = found[path]
+        layout, files = _merged(parts)
+        cuts = layout.cuts()
+        key = shape, layout.boxes.table.tobytes() if cuts is None else tuple(map(tuple, cuts))
+        layout_of.append(layouts.setdefault(key, (len(layouts), layout))[0])
+        shard_file.append(files)
+    tensors = [found[path][0] for path in paths]
     return ShardTable(
-        paths=[path for path, *_ in ordered],
-        dtypes=[dtype for _, dtype, *_ in ordered],
-        kinds=np.array([kind for _, _, kind, *_ in ordered], np.int64),
-        layouts=layouts,
-        layout_of=layout_of,
-        shard_file=np.array([file for *_, shards in ordered for _, file in shards], np.int64),
-        names=[name for *_, name, _ in ordered],
+        paths=paths,
+        dtypes=[dtype for dtype, _, _ in tensors],
+        kinds=np.array([kind for _, kind, _ in tensors], np.int64),
+        layouts=[layout for _, layout in layouts.values()],
+        layout_of=np.array(layout_of, np.int64),
+        shard_file=np.concatenate([np.zeros(0, np.int64), *shard_file]),
+        names=[found[path][1] for path in paths],
     )
+
+
+def _merged(parts: Sequence[tuple[Layout, int]]) -> tuple[Layout, IntArray]:
+    """The boxes of a tensor that several files hold, in order, and which file each is in."""
+    files = np.repeat(np.array([file for _, file in parts]), [len(layout.parts) for layout, _ in parts])
+    first = parts[0][0]
+    if len(parts) == 1:
+        return first, files
+    boxes = Boxes.joined([layout.boxes for layout, _ in parts])
+    order = np.lexsort(boxes.offset.T[::-1]) if first.shape else np.arange(len(files))
+    return Layout(first.shape, boxes.take(order)), files[order]

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 
 import numpy as np
 
 from ..core.box import whole
 from ..core.boxes import Boxes
+from ..core.columns import IntArray
 from ..core.progress import Progress
+from ..core.shards import Grid, Kind
 from ..core.threads import io_threads
-from ..errors import CheckpointCorruptedError
+from ..errors import CheckpointCorruptedError, CheckpointError
+from ..files.checks import check_entries
 from ..files.metadata import FileInfo, Metadata
-from ..files.reader import Consumer, StoredEntry, read_entries
 from ..files.runs import CHUNK_BYTES, open_data_file
 from ..planning.cover import covers_exactly
 from ..reports import VerifyReport
 from ..storage.base import Storage
-from .checkpoint import read_checkpoint
+from ..tree.values import from_jsonable
+from .boxes import read_values
+from .checkpoint import Restarts, read_checkpoint
 
-__all__ = ["check_file", "problems_of", "uncovered", "verified_bytes", "verify_checkpoint"]
+__all__ = [
+    "check_file",
+    "check_values",
+    "problems_of",
+    "uncovered",
+    "verified_bytes",
+    "verify_checkpoint",
+]
+
+_MOST_ENTRIES = 1 << 16  # of a file that are looked at together
 
 
 def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | None) -> VerifyReport:
     """See :func:`paddle_dist_ckpt.verify`."""
-    metadata = read_checkpoint(storage, unique_id)
-    problems = problems_of(storage, metadata, progress)
+    restarts = Restarts(storage)
+    while True:
+        metadata = read_checkpoint(storage, unique_id)
+        problems = problems_of(storage, metadata, progress)
+        if not problems or not restarts.due(metadata):
+            break
     return VerifyReport(
         path=storage.location,
         unique_id=metadata.unique_id,
@@ -44,7 +63,8 @@ def problems_of(storage: Storage, metadata: Metadata, progress: bool | None) -> 
     with Progress("verify", sum(info.size for info in metadata.files), progress, True) as bar:
         for file in range(len(metadata.files)):
             problems += check_file(storage, metadata, file, bar)
-    return problems
+    problems += check_values(storage, metadata)
+    return list(dict.fromkeys(problems))  # what is wrong with a file is found again where a value is read of it
 
 
 def verified_bytes(metadata: Metadata) -> int:
@@ -83,12 +103,20 @@ def _check_foreign(
 
 def uncovered(metadata: Metadata) -> list[str]:
     """Tensors whose shards do not make them up exactly."""
-    table = metadata.table
+    keys = (metadata.key(metadata.table.paths[t]) for t in _not_exact(metadata).tolist())
+    return [f"{key}: its shards do not cover it exactly once" for key in keys]
+
+
+def _not_exact(metadata: Metadata) -> IntArray:
+    """The places of these tensors in the table."""
+    grids = np.array([isinstance(layout.parts, Grid) for layout in metadata.table.layouts], bool)
+    others = np.flatnonzero(~grids[metadata.table.layout_of])  # a grid is exact
+    table, _ = metadata.table.select(others.tolist())
     dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
     boxes = table.shard_boxes(dimensions)
     tensors = Boxes.of([whole(layout.shape) for layout in table.layouts], dimensions).take(table.layout_of)
     exact = covers_exactly(table.shard_tensor[boxes.filled], boxes.take(boxes.filled), tensors)
-    return [f"{metadata.key(table.paths[t])}: its shards do not cover it exactly once" for t in np.flatnonzero(~exact)]
+    return others[~exact]
 
 
 def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progress) -> list[str]:
@@ -101,31 +129,35 @@ def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progre
         known = open_data_file(storage, info, int(counts[file]))
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
-    try:
-        entries = []
-        for shard in np.flatnonzero(table.shard_file == file).tolist():
-            tensor, box = table.shard_place(shard)
-            key = metadata.key(table.paths[tensor])
-            start, block = int(table.data_offsets[shard]), int(first_block[shard])
-            entries.append(StoredEntry(known, start, block, box.shape, table.dtypes[tensor], key))
-        if not _check_entries(entries, metadata.block_bytes, progress):
-            return []
-        # Something is wrong: look at each entry by itself, to name every one that is damaged.
-        return [found for entry in entries for found in _check_entries([entry], metadata.block_bytes, lambda _: None)]
-    except (OSError, CheckpointCorruptedError) as error:
-        return [str(error)]
-    finally:
-        known.file.close()
+    shards = np.flatnonzero(table.shard_file == file)
+    shards = shards[np.argsort(table.data_offsets[shards], kind="stable")]
+
+    def key(shards: IntArray, entry: int) -> str:
+        return metadata.key(table.paths[int(table.shard_tensor[shards[entry]])])
+
+    problems: list[str] = []
+    with closing(known.file):
+        for start in range(0, len(shards), _MOST_ENTRIES):
+            some = shards[start : start + _MOST_ENTRIES]
+            columns = table.data_offsets[some], table.shard_bytes[some], first_block[some]
+            threads = io_threads(1, waits=True)
+            problems += check_entries(known, metadata.block_bytes, *columns, partial(key, some), threads, progress)
+    return problems
 
 
-def _check_entries(entries: Sequence[StoredEntry], block_bytes: int, progress: Callable[[int], None]) -> list[str]:
-    """What is wrong with these entries; the first problem if there are several."""
-    wanted = (
-        (entry, [Consumer(whole(entry.shape), np.empty(0, entry.dtype.raw), lambda items, place: None)])
-        for entry in entries
-    )
+def check_values(storage: Storage, metadata: Metadata, part: slice = slice(None)) -> list[str]:
+    """Decode values, all or a part of them, as a load does; returns what is wrong."""
+    problems = []
+    for path, tree in metadata.value_records[part]:
+        try:
+            from_jsonable(tree)
+        except CheckpointCorruptedError as error:
+            problems.append(f"{metadata.key(path)}: {error}")
+    stored = np.flatnonzero(metadata.table.kinds == Kind.VALUE)
     try:
-        read_entries(wanted, block_bytes, io_threads(1, waits=True), lambda: None, progress)
-    except (OSError, CheckpointCorruptedError) as error:
-        return [str(error)]
-    return []
+        rows = stored[~np.isin(stored, _not_exact(metadata))].tolist()[part]
+        found = read_values(storage, metadata, rows)
+        problems += [str(value) for value in found if isinstance(value, CheckpointCorruptedError)]
+    except (OSError, CheckpointError) as error:
+        problems.append(str(error))
+    return problems

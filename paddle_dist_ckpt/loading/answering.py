@@ -75,6 +75,7 @@ class Answering:
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self.names = Names(metadata.table.paths, metadata.table.names)
+        self._wanted_names = Names([], [])
         self._missing = 0
         self.asked: set[str] = set()
 
@@ -86,8 +87,7 @@ class Answering:
         """What the checkpoint has of what a rank wants; of tensors that are arranged by flat key, of their parts."""
         paths, found = self._metadata.table.paths, _Draft()
         moved = self._nested_otherwise(wanted) | {path: self._path_of_key(key) for path, key in wanted.moved.items()}
-        own_names = wanted.names or [None] * len(wanted.tensors)
-        names = Names([*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()])
+        names = self._names_of(wanted)
         made = set(wanted.made)
         self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
@@ -111,6 +111,14 @@ class Answering:
             self._answer_source(key, found)
         self.asked.update(paths[t] for t in (*found.tensors, *match.places(wanted.kept).values()))
         return self._assemble(found)
+
+    def _names_of(self, wanted: WantedPaths) -> Names:
+        """What the tensors of a rank are called; those of many ranks are called the same, and parsed once."""
+        own_names = wanted.names or [None] * len(wanted.tensors)
+        paths, names = [*wanted.tensors, *wanted.others], [*own_names, *wanted.others.values()]
+        if (paths, names) != (self._wanted_names.paths, self._wanted_names.names):
+            self._wanted_names = Names(paths, names)
+        return self._wanted_names
 
     def _answer_arranged(
         self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None], made: set[str], found: _Draft

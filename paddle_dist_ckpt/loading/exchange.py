@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ..core.columns import IntArray
 from ..core.device_memory import Copies
 from ..core.dtypes import DTYPES
 from ..core.memory import Bytes1D, fresh_pages
-from ..core.protocols import ControlSession, Transport
+from ..core.protocols import ControlSession, Transfers
 from ..files.reader import Consumer, StoredEntry, read_entries
 from ..planning.exchange_plan import ALL
 from .fit import Fit
@@ -46,7 +47,7 @@ class Exchange:
     session: ControlSession
     fit: Fit
     files: DataFiles
-    transport: Transport
+    transfers: Transfers
     copies: Copies
     staging_bytes: int
     progress: Callable[[int], None]
@@ -130,7 +131,7 @@ class Exchange:
             parts, sends = messages[address], source == self.session.rank
             in_place = outgoing[address] if sends else self._whole_target(parts)
             data = self._buffer("incoming", _nbytes(parts)) if in_place is None else in_place
-            self.transport.broadcast(data, source, self.staging_bytes)
+            self.transfers.broadcast(data, source, self.staging_bytes, functools.partial(self._keys, parts))
             if in_place is None:
                 self._unpack(parts, data)
             elif not sends:
@@ -149,9 +150,13 @@ class Exchange:
         mine = {source: parts for (source, to, _), parts in messages.items() if to == me != source}
         incoming = {source: self._buffer(source, _nbytes(parts)) for source, parts in mine.items()}
         single = {to: data for (_, to, _), data in outgoing.items() if to != ALL}
-        self.transport.exchange(single, incoming, senders, self.staging_bytes)
+        self.transfers.exchange(single, incoming, senders, self.staging_bytes, lambda source: self._keys(mine[source]))
         for source, parts in mine.items():
             self._unpack(parts, incoming[source])
+
+    def _keys(self, parts: Sequence[_Part]) -> str:
+        """What a message has for this rank."""
+        return ", ".join(dict.fromkeys(self.fit.wanted_key(parcel.row) for _, parcel in parts if parcel.row >= 0))
 
     def _unpack(self, parts: Sequence[_Part], data: Bytes1D) -> None:
         """Hand out what has come in a message; after a failure it means nothing."""

@@ -133,6 +133,10 @@ class Fit:
         rows = np.unique(self._target[needs])
         return rows[self.targets.on_device[rows] & ~self.targets.staged[rows]]
 
+    def wanted_key(self, need: int) -> str:
+        """The flat key of what a need is for."""
+        return plain_key(self.targets.path(int(self._target[need])))
+
     def nbytes(self, needs: IntArray) -> int:
         """Bytes of these needs."""
         return int(self._nbytes[needs].sum())

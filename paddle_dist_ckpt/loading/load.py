@@ -4,6 +4,7 @@
     decide    every rank plans and opens the files that it needs; what does not fit is raised on all, nothing touched
     exchange  if not everyone can read for itself: who reads what for whom
     open      ... and whether the readers have their files
+    collectives  what there is to move data by, and whether it works
     staged    values stored as entries, and tied tensors, are read to buffers and looked at
     read      everything else is read to where it belongs
     restore   if there are objects: they are given their states
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..control.rounds import Messages, ask, only_on
+from ..control.verified import agree_on_collectives
 from ..core.messages import encode
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
@@ -221,7 +223,10 @@ class LeavesLoad:
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
         choices["aoa_config"] = _digest(self.context.options.aoa_config)
-        return wanted, LoadRequest(self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete)
+        location = self.context.storage.location
+        return wanted, LoadRequest(
+            self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete, location
+        )
 
     def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
         session, options = self.context.session, self.context.options
@@ -235,7 +240,7 @@ class LeavesLoad:
         return fit, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)
 
     def _agree_on_exchange(self, fit: Fit, decision: DecideAnswer) -> ExchangeAnswer:
-        """Rounds ``exchange`` and ``open``."""
+        """Rounds ``exchange``, ``open`` and ``collectives``."""
 
         def reach() -> tuple[None, ExchangeRequest]:
             if decision.probe:
@@ -250,6 +255,7 @@ class LeavesLoad:
             _, order = self._ask("exchange", reach, ExchangeAnswer, LoadCoordinator.exchange)
             if order.restart or self._ask("open", open_mine, GoOnAnswer, LoadCoordinator.done)[1].restart:
                 raise _Replaced
+            agree_on_collectives(self.context.session, self.context.transport)
         return order
 
 

@@ -14,6 +14,7 @@ from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, StateDictMismatchError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
+from ..folder.context import check_folders
 from ..storage.base import FolderIdentity
 from ..tree.names import is_of_run
 from ..tree.paths import plain_key
@@ -76,10 +77,12 @@ class LoadCoordinator:
                         f"rank {rank} passed LoadOptions({name}={choice}), rank {self._session.coordinator} "
                         f"{ours.options[name]}; all ranks must pass the same"
                     )
+        self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
+        if not self._options.separate_folders:
+            check_folders(self._folders, {rank: request.location for rank, request in requests.items()})
         metadata = self._metadata = self._read(ours.unique_id)
         values = metadata.table.kinds[metadata.table.shard_tensor] != Kind.TENSOR
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
-        self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
         self._groups = {}
         for rank, folder in self._folders.items():
             self._groups.setdefault(folder, []).append(rank)

@@ -8,10 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..control import NoTransport, SoloHub
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
+from ..core.memory import zeros_of
 from ..core.parts import Arranged, Arranger
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
@@ -161,7 +160,7 @@ def add_leaf(
         return
     leaves.tensor_paths.append(path)
     if kind == Kind.ARRAY:
-        leaves.tensors.append(np.empty(shape, arithmetic_dtype(dtype)))
+        leaves.tensors.append(zeros_of(shape, arithmetic_dtype(dtype), key))
     else:
         leaves.tensors.append(_empty(empty, shape, dtype, key))
 

@@ -77,6 +77,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     wanted: bytes
     patterns: dict[str, bool] = {}
     complete: list[str] = []
+    location: str = ""
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):

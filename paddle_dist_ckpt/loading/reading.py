@@ -15,7 +15,7 @@ from ..core.columns import IntArray
 from ..core.device_memory import Copies, NoCopies
 from ..core.parts import Arranger
 from ..core.progress import Progress
-from ..core.protocols import Transport
+from ..core.protocols import Transfers
 from ..core.threads import io_threads, run_all
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import FileInfo
@@ -166,9 +166,9 @@ class Reading:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
         context = self.context
 
-        def run(transport: Transport) -> Exchange:
+        def run(transfers: Transfers) -> Exchange:
             most = context.options.staging_bytes
-            exchange = Exchange(context.session, self.fit, self.files, transport, self.copies, most, progress)
+            exchange = Exchange(context.session, self.fit, self.files, transfers, self.copies, most, progress)
             exchange.run(rounds)
             return exchange
 

@@ -15,7 +15,7 @@ from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
 from ..core.local_tensors import LocalShards, LocalTensors
-from ..core.memory import Bytes1D, address_of, array_at
+from ..core.memory import Bytes1D, address_of, array_at, zeros_of
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..errors import CheckpointError
@@ -110,7 +110,7 @@ class Targets:
         for t in np.flatnonzero(table.kinds != Kind.TENSOR).tolist():
             if t not in asked and table.paths[t] not in left_out:
                 shape, dtype = table.layouts[table.layout_of[t]].shape, table.dtypes[t]
-                buffer: Array = np.empty(shape, dtype.raw)
+                buffer: Array = zeros_of(shape, dtype.raw, plain_key(table.paths[t]))
                 geometry = Geometry(Kind(int(table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
                 self._tensors.add(table.paths[t], TensorView(geometry, (address_of(buffer),), buffer, None))
                 added.append((t, buffer))
@@ -168,7 +168,7 @@ class Targets:
         """The values that were stored as entries, and the arrays of objects, after they are read, by path."""
         table = self._table
         return {
-            table.paths[t]: decode_value(buffer.tobytes())
+            table.paths[t]: decode_value(buffer.data)
             if table.kinds[t] == Kind.VALUE
             else buffer.view(arithmetic_dtype(table.dtypes[t]))
             for t, buffer in self._values

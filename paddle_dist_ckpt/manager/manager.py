@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import json
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -23,15 +22,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.protocols import ControlSession
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
+from ..folder.delete import Deletion
 from ..options import LoadOptions, SaveOptions, as_integer, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
-from ..storage import LocalStorage, as_storage
+from ..storage import LocalStorage, as_storage, bounded_folders
 from ..wiring import connected, load_with, paddles, save_with
+from .removal import remove_together
 from .schedule import Schedule
 from .sigterm import on_sigterm
-from .steps import NOTE, Retention, Steps, check_count, remove_step, step_folder
+from .steps import NOTE, Retention, Steps, check_count, check_seconds, checked_metrics, step_folder
 
 __all__ = ["CheckpointManager"]
 
@@ -93,7 +94,7 @@ class CheckpointManager:
             self._root = Path(folder.location)  # absolute, for the working directory may change
             self._retention = Retention(keep_last, keep_every, best)
             check_count("save_interval_steps", save_interval_steps)
-            _check_seconds(save_interval_seconds)
+            check_seconds(save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
             _agree(session, repr(arguments))
@@ -102,6 +103,7 @@ class CheckpointManager:
         topic = f"steps of {self._root.name}"
         self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
         self._steps = Steps(self._root, NOTE)
+        self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
@@ -145,6 +147,7 @@ class CheckpointManager:
             What save_state_dict returns; None if the step is not due.
 
         Raises:
+            DurabilityUnknownError: the step is committed, and counts, but a crash of the machine might undo that.
             CheckpointError: see save_state_dict. Also what went wrong with an earlier save in the background, if nobody
                 has asked for its result.
         """
@@ -156,11 +159,16 @@ class CheckpointManager:
         if self.stopping:
             with suppress(CheckpointError, OSError):  # logged by now, and must not prevent the last save
                 self.wait()
-        note = {"step": step, "metrics": _checked_metrics(metrics)}
+        note = {"step": step, "metrics": checked_metrics(metrics)}
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         find, folder = paddles(self._ranks, state), step_folder(self._root, step)
         after = functools.partial(self._retain, step)
-        saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
+        try:
+            saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
+        except DurabilityUnknownError:  # it is there, and counts
+            self._decided = (step, False)
+            self._schedule.saved()
+            raise
         self._decided = (step, False)  # to save a step twice would be of no use
         self._pending = saved if isinstance(saved, AsyncSave) else None
         self._schedule.saved()
@@ -169,18 +177,15 @@ class CheckpointManager:
     def _retain(self, step: int, session: ControlSession) -> None:
         """After the commit of a step: remove the steps that are not to be kept, on every host."""
 
-        def choose(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        def begin() -> dict[int, Deletion]:
             with self._lock:
-                self._steps.look()
-                kept = {self._reading, *self._steps.linked()}
+                self._steps.look(opened)
+                kept = {self._reading, *self._steps.linked(opened)}
                 doomed = self._retention.doomed(self._steps.metrics, step, kept)
-                for old in doomed:
-                    self._steps.uncommit(old)
-            doomed += self._steps.abandoned(step)
-            return _to_one_of_each(messages, json.dumps(doomed).encode(), b"[]", session.coordinator)
+                return self._steps.begin_removals([*doomed, *self._steps.abandoned(step, opened)], opened)
 
-        for old in json.loads(session.gather_scatter("retain", self._steps.identity, choose)):
-            remove_step(self._root, old)
+        with self._folders() as opened:
+            remove_together(session, self._root, begin, opened)
 
     # -- what there is
 
@@ -203,8 +208,8 @@ class CheckpointManager:
         """What the coordinator chooses from the steps that there are."""
 
         def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-            with self._lock:
-                self._steps.look()
+            with self._lock, self._folders() as opened:
+                self._steps.look(opened)
                 return dict.fromkeys(messages, json.dumps(choose()).encode())
 
         with self._session(what) as session:
@@ -216,6 +221,8 @@ class CheckpointManager:
         self, state: dict[Any, Any], step: int | None = None, options: LoadOptions | None = None, path: Any = None
     ) -> int | None:
         """Fill a state from a step, or from a checkpoint elsewhere. All ranks call it.
+
+        If another manager removes the latest step just then, the latest that is left is restored.
 
         Args:
             state: What :func:`paddle_dist_ckpt.load_state_dict` takes.
@@ -230,7 +237,9 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such step.
             CheckpointError: see load_state_dict.
         """
-        options = checked("options", options, LoadOptions) or LoadOptions()
+        options = checked("options", options, LoadOptions) or LoadOptions(
+            separate_folders=self._options.separate_folders
+        )
         find = paddles(self._ranks, state, options.staging_bytes)
         if path is not None:
             if step is not None:
@@ -244,12 +253,21 @@ class CheckpointManager:
             return self._reading
 
         try:
-            chosen = self._ask("restore" if step is None else f"restore step {step}", choose)
-            if chosen is None:
-                return None
-            load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
+            what = "restore" if step is None else f"restore step {step}"
+            chosen = self._ask(what, choose)
+            while chosen is not None:
+                try:
+                    load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
+                    break
+                except CheckpointNotFoundError:  # another manager may have removed it just now; nothing is touched
+                    before, chosen = chosen, self._ask(what, choose)
+                    if step is not None or chosen in (None, before):
+                        raise
+                    _logger.warning("step %d is gone, so step %d is restored", before, chosen)
         finally:
             self._reading = None
+        if chosen is None:
+            return None
         if self._decided is not None:  # the steps begin anew
             self._schedule.restart()
         self._decided = (chosen, False)
@@ -316,33 +334,8 @@ def _agree(session: ControlSession, ours: str) -> None:
     session.gather_scatter("agree", ours.encode, compare)
 
 
-def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, coordinator: int) -> dict[int, bytes]:
-    """A message to one rank of each folder, the coordinator if that has it, and another to the rest."""
-    first = {folder: rank for rank, folder in sorted(folders.items(), reverse=True)}
-    first[folders[coordinator]] = coordinator
-    return {rank: message if first[folder] == rank else other for rank, folder in folders.items()}
-
-
 def _checked_step(step: int) -> int:
     number = as_integer(step)
     if number is None or number < 0:
         raise ValueError(f"step must be an integer from 0, not {step!r}")
     return number
-
-
-def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a mapping of names to numbers, not {type(metrics).__name__}")
-    for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
-            raise TypeError(f"metrics must be names and numbers, not {name!r}: {value!r}")
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _check_seconds(seconds: float | None) -> None:
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-        raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")

@@ -15,12 +15,14 @@ class PrunePlan:
     """What is to be removed from a folder of steps.
 
     Attributes:
+        steps: The folder's steps, as they were seen.
         root: The folder.
         kept: The committed steps that stay, ascending.
         doomed: The committed steps that go, ascending.
         abandoned: Steps that were never committed, and that nobody works on any more; they go as well.
     """
 
+    steps: Steps
     root: Path
     kept: list[int]
     doomed: list[int]
@@ -35,17 +37,21 @@ def plan_prune(root: Path, retention: Retention) -> PrunePlan:
     steps = Steps(root, NOTE)
     steps.look()
     if not steps.metrics:
-        return PrunePlan(root, [], [], [])
+        return PrunePlan(steps, root, [], [], [])
     latest = max(steps.metrics)
     doomed = retention.doomed(steps.metrics, latest, steps.linked())
-    abandoned = [step for step in steps.abandoned(latest) if step not in steps.linked()]
-    return PrunePlan(root, [step for step in sorted(steps.metrics) if step not in doomed], doomed, abandoned)
+    abandoned = steps.abandoned(latest)
+    return PrunePlan(steps, root, [step for step in sorted(steps.metrics) if step not in doomed], doomed, abandoned)
 
 
-def carry_out(plan: PrunePlan) -> None:
-    """Remove what is to be removed: first all `.metadata`, for good, then the files."""
-    steps = Steps(plan.root, NOTE)
-    for step in plan.doomed:
-        steps.uncommit(step)
-    for step in [*plan.doomed, *plan.abandoned]:
-        remove_step(plan.root, step)
+def carry_out(plan: PrunePlan) -> list[int]:
+    """Remove what is to be removed: first all `.metadata`, for good, then the files.
+
+    Returns:
+        The steps that are gone. Others were saved anew since, or somebody is at work in their folders.
+    """
+    begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned])
+    for step, removal in begun.items():
+        removal.finish()
+        remove_step(plan.root, step, removal.saves)
+    return list(begun)

@@ -5,21 +5,33 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..files.names import is_ours, metadata_name
+from ..errors import CheckpointError, CheckpointTimeoutError
+from ..files.names import metadata_name
 from ..folder.checkpoint import read_checkpoint
+from ..folder.commit import remove_saves
+from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import save_of
 from ..folder.lease import is_abandoned
 from ..options import as_integer
-from ..storage import LocalStorage
+from ..storage import LocalStorage, Storage
 
-__all__ = ["NOTE", "Retention", "Steps", "check_count", "remove_step", "step_folder"]
+__all__ = [
+    "NOTE",
+    "Opened",
+    "Retention",
+    "Steps",
+    "check_count",
+    "check_seconds",
+    "checked_metrics",
+    "remove_step",
+    "step_folder",
+]
 
 NOTE = "checkpoint_manager"
 """Where the user_metadata of a step's checkpoint has the step and its metrics."""
@@ -27,6 +39,8 @@ NOTE = "checkpoint_manager"
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FOLDER = re.compile(r"step-(\d{8,18})")
 Metrics = Mapping[str, float]
+Opened = Callable[[Path], Storage]
+"""Opens a local folder."""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -41,7 +55,7 @@ def _step_of(name: str) -> int | None:
 
 
 class Steps:
-    """What a folder of steps holds.
+    """What a folder of steps holds. Methods look into folders by what is passed as ``opened``.
 
     Args:
         root: The folder.
@@ -56,82 +70,88 @@ class Steps:
         self._saves: dict[int, str] = {}
         self.metrics: dict[int, Metrics] = {}
 
-    def look(self) -> None:
+    def look(self, opened: Opened = LocalStorage) -> None:
         """See which steps are committed. What is known of a step is not read again, unless it was saved anew."""
         saves: dict[int, str] = {}
         metrics: dict[int, Metrics] = {}
-        for step in self.folders():
-            storage = LocalStorage(step_folder(self._root, step))
+        for step in self.folders(opened):
+            storage = opened(step_folder(self._root, step))
             try:
                 save = save_of(storage, step)
                 if save is not None:
                     known = self._saves.get(step) == save
                     metrics[step] = self.metrics[step] if known else self._read(storage, step)
                     saves[step] = save
+            except CheckpointTimeoutError:
+                raise  # not only of this step will nothing be heard
             except (CheckpointError, OSError) as error:
                 _logger.warning("not counted among the steps: %s: %s", storage.location, error)
         self._saves, self.metrics = saves, metrics
 
-    def folders(self) -> list[int]:
+    def folders(self, opened: Opened = LocalStorage) -> list[int]:
         """The steps that have a folder, committed or not, ascending."""
-        names = LocalStorage(self._root).names()
+        names = opened(self._root).names()
         return sorted(step for name in names if (step := _step_of(name)) is not None)
 
-    def _read(self, storage: LocalStorage, step: int) -> Metrics:
+    def _read(self, storage: Storage, step: int) -> Metrics:
         note = read_checkpoint(storage, step).user_metadata.get(self._note)
         found: Any = note.get("metrics") if isinstance(note, dict) else None
         if not isinstance(found, dict):
             return {}
         return {name: value for name, value in found.items() if type(value) is float}
 
-    def identity(self) -> bytes:
-        """Which folder this rank sees, as bytes to be compared."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        return repr(LocalStorage(self._root).identity()).encode()
-
-    def linked(self) -> list[int]:
+    def linked(self, opened: Opened = LocalStorage) -> list[int]:
         """The steps that are links to folders elsewhere, of which nothing is to be removed."""
-        return [step for step in self.folders() if step_folder(self._root, step).is_symlink()]
+        return [step for step in self.folders(opened) if step_folder(self._root, step).is_symlink()]
 
-    def uncommit(self, step: int) -> None:
-        """Make a step uncommitted: the first thing that is done to remove it, and the last that can fail."""
-        storage = LocalStorage(step_folder(self._root, step))
-        # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody takes half of a step for it.
-        storage.delete(metadata_name(step))
-        storage.sync()
-        self.metrics.pop(step, None)
-        self._saves.pop(step, None)
+    def begin_removals(self, steps: Iterable[int], opened: Opened = LocalStorage) -> dict[int, Deletion]:
+        """Make steps uncommitted, or set out to remove what is left of those that never were.
 
-    def abandoned(self, after: int) -> list[int]:
+        What was saved under a step since the last look stays, and so does a folder in which somebody is at work.
+
+        Returns:
+            Those that are removed, in the order of ``steps``.
+        """
+        begun = {}
+        for step in steps:
+            storage, save = opened(step_folder(self._root, step)), self._saves.get(step)
+            try:
+                begun[step] = begin_clearing(storage, step) if save is None else begin_deletion(storage, step, save)
+            except (OSError, CheckpointError) as error:
+                _logger.warning("step %d is left for now: %s", step, error)
+                continue
+            _logger.info("removing step %d: %s", step, storage.location)
+            self.metrics.pop(step, None)
+            self._saves.pop(step, None)
+        return begun
+
+    def abandoned(self, after: int, opened: Opened = LocalStorage) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
 
         Args:
             after: A step that was committed just now; its file tells the time by the folder's own clock.
+            opened: See the class.
         """
-        now = LocalStorage(step_folder(self._root, after)).modified(metadata_name(after))
-        left = [step for step in self.folders() if step not in self.metrics]
-        return [step for step in left if self._is_abandoned(step_folder(self._root, step), now)]
-
-    @staticmethod
-    def _is_abandoned(folder: Path, now: float) -> bool:
-        """Whether nothing in a folder can be of use. Whatever has a `.metadata`, of any id or format, can be."""
-        storage = LocalStorage(folder)
-        try:
-            return not any(name.endswith(".metadata") for name in storage.names()) and is_abandoned(storage, now)
-        except OSError:
-            return False
+        now = opened(step_folder(self._root, after)).modified(metadata_name(after))
+        linked = self.linked(opened)
+        left = [step for step in self.folders(opened) if step not in self.metrics and step not in linked]
+        return [step for step in left if _is_abandoned(opened(step_folder(self._root, step)), now)]
 
 
-def remove_step(root: Path, step: int) -> None:
-    """Remove the files of a step that is not committed, and its folder unless there is something else in it."""
+def _is_abandoned(storage: Storage, now: float) -> bool:
+    """Whether nothing in a folder can be of use. Whatever has a `.metadata`, of any id or format, can be."""
+    try:
+        return not any(name.endswith(".metadata") for name in storage.names()) and is_abandoned(storage, now)
+    except OSError:
+        return False
+
+
+def remove_step(root: Path, step: int, saves: Collection[str], opened: Opened = LocalStorage) -> None:
+    """Remove the files of these saves from a step's folder, and the folder unless there is something else in it."""
     folder = step_folder(root, step)
     if folder.is_symlink():  # what it leads to was put there by somebody else
         return
-    storage = LocalStorage(folder)
-    _logger.info("removing step %d: %s", step, folder)
-    for name in storage.names():
-        if is_ours(name):
-            storage.delete(name)
+    remove_saves(opened(folder), saves)
     with suppress(OSError):  # it is not there, or not empty
         folder.rmdir()
 
@@ -144,6 +164,34 @@ def check_count(name: str, number: int | None) -> None:
     """
     if number is not None and (as_integer(number) or 0) < 1:
         raise ValueError(f"{name} must be None or at least 1, not {number!r}")
+
+
+def check_seconds(seconds: float | None) -> None:
+    """Refuse what is no time between saves.
+
+    Raises:
+        ValueError: it is neither None nor above 0.
+    """
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+        raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
+
+
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Metrics as a user passes them, as floats.
+
+    Raises:
+        TypeError: they are no mapping of names to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping of names to numbers, not {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+            raise TypeError(f"metrics must be names and numbers, not {name!r}: {value!r}")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,25 +9,40 @@ import functools
 import logging
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import paddle
 import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed.communication.group import Group, _GroupManager
 
-from ..control import AgreedHub, RefusingHub, ZmqHub
+from ..control import AgreedHub, RefusingHub, TcpHub
 from ..control.ranks import Ranks
 from ..core.protocols import ControlHub
 from .transport import PaddleTransport, takes_host_memory
 
 __all__ = ["connect"]
 
+_SECRET_FILE = "PADDLE_DIST_CKPT_SECRET_FILE"
+"""Environment variable: a file with a secret of the job's, without which nobody takes part in its saves and loads.
+
+The only one that the library reads. It is no option of a call, for a hub is made once for a group, by whichever call
+comes first, and under a trainer the calls are not the user's.
+"""
+
+T = TypeVar("T")
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
 _STORE_SECONDS = 300
+_STORE_GRACE = 1.0  # within which a store that answers says itself that the time is over
+_SHORTEST_SECRET = 16
 _GROUP_ID = 1 << 20  # far above those that Paddle counts up
 _made: list[Any] = []  # must live as long as the process
 
@@ -107,11 +122,6 @@ class _Kept:
     connections: dict[int, Ranks] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
 
-    def abandon(self) -> None:
-        """A collective was given up, by one transport or the other."""
-        self.transport.abandon()
-        self.host_transport.abandon()
-
 
 def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
     """The group's connection, made when it is first used and kept with the group."""
@@ -134,20 +144,20 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
     return kept.connections[coordinator]
 
 
-def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> ZmqHub:
+def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> TcpHub:
     """The hub of one coordinator."""
     attempts = kept.attempts.get(coordinator, 0)
     kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
-    return ZmqHub(
+    return TcpHub(
         rank,
         members,
         coordinator,
-        _PaddleStore(),
+        _PaddleStore(timeout),
         f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}",
         bind_host=_own_host(),
         bootstrap_timeout=timeout,
+        secret=_secret(),
         opened=attempts,
-        on_abandon=kept.abandon,
     )
 
 
@@ -171,7 +181,7 @@ def _host_group(group: Any) -> Any:
 def _own_store(key: str, rank_in_group: int) -> Any:
     """A store for one group, at its first rank. In the job's own store ranks could meet those of other groups: Paddle's
     gloo groups all use some of the same keys there."""
-    job = _PaddleStore()
+    job = _PaddleStore(_STORE_SECONDS)
     if rank_in_group == 0:
         host = _own_host() or "127.0.0.1"
         with socket.socket() as probe:
@@ -193,24 +203,73 @@ def _own_host() -> str | None:
     return host or None
 
 
+def _secret() -> bytes:
+    """The job's secret, for the control hubs; empty if it has none.
+
+    Raises:
+        ValueError: there is to be one, but it cannot be read, or is too short to be one.
+    """
+    name = os.environ.get(_SECRET_FILE)
+    if not name:
+        return b""
+    try:
+        secret = Path(name).read_bytes()
+    except OSError as error:
+        raise ValueError(f"${_SECRET_FILE}: the control secret cannot be read: {error}") from error
+    if len(secret) < _SHORTEST_SECRET:
+        raise ValueError(f"${_SECRET_FILE}: {name!r} has {len(secret)} bytes; a secret has {_SHORTEST_SECRET} or more")
+    return secret
+
+
 class _PaddleStore:
-    """The store that Paddle's ranks share, for what they tell each other to begin with."""
+    """The store that Paddle's ranks share, for what they tell each other to begin with.
+
+    Paddle raises a ValueError or RuntimeError where the rank that keeps it has ended, and waits for ever where that one
+    is frozen. So each call is made on a thread, which may be left behind.
+    """
 
     _POLL_SECONDS = 0.02
 
-    def __init__(self) -> None:
-        self._store = core.create_or_get_global_tcp_store()
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._store = self._bounded(core.create_or_get_global_tcp_store, timeout)
 
     def set(self, key: str, value: bytes) -> None:
         """See :class:`..control.BootstrapStore`."""
-        self._store.set(key, value.hex())
-        self._store.add(f"{key}/set", 1)
+
+        def leave() -> None:
+            self._store.set(key, value.hex())
+            self._store.add(f"{key}/set", 1)
+
+        self._bounded(leave, self._timeout)
 
     def get(self, key: str, timeout: float) -> bytes:
         """See :class:`..control.BootstrapStore`. Polls a counter, for Paddle's own wait cannot be bounded."""
         deadline = time.monotonic() + timeout
-        while self._store.add(f"{key}/set", 0) == 0:
-            if time.monotonic() > deadline:
-                raise TimeoutError(key)
-            time.sleep(self._POLL_SECONDS)
-        return bytes.fromhex(self._store.get(key).decode())
+
+        def fetch() -> bytes:
+            while self._store.add(f"{key}/set", 0) == 0:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(key)
+                time.sleep(self._POLL_SECONDS)
+            return bytes.fromhex(self._store.get(key).decode())
+
+        return self._bounded(fetch, timeout)
+
+    @staticmethod
+    def _bounded(call: Callable[[], T], timeout: float) -> T:
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="paddle_dist_ckpt store", daemon=True).start()
+        try:
+            return result.result(timeout + _STORE_GRACE)
+        except FutureTimeout:
+            raise TimeoutError(f"Paddle's store has not answered within {timeout:g} s") from None
+        except (ValueError, RuntimeError) as error:  # Paddle's, for whatever becomes of a connection
+            raise ConnectionError(f"Paddle's store: {type(error).__name__}: {error}") from error

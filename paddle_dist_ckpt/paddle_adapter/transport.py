@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ import paddle
 import paddle.distributed as dist
 from paddle.base.framework import _current_expected_place as _current_place
 
+from ..control.verified import ADVICE
 from ..core.memory import Bytes1D, address_of, copy_bytes
-from ..errors import CheckpointError
+from ..errors import CollectiveError
 from .device import DeviceCopies, TensorBytes, at_device, host_tensor, is_gpu_build, name_of
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
@@ -22,6 +24,8 @@ __all__ = ["PaddleTransport", "takes_host_memory"]
 _HOST_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
 _DEVICE_BYTES = 32 << 20  # the same by way of a device
 _LEAST_PART = 256 << 10  # of one rank's part
+_PROBE_BYTES = 16
+_OTHER = "other bytes than were sent"
 _NOTHING: Bytes1D = np.zeros(0, np.uint8)
 
 
@@ -42,7 +46,7 @@ class PaddleTransport:
 
     def __init__(self, make_group: Callable[[], Any]) -> None:
         self._make_group = make_group
-        self._broken = False
+        self.tried = self._broken = self._has_all_to_all = False
         self._current = name_of(_current_place())  # helper threads have another one
 
     @cached_property
@@ -56,33 +60,35 @@ class PaddleTransport:
         return _DeviceMemory(_device_of_rank() if self._current == "cpu" else self._current)
 
     def abandon(self) -> None:
-        """A collective was given up while it hung: the communicator cannot be used any more."""
+        """See :class:`..core.protocols.Transport`."""
         self._broken = True
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
         if self._broken:
-            raise CheckpointError(
-                "an earlier collective of this process group failed or hung, so its ranks are out of step and its "
-                "communicator cannot be used any more; restart the job"
-            )
+            raise CollectiveError(f"an earlier collective failed, hung, or delivered {_OTHER}; {ADVICE}")
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._broken = True
-            raise
+            if isinstance(error, CollectiveError) or not isinstance(error, Exception):
+                raise
+            raise CollectiveError(f"a collective failed: {type(error).__name__}: {error}; {ADVICE}") from error
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """See :class:`..core.protocols.Transport`."""
         with self._operation():
-            step = min(most, _DEVICE_BYTES) if self._memory.is_device else max(1, data.size)
-            is_source = self._group.rank == self._group.get_group_rank(source)
-            for start in range(0, data.size, step):
-                part = [data[start : start + step]]
-                tensor = self._memory.filled(part) if is_source else self._memory.empty(part)
-                dist.broadcast(tensor, source, self._group)
-                if not is_source:
-                    self._memory.fetch(tensor, part)
+            self._broadcast(data, source, most)
+
+    def _broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        step = min(most, _DEVICE_BYTES) if self._memory.is_device else max(1, data.size)
+        is_source = self._group.rank == self._group.get_group_rank(source)
+        for start in range(0, data.size, step):
+            part = [data[start : start + step]]
+            tensor = self._memory.filled(part) if is_source else self._memory.empty(part)
+            dist.broadcast(tensor, source, self._group)
+            if not is_source:
+                self._memory.fetch(tensor, part)
 
     def exchange(
         self,
@@ -105,16 +111,56 @@ class PaddleTransport:
                     into = incoming.get(source, _NOTHING)[start : start + step]
                     self._scatter(_cut(outgoing, start, step), into, min(step, size - start), source)
 
-    @cached_property
-    def _has_all_to_all(self) -> bool:
-        """Whether the group's backend can do this, by asking it to. One that cannot says so on each rank by itself."""
-        parts = [np.ones(1, np.uint8) for _ in self._group.ranks]
-        tensors = self._memory.filled(parts), self._memory.empty(parts)
+    def try_out(self) -> list[str]:
+        """See :class:`..core.protocols.Operations`. A backend that has no all-to-all says so on each rank by itself."""
+        with self._operation():
+            return [name for name, attempt in self._attempts.items() if not attempt()]
+
+    def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
+        """See :class:`..core.protocols.Transport`."""
+        self._has_all_to_all = "all_to_all" not in failing
+        needed = ["broadcast"] if self._has_all_to_all else ["broadcast", "scatter"]
+        lacking = {name: failing[name] for name in needed if name in failing}
+        if lacking:
+            said = [f"a {name} on ranks {', '.join(map(str, ranks))}" for name, ranks in lacking.items()]
+            text = f"what was tried failed, or delivered {_OTHER}: {'; '.join(said)}; {ADVICE}"
+            blamed = {rank for ranks in lacking.values() for rank in ranks}
+            raise CollectiveError(text, {rank: CollectiveError(text) for rank in sorted(blamed)})
+        self.tried = True
+
+    @property
+    def _attempts(self) -> dict[str, Callable[[], bool]]:
+        """How each operation is tried."""
+        return {"all_to_all": self._try_all_to_all, "broadcast": self._try_broadcast, "scatter": self._try_scatter}
+
+    def _try_all_to_all(self) -> bool:
+        ranks, me = self._group.ranks, dist.get_rank()
+        sent, received = [self._token(me, rank) for rank in ranks], [_blank() for _ in ranks]
         try:
-            self._call_all_to_all(*tensors, parts, parts)
+            tensor = self._memory.empty(received)
+            self._call_all_to_all(self._memory.filled(sent), tensor, sent, received)
+            self._memory.fetch(tensor, received)
         except (RuntimeError, NotImplementedError, ValueError, OSError):
             return False
-        return True
+        return all(np.array_equal(part, self._token(rank, me)) for rank, part in zip(ranks, received, strict=True))
+
+    def _try_broadcast(self) -> bool:
+        first, into = self._group.ranks[0], _blank()
+        if dist.get_rank() == first:
+            into[:] = self._token(first, first)
+        self._broadcast(into, first, _DEVICE_BYTES)
+        return np.array_equal(into, self._token(first, first))
+
+    def _try_scatter(self) -> bool:
+        first, me, into = self._group.ranks[0], dist.get_rank(), _blank()
+        parts = {rank: self._token(first, rank) for rank in self._group.ranks} if me == first else {}
+        self._scatter(parts, into, _PROBE_BYTES, first)
+        return me == first or np.array_equal(into, self._token(first, me))
+
+    def _token(self, source: int, destination: int) -> Bytes1D:
+        """Bytes to try an operation with, other ones for any other pair, or group."""
+        digest = hashlib.sha256(repr((self._group.id, self._group.ranks, source, destination)).encode()).digest()
+        return np.frombuffer(digest[:_PROBE_BYTES], np.uint8)
 
     def _all_to_all(self, outgoing: Mapping[int, Bytes1D], incoming: Mapping[int, Bytes1D]) -> None:
         """Send and receive one message for each pair of ranks, and a byte to itself, since none may be without any."""
@@ -211,6 +257,10 @@ class _DeviceMemory:
         memory = TensorBytes(tensor)
         copies.read([(memory, start, part) for start, part in _places(parts)])
         copies.mark().wait()
+
+
+def _blank() -> Bytes1D:
+    return np.zeros(_PROBE_BYTES, np.uint8)
 
 
 def _device_of_rank() -> str:

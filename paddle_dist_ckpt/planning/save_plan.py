@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.box import Box, subtract, whole
 from ..core.boxes import Boxes
-from ..core.columns import IntArray
+from ..core.columns import IntArray, places_within
 from ..errors import UnsupportedValueError
 from .cover import first_gap, tensors_covered
 from .divide import HeldBoxes, divide
@@ -17,6 +17,8 @@ from .order import file_order, shard_order
 from .overlap import overlapping_pairs
 
 __all__ = ["GlobalTensors", "HeldShards", "SavePlan", "plan_save"]
+
+_MOST_COPIES = 1 << 22  # that are compared with what is written
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,8 @@ class SavePlan:
         boxes: The boxes.
         transfers: For partial tensors, (source, destination, box), the former two as rows of the :class:`HeldShards`:
             the rank that has the source sends its addend of the box to the other, which adds it to its own.
+        copied: A box of which other ranks have copies that are not written, ``[copies]``.
+        copies: Which of the :class:`HeldShards` has each such copy, ``[copies]``.
     """
 
     tensor: IntArray
@@ -83,6 +87,8 @@ class SavePlan:
     shard: IntArray
     boxes: Boxes
     transfers: list[tuple[int, int, Box]]
+    copied: IntArray
+    copies: IntArray
 
 
 def plan_save(tensors: GlobalTensors, shards: HeldShards, ranks: int, coordinator: int) -> SavePlan:
@@ -110,7 +116,35 @@ def plan_save(tensors: GlobalTensors, shards: HeldShards, ranks: int, coordinato
     order = file_order(tensors.shape, tensors.itemsize, shards.tensor[shard], boxes, shards.rank[shard])
     shard, boxes = shard[order], boxes.take(order)
     transfers = _transfers(tensors, shards, shard, boxes)
-    return SavePlan(shards.tensor[shard], shards.rank[shard], shard, boxes, transfers)
+    copied, copies = _copies(shards, held, shard)
+    return SavePlan(shards.tensor[shard], shards.rank[shard], shard, boxes, transfers, copied, copies)
+
+
+def _copies(shards: HeldShards, held: HeldBoxes, written: IntArray) -> tuple[IntArray, IntArray]:
+    """The copies that others than the writers have of what is written of some shards, by the copies' ranks.
+
+    Only shards of one box are copies of each other, and no addends. If there are very many copies, some are left out.
+
+    Returns:
+        The numbers of what is written, and which shards have a copy of each.
+    """
+    start, row = np.unique(held.first, return_index=True)
+    several = held.count[row] > 1
+    start, many = start[several], held.count[row][several]
+    if not len(start):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    holder = held.shard[np.repeat(start, many) + places_within(many)]
+    first, count = np.zeros(len(shards.tensor), np.int64), np.zeros(len(shards.tensor), np.int64)
+    first[holder], count[holder] = np.repeat(start, many), np.repeat(many, many)
+    count[shards.addend >= 0] = 0
+    holders = count[written]
+    some = np.minimum(holders, max(2, _MOST_COPIES // len(written)))
+    copied = np.repeat(np.arange(len(written)), some)
+    place = (places_within(some) + copied * some[copied]) % holders[copied]  # of other holders for each that is written
+    copies = held.shard[first[written][copied] + place]
+    others = np.flatnonzero(copies != written[copied])
+    others = others[np.argsort(shards.rank[copies[others]], kind="stable")]
+    return copied[others], copies[others]
 
 
 def _chosen_whole(shards: HeldShards, rows: IntArray, coordinator: int) -> IntArray:

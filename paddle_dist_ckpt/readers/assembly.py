@@ -10,6 +10,7 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import Part, containers_of, format_path, mixed_containers, parse_path
+from .budget import Budget
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
 from .checks import check_name, check_shape, first_overlap, is_text, shown
 
@@ -17,6 +18,7 @@ __all__ = ["Assembly", "text_of"]
 
 _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
+_STEPS_OF_LEAF, _STEPS_OF_PIECE = 12, 8
 _MOST_SHOWN = 200  # characters of a key in a message
 _INT64 = range(-(2**63), 2**63)
 
@@ -43,13 +45,18 @@ def _number(part: Part) -> str:
 class Assembly:
     """The files, tensors and values of one catalog.
 
+    Args:
+        storage: The folder.
+        names: The names in it that may belong to the checkpoint.
+        budget: What may be done to read it.
+
     Attributes:
         files: The files that tensors may lie in.
     """
 
-    def __init__(self, storage: Storage, names: Collection[str]) -> None:
+    def __init__(self, storage: Storage, names: Collection[str], budget: Budget) -> None:
         self.files: list[StoredFile] = []
-        self._storage, self._names = storage, set(names)
+        self._storage, self._names, self._budget = storage, set(names), budget
         self._numbers: dict[str, int] = {}
         self._tensors: list[StoredTensor] = []
         self._values: list[tuple[tuple[Part, ...], Any]] = []
@@ -150,6 +157,7 @@ class Assembly:
 
     def _add_leaf(self, entry: _AtPath) -> None:
         path = entry.path
+        self._budget.spend(_STEPS_OF_LEAF + 2 * len(path), entry)
         if not 0 < len(path) <= _MOST_PARTS:
             raise UnsupportedValueError(f"{entry} is {len(path)} levels deep; 1 to {_MOST_PARTS} are possible")
         if sum([len(part) for part in path if isinstance(part, str)]) > _MOST_CHARACTERS:
@@ -167,6 +175,7 @@ class Assembly:
 
     def _check_piece(self, entry: _AtPath, shape: Sequence[int], itemsize: int, piece: Piece) -> int:
         """Refuse a piece that is not in the tensor or in its file; returns how many bytes it has."""
+        self._budget.spend(_STEPS_OF_PIECE + 2 * len(shape), entry)
         (offset, extent), number, position = piece
         if not len(offset) == len(extent) == len(shape):
             raise CheckpointCorruptedError(f"{entry} has {len(shape)} dimensions, and a part of {len(extent)}")

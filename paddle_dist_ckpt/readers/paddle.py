@@ -20,6 +20,7 @@ from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, Unsuppor
 from ..storage.base import Storage
 from ..tree.paths import Part
 from .assembly import Assembly
+from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import Named, shown
 from .numpy_pickles import PickledArray
@@ -52,14 +53,14 @@ class PaddleReader:
     def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
         if unique_id not in self.found(names):
             raise CheckpointNotFoundError(f"{storage.location} has no checkpoint of Paddle's with the id {unique_id}")
-        name = f"{unique_id}.metadata"
+        name, budget = f"{unique_id}.metadata", Budget()
         try:
-            described = _Described(name, *_walked(storage, name))
+            described = _Described(name, *_walked(storage, name, budget))
         except ENDURED as error:
             raise CheckpointCorruptedError(f"{name}: it is not as Paddle writes it ({str(error)[:200]})") from error
         ranks = [int(match[1]) for file in names if (match := _DATA.fullmatch(file)) and int(match[2]) == unique_id]
-        assembly = Assembly(storage, names)
-        described.add_to(assembly, storage)
+        assembly = Assembly(storage, names, budget)
+        described.add_to(assembly, storage, budget)
         return assembly.catalog(self.format, unique_id, 1 + max(ranks))
 
 
@@ -134,7 +135,7 @@ class _Described:
         if fields.get("dtype") is not None:
             self._types[key] = _checked(fields["dtype"], str)
 
-    def add_to(self, assembly: Assembly, storage: Storage) -> None:
+    def add_to(self, assembly: Assembly, storage: Storage, budget: Budget) -> None:
         """Look up all that is described in the data files."""
         files: dict[int, Mapping[str, _Stored]] = {}
         for key, shape in self._shapes.items():
@@ -144,7 +145,7 @@ class _Described:
             for shard, file in self._places.get(key, ()):
                 number = assembly.file(file, where)
                 if number not in files:
-                    files[number] = _stored(storage, assembly.files[number].name)
+                    files[number] = _stored(storage, assembly.files[number].name, budget)
                 if number in shard_of:
                     if shard_of[number] != shard:
                         raise CheckpointCorruptedError(f"{where} has one place in two parts of it, in {shown(file)}")
@@ -212,9 +213,9 @@ def _shard_of(fields: Mapping[str, Any]) -> _Shard:
     return _Shard(offset, shape, elements)
 
 
-def _stored(storage: Storage, name: str) -> Mapping[str, _Stored]:
+def _stored(storage: Storage, name: str, budget: Budget) -> Mapping[str, _Stored]:
     """The tensors of a data file."""
-    with WindowedFile(storage, name) as file:
+    with WindowedFile(storage, name, budget) as file:
         if name.endswith(".safetensors"):
             entries = read_safetensors_header(file).entries
             return {key: _Stored(dtype, shape, position, None) for key, (dtype, shape, position) in entries.items()}
@@ -236,8 +237,8 @@ def _opened(arrays: dict[Any, Any], file: WindowedFile) -> Iterator[tuple[str, _
         yield key, _Stored(*array.opened(Named(file.name, key), file.size), name)
 
 
-def _walked(storage: Storage, name: str) -> tuple[Any, int]:
-    with WindowedFile(storage, name) as file:
+def _walked(storage: Storage, name: str, budget: Budget) -> tuple[Any, int]:
+    with WindowedFile(storage, name, budget) as file:
         return walk(file.window(), PADDLE), file.size
 
 

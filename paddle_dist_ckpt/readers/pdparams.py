@@ -16,6 +16,7 @@ from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, Unsuppor
 from ..storage.base import Storage
 from ..tree.paths import Part
 from .assembly import Assembly, text_of
+from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
@@ -51,10 +52,11 @@ class PdparamsReader:
         files = self._files(names)
         if unique_id != 0 or not files:
             raise CheckpointNotFoundError(f"{storage.location} has no .pdparams or .pdopt of the id {unique_id}")
-        assembly = Assembly(storage, names)
+        budget = Budget()
+        assembly = Assembly(storage, names, budget)
         for name in files:
             prefix = (name,) if len(files) > 1 else ()
-            with WindowedFile(storage, name) as file:
+            with WindowedFile(storage, name, budget) as file:
                 PickledState(file).add_to(assembly, prefix)
         return assembly.catalog(self.format, 0, 1)
 
@@ -77,16 +79,15 @@ class PickledState:
     """
 
     def __init__(self, file: WindowedFile) -> None:
-        window = file.window()
-        tree = walk(window, PADDLE)
+        tree = walk(file.window(), PADDLE)
         if type(tree) is not dict:
             raise UnsupportedValueError(f"{file.name} holds no state_dict, but {type(tree).__name__}")
         self.tree: dict[Any, Any] = tree
-        self._file, self._taken = file, window.taken
+        self._file = file
 
     def leaves(self) -> Iterator[PickledLeaf]:
         """See :func:`.pickled_tree.leaves`."""
-        return leaves(self.tree, self._file, self._taken)
+        return leaves(self.tree, self._file)
 
     def names(self) -> dict[Any, Any]:
         """The names of variables by key, which are taken out of the state_dict."""

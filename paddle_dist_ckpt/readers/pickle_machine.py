@@ -21,8 +21,11 @@ _MOST_MARKS = 10_000
 _MOST_KEY = 16  # parts of a tuple that is a key
 _HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
 _HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that are not this small
+_STEPS_OF_DICT, _STEPS_OF_LARGE = 8, 5  # of a dict that gets its first entry, of each item of a large one
+_SMALL_DICT = 64  # items
 _SHARED = 1 << 16  # items and characters that functions may be given beyond the bytes that were read
-_FEW = 1 << 17  # objects that may be made whatever was read
+_FEW, _MANY = 1 << 17, 1 << 20  # objects that may be made whatever was read, and references to them
+_MANY_STEPS = 4096  # between looks at the budget
 NOTHING: Any = object()
 """What the memo has at places that have not been filled."""
 
@@ -80,7 +83,7 @@ class Machine:
     nothing.
     """
 
-    __slots__ = ("allowed", "below", "made", "memo", "persistent", "spent", "stack", "window")
+    __slots__ = ("allowed", "below", "made", "memo", "persistent", "spent", "stack", "steps", "window")
 
     def __init__(self, window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None) -> None:
         self.window, self.allowed, self.persistent = window, allowed, persistent
@@ -89,6 +92,7 @@ class Machine:
         self.memo: list[Any] = []
         self.spent = 0  # items and characters that functions were given
         self.made = 0  # containers and byte strings, which cost more memory than bytes
+        self.steps = 0  # that have not been counted in the budget yet
 
     def push_new(self, value: Any) -> None:
         self.stack.append(value)
@@ -96,11 +100,18 @@ class Machine:
 
     def count_new(self) -> None:
         self.made += 1
-        self.check_made()
+        self.steps += 4
+        if self.made > _FEW or self.steps > _MANY_STEPS:
+            self.check_made()
 
     def check_made(self) -> None:
-        if self.made > _FEW and self.made - _FEW > self.window.taken // 4:
+        """Make sure that what has been done and made so far is not more than what has been read is worth."""
+        self.window.file.budget.spend(self.steps, self.window.file.name)
+        self.steps = 0
+        if self.made - _FEW > self.window.taken // 8 or len(self.memo) - _MANY > self.window.taken // 4:
             raise ValueError("more objects than its size has room for")
+        if len(self.stack) - _MANY > self.window.taken // 4:
+            raise ValueError("more on the stack than its size has room for")
 
     def mark(self) -> None:
         if len(self.below) >= _MOST_MARKS:
@@ -183,10 +194,16 @@ class Machine:
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
+        self.steps += _STEPS_OF_DICT
         filled(self.stack[-1], [key, value])
 
     def set_items(self) -> None:
         items = self.above_mark()
+        if len(items) < _SMALL_DICT:
+            self.steps += _STEPS_OF_DICT + len(items)
+        else:
+            self.steps += _STEPS_OF_LARGE * len(items)
+            self.check_made()
         filled(self.stack[-1], items)
 
     def last(self, count: int) -> None:
@@ -238,6 +255,7 @@ class Machine:
         self.push_new(function(*args))
 
     def spend(self, value: Any) -> None:
+        self.steps += 4
         self.spent += 1 + (len(value) if isinstance(value, (str, list, tuple, dict)) else 0)
         if self.spent > self.window.taken + _SHARED:
             raise ValueError("it copies more than it has")

@@ -15,8 +15,8 @@ from .window import WindowedFile
 __all__ = ["PickledLeaf", "leaves"]
 
 _MOST_DEPTH = 64
-_SHARED = 1 << 14  # nodes beyond the bytes of the pickle: what it refers to several times
-_CHEAP = 16  # characters of texts and paths that are counted as one node
+_CHEAP = 4  # characters of texts and paths that are counted as one step
+_STEPS, _STEPS_OF_CONTAINER = 4, 24
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -28,31 +28,30 @@ class PickledLeaf(NamedTuple):
     name: str | None
 
 
-def leaves(tree: dict[Any, Any], file: WindowedFile, taken: int) -> Iterator[PickledLeaf]:
-    """The leaves of what :func:`.walk` has read from a file, of which it has taken so many bytes.
+def leaves(tree: dict[Any, Any], file: WindowedFile) -> Iterator[PickledLeaf]:
+    """The leaves of what :func:`.walk` has read from a file.
 
     Dicts with str and int keys are taken apart, and lists and tuples that hold an array somewhere. Arrays with their
     names, as `paddle.save` writes tensors, are arrays. Everything else is a value.
 
     Raises:
-        CheckpointCorruptedError: it refers to the same parts more often than what was taken has room for.
+        CheckpointCorruptedError: it refers to the same parts more often than its size has room for.
         UnsupportedValueError: it is nested too deeply, contains itself, or has what is no plain value.
     """
-    return _Tree(file, taken).below((), tree)
+    return _Tree(file).below((), tree)
 
 
 class _Tree:
     """Takes one tree apart. Parts of a pickle may be shared, so what is looked at is counted."""
 
-    def __init__(self, file: WindowedFile, taken: int) -> None:
+    def __init__(self, file: WindowedFile) -> None:
         self._file = file
-        self._left = taken + _SHARED  # nodes
         self._unread = file.size  # bytes of what was skipped
         self._has_array: dict[int, bool] = {}
 
     def below(self, path: tuple[Part, ...], value: Any) -> Iterator[PickledLeaf]:
         """The leaves at a path and below it."""
-        self._count(path, 1 + sum(len(part) if type(part) is str else 4 for part in path) // _CHEAP)
+        self._count(path, _STEPS * (1 + len(path)) + sum([len(part) for part in path if type(part) is str]) // _CHEAP)
         array, name = _tensor(value)
         if array is not None:
             yield PickledLeaf(path, array, name)
@@ -76,7 +75,7 @@ class _Tree:
             return False
         if id(value) not in self._has_array:
             self._check_depth(path, depth)
-            self._count(path, len(value))
+            self._count(path, _STEPS_OF_CONTAINER + _STEPS * len(value))
             self._has_array[id(value)] = False
             parts = value.values() if type(value) is dict else value
             self._has_array[id(value)] = any(self._holds_array(path, part, depth + 1) for part in parts)
@@ -85,7 +84,7 @@ class _Tree:
     def _plain(self, path: tuple[Part, ...], value: Any, depth: int) -> Any:
         kind = type(value)
         text = len(value) if kind in (str, Latin1) else value.bit_length() // 4 if kind is int else 0
-        self._count(path, 1 + text // _CHEAP)
+        self._count(path, (_STEPS if kind in _PLAIN else _STEPS_OF_CONTAINER) + text // _CHEAP)
         if kind in _PLAIN:
             return value
         if kind is Latin1:
@@ -106,8 +105,9 @@ class _Tree:
             self._count(path, lying.nbytes // _CHEAP)
             return lying.data
         self._unread -= lying.nbytes
-        self._count(path, 0 if self._unread >= 0 else self._left + 1)
-        data = self._file.read(lying.position, lying.nbytes)
+        if self._unread < 0:
+            raise CheckpointCorruptedError(f"{self._where(path)} and what is before it are larger than the file")
+        data = bytes(self._file.read_large(lying.position, lying.nbytes))
         try:
             if lying.form == "text":
                 return data.decode("utf-8", "surrogatepass")
@@ -116,9 +116,7 @@ class _Tree:
             raise CheckpointCorruptedError(f"{self._where(path)} is no text: {error}") from error
 
     def _count(self, path: tuple[Part, ...], amount: int) -> None:
-        self._left -= amount
-        if self._left < 0:
-            raise CheckpointCorruptedError(f"{self._where(path)} and what is before it are larger than the file")
+        self._file.budget.spend(amount, self._file.name)
         self._check_depth(path, len(path))
 
     def _check_depth(self, path: tuple[Part, ...], depth: int) -> None:

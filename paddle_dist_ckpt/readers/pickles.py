@@ -100,7 +100,9 @@ def _run(machine: Machine) -> Any:
             elif code == 0x8C and at + 1 + data[at + 1] < len(data):  # SHORT_BINUNICODE
                 start = at + 2
                 at = start + data[at + 1]
-                stack.append(data[start:at].decode("utf-8", "surrogatepass"))
+                text = data[start:at].decode("utf-8", "surrogatepass")
+                machine.steps += 6 if text.isascii() else 24  # characters of others take up to four bytes
+                stack.append(text)
             elif code == 0x4E:  # NONE
                 at += 1
                 stack.append(None)
@@ -130,6 +132,7 @@ def _run(machine: Machine) -> Any:
             else:
                 window.at, inside = at, False
                 code = window.byte()
+                machine.steps += 6
                 if code == 0x2E:  # STOP
                     (result,) = machine.stack
                     if machine.below:
@@ -140,7 +143,10 @@ def _run(machine: Machine) -> Any:
                     raise ValueError(f"there is no instruction {code:#04x}")
                 step(machine)
                 stack, at, inside = machine.stack, window.at, True
+                if machine.steps > _MANY:
+                    machine.check_made()
                 if data is not window.data:
+                    machine.check_made()
                     data = window.data
                     last = len(data) - _LONGEST
     finally:

@@ -26,9 +26,10 @@ from ..storage.base import Storage
 from ..tree.paths import Part
 from ..tree.values import DECODE_ERRORS
 from .assembly import Assembly
+from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import check_name, shown
-from .safetensors_header import HeaderEntry, SafetensorsHeader, member_count, read_safetensors_header
+from .safetensors_header import HeaderEntry, SafetensorsHeader, member_count, read_safetensors_header, spend_on_json
 from .window import WindowedFile
 
 __all__ = ["SafetensorsReader"]
@@ -86,10 +87,11 @@ class SafetensorsReader:
         kinds = _kinds(names)
         if not kinds or unique_id:
             raise CheckpointNotFoundError(f"{storage.location} has no safetensors files of a checkpoint {unique_id}")
-        assembly = Assembly(storage, names)
+        budget = Budget()
+        assembly = Assembly(storage, names, budget)
         for kind, sources in kinds.items():
             parents: tuple[Part, ...] = (kind,) if len(kinds) > 1 else ()
-            for key, entries in _entries(storage, set(names), sources).items():
+            for key, entries in _entries(storage, set(names), sources, budget).items():
                 _add(assembly, (*parents, key), entries)
         return assembly.catalog(self.format, 0, 1)
 
@@ -108,17 +110,17 @@ def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
     return kinds
 
 
-def _entries(storage: Storage, names: set[str], sources: _StateFiles) -> dict[str, list[_Entry]]:
+def _entries(storage: Storage, names: set[str], sources: _StateFiles, budget: Budget) -> dict[str, list[_Entry]]:
     """The entries of each key, usually one."""
     if len(sources.indexes) > 1:
         raise UnsupportedValueError(
             f"{storage.location} has several indexes: {', '.join(sources.indexes[:5])}; "
             "keep each in a folder of its own"
         )
-    weight_map = _weight_map(storage, names, sources.indexes[0]) if sources.indexes else {}
+    weight_map = _weight_map(storage, names, sources.indexes[0], budget) if sources.indexes else {}
     found: dict[str, list[_Entry]] = {}
     for name in sorted(set(weight_map.values())) if sources.indexes else sources.files:
-        with WindowedFile(storage, name) as file:
+        with WindowedFile(storage, name, budget) as file:
             header = read_safetensors_header(file)
         offsets = _offsets(header, name)
         for key, entry in header.entries.items():
@@ -132,10 +134,11 @@ def _entries(storage: Storage, names: set[str], sources: _StateFiles) -> dict[st
     return found
 
 
-def _weight_map(storage: Storage, names: set[str], index: str) -> dict[str, str]:
+def _weight_map(storage: Storage, names: set[str], index: str, budget: Budget) -> dict[str, str]:
     """Which file each key is in, as an index says."""
-    with WindowedFile(storage, index) as file:
-        text = file.read(0, file.size)
+    with WindowedFile(storage, index, budget) as file:
+        text = file.read_large(0, file.size)
+        spend_on_json(file, text)
     try:
         record = _INDEX_DECODER.decode(text).weight_map
         weight_map = _WEIGHT_MAP_DECODER.decode(record)

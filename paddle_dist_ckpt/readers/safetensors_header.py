@@ -13,13 +13,16 @@ from ..tree.values import DECODE_ERRORS
 from .checks import Named, check_shape, shown
 from .window import WindowedFile
 
-__all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors_header"]
+__all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors_header", "spend_on_json"]
 
 _MOST_BYTES = 100_000_000  # of a header: what the safetensors library accepts
 _FIRST_READ = 16 << 10
 _DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.view_items == 1}
 _METADATA = "__metadata__"
 _STRING = re.compile(rb'"[^"]*"([ \t\n\r]*:)?')  # where nothing is escaped
+_SIGN = re.compile(rb'(\\.|")([ \t\n\r]*:)?', re.DOTALL)
+_ESCAPE = re.compile(rb"\\")
+_STEPS = {b":": 20, b",": 3, b"\\": 2}  # of decoding a text, for each of these signs
 
 
 class HeaderEntry(NamedTuple):
@@ -58,6 +61,7 @@ def read_safetensors_header(file: WindowedFile) -> SafetensorsHeader:
     """
     name = file.name
     text = _text(file)
+    spend_on_json(file, text)
     try:
         members = _HEADER_DECODER.decode(text)
         told = {key: _METADATA_DECODER.decode(members.pop(key)) or {} for key in (_METADATA,) if key in members}
@@ -70,13 +74,25 @@ def read_safetensors_header(file: WindowedFile) -> SafetensorsHeader:
     return SafetensorsHeader(_entries(infos, name, 8 + len(text), file.size), told.get(_METADATA, {}))
 
 
-def member_count(text: bytes | msgspec.Raw) -> int:
+def spend_on_json(file: WindowedFile, text: bytes | bytearray) -> None:
+    """Count what it takes to decode a JSON text, before that is done; see :meth:`.Budget.spend`."""
+    file.budget.spend(sum(steps * text.count(sign) for sign, steps in _STEPS.items()), file.name)
+
+
+def member_count(text: bytes | bytearray | msgspec.Raw) -> int:
     """How many members all objects of a JSON text have, those of one name counted each. It must be valid JSON."""
-    plain = bytes(text).replace(b"\\\\", b"").replace(b'\\"', b"")
-    return sum(match[1] is not None for match in _STRING.finditer(plain))
+    view = memoryview(text)
+    if not _ESCAPE.search(view):
+        return sum(match[1] is not None for match in _STRING.finditer(view))
+    count, within = 0, False
+    for match in _SIGN.finditer(view):
+        if match[1] == b'"':
+            count += within and match[2] is not None
+            within = not within
+    return count
 
 
-def _text(file: WindowedFile) -> bytes:
+def _text(file: WindowedFile) -> bytes | bytearray:
     start = file.read(0, min(file.size, _FIRST_READ))
     nbytes = int.from_bytes(start[:8], "little")
     if len(start) < 8 or not 2 <= nbytes <= min(_MOST_BYTES, file.size - 8):
@@ -85,7 +101,7 @@ def _text(file: WindowedFile) -> bytes:
             f"most {_MOST_BYTES} are possible"
         )
     text = start[8 : 8 + nbytes]
-    return text if len(text) == nbytes else text + file.read(len(start), nbytes - len(text))
+    return text if len(text) == nbytes else file.read_large(8, nbytes)
 
 
 def _entries(infos: dict[str, _TensorInfo], name: str, data_start: int, size: int) -> dict[str, HeaderEntry]:

@@ -23,6 +23,7 @@ from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, Unsuppor
 from ..storage.base import Storage
 from ..tree.paths import Part
 from .assembly import Assembly, text_of
+from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
@@ -57,9 +58,10 @@ class PaddleStaticReader:
         if not 0 <= unique_id < len(groups):
             raise CheckpointNotFoundError(f"{storage.location} has no files of a static program of the id {unique_id}")
         prefix = sorted(groups)[unique_id]
-        variables = _Variables(Assembly(storage, names), is_program=prefix == _PROGRAM)
+        budget = Budget()
+        variables = _Variables(Assembly(storage, names, budget), is_program=prefix == _PROGRAM)
         for rank, kind in sorted(groups[prefix]):
-            with WindowedFile(storage, groups[prefix][rank, kind]) as file:
+            with WindowedFile(storage, groups[prefix][rank, kind], budget) as file:
                 if kind == _ATTRIBUTES:
                     variables.take_attributes(file)
                 else:

@@ -19,6 +19,7 @@ from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, Unsuppor
 from ..storage.base import Storage
 from ..tree.paths import ListIndex, Part
 from .assembly import Assembly
+from .budget import Budget
 from .catalog import Catalog, Piece, StoredChecksum
 from .checks import check_name, check_shape, shown
 from .pickle_machine import ENDURED
@@ -82,16 +83,16 @@ class TorchDCPReader:
         """See :class:`Reader`. Tensors that do not lie in C order are unsupported."""
         if _METADATA not in names or unique_id:
             raise CheckpointNotFoundError(f"{storage.location} has no {_METADATA} of a checkpoint {unique_id}")
-        names = set(names)
-        with WindowedFile(storage, _METADATA) as file:
+        names, budget = set(names), Budget()
+        with WindowedFile(storage, _METADATA, budget) as file:
             metadata = walk(file.window(), METADATA)
         try:
             description = _described(metadata, names, file.size)
         except ENDURED as error:
             raise CheckpointCorruptedError(f"{_METADATA}: {type(error).__name__}: {str(error)[:200]}") from error
-        contents = _DCPContents(storage, names, description)
+        contents = _DCPContents(storage, names, description, budget)
         for name, items in groupby(description.items, lambda item: item.file):
-            with AheadFile(storage, name) as file:
+            with AheadFile(storage, name, budget) as file:
                 for item in items:
                     contents.add(file, item)
         return contents.catalog(self.format)
@@ -207,12 +208,12 @@ def _part(part: Any) -> Part:
 class _DCPContents:
     """Puts together what the items hold."""
 
-    def __init__(self, storage: Storage, names: set[str], description: _DCPDescription) -> None:
+    def __init__(self, storage: Storage, names: set[str], description: _DCPDescription, budget: Budget) -> None:
         self._description = description
-        self._assembly = Assembly(storage, names)
+        self._assembly = Assembly(storage, names, budget)
         self._pieces: dict[str, list[Piece]] = {key: [] for key in description.tensors}
         self._checksums: dict[StoredChecksum, None] = {}
-        self._saved = SavedReader()
+        self._saved = SavedReader(budget)
         self._refused: dict[str, str] = {}  # keys of which something cannot be read, with the reason
 
     def add(self, file: AheadFile, item: _Item) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.paths import ListIndex, Part, TupleIndex
+from .budget import Budget
 from .checks import check_shape, shown
 from .numpy_pickles import PickledArray
 from .pickle_machine import ENDURED, Latin1, Lying, Refused
@@ -18,10 +19,11 @@ from .torch_zip import TorchZip, ZipMember
 __all__ = ["PlacedTensor", "SavedLeaf", "SavedReader", "torch_dtype"]
 
 _MOST_DEPTH = 64
+_SMALL = (type(None), bool, int, float, str)
 _MOST_ALIKE = 1 << 10  # bytes of a pickle that may be like others
 _MOST_KNOWN = 1000  # pickles
-_CHEAP = 16  # characters of a text that are counted as one part
-_MOST_SHARED = 100_000  # parts of values beyond the size of their pickles: what is referred to several times
+_CHEAP = 4  # characters of a text that are counted as one step
+_STEPS, _STEPS_OF_CONTAINER = 4, 24
 
 
 class PlacedTensor(NamedTuple):
@@ -55,9 +57,9 @@ def torch_dtype(dtype: TorchDType, where: str) -> DType:
 class SavedReader:
     """Reads what many zips hold: makes plain values of their pickles, and finds where tensors' data lie."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
         self._known: dict[bytes, SavedTensor] = {}  # pickles of tensors, which are alike where tensors are
-        self._left = _MOST_SHARED  # how many parts and bytes of values may still be made
+        self._budget = budget
 
     def leaves(self, zip_file: TorchZip, key: str, above: int = 0) -> list[SavedLeaf]:
         """What was saved: a tensor, a value, or those of a dict, and of a list or a tuple that has tensors in it.
@@ -73,11 +75,10 @@ class SavedReader:
         """
         pickle = zip_file.member("data.pkl")
         zip_file.verify(pickle)
-        self._left += 2 * pickle.nbytes
         where = f"{zip_file.file.name}: {shown(key)}"
         saved = self._walked(zip_file, pickle, key)
         try:
-            return _PlainValue(zip_file, where, self._spend, above).leaves(saved)
+            return _PlainValue(zip_file, where, self._budget, above).leaves(saved)
         except Refused as error:
             raise UnsupportedValueError(f"{where} {error}") from error
         except ENDURED as error:
@@ -96,17 +97,12 @@ class SavedReader:
             self._known[text] = saved
         return saved
 
-    def _spend(self, amount: int) -> None:
-        self._left -= amount
-        if self._left < 0:
-            raise ValueError("it refers to the same things again and again")
-
 
 class _PlainValue:
     """Makes a plain value of what a walk has found."""
 
-    def __init__(self, zip_file: TorchZip, where: str, spend: Callable[[int], None], above: int) -> None:
-        self._zip, self._where, self._spend, self._above = zip_file, where, spend, above
+    def __init__(self, zip_file: TorchZip, where: str, budget: Budget, above: int) -> None:
+        self._zip, self._where, self._budget, self._above = zip_file, where, budget, above
         self._divided: set[int] = set()  # the ids of those copies that have tensors in them
 
     def leaves(self, saved: Any) -> list[SavedLeaf]:
@@ -118,7 +114,8 @@ class _PlainValue:
             for key, item in copy.items():
                 yield from self._leaves_of(item, (*path, key))
         elif id(copy) not in self._divided:
-            self._spend(self._above + sum(len(part) if type(part) is str else 1 for part in path))
+            text = sum([len(part) for part in path if type(part) is str])
+            self._budget.spend(self._above + _STEPS * len(path) + text // _CHEAP, self._where)
             yield SavedLeaf(path, copy)
         elif type(copy) is dict:
             raise Refused("has tensors in a dict with a key that is neither str nor int")
@@ -131,8 +128,8 @@ class _PlainValue:
         """A copy that shares nothing, so that what refers to one thing often is found out."""
         kind = type(value)
         text = len(value) if kind is str else value.bit_length() // 4 if kind is int else 0
-        self._spend(1 + text // _CHEAP)
-        if value is None or kind in (bool, int, float, str):
+        self._budget.spend((_STEPS if kind in _SMALL else _STEPS_OF_CONTAINER) + text // _CHEAP, self._where)
+        if kind in _SMALL:
             return value
         if kind is Latin1:
             return str(value)
@@ -157,7 +154,7 @@ class _PlainValue:
         return copy
 
     def _bytes(self, lying: Lying) -> bytes | str:
-        self._spend(lying.nbytes)
+        self._budget.spend(lying.nbytes // _CHEAP, self._where)
         data = lying.data if lying.data is not None else self._zip.file.read(lying.position, lying.nbytes)
         if lying.form == "bytes" or lying.data is not None:
             return data

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
+from .budget import Budget
 from .checks import shown
 from .window import WindowedFile
 
@@ -33,8 +34,8 @@ _UNKNOWN_32 = 0xFFFFFFFF
 class AheadFile(WindowedFile):
     """A file that is read in blocks, of which the last two are kept: the end of one zip is by the start of the next."""
 
-    def __init__(self, storage: Storage, name: str) -> None:
-        super().__init__(storage, name)
+    def __init__(self, storage: Storage, name: str, budget: Budget) -> None:
+        super().__init__(storage, name, budget)
         self._blocks: list[tuple[int, bytes]] = []
 
     def __enter__(self) -> AheadFile:

@@ -8,22 +8,30 @@ from typing import Any
 
 import numpy as np
 
+from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError
 from ..storage.base import Storage
+from .budget import Budget
 
 __all__ = ["FileWindow", "WindowedFile"]
 
+_MOST_OF_HOLES = 32 << 20  # where filesystems compress, files have fewer bytes on the disk than their own
 _FIRST, _MOST = 4 << 10, 64 << 10  # what is read ahead: little behind a jump, more and more where all is wanted
 
 
 class WindowedFile:
     """A file of a storage, to be looked at in windows. Closed at the end of a ``with`` block.
 
+    Args:
+        storage: The folder.
+        name: The file.
+        budget: What may be done to read its checkpoint, which grows by what the file has on the disk.
+
     Raises:
         CheckpointCorruptedError: there is no such file.
     """
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    def __init__(self, storage: Storage, name: str, budget: Budget) -> None:
         try:
             self._file = storage.open(name)
         except FileNotFoundError as error:
@@ -31,7 +39,10 @@ class WindowedFile:
         except IsADirectoryError as error:
             raise CheckpointCorruptedError(f"{storage.location}/{name}: {error.strerror or 'it is no file'}") from error
         self.name = name
-        self.size = self._file.size
+        self.size, self.budget = self._file.size, budget
+        identity, nbytes = getattr(self._file, "on_disk", (name, self.size))
+        self._on_disk: int = nbytes
+        budget.grant(identity, nbytes)
 
     def __enter__(self) -> WindowedFile:
         return self
@@ -47,20 +58,41 @@ class WindowedFile:
         Raises:
             CheckpointCorruptedError: the file ends before.
         """
-        if position < 0 or nbytes < 0 or position + nbytes > self.size:
-            raise CheckpointCorruptedError(
-                f"{self.name}: it has {self.size} bytes, so it ends before byte {position + nbytes}"
-            )
+        self._check(position, nbytes)
         if not nbytes:
             return b""
         buffer = np.empty(nbytes, np.uint8)
+        self._fill(buffer, position)
+        return buffer.tobytes()
+
+    def read_large(self, position: int, nbytes: int) -> bytearray:
+        """The same for what may be large, and has no holes.
+
+        Raises:
+            CheckpointCorruptedError: also if there is less of it on the disk.
+        """
+        self._check(position, nbytes)
+        if nbytes > max(self._on_disk, _MOST_OF_HOLES):
+            raise CheckpointCorruptedError(
+                f"{self.name}: {nbytes} bytes at byte {position} are a hole: the file has {self._on_disk} on the disk"
+            )
+        data = bytearray(nbytes)
+        self._fill(np.frombuffer(data, np.uint8), position)
+        return data
+
+    def _fill(self, buffer: Bytes1D, position: int) -> None:
         try:
             self._file.read_into([buffer], position)
         except EOFError as error:
             raise CheckpointCorruptedError(f"{self.name}: it has become shorter than {self.size} bytes") from error
         except IsADirectoryError as error:
             raise CheckpointCorruptedError(f"{self.name}: it is a folder, not a file") from error
-        return buffer.tobytes()
+
+    def _check(self, position: int, nbytes: int) -> None:
+        if position < 0 or nbytes < 0 or position + nbytes > self.size:
+            raise CheckpointCorruptedError(
+                f"{self.name}: it has {self.size} bytes, so it ends before byte {position + nbytes}"
+            )
 
     def window(self, start: int = 0, stop: int | None = None) -> FileWindow:
         """The range from ``start`` to ``stop``, or to the file's end.

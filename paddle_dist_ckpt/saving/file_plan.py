@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ..core.box import Box, flat_range
-from ..core.columns import IntArray, unpack_column, unpack_signed
+from ..core.columns import Column, IntArray, unpack_column, unpack_signed
 from ..core.protocols import ControlSession
 from ..core.shards import ShardTable, shared_layouts
 from ..files.codec import VERSION, table_to_record
@@ -29,14 +29,14 @@ from ..options import SaveOptions
 from ..tree.paths import plain_key
 from ..tree.values import to_jsonable
 from .describe import LocalState
-from .messages import RankPlan, Transfer
+from .messages import ItemList, RankPlan
 
-__all__ = ["FilePlan", "KnownPlan", "plan_files"]
+__all__ = ["FilePlan", "Items", "length_of", "plan_files"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Items:
-    """What a rank writes, in order: its shards, of some only a box.
+class Items:
+    """What a rank writes, or has copies of, in order: its shards, of some only a box.
 
     Attributes:
         rows: Which of the rank's shards each is from, ``[items]``.
@@ -49,22 +49,41 @@ class _Items:
     boxes: list[Box]
 
     @classmethod
-    def of(cls, state: LocalState, plan: RankPlan) -> _Items:
+    def of(cls, state: LocalState, listed: ItemList) -> Items:
         """What a plan says of the shards of a state."""
-        rows = unpack_column(plan.row, len(plan.row.data) // int(plan.row.dtype[-1]), 2**62, "row")
-        corners = unpack_signed(plan.boxes, 2 * plan.dimensions).tolist()
-        cut = unpack_column(plan.cut, len(corners), max(1, len(rows)), "cut").tolist()
+        rows = unpack_column(listed.row, length_of(listed.row), 2**62, "row")
+        corners = unpack_signed(listed.boxes, 2 * listed.dimensions).tolist()
+        cut = unpack_column(listed.cut, len(corners), max(1, len(rows)), "cut").tolist()
         numbers = state.shards.cell[rows]
         boxes = [shard.box for _, shard in state.shards.cells]
         known: dict[tuple[int, Box], int] = {}
         for i, corner in zip(cut, corners, strict=True):
             cell = int(numbers[i])
             ndim = len(boxes[cell].shape)
-            box = Box(tuple(corner[:ndim]), tuple(corner[plan.dimensions : plan.dimensions + ndim]))
+            box = Box(tuple(corner[:ndim]), tuple(corner[listed.dimensions : listed.dimensions + ndim]))
             numbers[i] = known.setdefault((cell, box), len(boxes))
             if numbers[i] == len(boxes):
                 boxes.append(box)
         return cls(rows, numbers, boxes)
+
+    def sources(self, state: LocalState, reduced: Mapping[tuple[int, Box], Any]) -> list[Source]:
+        """Where the bytes of each are now; ``reduced`` has those of partial tensors, by shard and box."""
+        cells = state.shards.cells
+        sources: list[Source] = np.array(state.tensors.addresses, np.int64)[self.rows].tolist()
+        special = np.array([s.strides is not None or g.reduction is not None or g.on_device for g, s in cells], bool)
+        odd = special[state.shards.cell[self.rows]] | (self.numbers >= len(cells))
+        for i in np.flatnonzero(odd).tolist():
+            row, box = int(self.rows[i]), self.boxes[self.numbers[i]]
+            geometry, shard = state.shard(row)
+            if geometry.reduction is not None:
+                sources[i] = reduced[row, box]
+                continue
+            elements = flat_range(box.relative_to(shard.box.offset), shard.box.shape)
+            if shard.strides is None and elements is not None and not geometry.on_device:
+                sources[i] = state.tensors.addresses[row] + elements[0] * geometry.dtype.itemsize
+            else:
+                sources[i] = state.part(row, box)
+        return sources
 
     def entries(self, state: LocalState, keys: Mapping[str, str], block_bytes: int) -> FileTable:
         """The entries of the files."""
@@ -121,7 +140,7 @@ class FilePlan:
 
     number: int
     count: int
-    items: _Items
+    items: Items
     table: FileTable
     tensors: msgspec.Raw
     values: Sequence[str]
@@ -129,22 +148,7 @@ class FilePlan:
 
     def sources(self, state: LocalState, reduced: Mapping[tuple[int, Box], Any]) -> list[Source]:
         """Where each entry's bytes are now; ``reduced`` has those of partial tensors, by shard and box."""
-        items, cells = self.items, state.shards.cells
-        sources: list[Source] = np.array(state.tensors.addresses, np.int64)[items.rows].tolist()
-        special = np.array([s.strides is not None or g.reduction is not None or g.on_device for g, s in cells], bool)
-        odd = special[state.shards.cell[items.rows]] | (items.numbers >= len(cells))
-        for i in np.flatnonzero(odd).tolist():
-            row, box = int(items.rows[i]), items.boxes[items.numbers[i]]
-            geometry, shard = state.shard(row)
-            if geometry.reduction is not None:
-                sources[i] = reduced[row, box]
-                continue
-            elements = flat_range(box.relative_to(shard.box.offset), shard.box.shape)
-            if shard.strides is None and elements is not None and not geometry.on_device:
-                sources[i] = state.tensors.addresses[row] + elements[0] * geometry.dtype.itemsize
-            else:
-                sources[i] = state.part(row, box)
-        return sources
+        return self.items.sources(state, reduced)
 
     def partial_boxes(self, state: LocalState) -> list[tuple[int, Box]]:
         """The shard and the global box of every entry of a partial tensor."""
@@ -179,28 +183,14 @@ class FilePlan:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KnownPlan:
-    """One rank's part of a plan, with all that can be used again while the plan stays the same.
-
-    Attributes:
-        plan_id: Names the plan; 0 for none.
-        block_bytes: The block size for which it is right.
-        total_bytes: All that the ranks write together.
-        transfers: What the ranks send each other of partial tensors.
-        files: This rank's.
-    """
-
-    plan_id: int = 0
-    block_bytes: int = 0
-    total_bytes: int = 0
-    transfers: Sequence[Transfer] = ()
-    files: Sequence[FilePlan] = ()
+def length_of(column: Column) -> int:
+    """How many numbers a column has."""
+    return len(column.data) // int(column.dtype[-1])
 
 
 def plan_files(state: LocalState, plan: RankPlan, block_bytes: int) -> list[FilePlan]:
     """The files that one rank writes; none if it has nothing to write and is not the coordinator."""
-    items = _Items.of(state, plan)
+    items = Items.of(state, plan.items)
     if not len(items.rows) and plan.writers is None and not plan.values:
         return []
     tables = split_in_parts(items.entries(state, plan.keys, block_bytes))
@@ -208,7 +198,7 @@ def plan_files(state: LocalState, plan: RankPlan, block_bytes: int) -> list[File
     for number, table in enumerate(tables):
         here = slice(start, start + len(table.names))
         start = here.stop
-        part = _Items(items.rows[here], items.numbers[here], items.boxes)
+        part = Items(items.rows[here], items.numbers[here], items.boxes)
         found.append(
             FilePlan(
                 number=number,

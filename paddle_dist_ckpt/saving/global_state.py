@@ -18,7 +18,7 @@ from ..core.messages import decode
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..planning.save_plan import GlobalTensors, HeldShards
-from ..tree.paths import containers_of, flat_keys, mixed_containers, plain_key
+from ..tree.paths import Containers, flat_keys, plain_key
 from .messages import Description, Structure, TensorList
 
 __all__ = ["GlobalState", "in_charge", "merge_structures"]
@@ -167,9 +167,12 @@ class _Merging:
                 ranks = self._rank_of(path), self._ranks[i]
                 yield f"{plain_key(path)}: a tensor on rank {ranks[0]}, a value on rank {ranks[1]}"
         leaves = self._index.keys() | self._owner.keys()
-        for path in sorted(mixed_containers(leaves)):
+        containers = Containers.of(leaves)
+        if containers.too_many:
+            yield f"{len(leaves)} tensors and values are in far more dicts or lists of short keys; nest them less"
+        for path in sorted(containers.mixed):
             yield f"{plain_key(path)}: a dict on one rank, and on another a list, a tuple or ranks' own values"
-        for container in sorted(containers_of(leaves) & leaves):
+        for container in sorted(containers.leaves):
             if container in self._empty:
                 del self._owner[container]
             else:

@@ -13,6 +13,7 @@ from ..storage.base import Folder
 __all__ = [
     "CommitAnswer",
     "Description",
+    "ItemList",
     "PlanAnswer",
     "RankPlan",
     "SaveRequest",
@@ -73,7 +74,8 @@ class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
 
     ``structure`` is an encoded :class:`Structure`, of which ``fingerprint`` is the digest. It is left out, None, where
     the coordinator is believed to know it. ``digests`` are those of the plain tensors, ``values`` run along the
-    structure's. ``plan_id`` names the plan that the rank still has, 0 for none.
+    structure's. ``plan_id`` names the plan that the rank still has, 0 for none. ``on_device`` says whether some tensors
+    are in a device's memory.
     """
 
     unique_id: int | None
@@ -86,6 +88,8 @@ class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
     values: list[ValueRecord]
     user_metadata: bytes | None
     data_suffix: str | None = None
+    location: str = ""
+    on_device: bool = False
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
@@ -103,18 +107,30 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class RankPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to write, in the order of its files: the shards ``row`` of its state, counted over all tensors.
+class ItemList(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has of what is written: the shards ``row`` of its state, counted over all tensors.
 
-    Of the items ``cut`` only a box is written; ``boxes`` has them in global coordinates, offset and shape padded to
-    ``dimensions``. ``keys`` are the flat keys that do not follow from the paths, ``values`` the paths whose values this
-    rank's header keeps, ``writers`` (for the coordinator) the ranks that write files.
+    Of the items ``cut`` it is only a box; ``boxes`` has them in global coordinates, offset and shape padded to
+    ``dimensions``.
     """
 
     row: Column
     cut: Column
     dimensions: int
     boxes: bytes
+
+
+class RankPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to write, in the order of its files.
+
+    Of the items ``copied`` other ranks have copies; ``copies`` are those that it has itself of what others write.
+    ``keys`` are the flat keys that do not follow from the paths, ``values`` the paths whose values this rank's header
+    keeps, ``writers`` (for the coordinator) the ranks that write files.
+    """
+
+    items: ItemList
+    copied: Column
+    copies: ItemList
     keys: dict[str, str]
     values: list[str]
     transfers: list[Transfer]
@@ -126,7 +142,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What one rank is to do, in the save ``save``.
 
     ``plan`` is an encoded :class:`RankPlan`, None if the rank has it. In round ``plan`` the coordinator answers nothing
-    at all if it first wants to know all structures.
+    at all if it first wants to know all structures. ``compared`` says which blocks of copies are compared: all, or
+    which part of them, from 0; None for none.
     """
 
     plan_id: int
@@ -134,24 +151,28 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
     save: SaveInfo
     ranks_on_host: int
     clean: list[str]
+    compared: int | None = None
 
 
 class WriteRequest(msgspec.Struct, frozen=True, array_like=True):
     """What one rank wrote and wants committed: its files, how many entries each has, and their bytes of data.
 
-    ``seconds`` says how long each phase took it until then.
+    ``seconds`` says how long each phase took it until then. ``copied`` and ``copies`` are digests of the items that its
+    plan calls so, 8 bytes each, if these are compared.
     """
 
     files: list[FileInfo]
     entries: list[int]
     nbytes: int
     seconds: dict[str, float]
+    copied: bytes = b""
+    copies: bytes = b""
 
 
 class CommitAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What was committed.
 
-    ``replaced`` is the save whose files ``leaders`` now remove from their folders; None where there is one folder, in
+    ``replaced`` are the saves whose files ``leaders`` now remove from their folders; none where there is one folder, in
     which the coordinator does that by itself.
     """
 
@@ -159,7 +180,7 @@ class CommitAnswer(msgspec.Struct, frozen=True, array_like=True):
     files: int
     total_bytes: int
     warnings: list[str]
-    replaced: str | None
+    replaced: list[str]
     leaders: list[int]
 
 

@@ -17,7 +17,7 @@ from ..planning.order import box_order
 from ..planning.save_plan import HeldShards, SavePlan, plan_save
 from ..tree.paths import plain_key
 from .global_state import GlobalState
-from .messages import RankPlan, Transfer
+from .messages import ItemList, RankPlan, Transfer
 
 __all__ = ["PlannedSave", "make_plan"]
 
@@ -35,6 +35,9 @@ class PlannedSave:
         rank_plans: Each rank's encoded :class:`.messages.RankPlan`, by global rank.
         rank_items: How many items each rank writes, ``[ranks]``.
         rank_bytes: How many bytes, ``[ranks]``.
+        shared: What is written of which others have copies, as numbers of the plan, ascending.
+        copied: Of each of these copies which of ``shared`` it is of, rank by rank, ``[copies]``.
+        copy_rank: The position of its rank, ``[copies]``.
     """
 
     plan_id: int
@@ -45,6 +48,9 @@ class PlannedSave:
     rank_plans: dict[int, bytes]
     rank_items: IntArray
     rank_bytes: IntArray
+    shared: IntArray
+    copied: IntArray
+    copy_rank: IntArray
     _tables: dict[tuple[tuple[int, ...], ...], ShardTable] = field(default_factory=dict)
 
     def table(self, entries: tuple[tuple[int, ...], ...]) -> ShardTable:
@@ -71,6 +77,9 @@ def make_plan(
     """
     shards = replace(shards, plain=np.where(alike[shards.tensor], 0, shards.plain))
     plan = plan_save(state.tensors, shards, len(state.ranks), state.coordinator)
+    kept = ~alike[plan.tensor[plan.copied]]  # the others are compared before
+    plan = replace(plan, copied=plan.copied[kept], copies=plan.copies[kept])
+    shared, copied = np.unique(plan.copied, return_inverse=True)
     bounds = np.searchsorted(plan.rank, np.arange(len(state.ranks) + 1))
     nbytes = plan.boxes.volumes * state.tensors.itemsize[plan.tensor]
     ends = np.concatenate([[0], np.cumsum(nbytes)]).astype(np.int64)
@@ -80,36 +89,39 @@ def make_plan(
         alike=alike,
         state=state,
         plan=plan,
-        rank_plans=_rank_plans(state, shards, plan, bounds, int(ends[-1])),
+        rank_plans=_rank_plans(state, shards, plan, bounds, shared, int(ends[-1])),
         rank_items=np.diff(bounds),
         rank_bytes=np.diff(ends[bounds]),
+        shared=shared,
+        copied=copied.reshape(-1).astype(np.int64),
+        copy_rank=shards.rank[plan.copies],
     )
 
 
 def _rank_plans(
-    state: GlobalState, shards: HeldShards, plan: SavePlan, bounds: IntArray, total_bytes: int
+    state: GlobalState, shards: HeldShards, plan: SavePlan, bounds: IntArray, shared: IntArray, total_bytes: int
 ) -> dict[int, bytes]:
     """Each rank's encoded :class:`.messages.RankPlan`, by global rank.
 
-    What the ranks write begins in the plan at ``bounds``, ``[ranks + 1]``.
+    What the ranks write begins in the plan at ``bounds``, ``[ranks + 1]``; of ``shared`` there are copies.
     """
     plain_keys = {path: key for path, key in state.keys.items() if key != plain_key(path)}
     values: dict[int, list[str]] = {}
     for path in sorted(state.value_owner.keys() - set(state.paths)):
         values.setdefault(state.value_owner[path], []).append(path)
     writers = sorted({*np.unique(plan.rank).tolist(), state.coordinator, *values})
-    row = shards.row[plan.shard]
-    is_cut = (shards.boxes.shape[plan.shard] != plan.boxes.shape).any(axis=1)
+    everything = np.arange(len(plan.shard))
+    ends = np.searchsorted(shared, bounds).tolist()
+    of_copies = np.searchsorted(shards.rank[plan.copies], np.arange(len(state.ranks) + 1)).tolist()
     transfers = [_transfer(state, shards, *transfer) for transfer in plan.transfers]
     plans = {}
     for i, (rank, start, stop) in enumerate(zip(state.ranks, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-        cut = np.flatnonzero(is_cut[start:stop])
+        copies = slice(of_copies[i], of_copies[i + 1])
         plans[rank] = encode(
             RankPlan(
-                row=pack_column(row[start:stop]),
-                cut=pack_column(cut),
-                dimensions=plan.boxes.dimensions,
-                boxes=pack_signed(plan.boxes.take(start + cut).table),
+                items=_item_list(shards, plan, plan.shard[start:stop], everything[start:stop]),
+                copied=pack_column(shared[ends[i] : ends[i + 1]] - start),
+                copies=_item_list(shards, plan, plan.copies[copies], plan.copied[copies]),
                 keys=plain_keys,
                 values=values.get(i, []),
                 transfers=transfers,
@@ -118,6 +130,17 @@ def _rank_plans(
             )
         )
     return plans
+
+
+def _item_list(shards: HeldShards, plan: SavePlan, held: IntArray, written: IntArray) -> ItemList:
+    """What is written, as it lies in shards of one rank; ``held`` are these, ``[items]``."""
+    cut = np.flatnonzero((shards.boxes.shape[held] != plan.boxes.shape[written]).any(axis=1))
+    return ItemList(
+        row=pack_column(shards.row[held]),
+        cut=pack_column(cut),
+        dimensions=plan.boxes.dimensions,
+        boxes=pack_signed(plan.boxes.take(written[cut]).table),
+    )
 
 
 def _transfer(state: GlobalState, shards: HeldShards, source: int, writer: int, box: Box) -> Transfer:

@@ -26,6 +26,7 @@ import msgspec
 import xxhash
 
 from ..control.rounds import only_on
+from ..control.verified import agree_on_collectives
 from ..core.buffers import Buffers
 from ..core.local_tensors import LocalTensors
 from ..core.memory import Bytes1D
@@ -163,6 +164,8 @@ def _make_files(
     parts = plan_files(state, plan, _BLOCK_BYTES)
     boxes = [pair for part in parts for pair in part.partial_boxes(state)]
     reduced = {}
+    if plan.transfers:  # which is so on all ranks
+        agree_on_collectives(session, transport)
     if plan.transfers or boxes:
         reduced = session.run_collectives(
             transport, lambda given: reduce_partials(plan.transfers, session.rank, state, boxes, given)

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
+from ..control.verified import agree_on_collectives
 from ..core.box import Box
 from ..core.messages import decode, encode
 from ..core.progress import Progress
-from ..core.protocols import Transport
-from ..core.threads import io_threads
+from ..core.protocols import Transfers
+from ..core.threads import io_threads, run_all
+from ..errors import CheckpointTimeoutError
 from ..files.contents import AHEAD, TensorContents
+from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, data_file_name
 from ..files.writer import FileSave, bytes_ahead
 from ..folder.commit import remove_saves
 from ..options import SaveOptions
 from ..reports import Stopwatch
+from .copies import CopyPlan
 from .describe import LocalState
-from .file_plan import KnownPlan, plan_files
+from .file_plan import plan_files
+from .known_plan import KnownPlan
 from .messages import PlanAnswer, RankPlan, WriteRequest
 from .reduce import reduce_partials
 from .save_memory import SaveContext
@@ -49,6 +58,8 @@ class RankFiles:
         self._in_background, self._seconds = in_background, seconds
         self._threads = io_threads(order.ranks_on_host, waits=True)
         self._files: Sequence[FileSave] = ()
+        self._digests = b""
+        self._beside: list[Callable[[], None]] = []  # to be done while the files are written
         self._failure: Exception | None = None
         self._reported = False
 
@@ -75,6 +86,11 @@ class RankFiles:
             self._files = self._make(state)
             if self._in_background:
                 self._take_snapshot(state)
+            if self._order.compared is not None:
+                self._beside.append(functools.partial(self._hash_copies, state))
+            if self._in_background:  # copies are not among what is snapshotted
+                run_all(self._beside, 1, self._context.session.check)
+                self._beside.clear()
         except Exception as error:
             self._failure = error
 
@@ -84,7 +100,9 @@ class RankFiles:
         if order.plan is not None:
             plan = decode(order.plan, RankPlan)
             parts = plan_files(state, plan, self._options.block_bytes)
-            memory.plan = KnownPlan(order.plan_id, self._options.block_bytes, plan.total_bytes, plan.transfers, parts)
+            size = self._options.block_bytes
+            twice = CopyPlan.of(state, plan, parts, size)
+            memory.plan = KnownPlan(order.plan_id, size, plan.total_bytes, plan.transfers, parts, twice)
         reduced = self._reduce(memory.plan, state)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
         buffers = memory.window_buffers(self._threads + ahead, state.host_memory)
@@ -103,10 +121,19 @@ class RankFiles:
         if not known.transfers and not boxes:
             return {}
 
-        def reduce(transport: Transport) -> dict[tuple[int, Box], Any]:
-            return reduce_partials(known.transfers, self._context.session.rank, state, boxes, transport)
+        if known.transfers:  # which is so on all ranks
+            agree_on_collectives(self._context.session, self._context.transport)
+
+        def reduce(given: Transfers) -> dict[tuple[int, Box], Any]:
+            return reduce_partials(known.transfers, self._context.session.rank, state, boxes, given)
 
         return self._context.session.run_collectives(self._context.transport, reduce)
+
+    def _hash_copies(self, state: LocalState) -> None:
+        """Hash this rank's copies of what others write. One thread does, for writing waits for the disk meanwhile."""
+        context, compared = self._context, self._order.compared
+        assert compared is not None
+        self._digests = context.memory.plan.copies.of_copies(state, compared, 1, context.session.check)
 
     def _take_snapshot(self, state: LocalState) -> None:
         """Copy what will be written; write at once what the snapshot has no room for."""
@@ -130,6 +157,8 @@ class RankFiles:
             if self._failure is not None:
                 raise self._failure
             message = encode(self._write())
+        except CheckpointTimeoutError:
+            raise  # at once, for nobody has to wait until the others have written all of theirs
         except Exception as error:
             self._failure = error  # raised in round "abort", when every rank has stopped writing
             return b""
@@ -144,8 +173,19 @@ class RankFiles:
         threads = 1 if self._in_background else self._threads
         total = context.memory.plan.total_bytes
         with watch.phase("write"), Progress("save", total, shown, context.is_coordinator) as progress:
-            infos = [file.finish(threads, context.session.check, progress) for file in self._files]
-        return WriteRequest(infos, [len(file.table.names) for file in self._files], self.nbytes, watch.seconds)
+            infos: list[FileInfo] = []
+            check = context.session.check
+
+            def write_files() -> None:
+                infos.extend([file.finish(threads, check, progress) for file in self._files])
+
+            run_all([write_files, *self._beside], 1 + len(self._beside), check)
+        copied = b""
+        if self._order.compared is not None:
+            blocks = np.concatenate([np.zeros(0, np.uint64), *(file.block_digests for file in self._files)])
+            copied = context.memory.plan.copies.of_written(blocks, self._order.compared)
+        entries = [len(file.table.names) for file in self._files]
+        return WriteRequest(infos, entries, self.nbytes, watch.seconds, copied, self._digests)
 
     def give_up(self) -> bytes:
         """In round ``abort``: remove the files; raise what has made this rank fail, if it is the one."""
@@ -157,8 +197,10 @@ class RankFiles:
     def _remove(self) -> None:
         storage = self._context.storage
         for file in self._files:
-            try:
+            # What made the save fail is what the caller has to hear of, and not what happens here.
+            with suppress(OSError, CheckpointTimeoutError):
                 file.close()
+            try:
                 storage.delete(file.name)
-            except OSError as error:  # what made the save fail is what the caller has to hear of
+            except (OSError, CheckpointTimeoutError) as error:
                 _logger.warning("%s/%s is left to a later save: %s", storage.location, file.name, error)

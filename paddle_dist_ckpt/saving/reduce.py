@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from ..core.box import Box
 from ..core.device_memory import DeviceArray
 from ..core.dtypes import arithmetic_dtype
 from ..core.memory import Bytes1D
-from ..core.protocols import Transport
+from ..core.protocols import Transfers
 from ..core.tensors import Geometry
+from ..tree.paths import plain_key
 from .describe import LocalState
 from .messages import Transfer
 
@@ -39,7 +41,7 @@ def reduce_partials(
     rank: int,
     state: LocalState,
     written: Sequence[tuple[int, Box]],
-    transport: Transport,
+    collectives: Transfers,
 ) -> dict[tuple[int, Box], Array]:
     """Exchange addends in chunks and reduce them, source by source in ascending order.
 
@@ -48,7 +50,7 @@ def reduce_partials(
         rank: This rank.
         state: What this rank has.
         written: What this rank writes of partial tensors: the number of its shard, and the box in global coordinates.
-        transport: How the bytes travel.
+        collectives: How the bytes travel.
 
     Returns:
         The reduced values, as raw items, for each written box of a partial tensor.
@@ -66,7 +68,8 @@ def reduce_partials(
             parts = {}
             if rank == source:
                 parts = {d: _packed(by_destination[d], state, start, stop) for d, stop in stops.items()}
-            transport.exchange(parts, {source: into}, [(source, largest)], _DEVICE_BYTES)
+            what = functools.partial(_keys, by_destination.get(rank, []), state)
+            collectives.exchange(parts, {source: into}, [(source, largest)], _DEVICE_BYTES, what)
             _apply(by_destination.get(rank, []), into, start, results, state)
     for (row, _), array in results.items():
         _finish(array, state.shard(row)[0])
@@ -99,6 +102,12 @@ def _packed(stream: Sequence[Transfer], state: LocalState, start: int, stop: int
         part = state.part(transfer.source_row, transfer.box)
         state.read(part, low, high, packed[place : place + high - low])
     return packed
+
+
+def _keys(stream: Sequence[Transfer], state: LocalState, source: int) -> str:
+    """What comes in a stream."""
+    rows = dict.fromkeys(state.shards.tensor[transfer.destination_row] for transfer in stream)
+    return ", ".join(plain_key(state.tensors.paths[row]) for row in rows)
 
 
 def _apply(

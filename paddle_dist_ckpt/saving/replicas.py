@@ -30,6 +30,7 @@ class Comparison:
     Attributes:
         value_json: The JSON of the small values that are kept, by path.
         differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
+        minority: For each of these paths the ranks that have not what more than a half have, if so many agree.
         differs: Which tensors are among those, ``[tensors]``.
         alike: Which plain tensors are known to be equal on all ranks that have them, ``[tensors]``.
         digests: Of the plain tensors of those who are asked first, ``[tensors, 2]``.
@@ -37,6 +38,7 @@ class Comparison:
 
     value_json: dict[str, bytes]
     differing: dict[str, list[int]]
+    minority: dict[str, list[int]]
     differs: npt.NDArray[np.bool_]
     alike: npt.NDArray[np.bool_]
     digests: npt.NDArray[np.uint64]
@@ -66,7 +68,33 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
                 differing.setdefault(state.paths[t], []).append(rank)
     value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
     holders = np.bincount(np.concatenate(state.compared), minlength=count)
-    return Comparison(value_json, differing, differs, ~differs & (holders > 1) & (compared == holders), seen)
+    minority = _minorities(state, requests, differing) if differing else {}
+    return Comparison(value_json, differing, minority, differs, ~differs & (holders > 1) & (compared == holders), seen)
+
+
+def _minorities(
+    state: GlobalState, requests: Mapping[int, SaveRequest], differing: Mapping[str, list[int]]
+) -> dict[str, list[int]]:
+    """See :class:`Comparison`."""
+    by_digest: dict[str, dict[object, list[int]]] = {path: {} for path in differing}
+    wanted = np.array([path in by_digest for path in state.paths], bool)
+    for i, rank in enumerate(state.ranks):
+        request, tensor = requests[rank], state.compared[i]
+        said: list[tuple[str, object]] = [
+            (path, value.digest) for path, value in zip(state.value_paths[i], request.values, strict=True)
+        ]
+        rows = np.flatnonzero(wanted[tensor]).tolist() if request.digests else []
+        said += [(state.paths[tensor[row]], request.digests[16 * row : 16 * row + 16]) for row in rows]
+        for path, digest in said:
+            if path in by_digest:
+                by_digest[path].setdefault(digest, []).append(rank)
+    found = {}
+    for path, groups in by_digest.items():
+        most = max(groups.values(), key=len)
+        others = sorted(rank for group in groups.values() if group is not most for rank in group)
+        if len(most) > len(others):
+            found[path] = others
+    return found
 
 
 def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubtful: bool) -> list[str]:
@@ -79,7 +107,7 @@ def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubt
         return []
     warnings = [
         f"{plain_key(path)}: the plain tensors or values of {_ranks(ranks)} differ from the others'; the coordinator's "
-        "is saved, or else that of the lowest rank that has one"
+        f"is saved, or else that of the lowest rank that has one{_minority(contents.minority.get(path, ()))}"
         for path, ranks in sorted(contents.differing.items())
     ]
     if warnings and doubtful:
@@ -90,7 +118,7 @@ def replica_warnings(state: GlobalState, contents: Comparison, check: str, doubt
         )
     if warnings and check == "error":
         raise UnsupportedValueError("replicas differ:\n" + "\n".join(warnings))
-    if check == "auto":
+    if check in ("auto", "sampled"):
         _check_that_most_are_equal(state, contents)
     return warnings
 
@@ -144,6 +172,10 @@ def _digest_of_zeros(nbytes: int) -> bytes:
         digest.update(piece)
     digest.update(piece[: nbytes & (len(piece) - 1)])
     return digest.digest()
+
+
+def _minority(ranks: Sequence[int]) -> str:
+    return f" (the minority: {_ranks(list(ranks))})" if ranks else ""
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -10,7 +10,7 @@ from ..storage.base import FolderIdentity
 from .messages import SaveRequest
 from .planned_save import PlannedSave
 
-__all__ = ["check_arguments", "check_room", "folder_warnings", "leaders_of"]
+__all__ = ["check_arguments", "check_room", "leaders_of"]
 
 
 def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
@@ -34,18 +34,6 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
                 )
 
 
-def folder_warnings(folders: Mapping[int, FolderIdentity], coordinator: int) -> list[str]:
-    """Two folders on one host are a mistake more often than not: a path with the time in it, say."""
-    ours = folders[coordinator]
-    others = sorted(rank for rank, folder in folders.items() if folder != ours and folder[0] == ours[0])
-    if not others:
-        return []
-    return [
-        f"ranks {', '.join(map(str, others))} are on the coordinator's host but save to other folders; the "
-        "checkpoint is spread over them, and a load needs them all. Did all ranks pass the same path?"
-    ]
-
-
 def leaders_of(folders: Mapping[int, FolderIdentity], coordinator: int) -> frozenset[int]:
     """One rank for each folder: the coordinator for its own, the lowest rank for each other."""
     leaders = {folders[rank]: rank for rank in (*sorted(folders, reverse=True), coordinator)}
@@ -65,4 +53,5 @@ def check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> Non
                 errno.ENOSPC,
                 f"the filesystem of rank {rank}'s folder has {folder.free_bytes:,} bytes free, and {wanted:,} are to "
                 "be written to it",
+                requests[rank].location,
             )

@@ -65,7 +65,7 @@ def save(
         after: Called on every rank when the save is committed, and may use the session for more rounds. What it raises
             does not undo the commit, and so is only logged.
     """
-    saving = _Saving(context, options, opened)
+    saving = _Saving(context, options, opened, in_background)
     state, order = saving.plan(state_dict, unique_id)
     files = saving.prepare(state, order, in_background)
     if not in_background:
@@ -91,9 +91,10 @@ def save(
 class _Saving:
     """The steps of one save on one rank, each of which takes what the one before has made; ``ending`` ends it all."""
 
-    def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack) -> None:
+    def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack, in_background: bool) -> None:
         self._context, self._options, self._ending = context, options, ending
-        self._coordinator = SaveCoordinator(context, options, ending) if context.is_coordinator else None
+        is_coordinator = context.is_coordinator
+        self._coordinator = SaveCoordinator(context, options, ending, in_background) if is_coordinator else None
         self._watch = Stopwatch()
 
     def _round(
@@ -131,6 +132,7 @@ class _Saving:
         return SaveRequest(
             unique_id=unique_id,
             folder=context.folder(),
+            location=context.storage.location,
             block_bytes=block_bytes,
             fingerprint=fingerprint,
             structure=structure,
@@ -139,6 +141,7 @@ class _Saving:
             values=state.records(),
             user_metadata=_user_metadata(self._options) if context.is_coordinator else None,
             data_suffix=self._options.data_suffix or DEFAULT_SUFFIX,
+            on_device=state.devices is not None,
         )
 
     def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:
@@ -186,12 +189,12 @@ class _Saving:
     def _clean_up(self, result: CommitAnswer) -> None:
         """Round ``clean``, after a commit to several folders. It cannot undo the commit, so it does not raise."""
         storage, replaced = self._context.storage, result.replaced
-        if replaced is None:
+        if not replaced:
             return
 
         def remove() -> bytes:
             if self._context.session.rank in result.leaders:
-                remove_saves(storage, [replaced])
+                remove_saves(storage, replaced)
             return b""
 
         try:

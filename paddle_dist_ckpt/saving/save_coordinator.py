@@ -15,14 +15,16 @@ import msgspec
 import numpy as np
 
 from ..core.messages import decode, encode
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedValueError
 from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
 from ..files.times import SaveTimes
 from ..folder import commit
+from ..folder.context import check_folders
 from ..folder.lease import Lease
 from ..options import SaveOptions
 from ..storage.base import FolderIdentity
 from ..version import __version__
+from .copies import ALL, PARTS, copies_that_differ
 from .global_state import GlobalState, merge_structures
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
@@ -30,7 +32,6 @@ from .replicas import Comparison, merge_contents, replica_warnings
 from .requests import (
     check_arguments,
     check_room,
-    folder_warnings,
     leaders_of,
 )
 from .save_memory import SaveContext
@@ -53,6 +54,7 @@ class _Ordered:
         folders: Which folder each rank sees.
         leaders: One rank for each folder.
         warnings: What the caller of every rank is told.
+        compared: Which blocks of copies are compared; None for none.
     """
 
     planned: PlannedSave
@@ -63,6 +65,7 @@ class _Ordered:
     folders: dict[int, FolderIdentity]
     leaders: frozenset[int]
     warnings: list[str]
+    compared: int | None
 
     @property
     def one_folder(self) -> bool:
@@ -80,15 +83,20 @@ class SaveCoordinator:
     _requests: dict[int, SaveRequest]
     _ordered: _Ordered
     _written: dict[int, WriteRequest]
+    _left: commit.Aftermath
 
-    def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack) -> None:
-        self._context, self._options, self._ending = context, options, ending
+    def __init__(self, context: SaveContext, options: SaveOptions, ending: ExitStack, in_background: bool) -> None:
+        self._context, self._options, self._ending, self._in_background = context, options, ending, in_background
+        self._differing = ""  # what is to be said of copies that differ, if the save is aborted for it
         self._settled = True  # whether no rank can have files of this save, now or later, that nobody would remove
 
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
         requests = self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
         check_arguments(requests, self._context.session.coordinator)
+        if not self._options.separate_folders:
+            folders = {rank: request.folder.identity for rank, request in requests.items()}
+            check_folders(folders, {rank: request.location for rank, request in requests.items()})
         self._fingerprints = {rank: request.fingerprint for rank, request in requests.items()}
         known = self._context.memory.planned
         if known is not None and known.fingerprints == self._fingerprints:
@@ -114,10 +122,8 @@ class SaveCoordinator:
         return self._order(memory.planned, contents, warnings)
 
     def _warnings(self, state: GlobalState, contents: Comparison) -> list[str]:
-        """What is to be said of replicas and folders; raises if replicas differ that must not."""
-        folders = {rank: request.folder.identity for rank, request in self._requests.items()}
-        warnings = replica_warnings(state, contents, self._options.check_replicas, self._context.session.doubtful)
-        return warnings + folder_warnings(folders, self._context.session.coordinator)
+        """What is to be said of replicas; raises if replicas differ that must not."""
+        return replica_warnings(state, contents, self._options.check_replicas, self._context.session.doubtful)
 
     def _order(self, planned: PlannedSave, contents: Comparison, warnings: list[str]) -> dict[int, bytes]:
         requests = self._requests
@@ -125,7 +131,8 @@ class SaveCoordinator:
         for warning in warnings:
             _logger.warning("%s", warning)
         ours = requests[self._context.session.coordinator]
-        lease = commit.begin(self._context.storage, ours.unique_id, self._context.replace_newest)
+        context = self._context
+        lease = commit.begin(context.storage, ours.unique_id, context.replace_newest, context.memory.given_up)
         self._ending.push(functools.partial(self._end, lease))
         self._ordered = _Ordered(
             planned=planned,
@@ -136,28 +143,60 @@ class SaveCoordinator:
             folders=folders,
             leaders=leaders_of(folders, self._context.session.coordinator),
             warnings=warnings,
+            compared=self._compared(planned),
         )
         check_room(planned, requests)
         orders = _orders(self._ordered, requests)
         self._settled = False
         return orders
 
+    def _compared(self, planned: PlannedSave) -> int | None:
+        """Which blocks of copies are compared, if any.
+
+        A tenth where others would cost more than can be afforded: in a background save the time until the call
+        returns, since copies are not among what is snapshotted; on devices copies to the host.
+        """
+        if self._options.check_replicas == "off" or not len(planned.copied):
+            return None
+        on_device = any(request.on_device for request in self._requests.values())
+        if self._options.check_replicas != "sampled" and not on_device and not self._in_background:
+            return ALL
+        memory = self._context.memory
+        memory.sampled += 1
+        return memory.sampled % PARTS
+
+    def _judge_copies(self) -> bool:
+        """Compare the copies that ranks have with what was written; whether all can go on."""
+        if self._ordered.compared is None:
+            return True
+        text = copies_that_differ(self._ordered.planned, self._written)
+        if text and (self._options.check_replicas == "error" or self._context.session.doubtful):
+            self._differing = text
+        elif text:
+            _logger.warning("%s", text)
+            self._ordered.warnings.append(text)
+        return not self._differing
+
     def _end(
         self, lease: Lease, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
             commit.give_up(lease, self._settled)
+            # By the next save all ranks have left this one, and nobody need wait until its claim has expired.
+            self._context.memory.given_up.add(lease.save_id)
         lease.stop()  # after a commit, what is left to do is left to a later save
 
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
         ordered = self._ordered
         aborted = not all(messages.values())
-        self._settled = aborted or ordered.one_folder
+        self._settled = ordered.one_folder  # of what a rank cannot remove in another, the claim speaks
         if aborted:
             return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
         self._written = {rank: decode(data, WriteRequest) for rank, data in messages.items()}
         _check_written(ordered.planned, self._written)
+        if not self._judge_copies():
+            return dict.fromkeys(messages, encode(WriteAnswer(True, [], None)))
         files: dict[FolderIdentity, list[FileInfo]] = {}
         for rank, written in self._written.items():
             files.setdefault(ordered.folders[rank], []).extend(written.files)
@@ -175,11 +214,13 @@ class SaveCoordinator:
 
     def cleaned(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``clean``: the replaced save's files are gone from all other folders."""
-        commit.finish(self._ordered.lease)
+        commit.finish(self._ordered.lease, self._left)
         return dict.fromkeys(messages, b"")
 
     def aborted(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Round ``abort`` never ends well: the rank that failed raises in it."""
+        """Round ``abort`` never ends well: the rank that failed raises in it, if there is one."""
+        if self._differing:
+            raise UnsupportedValueError(f"{self._differing}\nNothing was saved.")
         raise CheckpointError("the save was aborted, but no rank says why")
 
     def _publish(self) -> CommitAnswer:
@@ -191,24 +232,18 @@ class SaveCoordinator:
             files=len(metadata.files),
             total_bytes=sum(written.nbytes for written in self._written.values()),
             warnings=ordered.warnings,
-            replaced=self._replaced(),
+            replaced=self._replaced(unique_id),
             leaders=sorted(ordered.leaders),
         )
 
-    def _replaced(self) -> str | None:
-        """After the commit: the replaced save if it has files in other folders; else the lease is ended.
-
-        What goes wrong here does not undo the commit, so it is left to a later save.
-        """
-        lease, location = self._ordered.lease, self._context.storage.location
-        try:
-            replaced = None if self._ordered.one_folder else commit.replaced_save(lease)
-        except (OSError, CheckpointError) as error:
-            _logger.warning("%s: files of the replaced save are left to a later one: %s", location, error)
-            return None
-        if replaced is None:
-            commit.finish(lease)
-        return replaced
+    def _replaced(self, unique_id: int) -> list[str]:
+        """After the commit: the replaced saves if they have files in other folders; else the lease is ended."""
+        lease = self._ordered.lease
+        self._left = commit.aftermath(lease, unique_id, lease.save_id)
+        if self._ordered.one_folder or not self._left.saves:
+            commit.finish(lease, self._left)
+            return []
+        return self._left.saves
 
 
 def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: str | None) -> SaveInfo:
@@ -235,6 +270,7 @@ def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int,
                 save=ordered.save,
                 ranks_on_host=hosts[request.folder.identity.host],
                 clean=ordered.lease.doomed if rank in ordered.leaders else [],
+                compared=ordered.compared,
             )
         )
         for rank, request in requests.items()

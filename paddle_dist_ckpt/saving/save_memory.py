@@ -13,9 +13,10 @@ from ..core.buffers import Buffers
 from ..core.memory import Bytes1D, fresh_pages
 from ..errors import CheckpointError
 from ..folder.context import Context
+from ..storage.helpers import StorageCall
 from .async_save import AsyncSave
 from .describe import KnownState
-from .file_plan import KnownPlan
+from .known_plan import KnownPlan
 from .planned_save import PlannedSave
 
 __all__ = ["SaveContext", "SaveMemory"]
@@ -34,6 +35,9 @@ class SaveMemory:
         known: The state that was saved last.
         plan: This rank's part of the last plan.
         planned: On the coordinator: the last plan.
+        given_up: On the coordinator: saves that have failed, and perhaps could not remove their files.
+        unfinished: Publications of earlier saves that were given up, and may still take effect.
+        sampled: On the coordinator: in how many saves a part of the copies was compared.
     """
 
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -41,6 +45,9 @@ class SaveMemory:
     known: KnownState | None = None
     plan: KnownPlan = field(default_factory=KnownPlan)
     planned: PlannedSave | None = None
+    given_up: set[str] = field(default_factory=set)
+    unfinished: list[StorageCall] = field(default_factory=list)
+    sampled: int = 0
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
     _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count

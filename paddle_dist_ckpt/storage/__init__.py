@@ -1,6 +1,16 @@
 """Names and bytes: where a checkpoint's files live."""
 
 from .base import ReadableFile, Storage, WritableFile
+from .bounding import bounded, bounded_folders
 from .local import LocalStorage, as_source, as_storage
 
-__all__ = ["LocalStorage", "ReadableFile", "Storage", "WritableFile", "as_source", "as_storage"]
+__all__ = [
+    "LocalStorage",
+    "ReadableFile",
+    "Storage",
+    "WritableFile",
+    "as_source",
+    "as_storage",
+    "bounded",
+    "bounded_folders",
+]

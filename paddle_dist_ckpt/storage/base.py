@@ -37,7 +37,11 @@ class WritableFile(Protocol):
 
 
 class ReadableFile(Protocol):
-    """A file open for reading."""
+    """A file open for reading.
+
+    It may also have a method ``is_hole(offset, nbytes)``: whether it is known that there is nothing on the disk for all
+    of these bytes, which are zeros then. They are not read if zeros are what was written.
+    """
 
     @property
     def size(self) -> int:
@@ -127,6 +131,10 @@ class Storage(Protocol):
 
         Returns:
             Whether it was published.
+
+        Raises:
+            OSError: it was not published; or it was, and readers see it, but it is not certain to be durable. Who calls
+                looks which of the two. What goes wrong with the temporary name after that is no error.
         """
         ...
 

@@ -5,7 +5,7 @@
 
 from ..core.box import Box
 from .arrays import NumpyAdapter, ShardedArray, shard_array
-from .faults import FaultyStorage
+from .faults import FaultyStorage, Stall
 from .in_process import InProcessWorld
 from .simulation import SimulatedRank, run_ranks
 
@@ -16,6 +16,7 @@ __all__ = [
     "NumpyAdapter",
     "ShardedArray",
     "SimulatedRank",
+    "Stall",
     "run_ranks",
     "shard_array",
 ]

@@ -1,18 +1,51 @@
-"""A storage whose operations can be made to fail, to be slow, or to be watched."""
+"""A storage whose operations can be made to fail, to be slow, or to be watched; a transport that delivers otherwise."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.memory import Bytes1D
+from ..core.protocols import Transport
 from ..storage import LocalStorage
 from ..storage.base import FolderIdentity, ReadableFile, WritableFile
 
-__all__ = ["FaultyStorage"]
+__all__ = ["FaultyStorage", "FaultyTransport", "Stall"]
 
 Hook = Callable[[str, str], None]
+
+
+class Stall:
+    """A hook that makes a folder hang: one operation waits until it is released, as on a disk that does not answer.
+
+    Args:
+        operation: The first of this kind waits.
+        at: Only for names with this part.
+        for_good: Everything that is done after it waits, too.
+
+    Attributes:
+        reached: Set when one waits.
+    """
+
+    def __init__(self, operation: str, at: str = "", for_good: bool = False) -> None:
+        self._operation, self._at, self._for_good = operation, at, for_good
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, operation: str, name: str) -> None:
+        with self._lock:
+            first = not self.reached.is_set() and operation == self._operation and self._at in name
+            if first:
+                self.reached.set()
+        if first or (self._for_good and self.reached.is_set()):
+            self._released.wait()
+
+    def release(self) -> None:
+        """Let what waits go on."""
+        self._released.set()
 
 
 class FaultyStorage:
@@ -129,3 +162,47 @@ class _FaultyReadable:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class FaultyTransport:
+    """Implements :class:`paddle_dist_ckpt.core.protocols.Transport` by another, and says that all went well.
+
+    Args:
+        inner: Moves the bytes.
+        spoil: Called when bytes have come, with ``"broadcast"`` or ``"exchange"``, their source, what was there before,
+            and what is there now, which it may change.
+    """
+
+    def __init__(self, inner: Transport, spoil: Callable[[str, int, Bytes1D, Bytes1D], None]) -> None:
+        self._inner, self._spoil = inner, spoil
+        self.tried = True
+
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """Broadcast. ``spoil`` is called on the source as well, with equal bytes."""
+        before = data.copy()
+        self._inner.broadcast(data, source, most)
+        self._spoil("broadcast", source, before, data)
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
+        """Exchange."""
+        before = {source: data.copy() for source, data in incoming.items()}
+        self._inner.exchange(outgoing, incoming, senders, most)
+        for source, data in incoming.items():
+            self._spoil("exchange", source, before[source], data)
+
+    def try_out(self) -> list[str]:
+        """Nothing fails."""
+        return []
+
+    def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
+        """Does nothing."""
+
+    def abandon(self) -> None:
+        """Abandon the other."""
+        self._inner.abandon()

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..control.board import Board
 from ..control.wire import Message
@@ -38,11 +38,9 @@ class InProcessWorld:
         self._pipes = Pipes(self.ranks)
         self._hubs = {rank: InProcessHub(self, rank) for rank in self.ranks}
 
-    def hub(self, rank: int, on_abandon: Callable[[], None] | None = None) -> InProcessHub:
-        """The hub of ``rank``, always the same; see :class:`Board` about ``on_abandon``."""
-        hub = self._hubs[rank]
-        hub.on_abandon = on_abandon or hub.on_abandon
-        return hub
+    def hub(self, rank: int) -> InProcessHub:
+        """The hub of ``rank``, always the same."""
+        return self._hubs[rank]
 
     def transport(self, rank: int) -> InProcessTransport:
         """The transport of ``rank``."""

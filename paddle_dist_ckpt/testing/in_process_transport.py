@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..core.memory import Bytes1D
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CollectiveError
 
 __all__ = ["InProcessTransport", "Pipes"]
 
@@ -57,6 +57,7 @@ class InProcessTransport:
         self._pipes = pipes
         self._rank = rank
         self._broken = threading.Event()
+        self.tried = True
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """See :class:`paddle_dist_ckpt.core.protocols.Transport`. Raises as :meth:`exchange` does."""
@@ -78,6 +79,13 @@ class InProcessTransport:
         nothing = np.zeros(0, np.uint8)
         for sender, size in senders:
             self._scatter(outgoing if sender == self._rank else {}, incoming.get(sender, nothing), size, sender)
+
+    def try_out(self) -> list[str]:
+        """Nothing fails."""
+        return []
+
+    def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
+        """Does nothing."""
 
     def _scatter(self, parts: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
         """Send to each rank its own part, of at most ``size`` bytes."""
@@ -103,12 +111,12 @@ class InProcessTransport:
         into[:] = sent[: into.size]
 
     def abandon(self) -> None:
-        """Mark it broken: calls that are blocked, and later ones, raise CheckpointError."""
+        """Mark it broken: calls that are blocked, and later ones, raise CollectiveError."""
         self._broken.set()
         self._pipes.wake()
 
     def _check(self) -> None:
         if self._broken.is_set():
-            raise CheckpointError(
+            raise CollectiveError(
                 f"the transport of rank {self._rank} was abandoned in the middle of an operation; make a new one"
             )

@@ -36,7 +36,7 @@ from ..tree.paths import containers_of, flat_keys, format_path
 from .catalogs import read_catalog
 from .faults import FaultyStorage
 
-__all__ = ["ForeignCheckpoint", "ReaderTests", "check_catalog"]
+__all__ = ["ForeignCheckpoint", "ReaderTests", "check_catalog", "mutations"]
 
 _REFUSED = (CheckpointNotFoundError, CheckpointCorruptedError, UnsupportedValueError)
 _MOST_SECONDS = 1.0  # of the processor, for a damaged checkpoint

@@ -68,16 +68,22 @@ def _found(state_dict: dict[Any, Any]) -> Find:
 
 
 def run_ranks(
-    ranks: int | Sequence[int], work: Callable[[SimulatedRank], T], coordinator: int | None = None
+    ranks: int | Sequence[int],
+    work: Callable[[SimulatedRank], T],
+    coordinator: int | None = None,
+    over: Callable[[Transport, int], Transport] = lambda transport, rank: transport,
 ) -> list[T | BaseException]:
-    """Run ``work`` on every rank at once; returns what each returned, or raised."""
+    """Run ``work`` on every rank at once; returns what each returned, or raised.
+
+    Args:
+        over: Given the transport of each rank and its number; returns the one that it uses.
+    """
     world = InProcessWorld(ranks, coordinator)
     members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(ranks)
     results: list[Any] = [None] * len(members)
 
     def run(place: int, rank: int) -> None:
-        transport = world.transport(rank)
-        hub = world.hub(rank, transport.abandon)
+        transport, hub = over(world.transport(rank), rank), world.hub(rank)
         try:
             results[place] = work(SimulatedRank(rank, members, hub, transport))
         except BaseException as error:

@@ -110,9 +110,12 @@ class NameMatch:
     def _of_variable(self, variable: OptimizerVariable) -> list[str]:
         """The stored paths of a variable: of just its parameters, or else of some of them."""
         accumulator = variable.accumulator
-        found = {
-            path: None for one in variable.parameters for path in self._stored.by_variable.get((one, accumulator), ())
-        }
+        by_variable = self._stored.by_variable
+        if len(variable.parameters) == 1:
+            found: Iterable[str] = by_variable.get((variable.parameters[0], accumulator), ())
+        else:
+            groups = (by_variable.get((one, accumulator), ()) for one in variable.parameters)
+            found = dict.fromkeys(path for group in groups for path in group)
         exact = [path for path in found if self._stored.variables[path] == variable]
         return exact or list(found)
 

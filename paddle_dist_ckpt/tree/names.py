@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from .paths import join, parent_of, plain_key
@@ -148,9 +148,9 @@ class Names:
         parsed: dict[str, _Variable | None] = {}
         for name in sorted(bearers):  # a parameter's name comes before those of its accumulators
             variable = parsed[name] = _parse(name, parameters)
-            own = sorted(path for path in bearers[name] if not _is_variables(path, name, variable))
+            own = [path for path in bearers[name] if not _is_variables(path, name, variable)]
             if own:
-                parameters[name] = own
+                parameters[name] = sorted(own)
         return parameters, parsed
 
     @cached_property
@@ -161,10 +161,11 @@ class Names:
         the key alone, if it begins with a parameter's key and ends with the name of one of Paddle's accumulators.
         """
         found: dict[str, OptimizerVariable] = {}
+        groups = {name: tuple(own) for name, own in self.parameters.items()}
         for path, name in zip(self.paths, self.names, strict=True):
             variable = self.of_run(path)
             if variable is not None:
-                found[path] = OptimizerVariable(tuple(self.parameters[variable.parameter]), variable.accumulator)
+                found[path] = OptimizerVariable(groups[variable.parameter], variable.accumulator)
                 continue
             structured = self._by_name(path, name) or self.structured(path)
             if structured is not None:
@@ -174,8 +175,10 @@ class Names:
     def of_run(self, path: str) -> _Variable | None:
         """Which variable a path is, if it ends in Paddle's own name of one of a parameter that is among these."""
         parameters, parsed = self._table
-        key = _last(path)
-        if parent_of(path).endswith(_MASTERS):
+        container, _, key = path.rpartition("/")
+        if "~" in key:
+            key = _last(path)
+        if container.endswith(_MASTERS):
             parameter = _table_name(key, parameters)
             return None if parameter is None else _Variable(parameter, _MASTER)
         variable = parsed[key] if key in parsed else _parse(key, parameters)
@@ -281,11 +284,18 @@ def _parse(key: str, parameters: Mapping[str, object]) -> _Variable | None:
     while end > 0:
         parameter = _table_name(key[:end], parameters)
         if parameter is not None:
-            match = _REST.fullmatch(key, end)
-            if match is not None:
-                return _Variable(parameter, match[1] or _MASTER)
+            accumulator = _accumulator(key[end:])
+            if accumulator:
+                return _Variable(parameter, accumulator)
         end = key.rfind("_", 0, end)
     return None
+
+
+@lru_cache(maxsize=4096)
+def _accumulator(rest: str) -> str:
+    """Which accumulator what follows a parameter's name is of; none is "". The same few follow all the names."""
+    match = _REST.fullmatch(rest)
+    return "" if match is None else match[1] or _MASTER
 
 
 def _table_name(name: str, parameters: Mapping[str, object]) -> str | None:
@@ -309,10 +319,12 @@ def _last(path: str) -> str:
 
 def _is_variables(path: str, name: str, variable: _Variable | None) -> bool:
     """Whether a path is that of an optimizer variable, if its variable's name is so, and says so."""
-    if parent_of(path).endswith(_MASTERS):
+    if _MASTERS in path and parent_of(path).endswith(_MASTERS):
         return True
+    if variable is None:
+        return False
     last = _last(path)
-    return variable is not None and (last == name or last.endswith(_ends_of(variable.accumulator)))
+    return last == name or last.endswith(_ends_of(variable.accumulator))
 
 
 def _ends_of(accumulator: str) -> tuple[str, ...]:

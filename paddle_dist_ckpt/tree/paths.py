@@ -12,13 +12,13 @@ flat key, each of them is escaped instead (:func:`flat_keys`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-_MAX_INDEX = 100_000_000  # more than any list of tensors has
-
 __all__ = [
+    "Containers",
     "ListIndex",
     "Part",
     "RankIndex",
@@ -59,6 +59,9 @@ class RankIndex(NamedTuple):
 Part = str | int | ListIndex | TupleIndex | RankIndex
 _SIGNS: dict[type[Any], str] = {int: "~i", ListIndex: "~l", TupleIndex: "~t", RankIndex: "~r"}
 _KINDS = {sign: kind for kind, sign in _SIGNS.items()}
+_MAX_INDEX = 100_000_000  # more than any list of tensors has
+_FEW_CONTAINERS = 1 << 16
+_CHARACTERS = 12  # of paths, for each further container
 
 
 def join(parent: str, part: Part) -> str:
@@ -146,19 +149,67 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
     return [_escaped(path) if key in shared or "\\" in key else key for path, key in zip(paths, plain, strict=True)]
 
 
+class Containers(NamedTuple):
+    """The containers that some paths lead through.
+
+    Attributes:
+        too_many: Whether there are so many that a state_dict is refused, by readers and by writers, since the paths say
+            so little of each.
+        leaves: Those that are leaves as well.
+        mixed: Those that are a dict to one path and a list, a tuple or ranks' own values to another.
+    """
+
+    too_many: bool
+    leaves: list[str]
+    mixed: list[str]
+
+    @classmethod
+    def of(cls, paths: Iterable[str]) -> Containers:
+        """Look at paths, in memory in proportion to their number."""
+        different = dict.fromkeys(paths)  # in order: if they are sorted, they nearly are for what follows too
+        text = "\n".join(different)
+        most = _FEW_CONTAINERS + len(text) // _CHARACTERS
+        if text.count("/") > most or "/~" in text or text.count("\n") >= len(different) or "\0" in text:
+            return cls._by_part(sorted(different, key=_by_parts), most)
+        ordered = sorted((text.replace("/", "\0").replace("\n", "\0\n") + "\0").split("\n"))  # without a call for each
+        if not any(map(str.startswith, itertools.islice(ordered, 1, None), ordered)):
+            return cls(False, [], [])
+        pairs = itertools.pairwise(ordered)
+        return cls(False, [a[:-1].replace("\0", "/") for a, b in pairs if b.startswith(a)], [])
+
+    @classmethod
+    def _by_part(cls, ordered: Sequence[str], most: int) -> Containers:
+        count, leaves, mixed = 0, list[str](), dict[str, None]()
+        before, kinds = [""], list[str]()  # the kinds of the containers that the path before leads through
+        for path in ordered:
+            parts = path.split("/")
+            common = next((i for i, (a, b) in enumerate(zip(parts, before, strict=False)) if a != b), len(before))
+            if common == len(before) > 1:
+                leaves.append("/".join(before))
+            del kinds[common:]
+            for i in range(common, len(parts)):
+                kind = parts[i][:2] if parts[i].startswith(("~l", "~t", "~r")) else "dict"
+                if len(kinds) == i - 1:
+                    kinds.append(kind)
+                    count += 1
+                elif kinds[i - 1] != kind:
+                    mixed["/".join(parts[:i])] = None
+            if count > most:
+                return cls(True, leaves, list(mixed))
+            before = parts
+        return cls(False, leaves, list(mixed))
+
+
+def _by_parts(path: str) -> str:
+    """What to sort paths by to have those that are in one container together."""
+    if "\0" in path or "\1" in path:
+        path = path.replace("\1", "\1\2").replace("\0", "\1\1")
+    return path.replace("/", "\0")
+
+
 def mixed_containers(paths: Iterable[str]) -> set[str]:
     """The containers that these paths take for a dict here and for a list, a tuple or ranks' own values there."""
-    leaves = set(paths)
-    if "/~" not in "".join(leaves):
-        return set()
-    kinds: dict[str, str] = {}
-    mixed: set[str] = set()
-    for path in leaves | containers_of(leaves):
-        container, _, part = path.rpartition("/")
-        kind = part[:2] if part.startswith(("~l", "~t", "~r")) else "dict"
-        if kinds.setdefault(container, kind) != kind:
-            mixed.add(container)
-    return mixed
+    return set(Containers.of(paths).mixed)
 
 
 def plain_key(path: str) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..core.decoding import decoding, has_few_of_one_hash, is_too_dense
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 
 __all__ = ["DECODE_ERRORS", "decode_value", "encode_value", "from_jsonable", "to_jsonable"]
@@ -45,23 +46,27 @@ def encode_value(value: object, key: str) -> bytes:
         key: Names the value in errors.
 
     Raises:
-        UnsupportedValueError: the value, or one inside it, is of another type. Subclasses are other types, but for
-            those of dict, which come back as dicts.
+        UnsupportedValueError: the value, or one inside it, is of another type, or of too many too small parts.
+            Subclasses are other types, but for those of dict, which come back as dicts.
     """
-    return msgspec.json.encode(to_jsonable(value, key))
+    data = msgspec.json.encode(to_jsonable(value, key))
+    if is_too_dense(data):
+        raise UnsupportedValueError(
+            f"{key}: {len(data):,} bytes are a great many small lists, tuples or dicts; store them as numpy arrays"
+        )
+    return data
 
 
-def decode_value(data: bytes) -> Any:
+def decode_value(data: bytes | memoryview) -> Any:
     """The value that :func:`encode_value` wrote.
 
     Raises:
         CheckpointCorruptedError: the data are not such a value.
     """
-    try:
-        tree = msgspec.json.decode(data)
-    except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(f"a stored value cannot be decoded: {error}") from error
-    return from_jsonable(tree)
+    with decoding("a stored value cannot be decoded"):
+        if is_too_dense(data):
+            raise CheckpointCorruptedError("more objects than its size has room for")
+        return _value(msgspec.json.decode(data), 0, False)
 
 
 def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:
@@ -78,10 +83,14 @@ def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:
         items = [to_jsonable(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if isinstance(value, dict):
+        if not has_few_of_one_hash(value):
+            raise UnsupportedValueError(f"{key}: more than 64 keys of the dict have one hash")
         return {"dict": [_encode_item(key, k, v, depth + 1) for k, v in value.items()]}
     if isinstance(value, np.generic):
         return {"numpy": [_numpy_dtype(value.dtype, key), _base64(value.tobytes()[: value.dtype.itemsize])]}
     if kind is np.ndarray:
+        if value.size and not value.nbytes:
+            raise UnsupportedValueError(f"{key}: an array of items without bytes cannot be stored")
         return {"array": [_numpy_dtype(value.dtype, key), list(value.shape), _base64(value.tobytes())]}
     raise UnsupportedValueError(
         f"{key}: a {kind.__module__}.{kind.__qualname__} cannot be stored; store numbers, strings, bytes, None, numpy "
@@ -132,29 +141,48 @@ def _numpy_dtype(dtype: np.dtype[Any], key: str) -> str:
     return str(dtype.str)
 
 
-def from_jsonable(tree: Any, depth: int = 0) -> Any:
+def from_jsonable(tree: Any) -> Any:
     """The value of a tree that :func:`to_jsonable` made.
 
     Raises:
         CheckpointCorruptedError: it is not such a tree.
     """
+    if type(tree) is not list and type(tree) is not dict:
+        return tree
+    with decoding("a stored value is not well-formed"):
+        return _value(tree, 0, True)
+
+
+def _value(tree: Any, depth: int, kept: bool) -> Any:
+    """The value of a tree. Unless the tree is kept, its lists become those of the value."""
     kind = type(tree)
     if kind is not list and kind is not dict:
         return tree
     if depth > _MAX_DEPTH + 2:  # a dict's tag and pairs are levels of the tree, but not of the value
-        raise CheckpointCorruptedError(f"a stored value is nested deeper than {_MAX_DEPTH} levels")
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
     if kind is list:
-        return [from_jsonable(item, depth + 1) for item in tree]
-    try:
-        ((tag, content),) = tree.items()
-        if tag == "tuple":
-            return tuple(from_jsonable(item, depth + 1) for item in _checked_list(content))
-        if tag == "dict":
-            pairs = [_checked_list(pair) for pair in _checked_list(content)]
-            return {from_jsonable(k, depth + 1): from_jsonable(v, depth + 1) for k, v in pairs}
-        return _SCALARS[tag](content)
-    except (ValueError, TypeError, KeyError, OverflowError, SystemError) as error:
-        raise CheckpointCorruptedError("a stored value is not well-formed") from error
+        items = list(tree) if kept else tree
+        for i, item in enumerate(items):
+            if type(item) is list or type(item) is dict:
+                items[i] = _value(item, depth + 1, kept)
+        return items
+    ((tag, content),) = tree.items()
+    if tag == "tuple":
+        return tuple(_value(_checked_list(content), depth, kept))
+    if tag == "dict":
+        return _dict(_checked_list(content), depth, kept)
+    return _SCALARS[tag](content)
+
+
+def _dict(pairs: list[Any], depth: int, kept: bool) -> dict[Any, Any]:
+    keys, values = [], []
+    for pair in pairs:
+        key, value = _checked_list(pair)
+        keys.append(_value(key, depth + 1, kept))
+        values.append(_value(value, depth + 1, kept))
+    if not has_few_of_one_hash(keys):
+        raise ValueError("keys of one hash")
+    return dict(zip(keys, values, strict=True))
 
 
 def _checked_list(content: Any) -> list[Any]:
@@ -186,7 +214,7 @@ def _decode_array(content: Any) -> Any:
     name, shape, text = content
     data = base64.b64decode(text, validate=True)
     dtype = _decode_dtype(name)
-    if math.prod(shape) * dtype.itemsize != len(data):
+    if math.prod(shape) * dtype.itemsize != len(data) or (math.prod(shape) and not data):
         raise ValueError("size and shape differ")
     return np.frombuffer(bytearray(data), dtype).reshape(shape) if data else np.zeros(shape, dtype)
 

@@ -39,7 +39,7 @@ def test_help_and_version_need_nothing_large() -> None:
         "import sys\n"
         "from paddle_dist_ckpt.cli.main import app\n"
         "try:\n    app(['inspect', '--help'])\nexcept SystemExit:\n    pass\n"
-        "large = {'numpy', 'msgspec', 'rich', 'zmq', 'tqdm', 'xxhash', 'paddle', 'paddle_dist_ckpt.api'}\n"
+        "large = {'numpy', 'msgspec', 'rich', 'tqdm', 'xxhash', 'paddle', 'paddle_dist_ckpt.api'}\n"
         "print(sorted(large & set(sys.modules)), file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], env=env(), capture_output=True, text=True, timeout=120)
@@ -114,9 +114,9 @@ def test_five_thousand_tensors_are_shown_quickly(tmp_path: Path) -> None:
 SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
-from paddle_dist_ckpt.storage.local import _LocalReadable
+from paddle_dist_ckpt.storage.local_files import LocalReadable
 
-read_into = _LocalReadable.read_into
+read_into = LocalReadable.read_into
 
 def slow(self, buffers, offset, once=False):
     if sum(map(len, buffers)) > 100_000:
@@ -124,7 +124,7 @@ def slow(self, buffers, offset, once=False):
         time.sleep(1)
     read_into(self, buffers, offset, once)
 
-_LocalReadable.read_into = slow
+LocalReadable.read_into = slow
 from paddle_dist_ckpt.cli.main import main
 main()
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from paddle_dist_ckpt.control import ZmqHub
+from paddle_dist_ckpt.control import TcpHub
 from paddle_dist_ckpt.core.protocols import ControlHub
 from paddle_dist_ckpt.testing.hub_conformance.cases import RANKS
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
@@ -33,28 +33,24 @@ class InProcessGroup:
     """Implements HubGroup with the in-process twin."""
 
     def __init__(self) -> None:
-        self.abandoned: list[int] = []
         self._world = InProcessWorld(RANKS)
 
     def hub(self, rank: int) -> ControlHub:
-        return self._world.hub(rank, on_abandon=lambda: self.abandoned.append(rank))
+        return self._world.hub(rank)
 
     def cut(self, rank: int) -> None:
         self._world.disconnect(rank)
 
 
-class ZmqGroup:
+class TcpGroup:
     """Implements HubGroup over TCP."""
 
     def __init__(self) -> None:
-        self.abandoned: list[int] = []
         store = Store()
         self._hubs = {rank: self._make(rank, store) for rank in range(RANKS)}
 
-    def _make(self, rank: int, store: Store) -> ZmqHub:
-        return ZmqHub(
-            rank, range(RANKS), 0, store, "k", bind_host="127.0.0.1", on_abandon=lambda: self.abandoned.append(rank)
-        )
+    def _make(self, rank: int, store: Store) -> TcpHub:
+        return TcpHub(rank, range(RANKS), 0, store, "k", bind_host="127.0.0.1")
 
     def hub(self, rank: int) -> ControlHub:
         return self._hubs[rank]

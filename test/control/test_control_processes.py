@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt.control import ZmqHub
+from paddle_dist_ckpt.control import TcpHub
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from test.control.file_store import FileStore
 
@@ -26,7 +26,7 @@ AT_ONCE = 10.0
 
 def serve(rank: int, folder: Path, pipe: Connection) -> None:
     """A rank's process: makes a hub, then runs what it is sent; ends when sent None, without closing the hub."""
-    hub = ZmqHub(rank, range(RANKS), 0, FileStore(folder), "k", bind_host="127.0.0.1", bootstrap_timeout=30)
+    hub = TcpHub(rank, range(RANKS), 0, FileStore(folder), "k", bind_host="127.0.0.1", bootstrap_timeout=30)
     pipe.send(None)
     while (work := pipe.recv()) is not None:
         try:
@@ -40,12 +40,13 @@ class Job:
     """The processes of a group."""
 
     def __init__(self, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["paddle_dist_ckpt.control", "test.control.file_store"])
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(RANKS):
-            near, far = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(rank, folder, far), daemon=True)
+            near, far = context.Pipe()
+            process = context.Process(target=serve, args=(rank, folder, far), daemon=True)
             process.start()
             # Else the other end would not notice that the process has ended.
             far.close()
@@ -80,12 +81,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.close()
 
 
-def one_round(hub: ZmqHub, rank: int, timeout: float) -> bytes:
+def one_round(hub: TcpHub, rank: int, timeout: float) -> bytes:
     with hub.session("save", timeout) as session:
         return session.gather_scatter("r", lambda: b"%d" % rank, lambda parts: parts)
 
 
-def round_with_sleeper(hub: ZmqHub, rank: int, timeout: float, sleeper: int) -> bytes:
+def round_with_sleeper(hub: TcpHub, rank: int, timeout: float, sleeper: int) -> bytes:
     """A round in which one rank tells nobody that it takes long."""
     with hub.session("save", timeout) as session:
 
@@ -97,7 +98,15 @@ def round_with_sleeper(hub: ZmqHub, rank: int, timeout: float, sleeper: int) -> 
         return session.gather_scatter("write", local, lambda parts: parts)
 
 
-def many_rounds(hub: ZmqHub, rank: int, rounds: int) -> float:
+def round_and_end(hub: TcpHub, rank: int, leaver: int) -> bytes:
+    """A round, after which one rank ends as soon as it has succeeded, without any farewell."""
+    reply = one_round(hub, rank, LONG)
+    if rank == leaver:
+        os._exit(9)
+    return reply
+
+
+def many_rounds(hub: TcpHub, rank: int, rounds: int) -> float:
     """Median seconds of a round."""
     took = []
     with hub.session("save", LONG) as session:
@@ -150,6 +159,22 @@ def test_a_frozen_rank_times_out_and_recovers(job: Job, frozen: int) -> None:
     assert (kind, missing) == (CheckpointTimeoutError, (frozen,))
     job.start(one_round, LONG)
     assert [job.result(rank) for rank in range(RANKS)] == [b"0", b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_that_ends_after_its_success_takes_no_other_along(tmp_path: Path, leaver: int) -> None:
+    for turn in range(3):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        job = Job(folder)
+        try:
+            job.start(round_and_end, leaver)
+            replies = [job.result(rank) for rank in range(RANKS) if rank != leaver]
+            assert replies == [b"%d" % rank for rank in range(RANKS) if rank != leaver]
+            job.processes[leaver].join(AT_ONCE)
+            assert job.processes[leaver].exitcode == 9
+        finally:
+            job.close()
 
 
 def test_rounds_are_quick_and_processes_end_by_themselves(job: Job) -> None:

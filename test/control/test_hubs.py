@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from paddle_dist_ckpt.testing.hub_conformance import HubConformance
-from test.control.groups import InProcessGroup, ZmqGroup
+from test.control.groups import InProcessGroup, TcpGroup
 
 
 class TestInProcessHub(HubConformance):
@@ -16,9 +16,9 @@ class TestInProcessHub(HubConformance):
         return InProcessGroup()
 
 
-class TestZmqHub(HubConformance):
+class TestTcpHub(HubConformance):
     @pytest.fixture
-    def group(self) -> Iterator[ZmqGroup]:
-        made = ZmqGroup()
+    def group(self) -> Iterator[TcpGroup]:
+        made = TcpGroup()
         yield made
         made.close()

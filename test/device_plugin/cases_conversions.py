@@ -67,8 +67,9 @@ def save(where: str, layout_name: str, path: str, by_rank: bool = False, called:
     """Save everything on a layout, called with some device as the current one; returns the bytes that are written."""
     state = state_on(where, layout_name, global_arrays(), VALUES)
     group = groups.group_of(LAYOUTS[layout_name].ranks)
+    options = SaveOptions(timeout=60, separate_folders=by_rank)
     with current(called):
-        report = save_state_dict(state, conversions._folder(path, by_rank), group, options=SaveOptions(timeout=60))
+        report = save_state_dict(state, conversions._folder(path, by_rank), group, options=options)
     return report.bytes_written
 
 
@@ -79,7 +80,7 @@ def load(
     layout, wanted = LAYOUTS[layout_name], global_arrays()
     zeros = {name: np.zeros_like(array) for name, array in wanted.items()}
     state = state_on(where, layout_name, zeros, conversions._forgotten(VALUES))
-    options: Any = LoadOptions(exchange=exchange, timeout=60, staging_bytes=1000)
+    options: Any = LoadOptions(exchange=exchange, timeout=60, staging_bytes=1000, separate_folders=by_rank)
     with current(called):
         load_state_dict(state, conversions._folder(path, by_rank), groups.group_of(layout.ranks), options=options)
     problems = []

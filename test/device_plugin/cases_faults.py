@@ -113,3 +113,76 @@ def save_and_load_without_room(path: str, megabytes: int) -> tuple[int, int]:
     for i, tensor in enumerate(state.values()):
         assert np.unique(tensor.numpy()).tolist() == [i]
     return control.memory().peak, control.memory().capacity
+
+
+# -- collectives that lie ----------------------------------------------------------------------------------------------
+
+
+def load_by_liars(path: str, lies: list[str], works_first: bool) -> dict[str, Any]:
+    """Load what only some ranks can read while the device's collectives move nothing but say that they do.
+
+    Args:
+        path: Holds a folder for each rank, in which its part of the checkpoint is.
+        lies: Which collectives.
+        works_first: Load once before they begin to.
+
+    Returns:
+        Which numbers the targets hold after a load while they work (None without), while they lie, when they work
+        again, and by the host.
+    """
+    _use_anew()
+    found: dict[str, Any] = {"before": _numbers_loaded(path) if works_first else None}
+    dist.barrier()
+    control.lie(*lies)
+    found["lying"] = _numbers_loaded(path)
+    control.lie()
+    found["after"] = _numbers_loaded(path)
+    found["host"] = _numbers_loaded(path, offload=True)
+    return found
+
+
+def _use_anew() -> None:
+    """Let the group's transport be as before its first use."""
+    kept = dist.get_group(0).__dict__.get("_paddle_dist_ckpt")
+    if kept is not None:
+        make_group = kept.transport._make_group
+        kept.transport.__dict__.clear()
+        kept.transport.__init__(make_group)
+
+
+def save_numbers(path: str, number: int) -> Outcome:
+    """Save a state to a folder of this rank's own, as on a host of its own."""
+    options = SaveOptions(timeout=60, separate_folders=True)
+    return outcome_of(
+        lambda: save_state_dict(_numbers(number), _own_folder(path), unique_id=0, options=options).unique_id
+    )
+
+
+def _own_folder(path: str) -> Path:
+    folder = Path(path, str(dist.get_rank()))
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _numbers(number: int) -> dict[str, Any]:
+    """Tensors that are broadcast when they are loaded, and one that is exchanged."""
+    array, size = np.full((64, 4096), number, np.float32), dist.get_world_size()
+    copies, rows = Spread(list(range(size)), (None,)), Spread(list(range(size)), (0,))
+    return {
+        "copies": dist_tensor(array, copies),
+        "small": dist_tensor(array[:4, :8], copies),
+        "rows": dist_tensor(array, rows if number >= 0 else Spread(list(range(size)), (1,))),
+    }
+
+
+def _numbers_loaded(path: str, offload: bool = False) -> Outcome:
+    state = _numbers(-1)
+    options = LoadOptions(timeout=60, separate_folders=True)
+
+    def load() -> list[float]:
+        load_state_dict(state, _own_folder(path), offload=offload, options=options)
+        return sorted({float(x) for tensor in state.values() for x in np.unique(host_cases.local_array(tensor))})
+
+    outcome = outcome_of(load)
+    dist.barrier()
+    return outcome

@@ -22,6 +22,7 @@ __all__ = [
     "copy_async",
     "counts",
     "held",
+    "lie",
     "memory",
     "pin",
     "reset",
@@ -73,6 +74,11 @@ def reset() -> None:
 def set_speed(bytes_per_second: float) -> None:
     """Limit copies between host and device, each way; 0 for no limit."""
     _runtime().test_device_set_speed(bytes_per_second)
+
+
+def lie(*names: str) -> None:
+    """From now on let these collectives succeed without moving a byte; all ranks have to. ``"send"`` are scatters."""
+    _runtime().test_device_lie(f" {' '.join(names)} ".encode())
 
 
 @contextmanager

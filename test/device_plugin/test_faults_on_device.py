@@ -15,6 +15,7 @@ from paddle_dist_ckpt import SaveOptions, list_checkpoints, save_state_dict, ver
 from test.device_plugin import build
 from test.device_plugin import cases_faults as cases
 from test.device_plugin.ranks import DevicePool, rank_environment, read_at_import
+from test.paddle import cases_copies as copies_cases
 from test.paddle import cases_failures as host_cases
 from test.paddle.outcomes import Outcome
 from test.paddle.test_failures import SOON, assert_holds, assert_saves_and_loads, no_files_but
@@ -53,6 +54,15 @@ def test_copies_that_differ(devices: DevicePool, folder: Path) -> None:
     assert len({outcome.error for outcome in outcomes}) == 1
     assert all(outcome.error is not None and "y" in outcome.message for outcome in outcomes)
     assert_holds(folder, 1, [0])
+
+
+def test_copies_of_a_distributed_tensor_that_differ(devices: DevicePool, tmp_path: Path) -> None:
+    """A tenth of the blocks is brought to the host to be compared; some bits of each are flipped on one rank."""
+    same = devices.run(copies_cases.save_copies, str(tmp_path), RANKS, "replicate", -1)
+    assert [outcome.result for outcome in same] == [()] * RANKS
+    for outcome in devices.run(copies_cases.save_copies, str(tmp_path), RANKS, "replicate", 2):
+        (warning,) = outcome.result
+        assert "w: rank 2, the minority, differs from ranks 0, 1, 3" in warning
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
@@ -168,6 +178,66 @@ def test_killed_in_a_collective(devices: DevicePool, tmp_path: Path) -> None:
     assert seconds < SOON
     assert_holds(tmp_path, 1, [0])
     assert_saves_and_loads(devices, tmp_path, 3, [0, 1])
+
+
+# -- collectives that lie ----------------------------------------------------------------------------------------------
+
+
+LIARS = 3
+LIES = [
+    (["broadcast"], False, "a broadcast on ranks 1, 2"),
+    (["broadcast"], True, "broadcast from rank"),
+    (["all_to_all"], True, "exchange from rank"),
+    (["all_to_all", "send"], False, "a scatter on ranks 1, 2"),
+]
+
+
+@pytest.fixture(scope="module")
+def liars() -> Iterator[DevicePool]:
+    """Ranks whose collectives a test lets lie."""
+    with DevicePool(LIARS) as ranks:
+        yield ranks
+
+
+def _refused_at_last(found: list[dict[str, Any]]) -> None:
+    """The device's collectives are not used any more, those of the host are."""
+    assert [(one["after"].error, one["after"].ranks) for one in found] == [("CollectiveError", (0, 1, 2))] * LIARS
+    assert all("offload=True" in one["after"].message and "'never'" in one["after"].message for one in found)
+    assert [one["host"].result for one in found] == [[1.0]] * LIARS
+
+
+@pytest.mark.parametrize(("lies", "works_first", "said"), LIES)
+def test_collectives_that_say_they_have_succeeded(
+    liars: DevicePool, tmp_path: Path, lies: list[str], works_first: bool, said: str
+) -> None:
+    assert {outcome.result for outcome in liars.run(cases.save_numbers, str(tmp_path), 1)} == {0}
+    found = liars.run(cases.load_by_liars, str(tmp_path), lies, works_first)
+    if works_first:
+        assert [one["before"].result for one in found] == [[1.0]] * LIARS
+    for outcome in (one["lying"] for one in found):
+        assert outcome.error == "CollectiveError"
+        assert outcome.ranks
+        assert all(cause == "CollectiveError" for cause in outcome.causes)
+        assert said in outcome.message
+        assert "other bytes than were sent" in outcome.message
+    if works_first:
+        assert any(key in found[0]["lying"].message for key in ("copies", "rows"))
+    _refused_at_last(found)
+
+
+def test_an_all_to_all_that_delivers_nothing_is_taken_for_none(liars: DevicePool, tmp_path: Path) -> None:
+    assert {outcome.result for outcome in liars.run(cases.save_numbers, str(tmp_path), 1)} == {0}
+    found = liars.run(cases.load_by_liars, str(tmp_path), ["all_to_all"], False)
+    assert [[one[when].result for when in ("lying", "after", "host")] for one in found] == [[[1.0]] * 3] * LIARS
+
+
+def test_scatters_that_say_they_have_succeeded(tmp_path: Path) -> None:
+    with DevicePool(LIARS, all_to_all=False) as ranks:
+        assert {outcome.result for outcome in ranks.run(cases.save_numbers, str(tmp_path), 1)} == {0}
+        found = ranks.run(cases.load_by_liars, str(tmp_path), ["send"], True)
+    assert [one["before"].result for one in found] == [[1.0]] * LIARS
+    assert all("exchange from rank" in one["lying"].message and "rows" in one["lying"].message for one in found)
+    _refused_at_last(found)
 
 
 # -- a device without room ---------------------------------------------------------------------------------------------

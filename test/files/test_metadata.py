@@ -38,8 +38,9 @@ Body = dict[str, Any]
 
 
 def make(table: ShardTable, files: int = 4, values: dict[str, Any] | None = None, user: Any = None) -> Metadata:
+    shards = np.bincount(table.shard_file, minlength=files).tolist()
     infos = [
-        FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i + size, f"{i:016x}")
+        FileInfo(f"{i}_3.0123456789abcdef.0.safetensors", 4096 + i + size + 64 * shards[i], f"{i:016x}")
         for i, size in enumerate(table.file_bytes(files).tolist())
     ]
     records = [(path, to_jsonable(value, path)) for path, value in sorted((values or {}).items())]

@@ -16,6 +16,7 @@ from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
+from paddle_dist_ckpt.testing.storage_conformance import in_threads
 from test.jobs import (
     Killed,
     age,
@@ -255,3 +256,69 @@ def test_a_clean_up_that_fails_on_another_host_is_left_to_a_later_save(tmp_path:
     save_on(states, [ours, another_host(theirs, 1)], 6)
     assert len(data_files(ours)) == len(data_files(theirs)) == 2
     assert not list(ours.glob("*.claim*"))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_save_that_replaces_another_without_knowing_leaves_nothing_of_it(tmp_path: Path, hosts: int) -> None:
+    """The other one begins, commits and ends between the look of this one at the id and its commit."""
+    folders = [tmp_path / str(i) for i in range(hosts)]
+    rest = [another_host(folder, i) for i, folder in enumerate(folders)][1:]
+    more = [{"more": np.arange(9)}] * (hosts - 1)
+    save_on([state(0), *more], [folders[0], *rest], 5)
+    met: list[bool] = []
+
+    def meet() -> None:
+        save_on([state(1), *more], [folders[0], *rest], 5)
+        met.append(bool(list(folders[0].glob("*.claim"))))
+
+    save_on([state(2), *more], [FreezingStorage(folders[0], after=meet), *rest], 5)
+    assert met == [True], "the first to end has left its claim to the other"
+    (save_id,) = {path.name.split(".")[1] for folder in folders for path in data_files(folder)}
+    assert save_id in (folders[0] / "5.metadata").read_text()
+    assert not [path for folder in folders for path in folder.glob("*.claim*")]
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_saves_that_confirm_together_leave_one_and_at_most_claims(tmp_path: Path, turn: int) -> None:
+    save_alone(state(0), tmp_path, 5)
+    together = threading.Barrier(3)
+    storages = [FreezingStorage(tmp_path, after=lambda: together.wait(PATIENCE) and None) for _ in range(3)]
+    done = in_threads(3, lambda i: save_alone(state(i + 1), storages[i], 5))
+    assert [report.unique_id for report in done] == [5, 5, 5]
+    assert len(data_files(tmp_path)) == 1, "the last to end has seen the others' marks"
+    assert not list(tmp_path.glob("*.claim*"))
+    assert load_whole(tmp_path, 5)["n"] in (1, 2, 3)
+
+
+def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> None:
+    """Both have confirmed what they replace; one commits and ends, the other commits over it and dies."""
+    save_alone(state(0), tmp_path, 5)
+    met: list[bool] = []
+
+    def meet() -> None:
+        save_alone(state(1), tmp_path, 5)
+        met.append(True)
+
+    def hook(operation: str, name: str) -> None:
+        if met and operation != "publish":
+            raise Killed
+
+    storage = FreezingStorage(tmp_path, after=meet)
+    dying = FaultyStorage(tmp_path, hook)
+    dying._inner = storage
+    try_save([state(2)], dying, 5)
+    assert len(data_files(tmp_path)) == 2
+    age_claims(tmp_path)
+    save_alone(state(3), tmp_path, 6)
+    check_holds(tmp_path, {5: 2, 6: 3})
+
+
+def test_what_a_dead_save_had_replaced_is_removed_if_that_is_replaced_in_its_turn(tmp_path: Path) -> None:
+    """Its own claim does not tell any more that it was ever committed."""
+    save_alone(state(0), tmp_path, 5)
+    dead_save(tmp_path, 5, last="delete")
+    save_alone(state(1), tmp_path, 5)
+    assert len(data_files(tmp_path)) == 1
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 6)
+    check_holds(tmp_path, {5: 1, 6: 2})

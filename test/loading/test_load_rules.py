@@ -17,6 +17,7 @@ from paddle_dist_ckpt.errors import (
     RankFailureError,
     StateDictMismatchError,
 )
+from paddle_dist_ckpt.loading import answering
 from paddle_dist_ckpt.options import LoadOptions
 from test.jobs import (
     LAYOUTS,
@@ -531,3 +532,22 @@ def test_a_file_that_is_missing_everywhere_is_named(tmp_path: Path) -> None:
         for error in errors_of(results, CheckpointCorruptedError):
             assert gone.name in str(error)
         assert all(same_bits(target, blank_like(array)) for target in targets)
+
+
+def test_names_that_the_ranks_have_alike_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"model": {"fc.weight": make_array((8, 6)), "fc.bias": make_array((6,))}}
+    save_on([saved] * 3, tmp_path)
+    made: list[Any] = []
+
+    class Counted(answering.Names):
+        def __init__(self, paths: Any, names: Any) -> None:
+            super().__init__(paths, names)
+            if paths:
+                made.append(paths)
+
+    monkeypatch.setattr(answering, "Names", Counted)
+    wanted = [{"model": {"fc.weight": blank_like(saved["model"]["fc.weight"])}} for _ in range(3)]
+    wanted[2]["model"]["fc.bias"] = blank_like(saved["model"]["fc.bias"])
+    load_on(wanted, tmp_path)
+    assert len(made) == 3  # the checkpoint's, those of two ranks, those of the third
+    assert all(same_bits(state["model"]["fc.weight"], saved["model"]["fc.weight"]) for state in wanted)

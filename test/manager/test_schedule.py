@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt.control import SoloHub, ZmqHub
+from paddle_dist_ckpt.control import SoloHub, TcpHub
 from paddle_dist_ckpt.manager.schedule import Schedule
 from paddle_dist_ckpt.testing.hub_conformance.cases import LONG
 from paddle_dist_ckpt.testing.in_process import InProcessWorld
@@ -311,7 +311,7 @@ def test_threads_agree(seed: int, meet: Callable[[int, int], object]) -> None:
 @pytest.mark.parametrize("meet", [free, lockstep(4)], ids=["free", "in lockstep"])
 def test_real_hubs_agree(meet: Callable[[int, int], object]) -> None:
     store = Store()
-    hubs = [ZmqHub(rank, range(4), 0, store, "k", bind_host="127.0.0.1") for rank in range(4)]
+    hubs = [TcpHub(rank, range(4), 0, store, "k", bind_host="127.0.0.1") for rank in range(4)]
     try:
         assert_agreed(run_threads(hubs, walk(random_steps(random.Random(1), 2000), 1, meet), interval=0.02))
     finally:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import CheckpointTimeoutError
+from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.lease import is_abandoned
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
-from paddle_dist_ckpt.storage import LocalStorage
-from test.jobs import age, save_alone
+from paddle_dist_ckpt.storage import LocalStorage, Storage, bounded_folders
+from paddle_dist_ckpt.testing import FaultyStorage, Stall
+from test.jobs import age, load_whole, save_alone
+from test.stalls import helpers_end
+from test.waiting import PATIENCE
 
 
 def save_step(root: Path, step: int, **metrics: float) -> None:
@@ -102,21 +112,102 @@ def test_a_step_is_read_again_only_if_it_was_saved_again(tmp_path: Path, monkeyp
     assert steps.metrics == {1: {"loss": 2.0}}
 
 
+def removed(steps: Steps, root: Path, step: int) -> bool:
+    """Remove a step, or try to."""
+    for removal in steps.begin_removals([step]).values():
+        removal.finish()
+        remove_step(root, step, removal.saves)
+        return True
+    return False
+
+
 def test_metadata_goes_first_and_other_files_stay(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
     (step_folder(tmp_path, 2) / "tokenizer.json").touch()
     steps = look(tmp_path)
     for step in (1, 2):
-        steps.uncommit(step)
+        removal = steps.begin_removals([step])[step]
         assert not (step_folder(tmp_path, step) / f"{step}.metadata").exists()
         assert any(name.endswith(".safetensors") for name in os.listdir(step_folder(tmp_path, step)))
+        assert removal.saves == [next(step_folder(tmp_path, step).glob("*.safetensors")).name.split(".")[1]]
+        removal.finish()
+        remove_step(tmp_path, step, removal.saves)
     assert steps.metrics == {}
-    for step in (1, 2):
-        remove_step(tmp_path, step)
     assert not step_folder(tmp_path, 1).exists()
     assert os.listdir(step_folder(tmp_path, 2)) == ["tokenizer.json"]
-    remove_step(tmp_path, 77)
+    remove_step(tmp_path, 77, ["0123456789abcdef"])
+
+
+def test_a_step_that_was_saved_anew_stays(tmp_path: Path) -> None:
+    """Whoever removes has looked before the other job's commit."""
+    save_step(tmp_path, 1, loss=1.0)
+    steps = look(tmp_path)
+    save_step(tmp_path, 1, loss=2.0)
+    assert not removed(steps, tmp_path, 1)
+    assert look(tmp_path).metrics == {1: {"loss": 2.0}}
+    assert len(os.listdir(step_folder(tmp_path, 1))) == 2
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_step_that_is_being_saved_stays(tmp_path: Path, committed: bool) -> None:
+    """The other job has its claim before anybody looks, and commits after it was told so."""
+    save_step(tmp_path, 1, loss=1.0)
+    if not committed:
+        (step_folder(tmp_path, 1) / "1.metadata").unlink()
+    steps = look(tmp_path)
+    tried: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation in ("create", "sync_file", "publish") and not name.endswith(".claim"):
+            tried.append(removed(steps, tmp_path, 1))
+
+    save_alone({"x": np.full(3, 7)}, FaultyStorage(step_folder(tmp_path, 1), hook), 1)
+    assert tried == [False] * 3
+    assert load_whole(step_folder(tmp_path, 1), 1)["x"].tolist() == [7] * 3
+
+
+@pytest.mark.parametrize("when", ["delete", "sync"])
+def test_a_save_to_a_step_that_is_being_removed_is_there_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It begins and writes while the other job removes the step; its commit waits until that is over."""
+    save_step(tmp_path, 1, loss=1.0)
+    steps, folder = look(tmp_path), step_folder(tmp_path, 1)
+    waited = threading.Event()
+    real = getattr(LocalStorage, when)
+
+    def meet(storage: LocalStorage, *args: Any) -> None:
+        uncommitting = args == ("1.metadata",) if when == "delete" else not (folder / "1.metadata").exists()
+        if uncommitting and threading.current_thread() is threading.main_thread() and not waited.is_set():
+            saver.start()
+            assert waited.wait(PATIENCE), "it looks for the claim before it commits"
+        real(storage, *args)
+
+    def look_again(seconds: float) -> None:
+        waited.set()
+        time.sleep(seconds)
+
+    saver = threading.Thread(target=lambda: save_alone({"x": np.full(3, 7)}, folder, 1))
+    monkeypatch.setattr(LocalStorage, when, meet)
+    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=look_again))
+    assert removed(steps, tmp_path, 1)
+    saver.join(PATIENCE)
+    assert load_whole(folder, 1)["x"].tolist() == [7] * 3
+    assert len(os.listdir(folder)) == 2
+
+
+def test_what_is_left_of_a_removal_that_was_cut_short_goes_later(tmp_path: Path) -> None:
+    save_step(tmp_path, 9)
+    save_step(tmp_path, 1)
+    assert list(look(tmp_path).begin_removals([1])) == [1]
+    folder = step_folder(tmp_path, 1)
+    for path in [*folder.iterdir(), folder]:
+        age(path)
+    steps = look(tmp_path)
+    assert steps.abandoned(9) == [1]
+    assert removed(steps, tmp_path, 1)
+    assert not folder.exists()
 
 
 def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path) -> None:
@@ -134,3 +225,52 @@ def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path) -> None:
     assert look(tmp_path).abandoned(9) == [1, 3]
     now = LocalStorage(step_folder(tmp_path, 9)).modified("9.metadata")
     assert not is_abandoned(LocalStorage(tmp_path / "nowhere"), now)
+
+
+@contextmanager
+def hanging_folders(stall: Stall) -> Iterator[Callable[[Path], Storage]]:
+    """What opens folders of which an operation hangs, and is given up."""
+    with bounded_folders(0.8, 0) as opened:
+
+        def hanging(folder: Path) -> Storage:
+            storage = opened(folder)
+            storage._inner = FaultyStorage(folder, stall)  # type: ignore[attr-defined]
+            return storage
+
+        yield hanging
+
+
+@pytest.mark.parametrize("operation", ["names", "read", "modified"])
+def test_a_folder_of_steps_that_hangs_is_no_folder_without_steps(tmp_path: Path, operation: str) -> None:
+    """A job that took it for one would begin anew."""
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    stall = Stall(operation)
+    steps = Steps(tmp_path, "note")
+    with (
+        hanging_folders(stall) as hanging,
+        pytest.raises(CheckpointTimeoutError, match="has not returned for 0.8 s on rank 0"),
+    ):
+        steps.look(hanging)
+        steps.abandoned(2, hanging)
+    assert stall.reached.is_set()
+    stall.release()
+    helpers_end()
+    steps.look()
+    assert list(steps.metrics) == [1, 2]
+
+
+def test_a_step_whose_removal_hangs_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    stall = Stall("delete")
+    steps = look(tmp_path)
+    with hanging_folders(stall) as hanging:
+        assert steps.begin_removals([1], hanging) == {}
+    assert "step 1 is left for now: " in caplog.text
+    assert "has not returned for 0.8 s on rank 0" in caplog.text
+    assert stall.reached.is_set()
+    stall.release()
+    helpers_end()
+    steps.look()
+    assert 2 in steps.metrics

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
 from test.paddle.layouts import LAYOUTS, Array, Layout, global_arrays, part_of
 from test.paddle.tensors import dist_tensor, local_array
 from test.ranks.groups import group_of
@@ -26,7 +26,8 @@ VALUES: dict[str, Any] = {
 def save(layout_name: str, path: str, by_rank: bool = False) -> int:
     """Save everything on a layout; returns the bytes that this rank wrote."""
     layout = LAYOUTS[layout_name]
-    report = save_state_dict(_state(layout, global_arrays(), VALUES), _folder(path, by_rank), group_of(layout.ranks))
+    state, options = _state(layout, global_arrays(), VALUES), SaveOptions(separate_folders=by_rank)
+    report = save_state_dict(state, _folder(path, by_rank), group_of(layout.ranks), options=options)
     return report.bytes_written
 
 
@@ -36,7 +37,7 @@ def load(layout_name: str, path: str, exchange: str, by_rank: bool = False) -> l
     wanted = global_arrays()
     zeros = {name: np.zeros_like(array) for name, array in wanted.items()}
     state = _state(layout, zeros, _forgotten(VALUES))
-    options: Any = LoadOptions(exchange=exchange, timeout=60)
+    options: Any = LoadOptions(exchange=exchange, timeout=60, separate_folders=by_rank)
     load_state_dict(state, _folder(path, by_rank), group_of(layout.ranks), options=options)
     problems = []
     for i, (name, array) in enumerate(wanted.items()):

@@ -17,7 +17,10 @@ from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor
 from test.ranks.groups import group_of
 
-_OPTIONS = {"save_options": SaveOptions(timeout=60), "load_options": LoadOptions(timeout=60)}
+_OPTIONS = {
+    "save_options": SaveOptions(timeout=60, separate_folders=True),
+    "load_options": LoadOptions(timeout=60, separate_folders=True),
+}
 
 
 class _Net(paddle.nn.Layer):

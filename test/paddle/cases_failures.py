@@ -164,3 +164,22 @@ def save_for_ever(path: str, ranks: int, unique_id: int | None) -> None:
         if dist.get_rank() == 0:
             Path(path, "done.tmp").write_text(str(number))
             Path(path, "done.tmp").replace(Path(path, "done"))
+
+
+def save_without_coordinator(path: str, how: int) -> Outcome:
+    """Save on rank 1, while rank 0, which keeps the job's store, gets a signal before it has made its hub."""
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), how)
+    return outcome_of(lambda: save_state_dict({"x": 1}, path, options=SaveOptions(timeout=5)))
+
+
+def save_with_secrets(path: str, secrets: list[str]) -> list[Outcome]:
+    """Save with the same secret on all ranks, then with one for each rank, on a hub of another coordinator."""
+
+    def save_with(secret: str, coordinator: int) -> Outcome:
+        os.environ["PADDLE_DIST_CKPT_SECRET_FILE"] = secret
+        options = SaveOptions(timeout=5)
+        return outcome_of(lambda: save_state_dict({"x": 1}, path, None, coordinator, options=options))
+
+    return [save_with(secrets[0], 0), save_with(secrets[dist.get_rank()], 1)]

@@ -51,10 +51,10 @@ def save_and_load(
     spread = Spread(members, (0,))
     folder = Path(path, f"rank{dist.get_rank()}") if by_rank else Path(path)
     state: dict[str, Any] = {"x": dist_tensor(array(), spread), "rank": dist.get_rank()}
-    options = SaveOptions(check_replicas="off")
+    options = SaveOptions(check_replicas="off", separate_folders=by_rank)
     save_state_dict(state, folder, group, coordinator, options=options)
     target = {"x": dist_tensor(np.zeros_like(array()), spread), "rank": -1}
-    load_state_dict(target, folder, group, coordinator)
+    load_state_dict(target, folder, group, coordinator, options=LoadOptions(separate_folders=by_rank))
     expected = part_of(array(), spread, dist.get_rank())
     files = [file.name for file in folder.iterdir()]
     return np.array_equal(local_array(target["x"]), expected), target["rank"], files

@@ -21,7 +21,7 @@ from test.ranks.groups import group_of
 
 def manager(root: Any, ranks: int, **more: Any) -> CheckpointManager:
     """A manager for the first ranks."""
-    options = SaveOptions(timeout=20, check_replicas="off")
+    options = SaveOptions(timeout=20, check_replicas="off", separate_folders=True)
     return CheckpointManager(root, process_group=group_of(ranks), options=options, **more)
 
 

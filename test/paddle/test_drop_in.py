@@ -33,6 +33,7 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from paddle_dist_ckpt.drop_in import install, uninstall
+from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.paddle_adapter.patches import newest_replacement
 from test.paddle import cases_drop_in as cases
 from test.paddle.versions import FROM_LOCAL, lacks
@@ -407,15 +408,17 @@ def test_a_checkpoint_of_paddles_that_could_not_be_put_aside(
     """Either there is nothing left to do, or the next save does it when the claim of the dead one has expired."""
     dist.save_state_dict(state(0), tmp_path)
 
-    def interfere(*_: Any) -> None:
-        if how == "is gone":
-            (tmp_path / "0.metadata").unlink()
-        else:
+    find_out = commit._aftermath
+
+    def interfere(*args: Any) -> commit.Aftermath:
+        if how == "process ends":
             raise OSError("as good as dead")
+        (tmp_path / "0.metadata").unlink()
+        return find_out(*args)
 
     with install():
         with monkeypatch.context() as patched:
-            patched.setattr("paddle_dist_ckpt.folder.commit.replaced_save", interfere)
+            patched.setattr(commit, "_aftermath", interfere)
             dist.save_state_dict(state(1), tmp_path)
         claims = list(tmp_path.glob("*.claim"))
         assert len(claims) == (how == "process ends")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import list_checkpoints, load_merged_state_dict, verify
+from paddle_dist_ckpt.paddle_adapter import groups
 from test.paddle import cases_failures as cases
 from test.paddle.outcomes import Outcome
 from test.ranks.fresh import FreshRanks, logs_of
@@ -197,6 +199,43 @@ def test_killed_rank(pool: RankPool, tmp_path: Path, doing: str, victim: int, ex
     assert seconds < SOON
     assert_holds(tmp_path, 1, [0])
     assert_saves_and_loads(pool, tmp_path, 3, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [(signal.SIGKILL, "RankFailureError"), (signal.SIGSTOP, "CheckpointTimeoutError")]
+)
+def test_coordinator_that_goes_before_it_has_a_hub(tmp_path: Path, how: signal.Signals, error: str) -> None:
+    """With it goes the store, or its answers; Paddle raises a ValueError then, or waits for ever."""
+    with FreshRanks(2, cases.save_without_coordinator, str(tmp_path), int(how)) as ranks:
+        outcome = until(lambda: ranks.result(1))
+    assert (outcome.error, outcome.ranks) == (error, (0,)), outcome
+    assert "rank 0, the coordinator, " in outcome.message
+    assert outcome.seconds < SOON
+
+
+def test_ranks_with_different_secrets(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(name * 20)
+    with FreshRanks(2, cases.save_with_secrets, str(tmp_path / "c"), [str(tmp_path / name) for name in "ab"]) as ranks:
+        ends = ranks.wait()
+    assert [end.exit_code for end in ends] == [0] * 2, logs_of(ends)
+    (same, refused), (same_too, alone) = (end.result for end in ends)
+    assert (same.error, same_too.error) == (None, None)
+    assert refused.error == "CheckpointError"
+    assert "rank 1, the coordinator, turned rank 0 away, which has another control secret" in refused.message
+    assert (alone.error, alone.ranks) == ("CheckpointTimeoutError", (0,))
+    assert "who said to be rank 0 had another control secret" in alone.message
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"short", "has 5 bytes")])
+def test_secret_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / "secret").write_bytes(content)
+    monkeypatch.setenv("PADDLE_DIST_CKPT_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(ValueError, match=words):
+        groups._secret()
 
 
 @pytest.mark.parametrize("seed", range(draws(4, 40)))

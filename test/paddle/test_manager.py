@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ from paddle_dist_ckpt import (
     CheckpointError,
     CheckpointManager,
     CheckpointNotFoundError,
+    DurabilityUnknownError,
+    LocalStorage,
     SaveOptions,
     SaveReport,
     load_state_dict,
@@ -26,6 +29,7 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from paddle_dist_ckpt.manager import sigterm
+from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays
@@ -418,6 +422,87 @@ def test_whatever_has_metadata_is_not_removed(tmp_path: Path, caplog: pytest.Log
     assert folders(tmp_path) == [3, 4, 5, 7]
     assert before == {step: sorted(path.name for path in (tmp_path / f"step-{step:08d}").iterdir()) for step in before}
     assert "removing step 6" in caplog.text
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_restore_goes_on_to_what_there_is_while_others_remove_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """The latest step is removed at each operation on its folder; a step that was asked for by number is missing."""
+    restored: list[int | None] = []
+    for at in range(100):
+        root, seen = tmp_path / str(at), list[str]()
+        with CheckpointManager(root, async_save=False) as steps:
+            for step in (1, 2):
+                steps.save(step, numbers(step))
+            with monkeypatch.context() as patch:
+                for name in ("read", "open", "size", "names"):
+                    patch.setattr(
+                        LocalStorage, name, removing(getattr(LocalStorage, name), root, 2, at, finished, seen)
+                    )
+                target = numbers(0)
+                restored.append(steps.restore(target))
+            assert target["step"] == restored[-1]
+            assert float(target["x"].sum()) == float(numbers(target["step"])["x"].sum())
+            if len(seen) <= at:
+                break
+            assert steps.latest_step() == 1
+            with pytest.raises(CheckpointNotFoundError):
+                steps.restore(numbers(0), 2)
+            assert steps.restore(numbers(0), 1) == 1
+    assert set(restored) == {1, 2}
+    assert restored[-1] == 2, "nobody removes it"
+
+
+def removing(real: Any, root: Path, step: int, at: int, finished: bool, seen: list[str]) -> Any:
+    """An operation of a storage, before which a step is removed if it is the ``at``-th of those about its folder."""
+
+    def operation(storage: LocalStorage, *args: Any, **more: Any) -> Any:
+        if storage.location.endswith(f"{step:08d}") and threading.current_thread() is threading.main_thread():
+            seen.append(real.__name__)
+            if len(seen) == at + 1:
+                removal = looked_at(root).begin_removals([step])[step]
+                if finished:
+                    removal.finish()
+                    remove_step(root, step, ())
+        return real(storage, *args, **more)
+
+    return operation
+
+
+def looked_at(root: Path) -> Steps:
+    steps = Steps(root, NOTE)
+    steps.look()
+    return steps
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_step_whose_durability_is_unknown_counts_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    real, refused = os.fsync, list[bool]()
+
+    def refuse(descriptor: int) -> None:
+        if not refused and (tmp_path / "step-00000002" / "2.metadata").exists():
+            refused.append(True)
+            raise OSError(errno.EIO, "injected")
+        real(descriptor)
+
+    with CheckpointManager(tmp_path, keep_last=1, async_save=in_background, save_interval_steps=1) as steps:
+        steps.save(1, numbers(1))
+        steps.wait()
+        monkeypatch.setattr(os, "fsync", refuse)
+        with pytest.raises(DurabilityUnknownError, match="committed as id 2") as caught:
+            saved = steps.save(2, numbers(2))
+            assert isinstance(saved, AsyncSave)
+            saved.result()
+        assert caught.value.unique_id == 2
+        assert (folders(tmp_path), steps.all_steps(), steps.latest_step()) == ([1, 2], [1, 2], 2)
+        assert not steps.should_save(2)
+        monkeypatch.undo()
+        steps.save(3, numbers(3))
+        steps.wait()
+        assert steps.all_steps() == [3]
 
 
 def test_odd_things_in_the_root_do_not_hide_the_steps(tmp_path: Path) -> None:

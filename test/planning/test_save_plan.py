@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import Box, intersect, whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.errors import UnsupportedValueError
+from paddle_dist_ckpt.planning import save_plan
 from paddle_dist_ckpt.planning.save_plan import GlobalTensors, HeldShards, SavePlan, plan_save
 from test.planning.test_balance import lowest_maximum
 from test.strategies import boxes_in, examples, paint, shapes, tilings
@@ -99,6 +100,25 @@ def check(state: State, plan: SavePlan) -> None:
         assert intersect(box, shard.box) == box or (box == shard.box and not box.size)
     order = [(rank, -state.itemsizes[t], t, box.offset) for t, rank, _, box in written]
     assert order == sorted(order), "rows stand by rank and as the rank's files hold them"
+    check_copies(state, plan)
+
+
+def check_copies(state: State, plan: SavePlan) -> None:
+    """Every other rank that has a shard of the same box is named once for each part of it that is written."""
+    written = state.written(plan)
+    copies = [state.shards[row] for row in state.local().row[plan.copies].tolist()]
+    found = [(item, copy.rank) for item, copy in zip(plan.copied.tolist(), copies, strict=True)]
+    expected = {
+        (item, shard.rank)
+        for item, (t, rank, row, _) in enumerate(written)
+        for shard in state.shards
+        if (shard.tensor, shard.box) == (t, state.shards[row].box) and shard.rank != rank
+        if shard.box.size and not shard.plain and shard.addend < 0
+    }
+    assert sorted(found) == sorted(expected)
+    for item, copy in zip(plan.copied.tolist(), copies, strict=True):
+        assert (copy.tensor, copy.box) == (written[item][0], state.shards[written[item][2]].box)
+    assert [copy.rank for copy in copies] == sorted(copy.rank for copy in copies)
 
 
 def boxes_by_rank(state: State, plan: SavePlan) -> list[tuple[int, int, Box]]:
@@ -323,3 +343,16 @@ def test_nothing_makes_an_empty_plan() -> None:
     plan = State(3).plan()
     assert len(plan.tensor) == len(plan.rank) == 0
     assert plan.transfers == []
+
+
+@pytest.mark.parametrize("most", [1, 40, 100])
+def test_of_very_many_copies_some_are_left_out(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    state = State(16)
+    for _ in range(5):
+        state.add((8, 8), 4, [(rank, whole((8, 8))) for rank in range(16)])
+    monkeypatch.setattr(save_plan, "_MOST_COPIES", most)
+    plan = state.plan()
+    pairs = set(zip(plan.copied.tolist(), state.local().rank[plan.copies].tolist(), strict=True))
+    assert len(pairs) == len(plan.copied) <= max(most, 2 * 5)
+    assert set(plan.copied.tolist()) == set(range(5)), "each has at least one that is compared"
+    assert len({rank for _, rank in pairs}) > 1

@@ -87,6 +87,12 @@ class FreshRanks:
         """Send a signal to one rank."""
         self._world.ranks[rank].process.send_signal(number)
 
+    def result(self, rank: int) -> Any:
+        """What the function has returned on one rank; None if it has not yet, whatever the others do."""
+        replies: dict[int, Any] = {}
+        _drain(self._world.ranks[rank], replies)
+        return replies.get(rank)
+
     def wait(self, timeout: float = 120.0) -> list[RankExit]:
         """Wait until all ranks have ended, and kill those that have not after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout

@@ -92,15 +92,15 @@ PICKLES: dict[str, tuple[bytes | Callable[[Path], None], str]] = {
         "copies more",
     ),
     "tuples in tuples": (_START + b")" + b"\x85" * _MIB + b"0}.", "more objects"),
-    "dicts that share": (_START + shared_dicts(60) + b".", "are larger"),
-    "dicts that share, behind a tensor": (behind_a_tensor(shared_dicts(60)), "are larger"),
+    "dicts that share": (_START + shared_dicts(60) + b".", "has room for"),
+    "dicts that share, behind a tensor": (behind_a_tensor(shared_dicts(60)), "has room for"),
     "a text in many places": (
         _START + text("x" * 65_000) + b"\x940}" + text("v") + b"](" + get(0) * 30_000 + b"es.",
-        "are larger",
+        "has room for",
     ),
     "an integer in many places": (
         _START + b"\x8a\xff" + b"\x11" * 255 + b"\x940}" + text("v") + b"](" + get(0) * 60_000 + b"es.",
-        "are larger",
+        "has room for",
     ),
     "a long key above many": (
         _START
@@ -109,7 +109,7 @@ PICKLES: dict[str, tuple[bytes | Callable[[Path], None], str]] = {
         + b"}("
         + b"".join(b"M" + struct.pack("<H", i) + b"N" for i in range(60_000))
         + b"us.",
-        "are larger",
+        "has room for",
     ),
     "keys of one hash": (
         _START
@@ -208,7 +208,7 @@ def test_a_text_in_many_places_of_a_value_of_torch(tmp_path: Path) -> None:
     pickle_of_list = b"\x80\x02]" + text("y" * 60_000) + b"q\x01a(" + b"h\x01" * 60_000 + b"e."
     writer.put("v", None, saved(None, pickle=pickle_of_list))
     write_all(tmp_path, writer.all_files)
-    costs_little(tmp_path, "again and again")
+    costs_little(tmp_path, "has room for")
 
 
 def test_chunks_of_one_hash(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def _deep() -> Any:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (_bomb(), "model.pdparams: 'x' and what is before it are larger than the file"),
+        (_bomb(), "model.pdparams: what has been read so far takes more time and memory"),
         (_cycle(), "levels deep, or contains itself"),
         (_deep(), "levels deep, or contains itself"),
         ({1.5: WEIGHT}, "a key that is float"),

@@ -17,6 +17,7 @@ import pytest
 
 from paddle_dist_ckpt import CheckpointCorruptedError, UnsupportedValueError
 from paddle_dist_ckpt.errors import CheckpointError
+from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.pickle_machine import Built, Latin1, Lying, Refused
 from paddle_dist_ckpt.readers.pickles import walk
 from paddle_dist_ckpt.readers.window import WindowedFile
@@ -31,7 +32,7 @@ def walked(tmp_path: Path) -> Walk:
 
     def walk_bytes(data: bytes, allowed: dict[str, Any] | None = None, before: bytes = b"", **more: Any) -> Any:
         (tmp_path / "file").write_bytes(before + data)
-        with WindowedFile(LocalStorage(tmp_path), "file") as file:
+        with WindowedFile(LocalStorage(tmp_path), "file", Budget()) as file:
             return walk(file.window(len(before)), allowed or {}, **more)
 
     return walk_bytes

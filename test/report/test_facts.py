@@ -180,7 +180,7 @@ def test_values_and_what_the_user_said(folder: Path) -> None:
 def test_a_damaged_value_is_named_and_no_error() -> None:
     metadata = metadata_of([("/w", WHOLE, [0])], own_names(1))
     broken = msgspec.structs.replace(metadata, value_records=[("/a", {"float": "7"}), ("/b", 7)])
-    assert facts_of(broken, "").values.text == ["(a stored value is not well-formed)", "7"]
+    assert facts_of(broken, "").values.text == ["(a stored value is not well-formed: 7)", "7"]
 
 
 def test_files_that_are_not_as_they_were_written() -> None:

@@ -92,12 +92,6 @@ def test_one_differing_bit_is_seen(tmp_path: Path, dtype: str) -> None:
     assert [warning.split(":")[0].lstrip("/") for warning in report.warnings] == ["w"]
 
 
-def test_distributed_replicas_are_not_compared(tmp_path: Path) -> None:
-    array = make_array((40, 40))
-    states = [{"w": sharded(array, everything(array))}, {"w": sharded(blank_like(array), everything(array))}]
-    assert save_on(states, tmp_path)[0].warnings == ()
-
-
 @pytest.mark.parametrize(("coordinator", "kept"), [(0, 1), (2, 2), (3, 1)])
 def test_a_plain_tensor_is_the_coordinators_or_else_the_lowest_ranks(
     tmp_path: Path, coordinator: int, kept: int

@@ -8,16 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage import LocalStorage, bounded
 from paddle_dist_ckpt.storage.base import Storage, WritableFile
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import StorageTests
+from test.waiting import PATIENCE
 
 
 class TestLocalStorage(StorageTests):
@@ -47,6 +48,15 @@ class TestFaultyStorage(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return FaultyStorage(tmp_path, lambda operation, name: None)
+
+
+class TestBoundedStorage(StorageTests):
+    """One whose operations return in time."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Iterator[Storage]:
+        with bounded(lambda: LocalStorage(tmp_path), tmp_path, PATIENCE, 0) as storage:
+            yield storage
 
 
 def test_only_the_suite_needs_pytest() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage, direct, local
+from paddle_dist_ckpt.storage import LocalStorage, direct, local_files
 
 PAGE = direct.ALIGNMENT
 
@@ -34,7 +34,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         seen.append((descriptor, offset, len(data)))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(local.os, "pwrite", pwrite)
+    monkeypatch.setattr(local_files.os, "pwrite", pwrite)
     return seen
 
 
@@ -87,7 +87,7 @@ def test_a_disk_that_stops_taking_direct_writes(
     monkeypatch.setattr(direct, "_filesystem", lambda device: "ext4")
     if not _has_direct(tmp_path):
         pytest.skip("the temporary folder's filesystem has no direct writes")
-    monkeypatch.setattr(local.os, "pwrite", pwrite)
+    monkeypatch.setattr(local_files.os, "pwrite", pwrite)
     assert write(tmp_path, [(pages, 0)]) == pages.tobytes()
 
 
@@ -103,7 +103,7 @@ def test_a_new_file_whose_name_is_exchanged_is_written_all_the_same(
         (tmp_path / "file").symlink_to(victim)
         return direct.open_direct(descriptor, access)
 
-    monkeypatch.setattr(local, "open_direct", exchange)
+    monkeypatch.setattr(local_files, "open_direct", exchange)
     write(tmp_path, [(pages, 0)])
     assert victim.read_bytes() == b"precious"
     assert (tmp_path / "moved").read_bytes() == pages.tobytes()
@@ -121,7 +121,7 @@ def test_a_full_disk_is_not_hidden(tmp_path: Path, pages: np.ndarray, monkeypatc
     def pwrite(descriptor: int, data: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local.os, "pwrite", pwrite)
+    monkeypatch.setattr(local_files.os, "pwrite", pwrite)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, [(pages, 0)])
 

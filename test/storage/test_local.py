@@ -53,6 +53,59 @@ def test_prepare_makes_all_folders_and_may_be_repeated(tmp_path: Path) -> None:
     assert storage.names() == []
 
 
+def test_the_names_of_all_folders_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a folder that somebody else has made: once in a process."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "link").symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(os, "fsync", fsync)
+    expected = {
+        "a/b/c": ["", "a", "a/b"],
+        "a/b": ["a"],
+        "theirs": [""],
+        "to/link": ["to"],
+    }
+    for name, folders in expected.items():
+        synced.clear()
+        LocalStorage(tmp_path / name).prepare()
+        assert sorted(set(synced)) == [str(tmp_path / folder) for folder in folders]
+        LocalStorage(tmp_path / name).prepare()
+        synced.clear()
+        LocalStorage(tmp_path / name).prepare()
+        assert synced == []
+
+
+def test_an_error_of_closing_what_was_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, closed = LocalStorage(tmp_path), list[int]()
+    put(storage, "f", b"content" * 100_000)
+    real = os.close
+
+    def close(descriptor: int) -> None:
+        real(descriptor)
+        closed.append(descriptor)
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(os, "close", close)
+    assert storage.read("f", 7) == b"content"
+    file = storage.open("f")
+    buffer = np.zeros(700_000, np.uint8)
+    file.read_into([buffer], 0, once=True)
+    file.close()
+    assert buffer.tobytes() == b"content" * 100_000
+    storage.sync()
+    assert len(closed) >= 3
+    written = storage.create("g")
+    with pytest.raises(OSError, match=f"injected: '{tmp_path}/g'"):
+        written.close()
+
+
 def test_identity_tells_folders_apart(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage, ReadableFile, direct, local
+from paddle_dist_ckpt.storage import LocalStorage, ReadableFile, direct, local_files
 from paddle_dist_ckpt.storage.direct import ALIGNMENT, is_cached, open_direct, read_direct
 
 SIZE = (9 << 20) + 1234  # several pieces, and no multiple of a page
-LEAST = local._LEAST_DIRECT
+LEAST = local_files._LEAST_DIRECT
 PIECE = direct._PIECE
 CONTENT = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
 
@@ -312,7 +312,7 @@ def test_files_that_cannot_be_opened_past_the_cache(
             return None
         raise OSError(errno.EMFILE if how == "too many files" else errno.ENOENT, "no")
 
-    monkeypatch.setattr(local, "open_direct", refuse)
+    monkeypatch.setattr(local_files, "open_direct", refuse)
     for _ in range(3):
         make_cold(path)
         read(file, 1, [PIECE, PIECE])

@@ -22,7 +22,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.storage import as_storage
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
-from test.jobs import load_alone, load_whole, save_alone
+from test.jobs import another_host, errors_of, load_alone, load_whole, save_alone
 
 
 @pytest.mark.parametrize("path", ["", "s3://bucket/folder", "a\0b"])
@@ -109,12 +109,40 @@ def test_damaged_data_are_found_with_their_folder(tmp_path: Path) -> None:
     assert "Targets" not in str(caught.value)
 
 
-def test_ranks_of_one_host_that_save_to_different_folders_are_warned(tmp_path: Path) -> None:
-    def save(rank: SimulatedRank) -> Any:
-        return rank.save({f"n{rank.rank}": np.arange(3)}, tmp_path / str(rank.rank // 2))
+def test_ranks_of_one_host_have_one_folder_unless_they_are_to_have_several(tmp_path: Path) -> None:
+    def save(rank: SimulatedRank, **more: Any) -> Any:
+        return rank.save({f"n{rank.rank}": np.arange(3)}, tmp_path / str(rank.rank // 2), 0, SaveOptions(**more))
 
-    for report in run_ranks(4, save):
-        assert "ranks 2, 3 are on the coordinator's host but save to other folders" in report.warnings[0]
+    def load(rank: SimulatedRank, **more: Any) -> Any:
+        state = {f"n{rank.rank}": np.zeros(3, int)}
+        rank.load(state, tmp_path / str(rank.rank // 2), None, LoadOptions(**more))
+        return state[f"n{rank.rank}"].tolist()
+
+    def check_refused(work: Any) -> None:
+        for error in errors_of(run_ranks(4, work), ValueError):
+            assert f"rank 0, 1: {tmp_path / '0'}; rank 2, 3: {tmp_path / '1'}\n" in str(error)
+            assert "separate_folders=True" in str(error)
+
+    check_refused(save)
+    assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] == [[], []], "nothing was written"
+    for report in run_ranks(4, lambda rank: save(rank, separate_folders=True)):
+        assert report.warnings == ()
+    check_refused(load)
+    assert run_ranks(4, lambda rank: load(rank, separate_folders=True)) == [[0, 1, 2]] * 4
+
+
+def test_ranks_of_other_hosts_and_other_names_of_one_folder_are_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    paths = [tmp_path / "a", tmp_path / "link", another_host(tmp_path / "b", 1), another_host(tmp_path / "b", 1)]
+
+    def work(rank: SimulatedRank) -> Any:
+        rank.save({f"n{rank.rank}": np.arange(3)}, paths[rank.rank], 0)
+        state = {f"n{rank.rank}": np.zeros(3, int)}
+        rank.load(state, paths[rank.rank])
+        return state[f"n{rank.rank}"].tolist()
+
+    (tmp_path / "a").mkdir()
+    assert run_ranks(4, work) == [[0, 1, 2]] * 4
 
 
 def test_a_rank_that_does_not_compare_is_not_said_to_differ(tmp_path: Path) -> None:

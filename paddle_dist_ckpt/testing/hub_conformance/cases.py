@@ -37,13 +37,7 @@ AT_ONCE = 20.0
 
 
 class HubGroup(Protocol):
-    """The hubs of ranks 0 to ``RANKS - 1``, of which 0 is the coordinator.
-
-    Attributes:
-        abandoned: The ranks whose hubs have said that work in collectives was given up, once for each time.
-    """
-
-    abandoned: list[int]
+    """The hubs of ranks 0 to ``RANKS - 1``, of which 0 is the coordinator."""
 
     def hub(self, rank: int) -> ControlHub:
         """The hub of a rank, always the same."""

@@ -12,8 +12,8 @@ import pytest
 
 from ...control import NoTransport
 from ...core.memory import Bytes1D
-from ...core.protocols import Transport
-from ...errors import CheckpointError, RankFailureError
+from ...core.protocols import Transfers
+from ...errors import CheckpointError, CollectiveError, RankFailureError
 from .cases import (
     AT_ONCE,
     LONG,
@@ -33,19 +33,23 @@ __all__ = ["LossTests"]
 
 
 class Meeting(NoTransport):
-    """A transport on which every rank waits for an event."""
+    """A transport on which every rank waits for an event. ``abandoned`` gets its rank whenever it is abandoned."""
 
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, event: threading.Event, rank: int, abandoned: list[int]) -> None:
+        self._event, self._rank, self._abandoned = event, rank, abandoned
 
     def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
         """Wait."""
         self._event.wait(60)
 
+    def abandon(self) -> None:
+        """Note it."""
+        self._abandoned.append(self._rank)
+
     @staticmethod
-    def attend(transport: Transport) -> None:
+    def attend(transfers: Transfers) -> None:
         """Do a collective."""
-        transport.broadcast(np.zeros(0, np.uint8), 0, 1)
+        transfers.broadcast(np.zeros(0, np.uint8), 0, 1, lambda: "nothing")
 
 
 class LossTests:
@@ -179,20 +183,48 @@ class LossTests:
         assert_works(group)
 
     def test_collectives_return_or_raise_what_the_work_does(self, group: HubGroup) -> None:
+        abandoned: list[int] = []
+
         def work(hub: Any, rank: int) -> object:
+            transport = Meeting(threading.Event(), rank, abandoned)
             with hub.session("load", LONG) as session:
-                got = session.run_collectives(None, lambda transport: rank + 10)
-                assert session.run_collectives(None, lambda transport: None) is None
+                got = session.run_collectives(transport, lambda transfers: rank + 10)
+                assert session.run_collectives(transport, lambda transfers: None) is None
+                assert rank not in abandoned
                 with pytest.raises(ZeroDivisionError):
-                    session.run_collectives(None, lambda transport: 1 // 0)
+                    session.run_collectives(transport, lambda transfers: 1 // 0)
                 session.gather_scatter("end", lambda: b"", echo)
                 return got
 
         assert run(group, work) == {rank: rank + 10 for rank in range(RANKS)}
-        assert sorted(group.abandoned) == [0, 1, 2, 3]  # what raised half-way may have left out operations
+        assert sorted(abandoned) == [0, 1, 2, 3]  # what raised half-way may have left out operations
+
+    @pytest.mark.parametrize("failing", [0, 2])
+    def test_all_ranks_abandon_a_transport_that_has_failed_on_one(self, group: HubGroup, failing: int) -> None:
+        abandoned: list[int] = []
+
+        def fail(transfers: Transfers) -> None:
+            raise CollectiveError("nothing came")
+
+        def work(hub: Any, rank: int) -> object:
+            transport = Meeting(threading.Event(), rank, abandoned)
+            with hub.session("load", LONG) as session:
+
+                def local() -> bytes:
+                    session.run_collectives(transport, fail if rank == failing else lambda transfers: None)
+                    return b""
+
+                return session.gather_scatter("read", local, echo)
+
+        for error in run(group, work).values():
+            assert type(error) is CollectiveError
+            assert f"on rank {failing}: CollectiveError: nothing came" in str(error)
+            assert list(error.failures) == [failing]
+        assert set(abandoned) == {0, 1, 2, 3}
+        assert_works(group)
 
     def test_stuck_collectives_are_given_up_when_another_rank_fails(self, group: HubGroup) -> None:
-        never = threading.Event()
+        never, abandoned = threading.Event(), list[int]()
 
         def work(hub: Any, rank: int) -> object:
             with hub.session("load", LONG) as session:
@@ -201,7 +233,8 @@ class LossTests:
                     if rank == 1:
                         time.sleep(0.1)
                         raise OSError("no")
-                    session.run_collectives(None, lambda transport: never.wait(60))
+                    transport = Meeting(never, rank, abandoned)
+                    session.run_collectives(transport, lambda transfers: never.wait(60))
                     return b""
 
                 return session.gather_scatter("exchange", local, echo)
@@ -213,37 +246,37 @@ class LossTests:
         for error in outcomes.values():
             assert type(error) is RankFailureError
             assert list(error.failures) == [1]
-        assert sorted(group.abandoned) == [0, 2, 3]
+        assert sorted(abandoned) == [0, 2, 3]
         assert_works(group)
 
     def test_collectives_that_hang_on_every_rank_are_given_up(self, group: HubGroup) -> None:
-        never = threading.Event()
+        never, abandoned = threading.Event(), list[int]()
 
         def work(hub: Any, rank: int) -> object:
             with hub.session("load", SHORT) as session:
-                return session.run_collectives(Meeting(never), Meeting.attend)
+                return session.run_collectives(Meeting(never, rank, abandoned), Meeting.attend)
 
         outcomes = run(group, work)
         never.set()
         for error in outcomes.values():
-            assert type(error) is RankFailureError
+            assert type(error) is CollectiveError
             assert "no progress" in str(error)
-        assert sorted(group.abandoned) == [0, 1, 2, 3]
+        assert set(abandoned) == {0, 1, 2, 3}
         assert_works(group)
 
     def test_collectives_may_wait_longer_than_the_timeout_for_a_rank_that_works(self, group: HubGroup) -> None:
         meeting = threading.Event()
 
         def work(hub: Any, rank: int) -> object:
-            def slow(transport: Transport) -> str:
+            def slow(transfers: Transfers) -> str:
                 if rank == 2:
                     time.sleep(2 * SHORT)  # works, and the others wait for it in a collective
                     meeting.set()
-                Meeting.attend(transport)
+                Meeting.attend(transfers)
                 return "done"
 
             with hub.session("load", SHORT) as session:
-                return session.run_collectives(Meeting(meeting), slow)
+                return session.run_collectives(Meeting(meeting, rank, []), slow)
 
         assert run(group, work) == dict.fromkeys(range(RANKS), "done")
 

@@ -1,4 +1,4 @@
-// What the runtime was asked to do, by the name of the call, for tests to look at.
+// What the runtime was asked to do, by the name of the call, for tests to look at; and what it leaves out.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +39,24 @@ class Counters {
   };
   mutable std::mutex mutex_;
   std::map<std::string, Count> counts_;
+};
+
+// The collectives that only say that they have succeeded.
+class Lies {
+ public:
+  void set(const std::string& names) {
+    std::lock_guard lock(mutex_);
+    names_ = names;
+  }
+
+  bool about(const std::string& name) const {
+    std::lock_guard lock(mutex_);
+    return names_.find(" " + name + " ") != std::string::npos;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::string names_;
 };
 
 }  // namespace test_device

@@ -90,6 +90,7 @@ class Runtime {
 
   std::vector<std::unique_ptr<Device>> devices;
   Counters counters;
+  Lies lies;
   PinnedRanges pinned;
   Gate gate;
   Link links[3];  // by Direction

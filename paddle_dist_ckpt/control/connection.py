@@ -1,0 +1,168 @@
+"""A TCP connection between two processes that have proved to each other that they know the hub's key.
+
+A frame is ``length of the message, length of the payload, tag, message, payload``. Sending never blocks: what the
+system does not take at once waits, and is sent on by the hub's thread. Receiving takes a bounded amount a turn, so that
+no peer, however fast, keeps the thread from the others and from the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import itertools
+import socket
+import struct
+import termios
+from collections import deque
+
+from . import wire
+from .keys import TAG_BYTES, Seal
+
+__all__ = ["Connection", "tune"]
+
+_LENGTHS = struct.Struct(">II")
+_COUNT = struct.Struct("i")
+_PREFIX_BYTES = _LENGTHS.size + TAG_BYTES
+_TURN_BYTES = 1 << 22
+_TURN_READS = 256
+_READ_BYTES = 1 << 18
+_BUFFERS = 64  # the system takes up to 1024 at once
+
+
+def tune(sock: socket.socket) -> None:
+    """Set what every connection needs."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Firewalls forget connections that are quiet between two checkpoints; a host may vanish without a word.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+
+
+class Connection:
+    """The connection. It receives on one thread; it sends, and is closed, under the board's lock.
+
+    Args:
+        sock: Connected and tuned.
+        sending: Signs what is sent.
+        receiving: Signs what is received.
+        rank: The peer's.
+        process: The peer's id, if this is the coordinator's side.
+
+    Attributes:
+        inbox: Messages and payloads that have come.
+        ended: Nothing more will come.
+    """
+
+    def __init__(self, sock: socket.socket, sending: Seal, receiving: Seal, rank: int, process: bytes = b"") -> None:
+        self.socket = sock
+        self.rank = rank
+        self.process = process
+        self.inbox: list[tuple[bytes, bytes]] = []
+        self.ended = False
+        self._sending = sending
+        self._receiving = receiving
+        self._unsent: deque[memoryview] = deque()
+        self._mute = False
+        self._pieces: list[bytes] = []  # of the part of a frame that is coming
+        self._parts: list[bytes] = []  # of the frame that is coming
+        self._missing = _PREFIX_BYTES
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits until the system takes more."""
+        return bool(self._unsent)
+
+    def send(self, message: bytes, payload: bytes) -> None:
+        """Send as much as the system takes. To a connection that has broken, nothing is sent: receiving tells."""
+        if self._mute:
+            return
+        lengths = _LENGTHS.pack(len(message), len(payload))
+        self._unsent.append(memoryview(lengths + self._sending.tag(lengths, message, payload) + message))
+        if payload:
+            self._unsent.append(memoryview(payload))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send on what waits."""
+        try:
+            while self._unsent:
+                buffers = itertools.islice(self._unsent, _BUFFERS)
+                self._advance(self.socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL))
+        except (BlockingIOError, InterruptedError):
+            return  # the hub's thread sends on when the system takes more
+        except OSError:
+            self._mute = True
+            self._unsent.clear()
+
+    def _advance(self, sent: int) -> None:
+        while sent:
+            first = self._unsent.popleft()
+            if sent < len(first):
+                self._unsent.appendleft(first[sent:])
+            sent -= min(sent, len(first))
+
+    def receive(self) -> None:
+        """Read what has come, as far as the turn goes, into ``inbox``.
+
+        Raises:
+            ConnectionError: what came is not from the peer, or makes no sense; nothing more must be read.
+        """
+        taken = 0
+        for _ in range(_TURN_READS):
+            try:
+                data = self.socket.recv(min(self._missing, _READ_BYTES))
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.ended = True
+                return
+            self._pieces.append(data)
+            self._missing -= len(data)
+            if self._missing == 0:
+                self._on_part(b"".join(self._pieces))
+            taken += len(data)
+            if taken >= _TURN_BYTES:
+                return
+
+    def _on_part(self, part: bytes) -> None:
+        """A frame's prefix is there, or its message, or its payload."""
+        self._pieces.clear()
+        self._parts.append(part)
+        prefix = self._parts[0]
+        message, payload = _LENGTHS.unpack_from(prefix)
+        if message == 0 or message > wire.MAX_PAYLOAD or payload > wire.MAX_PAYLOAD:
+            raise ConnectionError(f"a frame of {message} + {payload} bytes")
+        if len(self._parts) == 1:
+            self._missing = message
+        elif len(self._parts) == 2 and payload:
+            self._missing = payload
+        else:
+            self._on_frame(prefix, *self._parts[1:])
+            self._parts.clear()
+            self._missing = _PREFIX_BYTES
+
+    def _on_frame(self, prefix: bytes, message: bytes, payload: bytes = b"") -> None:
+        tag = self._receiving.tag(prefix[: _LENGTHS.size], message, payload)
+        if not hmac.compare_digest(prefix[_LENGTHS.size :], tag):
+            raise ConnectionError("a frame with a wrong signature")
+        self.inbox.append((message, payload))
+
+    def drain(self) -> None:
+        """Before it is closed: send on, and throw away what has come, or closing would throw away what has not gone."""
+        self.flush()
+        with contextlib.suppress(OSError):
+            self.ended = self.ended or not self.socket.recv(1 << 16)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether all that was sent has come to the peer's system, or cannot come any more."""
+        if self.ended or self._mute:
+            return True
+        with contextlib.suppress(OSError):
+            (unacknowledged,) = _COUNT.unpack(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(_COUNT.size)))
+            return not self._unsent and unacknowledged == 0
+        return True

@@ -1,0 +1,159 @@
+"""The connections of a hub: on the coordinator one to every other rank, on every other rank one to the coordinator.
+
+Who notices what, and why it is not left to another:
+
+- A connection that was ended is noticed when the system says so, on both sides. The member connects again.
+- A host that has vanished without a word, or a firewall that has forgotten a quiet connection, is noticed by TCP's own
+  keepalive, between sessions.
+- Silence within a session is noticed by the beats of the hub's thread (see :mod:`.member`), which carry more than life:
+  that the rank still takes part in it, and that its collectives move.
+- What was sent before a hub is closed is waited for until the peers' systems have it. A process that ends without that
+  may take it along; so what must not get lost is acknowledged (see :meth:`.board.Board.leave`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+import msgspec
+
+from . import wire
+from .board import Board
+from .connection import Connection
+from .wire import Message
+
+__all__ = ["LINGER_SECONDS", "Port"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+LINGER_SECONDS = 5.0
+_LINGER_STEP = 0.005
+
+
+class Port(ABC):
+    """What both sides have in common. One thread waits and receives; all send, under the board's lock."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._ready: list[tuple[Connection, int]] = []
+        self._blocked: set[Connection] = set()
+        self._knocked = False  # somebody who is no connection yet
+
+    @property
+    @abstractmethod
+    def connections(self) -> Collection[Connection]:
+        """Those that stand."""
+
+    @abstractmethod
+    def send(self, destination: int, message: Message, payload: bytes) -> None:
+        """Send to a rank. Called under the board's lock."""
+
+    @abstractmethod
+    def _come_and_go(self, board: Board) -> float:
+        """See to new connections; returns when to do so again at the latest."""
+
+    def wake(self) -> None:
+        """Let the thread take a turn now."""
+        with contextlib.suppress(BlockingIOError):  # it is full of earlier wake-ups, which will do
+            self._wake.send(b"\0")
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something was sent that the system has not taken, and the thread does not know of it."""
+        return bool(self._blocked)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something comes, and read it. Called by the thread, without the lock."""
+        for key, events in self._selector.select(seconds):
+            if key.fileobj is self._woken:
+                self._woken.recv(4096)
+            elif isinstance(key.data, Connection):
+                self._ready.append((key.data, events))
+                if events & selectors.EVENT_READ:
+                    try:
+                        key.data.receive()
+                    except ConnectionError as error:
+                        self._warn(key.data, error)
+            else:
+                self._knocked = True
+
+    def turn(self, board: Board) -> float:
+        """Deliver what has come. Called by the thread, with the lock.
+
+        Returns:
+            When to call again at the latest, as monotonic time.
+        """
+        ready, self._ready = self._ready, []
+        for connection, events in ready:
+            if events & selectors.EVENT_WRITE:
+                connection.flush()
+                if not connection.blocked:
+                    self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+            self._deliver(connection, board)
+            if connection.ended:
+                # IMPORTANT: what a rank sent before its connection ended counts, a farewell above all.
+                self._drop(connection)
+                board.lose(connection.rank)
+        return self._come_and_go(board)
+
+    def _deliver(self, connection: Connection, board: Board) -> None:
+        arrived, connection.inbox = connection.inbox, []
+        for frame, payload in arrived:
+            try:
+                message = wire.decode(frame)
+            except (msgspec.DecodeError, RecursionError) as error:
+                self._warn(connection, error)
+                return
+            board.deliver(connection.rank, message, payload)
+
+    def _warn(self, connection: Connection, error: Exception) -> None:
+        """What a rank has sent makes no sense: end the connection, lest something be missed."""
+        _logger.warning("the control connection to rank %d is closed: %s", connection.rank, error)
+        connection.ended = True
+
+    def _send_over(self, connection: Connection, message: Message, payload: bytes) -> None:
+        connection.send(wire.encode(message), payload)
+        if connection.blocked:
+            self._blocked.add(connection)
+
+    def _add(self, connection: Connection) -> None:
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection.socket)
+        self._blocked.discard(connection)
+        connection.socket.close()
+
+    def arm(self) -> None:
+        """See that what the system has not taken is sent on. Called by the thread, with the lock, before it waits."""
+        for connection in self._blocked:
+            self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        self._blocked.clear()
+
+    def linger(self, board: Board) -> None:
+        """Wait until what was sent has come to those who still read, for a bounded time."""
+        until = time.monotonic() + LINGER_SECONDS
+        waiting = [*self.connections]
+        while waiting and time.monotonic() < until:
+            for connection in waiting:
+                connection.drain()
+            waiting = [connection for connection in waiting if not connection.delivered]
+            if waiting:
+                time.sleep(_LINGER_STEP)
+
+    def close(self) -> None:
+        """Close all sockets of this process. Where it was forked from the hub's, that is nothing to that one."""
+        for connection in self.connections:
+            connection.socket.close()
+        self._selector.close()
+        self._woken.close()
+        self._wake.close()

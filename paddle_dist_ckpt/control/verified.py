@@ -1,0 +1,177 @@
+"""What collectives deliver, compared with what was sent, where it has landed.
+
+A broken backend may say that an operation has succeeded which has moved nothing, or something else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..core.memory import Bytes1D
+from ..core.messages import decode, encode, prepare
+from ..core.protocols import ControlSession, Operations, Transport
+from ..errors import CollectiveError
+
+__all__ = ["ADVICE", "VerifiedTransfers", "agree_on_collectives"]
+
+_MOST_NAMES = 20  # in an error
+ADVICE = (
+    "the process group's communicator is not used any more: load with offload=True if it is a device's, or with "
+    "LoadOptions(exchange='never') if every rank reaches all files, or restart the job"
+)
+Digests = npt.NDArray[np.uint64]
+
+
+class _Failing(msgspec.Struct, frozen=True, array_like=True):
+    """Round ``collectives``: what fails on a rank, with that rank; or on any, with all these ranks."""
+
+    ranks: dict[str, list[int]]
+
+
+prepare([_Failing])
+
+
+def agree_on_collectives(session: ControlSession, transport: Transport) -> None:
+    """Round ``collectives``: let a transport use what works on all ranks. That is tried if it has not been before.
+
+    Raises:
+        CollectiveError: too little works, on all ranks.
+    """
+
+    def attempt() -> bytes:
+        failing = [] if transport.tried else session.run_collectives(transport, lambda transfers: transfers.try_out())
+        return encode(_Failing({name: [session.rank] for name in failing}))
+
+    def combine(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        failing: dict[str, list[int]] = {}
+        for _, data in sorted(messages.items()):
+            for name, ranks in decode(data, _Failing).ranks.items():
+                failing.setdefault(name, []).extend(ranks)
+        return dict.fromkeys(messages, encode(_Failing(failing)))
+
+    failing = decode(session.gather_scatter("collectives", attempt, combine), _Failing)
+    if not transport.tried:
+        transport.rely_on_others(failing.ranks)
+
+
+class _Arrival(NamedTuple):
+    """A message that has come: which of those of its source it is, its digest, and what it is."""
+
+    place: int
+    digest: int
+    what: Callable[[], str]
+
+
+class VerifiedTransfers:
+    """Implements :class:`..core.protocols.Transfers` by operations that are not trusted.
+
+    A message is hashed where it is sent and where it has landed; the senders' digests follow when all is done. The hash
+    begins with the number of the operation and the nonce, so neither memory that nothing was moved to can pass, nor
+    what another operation has left there, with its digest.
+
+    Args:
+        operations: Move the bytes.
+        rank: This rank.
+        nonce: The same on all ranks, and another one for each piece of work.
+    """
+
+    def __init__(self, operations: Operations, rank: int, nonce: str) -> None:
+        self._by, self._rank = operations, rank
+        self._seed = xxhash.xxh3_64_intdigest(nonce.encode())
+        self._number = 0
+        self._most = 1
+        self._broadcasts: defaultdict[int, list[_Arrival]] = defaultdict(list)  # by source, on the source as well
+        self._operations: Counter[int] = Counter()  # exchanges in which each source has sent
+        self._sent: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # places and digests, by destination
+        self._came: defaultdict[int, list[_Arrival]] = defaultdict(list)  # in exchanges, by source
+
+    def broadcast(self, data: Bytes1D, source: int, most: int, what: Callable[[], str]) -> None:
+        """See :class:`..core.protocols.Transfers`."""
+        self._begin(most)
+        sent = self._digest(data) if source == self._rank else 0  # before something else could get into the memory
+        self._by.broadcast(data, source, most)
+        if data.size:
+            messages = self._broadcasts[source]
+            messages.append(_Arrival(len(messages), sent or self._digest(data), what))
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+        what: Callable[[int], str],
+    ) -> None:
+        """See :class:`..core.protocols.Transfers`."""
+        self._begin(most)
+        for to, data in outgoing.items():
+            if data.size and to != self._rank:
+                self._sent[to].append((self._operations[self._rank], self._digest(data)))
+        self._by.exchange(outgoing, incoming, senders, most)
+        for source, data in incoming.items():
+            if data.size and source != self._rank:
+                arrival = _Arrival(self._operations[source], self._digest(data), functools.partial(what, source))
+                self._came[source].append(arrival)
+        self._operations.update([source for source, _ in senders])
+
+    def try_out(self) -> list[str]:
+        """See :class:`..core.protocols.Transfers`."""
+        return self._by.try_out()
+
+    def settle(self) -> None:
+        """After the last operation, on all ranks: find out whether what has come is what was sent.
+
+        Raises:
+            CollectiveError: it is not, for this rank.
+        """
+        wrong: list[str] = []
+        for source, messages in sorted(self._broadcasts.items()):
+            digests = _no_digests(len(messages))
+            if source == self._rank:
+                digests[:] = [message.digest for message in messages]
+            self._by.broadcast(digests.view(np.uint8), source, self._most)
+            wrong += self._compare("broadcast", source, messages, digests)
+        if self._operations:
+            outgoing = {to: _no_digests(self._operations[self._rank]) for to in self._sent}
+            for to, sent in self._sent.items():
+                outgoing[to][[place for place, _ in sent]] = np.array([digest for _, digest in sent], np.uint64)
+            incoming = {source: _no_digests(self._operations[source]) for source in self._came}
+            senders = [(source, 8 * count) for source, count in sorted(self._operations.items())]
+            self._by.exchange(_as_bytes(outgoing), _as_bytes(incoming), senders, self._most)
+            for source, messages in sorted(self._came.items()):
+                wrong += self._compare("exchange", source, messages, incoming[source])
+        if wrong:
+            shown = wrong[:_MOST_NAMES] + ["..."] * (len(wrong) > _MOST_NAMES)
+            raise CollectiveError(f"collectives delivered other bytes than were sent: {'; '.join(shown)}; {ADVICE}")
+
+    def _begin(self, most: int) -> None:
+        self._number += 1
+        self._most = max(self._most, most)
+
+    def _digest(self, data: Bytes1D) -> int:
+        return xxhash.xxh3_64_intdigest(data.data, (self._seed + self._number) % (1 << 64))
+
+    def _compare(self, operation: str, source: int, messages: Sequence[_Arrival], sent: Digests) -> list[str]:
+        """A line if some messages are not as they were sent."""
+        if source == self._rank:
+            return []
+        wrong = [message for message in messages if message.digest != int(sent[message.place])]
+        names = dict.fromkeys(name for message in wrong if (name := message.what()))
+        shown = ", ".join(list(names)[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        return [f"{operation} from rank {source} to rank {self._rank}" + f" ({shown})" * bool(shown)] if wrong else []
+
+
+def _no_digests(count: int) -> Digests:
+    return np.zeros(count, np.uint64)
+
+
+def _as_bytes(digests: Mapping[int, Digests]) -> dict[int, Bytes1D]:
+    return {rank: column.view(np.uint8) for rank, column in digests.items()}

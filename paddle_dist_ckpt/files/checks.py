@@ -1,0 +1,90 @@
+"""Compares all blocks of entries of a data file with their checksums, in buffers of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from ..core.buffers import Buffers
+from ..core.columns import IntArray, places_within
+from ..core.threads import run_all
+from ..errors import CheckpointCorruptedError
+from .runs import CHUNK_BYTES, OpenFile, Segments
+
+__all__ = ["check_entries"]
+
+
+def check_entries(
+    file: OpenFile,
+    block_bytes: int,
+    starts: IntArray,
+    sizes: IntArray,
+    first_blocks: IntArray,
+    key: Callable[[int], str],
+    threads: int,
+    progress: Callable[[int], None],
+) -> list[str]:
+    """What is wrong with entries of a file, one line for each that is damaged.
+
+    Args:
+        file: The file.
+        block_bytes: Bytes of a block.
+        starts: Where each entry starts in the data section, ascending, ``[entries]``.
+        sizes: Its bytes, ``[entries]``.
+        first_blocks: The number of its first block, ``[entries]``.
+        key: What to call an entry in a message.
+        threads: How many threads read.
+        progress: Told how many bytes were read, as they are.
+    """
+    step = max(block_bytes, CHUNK_BYTES)
+    counts = -(-sizes // step)
+    entry, within = np.repeat(np.arange(len(sizes)), counts), places_within(counts)
+    low = starts[entry] + within * step
+    high = np.minimum(low + step, (starts + sizes)[entry])
+    blocks = first_blocks[entry] + within * (step // block_bytes)
+    checks = _Checks(file, block_bytes, low, high, blocks, lambda segment: key(int(entry[segment])))
+    run_all(checks.tasks(Buffers(threads), progress), threads, lambda: None)
+    first: dict[int, str] = {}
+    for segment, problem in sorted(checks.problems):
+        first.setdefault(int(entry[segment]), problem)
+    return list(first.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Checks(Segments):
+    """Segments of which nothing is wanted: either of whole blocks that fit in a chunk, or one block."""
+
+    problems: list[tuple[int, str]] = field(default_factory=list)
+
+    def take_zeros(self, first: int, last: int) -> None:
+        """See :class:`Segments`."""
+
+    def _read(self, first: int, last: int, buffers: Buffers, progress: Callable[[int], None]) -> None:
+        start, stop = int(self.starts[first]), int(self.stops[last - 1])
+        try:
+            if not self._are_zeros(first, last):
+                with buffers.borrow(min(stop - start, CHUNK_BYTES)) as buffer:
+                    found = self._digests(first, last, buffer)
+                self.problems.extend(self._wrong(first, last, found))
+        except CheckpointCorruptedError as error:  # the file ends there
+            self.problems.append((first, str(error)))
+        except OSError as error:
+            self.problems.extend((segment, str(error)) for segment in range(first, last))
+        progress(stop - start)
+
+    def _digests(self, first: int, last: int, buffer: np.ndarray) -> list[int]:
+        start, stop = int(self.starts[first]), int(self.stops[last - 1])
+        if stop - start <= CHUNK_BYTES:
+            self._read_into(first, [buffer])
+            low, high, _ = self._blocks(first, last)
+            spans = zip((low - start).tolist(), (high - start).tolist(), strict=True)
+            return [xxhash.xxh3_64_intdigest(buffer.data[a:b]) for a, b in spans]
+        digest = xxhash.xxh3_64()
+        for at in range(start, stop, CHUNK_BYTES):
+            piece = buffer[: stop - at]
+            self.file.file.read_into([piece], self.file.data_start + at, self.file.once)
+            digest.update(piece.data)
+        return [digest.intdigest()]

@@ -1,0 +1,163 @@
+"""The open files of a local folder: one that is being written, one that is read."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..core.memory import Bytes1D
+from .direct import ALIGNMENT, is_cached, open_direct, read_direct
+
+__all__ = ["LocalReadable", "LocalWritable", "about", "close_read"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_MOST_BUFFERS = 1024  # IOV_MAX
+_LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Make every OSError say which path it is about: those of open files name none, or a number."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            if str(path) not in str(error):
+                error.args = (f"{error}: {path}",)
+        elif not isinstance(error.filename, (str, bytes, os.PathLike)) or str(error.filename).startswith("/proc/"):
+            error.filename = str(path)
+        raise
+
+
+def close_read(descriptor: int, path: Path) -> None:
+    """Close what was only read. What was read is right, whatever goes wrong here."""
+    try:
+        os.close(descriptor)
+    except OSError as error:
+        _logger.debug("%s: closed after it was read, with an error: %s", path, error)
+
+
+class LocalWritable:
+    """A file with two descriptors: one that bypasses the page cache where that is possible, one for everything else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with about(path):
+            self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                self._direct = open_direct(self._cached, os.O_WRONLY)
+            except BaseException:
+                os.close(self._cached)
+                raise
+
+    def write(self, data: Bytes1D, offset: int) -> None:
+        view = data.data
+        direct = self._direct if offset % ALIGNMENT == 0 and data.ctypes.data % ALIGNMENT == 0 else None
+        with about(self._path):
+            while len(view):
+                pages = len(view) // ALIGNMENT * ALIGNMENT
+                if direct is not None and pages:
+                    try:
+                        written = os.pwrite(direct, view[:pages], offset)
+                    except OSError as error:
+                        if error.errno != errno.EINVAL:
+                            raise
+                        written = 0  # this device wants another alignment
+                    if not written or written % ALIGNMENT:
+                        direct = None
+                else:
+                    written = os.pwrite(self._cached, view, offset)
+                    if written <= 0:
+                        raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+                view, offset = view[written:], offset + written
+
+    def sync(self) -> None:
+        with about(self._path):
+            os.fsync(self._cached)  # of the file, whichever descriptor it was written by
+
+    def close(self) -> None:
+        # A descriptor is given back even if close() fails; to close it again could close another file.
+        direct, self._direct = self._direct, None
+        with about(self._path):
+            try:
+                if direct is not None:
+                    os.close(direct)
+            finally:
+                os.close(self._cached)
+
+
+class LocalReadable:
+    """A file that is read through the page cache, or past it where the cache does not hold what is wanted."""
+
+    def __init__(self, descriptor: int, path: Path, buffers: queue.SimpleQueue[Bytes1D]) -> None:
+        self._descriptor, self._path, self._buffers = descriptor, path, buffers
+        try:
+            with about(path):
+                self._size = os.fstat(self._descriptor).st_size
+        except BaseException:
+            close_read(descriptor, path)
+            raise
+        self._lock = threading.Lock()
+        self._direct: int | None = None
+        self._may_be_direct = True  # until that was tried
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read_into(self, buffers: Sequence[Bytes1D], offset: int, once: bool = False) -> None:
+        views = [buffer.data for buffer in buffers if len(buffer)]
+        nbytes = sum(map(len, views))
+        past_cache = once and nbytes >= _LEAST_DIRECT and not is_cached(self._descriptor, offset, nbytes)
+        direct = self._open_direct() if past_cache else None
+        while views:
+            got = 0
+            with about(self._path):
+                if direct is not None and len(views[0]) >= _LEAST_DIRECT:
+                    got = read_direct(direct, views[0], offset, self._buffers)
+                if got == 0:
+                    got = os.preadv(self._descriptor, views[: _MOST_BUFFERS if direct is None else 1], offset)
+            if got <= 0:
+                raise EOFError(f"{self._path} ends at byte {offset}")
+            offset += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+
+    @property
+    def on_disk(self) -> tuple[tuple[int, int], int]:
+        """What tells the file from others whatever it is called, and how many bytes it has that are no holes.
+
+        Some filesystems do not say, by saying 0: all are meant then. A file that is one hole is no file of ours.
+        """
+        status = os.fstat(self._descriptor)
+        return (status.st_dev, status.st_ino), min(self._size, status.st_blocks * 512 or self._size)
+
+    def is_cached(self) -> bool:
+        return is_cached(self._descriptor, 0, self._size)
+
+    def is_hole(self, offset: int, nbytes: int) -> bool:
+        try:
+            return os.lseek(self._descriptor, offset, os.SEEK_DATA) >= offset + nbytes
+        except OSError as error:
+            return error.errno == errno.ENXIO and offset + nbytes <= self._size  # no data behind it
+
+    def _open_direct(self) -> int | None:
+        with self._lock:
+            if self._may_be_direct:
+                self._may_be_direct = False
+                with suppress(OSError):  # no /proc, or too many open files: the descriptor that there is will do
+                    self._direct = open_direct(self._descriptor, os.O_RDONLY)
+            return self._direct
+
+    def close(self) -> None:
+        if self._direct is not None:
+            close_read(self._direct, self._path)
+        close_read(self._descriptor, self._path)

@@ -1,0 +1,554 @@
+"""What only the hub over TCP can get wrong: strangers, bootstrap, broken connections, forks, shutdown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from paddle_dist_ckpt.control import TcpHub, keys
+from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
+from paddle_dist_ckpt.control.gate import Gate
+from paddle_dist_ckpt.control.keys import PROTOCOL
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
+from paddle_dist_ckpt.testing.hub_conformance.cases import AT_ONCE, LONG, SHORT, in_background, own_number
+from test.waiting import PATIENCE, until
+
+
+class Store:
+    """A BootstrapStore whose entries are there before they are asked for, or never."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str, timeout: float) -> bytes:
+        if key not in self.values:
+            time.sleep(timeout)
+            raise TimeoutError(key)
+        return self.values[key]
+
+    def rendezvous(self) -> Rendezvous:
+        return msgspec.msgpack.decode(self.values["k"], type=Rendezvous)
+
+
+def make(rank: int, store: Store, ranks: int = 2, **options: Any) -> TcpHub:
+    return TcpHub(rank, range(ranks), 0, store, "k", bind_host="127.0.0.1", **options)
+
+
+def one_round(hub: TcpHub, timeout: float = LONG) -> bytes:
+    with hub.session("save", timeout) as session:
+        return session.gather_scatter("r", lambda: b"%d" % session.rank, lambda parts: parts)
+
+
+def both(hubs: list[TcpHub]) -> list[Any]:
+    """One round on each hub at the same time; what it returned or raised."""
+
+    def outcome(hub: TcpHub) -> Any:
+        try:
+            return one_round(hub)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(len(hubs)) as pool:
+        return list(pool.map(outcome, hubs))
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def hubs(store: Store) -> Iterator[list[TcpHub]]:
+    made = [make(0, store), make(1, store)]
+    yield made
+    for hub in reversed(made):
+        hub.close()
+
+
+def test_nonsense_from_a_member_ends_its_connection(hubs: list[TcpHub], caplog: pytest.LogCaptureFixture) -> None:
+    assert both(hubs) == [b"0", b"1"]
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"), hubs[1].changed:
+        (connection,) = hubs[1]._port.connections
+        connection.send(b"\xc1", b"")
+    closed = "the control connection to rank 1 is closed: "  # which may be followed by a new one at once
+    until(lambda: any(closed in line for line in caplog.messages), PATIENCE, "the end of the connection")
+    until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
+
+
+def test_a_frame_altered_on_the_way_ends_the_connection(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    hubs, proxy = relayed(store)
+    assert both(hubs) == [b"0", b"1"]
+    proxy.altered = True
+    assert all(isinstance(outcome, (RankFailureError, CheckpointTimeoutError)) for outcome in both(hubs))
+    assert any("a frame with a wrong signature" in line for line in caplog.messages)
+    proxy.altered = False
+    until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("secrets", [(b"one", b"another"), (b"one", b""), (b"", b"another")])
+def test_a_rank_with_another_secret_is_turned_away_and_all_are_told(store: Store, secrets: tuple[bytes, bytes]) -> None:
+    hubs = [make(rank, store, secret=secret) for rank, secret in enumerate(secrets)]
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError, match="rank 0, the coordinator, turned rank 1 away, which has another control"):
+        one_round(hubs[1])
+    assert time.monotonic() - begun < AT_ONCE
+    with pytest.raises(CheckpointTimeoutError, match="who said to be rank 1 had another control secret") as caught:
+        one_round(hubs[0], timeout=SHORT)
+    assert caught.value.missing_ranks == (1,)
+    for hub in reversed(hubs):
+        hub.close()
+
+
+def test_ranks_with_the_same_secret_meet(store: Store) -> None:
+    hubs = [make(rank, store, secret=b"the same") for rank in range(2)]
+    assert both(hubs) == [b"0", b"1"]
+    for hub in reversed(hubs):
+        hub.close()
+
+
+def test_a_rank_that_the_coordinator_does_not_know_is_told_so(store: Store) -> None:
+    coordinator = make(0, store)
+    stranger = make(2, store, ranks=3)
+    with pytest.raises(CheckpointError, match="does not know rank 2"):
+        one_round(stranger)
+    stranger.close()
+    coordinator.close()
+
+
+def test_another_process_cannot_take_the_place_of_a_connected_rank(hubs: list[TcpHub], store: Store) -> None:
+    assert both(hubs) == [b"0", b"1"]
+    another = make(1, store)
+    with pytest.raises(CheckpointError, match="another process takes part as rank 1"):
+        one_round(another)
+    another.close()
+    assert both(hubs) == [b"0", b"1"]
+
+
+def test_a_store_that_is_gone_is_an_error_that_names_the_coordinator() -> None:
+    class Gone:
+        def set(self, key: str, value: bytes) -> None:
+            raise ConnectionError("Connection reset by peer")
+
+        def get(self, key: str, timeout: float) -> bytes:
+            raise ConnectionError("Connection reset by peer")
+
+    for rank in (0, 1):
+        with pytest.raises(RankFailureError, match="rank 0, the coordinator, .* store .* is gone") as caught:
+            TcpHub(rank, [0, 1], 0, Gone(), "k", bind_host="127.0.0.1")
+        assert list(caught.value.failures) == [0]
+
+
+def test_the_coordinator_never_arrives_at_bootstrap(store: Store) -> None:
+    begun = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match="rank 0, the coordinator") as caught:
+        make(1, store, bootstrap_timeout=0.2)
+    assert caught.value.missing_ranks == (0,)
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"garbage",
+        msgspec.msgpack.encode([PROTOCOL, "tcp://x:1", b"short"]),
+        msgspec.msgpack.encode([PROTOCOL, "tcp://x:99999", b"t" * 16]),
+        msgspec.msgpack.encode([PROTOCOL, "ipc:///tmp/x", b"t" * 16]),
+    ],
+)
+def test_a_foreign_bootstrap_entry_is_refused(store: Store, value: bytes) -> None:
+    store.set("k", value)
+    with pytest.raises(CheckpointError, match="not a control hub's address"):
+        make(1, store)
+
+
+def test_another_protocol_version_is_refused(store: Store) -> None:
+    store.set("k", msgspec.msgpack.encode([1, "tcp://127.0.0.1:1", b"t" * 16]))
+    with pytest.raises(CheckpointError, match="version 1 of the control messages"):
+        make(1, store)
+
+
+def test_a_rank_outside_the_group_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="rank 5"):
+        TcpHub(5, [0, 1], 0, store, "k")
+    with pytest.raises(ValueError, match="coordinator 5"):
+        TcpHub(0, [0, 1], 5, store, "k")
+
+
+@pytest.mark.parametrize("bind_host", [None, "0.0.0.0", "localhost"])
+def test_the_published_address_is_one_to_connect_to(store: Store, bind_host: str | None) -> None:
+    hubs = [TcpHub(rank, [0, 1], 0, store, "k", bind_host=bind_host) for rank in (0, 1)]
+    assert "0.0.0.0" not in store.rendezvous().endpoint
+    assert both(hubs) == [b"0", b"1"]
+    for hub in hubs:
+        hub.close()
+
+
+class Proxy:
+    """A TCP relay whose connections can be cut, as a network does."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self.altered = False
+        self.open = threading.Event()
+        self.open.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._open += [near, far]
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._relay, args=pair, daemon=True).start()
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                self.open.wait()
+                target.sendall(data[:-1] + bytes([data[-1] ^ 1]) if self.altered else data)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        for connection in self._open:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+            finally:
+                connection.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+def relayed(store: Store) -> tuple[list[TcpHub], Proxy]:
+    """Two hubs, and the relay between them."""
+    coordinator = make(0, store)
+    found = store.rendezvous()
+    proxy = Proxy(found.endpoint)
+    store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=proxy.endpoint)))
+    hubs = [coordinator, make(1, store)]
+    return hubs, proxy
+
+
+def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store) -> None:
+    hubs, proxy = relayed(store)
+    assert both(hubs) == [b"0", b"1"]
+
+    def cut_in_a_round(hub: TcpHub) -> Mapping[int, BaseException]:
+        with pytest.raises(RankFailureError) as caught, hub.session("save", LONG) as session:
+
+            def local() -> bytes:
+                if session.rank == 0:
+                    time.sleep(0.1)
+                    proxy.cut()
+                    # Had the round ended by now, only the rank that misses the reply would know.
+                    time.sleep(0.5)
+                return b""
+
+            session.gather_scatter("r", local, lambda parts: parts)
+        return caught.value.failures
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        named = [{rank: str(e) for rank, e in found.items()} for found in pool.map(cut_in_a_round, hubs)]
+    assert named == [{1: "connection lost"}, {0: "connection lost"}]
+    assert time.monotonic() - begun < 5
+    # It connects again by itself; until then sessions fail at once, on both sides.
+    until = time.monotonic() + 10
+    while (outcomes := both(hubs)) != [b"0", b"1"] and time.monotonic() < until:
+        assert all(isinstance(outcome, RankFailureError) for outcome in outcomes)
+        time.sleep(0.1)
+    assert outcomes == [b"0", b"1"]
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
+def test_appointments_survive_a_connection_that_breaks(store: Store) -> None:
+    hubs, proxy = relayed(store)
+    cuts = iter(range(3))
+
+    def walk(hub: TcpHub) -> list[int]:
+        appointments = hub.appointments("t", LONG)
+        kept: list[int] = []
+        step = 0
+        while len(kept) < 3:
+            if not appointments.leads and step % 100 == 50 and next(cuts, None) is not None:
+                proxy.cut()
+            try:
+                if appointments.reach(step, wish=step % 100 == (20 if appointments.leads else 49)):
+                    kept.append(step)
+                step += 1
+            except RankFailureError:  # until it is connected again
+                pass
+            time.sleep(0.001)
+        appointments.close()
+        return kept
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(walk, hubs)
+    assert first == second
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
+def test_closing_is_quick_final_and_can_be_repeated(store: Store) -> None:
+    before = threading.active_count()
+    hubs = [make(0, store), make(1, store)]
+    assert both(hubs) == [b"0", b"1"]
+    begun = time.monotonic()
+    for hub in hubs * 2:
+        hub.close()
+    assert time.monotonic() - begun < 3
+    assert threading.active_count() <= before
+
+
+def test_closing_without_the_other_side_is_quick(store: Store) -> None:
+    store.set("k", msgspec.msgpack.encode([PROTOCOL, "tcp://127.0.0.1:9", b"t" * 16]))
+    hub = make(1, store)
+    with pytest.raises(RankFailureError) as caught:  # where the coordinator has listened nobody does any more
+        one_round(hub)
+    assert {rank: str(error) for rank, error in caught.value.failures.items()} == {0: "connection lost"}
+    begun = time.monotonic()
+    hub.close()
+    assert time.monotonic() - begun < 2
+
+
+def test_what_was_sent_last_arrives_although_the_hub_closes(store: Store) -> None:
+    large = b"x" * (16 << 20)
+
+    def work(hub: TcpHub) -> bytes:
+        with hub.session("save", LONG) as session:
+            reply = session.gather_scatter("r", lambda: b"", lambda parts: dict.fromkeys(parts, large))
+        hub.close()
+        return reply
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, [make(0, store), make(1, store)])) == [large, large]
+
+
+def test_an_error_told_last_arrives_although_the_hub_closes(hubs: list[TcpHub]) -> None:
+    problems = tuple(str(number) * (1 << 19) for number in range(32))
+
+    def fail() -> None:
+        with pytest.raises(StateDictMismatchError), hubs[1].session("save", LONG):
+            raise StateDictMismatchError("m", problems)
+        hubs[1].close()
+
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(fail)
+        with pytest.raises(StateDictMismatchError) as caught:
+            one_round(hubs[0])
+        failing.result()
+    assert caught.value.problems == problems
+
+
+def test_a_rank_that_connects_after_the_session_failed_is_told_why(store: Store) -> None:
+    coordinator = make(0, store)
+    with pytest.raises(CheckpointTimeoutError):
+        one_round(coordinator, timeout=0.2)
+    late = make(1, store)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match="rank 1 arrived late"):
+        one_round(late)
+    assert time.monotonic() - begun < 5
+    assert both([coordinator, late]) == [b"0", b"1"]
+    late.close()
+    coordinator.close()
+
+
+def test_a_rank_that_is_late_for_two_sessions_is_told_in_both(store: Store) -> None:
+    # A rank that connects only now has missed what the others were told of both.
+    coordinator = make(0, store)
+    first, second = (
+        in_background(coordinator, own_number, timeout=SHORT),
+        in_background(coordinator, own_number, 1, SHORT),
+    )
+    assert isinstance(first.exception(10), CheckpointTimeoutError)
+    assert isinstance(second.exception(10), CheckpointTimeoutError)
+    late = make(1, store)
+    begun = time.monotonic()
+    for each in [in_background(late, own_number), in_background(late, own_number)]:
+        assert "arrived late" in str(each.exception(10))
+    assert time.monotonic() - begun < AT_ONCE
+    after = [in_background(hub, own_number) for hub in (coordinator, late)]
+    assert [each.result(10) for each in after] == [b"0", b"1"]
+    late.close()
+    coordinator.close()
+
+
+def test_the_coordinator_does_not_leave_before_its_last_reply_has_come(store: Store) -> None:
+    """Its process may end by then, without any warning."""
+    coordinator = make(0, store)
+    found = store.rendezvous()
+    proxy = Proxy(found.endpoint)
+    store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=proxy.endpoint)))
+    member = make(1, store)
+
+    def work(hub: TcpHub) -> bytes:
+        def combine(parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
+            proxy.open.clear()
+            return parts
+
+        with hub.session("save", LONG) as session:
+            return session.gather_scatter("r", lambda: b"", combine)
+
+    with ThreadPoolExecutor(2) as pool:
+        leaving, waiting = pool.submit(work, coordinator), pool.submit(work, member)
+        time.sleep(0.3)
+        left = leaving.done()
+        proxy.open.set()
+        assert not left
+        assert (leaving.result(AT_ONCE), waiting.result(AT_ONCE)) == (b"", b"")
+    member.close()
+    coordinator.close()
+    proxy.close()
+
+
+def was_closed(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        while sock.recv(100):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def test_what_another_connection_has_said_proves_nothing(store: Store) -> None:
+    coordinator = make(0, store)
+    found = store.rendezvous()
+    key = keys.hub_key(found.token, b"")
+    hello = b""
+    for status in (keys.Status.WELCOME, keys.Status.UNPROVEN):
+        with socket.create_connection(address_of(found), AT_ONCE) as sock:
+            greeting = sock.recv(keys.GREETING_BYTES, socket.MSG_WAITALL)
+            hello = hello or keys.Handshake(key, greeting, keys.open_hello(1, bytes(keys.ID_BYTES))).hello()
+            sock.sendall(hello)
+            assert sock.recv(keys.ANSWER_BYTES, socket.MSG_WAITALL)[0] == status
+        until(lambda: not coordinator._port.connections, what="an end of the connection")
+    coordinator.close()
+
+
+def test_of_many_strangers_those_who_came_last_stay() -> None:
+    gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
+    strangers = [socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) for _ in range(100)]
+    until(lambda: gate.serve(1) or was_closed(strangers[34]), what="an end of the connection that came first")
+    assert [was_closed(sock) for sock in strangers] == [True] * 35 + [False] * 65
+    gate.close()
+    for sock in strangers:
+        sock.close()
+
+
+def test_ranks_meet_although_strangers_came_before(store: Store) -> None:
+    coordinator = make(0, store)
+    address = address_of(store.rendezvous())
+    strangers = [socket.create_connection(address, AT_ONCE) for _ in range(200)]
+    for sock in strangers[100:]:
+        sock.sendall(b"GET / HTTP/1.1")
+    member = make(1, store)
+    begun = time.monotonic()
+    assert both([coordinator, member]) == [b"0", b"1"]
+    assert time.monotonic() - begun < AT_ONCE
+    for sock in strangers:
+        sock.close()
+    member.close()
+    coordinator.close()
+
+
+def test_what_strangers_do_is_told_once(hubs: list[TcpHub], store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    assert both(hubs) == [b"0", b"1"]
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
+        for _ in range(20):
+            with socket.create_connection(address_of(store.rendezvous()), AT_ONCE) as sock:
+                sock.sendall(b"GET / HTTP/1.1")
+                while sock.recv(100):
+                    pass
+    assert sum("turned away" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_does_not_hold_the_connections_open(hubs: list[TcpHub]) -> None:
+    assert both(hubs) == [b"0", b"1"]
+    (connection,) = hubs[1]._port.connections
+    descriptor = connection.socket.fileno()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert both(hubs) == [b"0", b"1"]
+
+
+def test_closing_wakes_a_rank_that_waits(hubs: list[TcpHub]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one_round, hubs[1])
+        time.sleep(0.1)
+        hubs[1].close()
+        with pytest.raises(CheckpointError, match="hub was closed"):
+            waiting.result(5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_refused_and_harms_nothing(hubs: list[TcpHub]) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            hubs[0].session("save", LONG)
+        except CheckpointError:
+            hubs[0].close()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert both(hubs) == [b"0", b"1"]
+
+
+def test_a_failure_of_the_thread_is_not_a_hang(hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*arguments: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(hubs[0]._port, "turn", explode)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="RuntimeError: boom"):
+            one_round(hubs[0])
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "nowhere.invalid"])
+def test_a_coordinator_that_cannot_listen_says_where(store: Store, address: str) -> None:
+    with pytest.raises(CheckpointError, match=f"rank 0, the coordinator, cannot listen on {address}, the address"):
+        TcpHub(0, range(2), 0, store, "k", bind_host=address)

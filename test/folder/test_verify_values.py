@@ -1,0 +1,118 @@
+"""A verification decodes values as a load does, reads no holes, and starts again when its checkpoint is replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import verify
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointReplacedError
+from paddle_dist_ckpt.testing import FaultyStorage
+from test.cli.commands import answer
+from test.jobs import data_files, load_alone, load_whole, make_array, same_bits, save_alone
+from test.torture.crafting import Entry, write_checkpoint
+
+
+def text_entry(text: bytes) -> Entry:
+    return Entry([len(text)], [[]], "uint8", 2, text)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[1,", b'{"x":1}', b"\0\0\0", b'{"array":["|S0",[99999999],""]}', b'{"dict":[[[],1]]}']
+)
+@pytest.mark.parametrize("inline", [False, True])
+def test_values_that_cannot_be_decoded_are_problems(tmp_path: Path, text: bytes, inline: bool) -> None:
+    if inline and text in (b"[1,", b"\0\0\0"):
+        pytest.skip("it would not be JSON as a whole")
+    entries = {"/w": Entry([4], [[]])} if inline else {"/w": Entry([4], [[]]), "/v": text_entry(text)}
+    write_checkpoint(tmp_path, entries, [("/v", text)] if inline else [])
+    report = verify(tmp_path)
+    assert not report.ok
+    (problem,) = report.problems
+    assert problem.startswith("v: ")
+    found = answer("verify", tmp_path, code=1)
+    assert [entry["text"] for entry in found["problems"]] == [problem]
+    with pytest.raises(CheckpointCorruptedError):
+        load_whole(tmp_path)
+
+
+def test_good_values_are_none(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"/v": text_entry(b"[1,2] ")}, [("/n", b"5")])
+    assert verify(tmp_path).ok
+    assert load_whole(tmp_path) == {"v": [1, 2], "n": 5}
+
+
+def replacing(folder: Path, times: int) -> FaultyStorage:
+    """A folder in which the checkpoint is replaced when its data file is about to be opened."""
+    left = [times]
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "open" and name.endswith(".safetensors") and left[0]:
+            left[0] -= 1
+            save_alone({"a": np.arange(5.0) + left[0]}, folder, 0)
+
+    return FaultyStorage(folder, hook)
+
+
+def test_a_verification_starts_again_when_its_checkpoint_is_replaced(tmp_path: Path) -> None:
+    save_alone({"a": np.arange(5.0)}, tmp_path, 0)
+    assert verify(replacing(tmp_path, 3), 0).ok
+    with pytest.raises(CheckpointReplacedError, match="was replaced 4 times"):
+        verify(replacing(tmp_path, 4), 0)
+
+
+def test_the_command_starts_again_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_alone({"a": np.arange(5.0)}, tmp_path, 0)
+    storage = replacing(tmp_path, 2)
+    monkeypatch.setattr("paddle_dist_ckpt.storage.as_source", lambda path: storage)
+    assert answer("verify", tmp_path, "--id", 0)["ok"]
+
+
+# -- holes
+
+
+def punched(folder: Path, shape: tuple[int, int] = (64, 8192)) -> dict[str, Any]:
+    """A checkpoint with zeros, saved, and copied so that they are a hole."""
+    state = {"zeros": np.zeros(shape), "columns": np.zeros(shape, "<c16"), "ones": make_array((300, 300))}
+    save_alone(state, folder)
+    (path,) = data_files(folder)
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(0)
+        for start in range(0, len(data), 4096):
+            if data[start : start + 4096].strip(b"\0"):
+                file.seek(start)
+                file.write(data[start : start + 4096])
+        file.truncate(len(data))
+    return state
+
+
+def test_a_hole_is_not_read_where_zeros_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = punched(tmp_path)
+    (path,) = data_files(tmp_path)
+    if path.stat().st_blocks * 512 > path.stat().st_size // 2:
+        pytest.skip("this filesystem has no holes")
+    read, real = [0], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: read.append(real(*args)) or read[-1])
+    assert verify(tmp_path).ok
+    for found in (load_whole(tmp_path), {key: np.full_like(value, -1) for key, value in state.items()}):
+        if found["zeros"].any():
+            load_alone(found, tmp_path)
+        assert all(same_bits(found[key], state[key]) for key in state)
+    assert sum(read) < 4 * state["ones"].nbytes + 3 * (1 << 20)
+
+
+def test_a_hole_where_something_else_was_written_is_damage(tmp_path: Path) -> None:
+    save_alone({"w": make_array((512, 512))}, tmp_path)
+    (path,) = data_files(tmp_path)
+    size = path.stat().st_size
+    os.truncate(path, 4096 + (1 << 19))
+    os.truncate(path, size)
+    (problem,) = verify(tmp_path).problems
+    assert problem.startswith("w: the checksum of 4096 bytes")
+    with pytest.raises(CheckpointCorruptedError, match="checksum"):
+        load_whole(tmp_path)

@@ -1,0 +1,156 @@
+"""What it takes to find out what a checkpoint holds follows from what is on the disk, whatever its files say."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import CheckpointCorruptedError, read_metadata
+from paddle_dist_ckpt.readers.budget import Budget
+from paddle_dist_ckpt.readers.pdparams import PdparamsReader
+from test.readers.measured import measured
+from test.readers.test_hostile import text
+
+_MIB = 1 << 20
+_SIZE = 5 * _MIB
+_MOST_MEMORY = 64 * _MIB  # beyond the size on the disk
+_START = b"\x80\x04}"
+_LIST = _START + text("a") + b"]("
+_ARRAY = (
+    b"\x80\x04cnumpy.core.multiarray\n_reconstruct\n\x940cnumpy\nndarray\n\x940cnumpy\ndtype\n\x8c\x02f4\x89\x88\x87R"
+    b"\x940}(" + text("x") + b"h\x00)R(K\x01\x85h\x02\x89C\x04\0\0\0\0tb\x94"
+)
+PICKLES = {
+    "references to nothing": _START + b"\x94" * _SIZE + b".",
+    "a list of nothing": _LIST + b"N" * _SIZE + b"es.",
+    "a list of small numbers": _LIST + b"K\x01" * (_SIZE // 2) + b"es.",
+    "a list of larger numbers": _LIST + b"M\x01\x02" * (_SIZE // 3) + b"es.",
+    "a list of one dict": b"\x80\x04}\x940}" + text("a") + b"](" + b"h\x00" * (_SIZE // 2) + b"es.",
+    "a list of one array": _ARRAY + text("a") + b"](" + b"h\x03" * (_SIZE // 2) + b"eu.",
+    "texts of wide characters": _LIST + b"\x8c\x04\xf0\x9f\x98\x80" * (_SIZE // 6) + b"es.",
+    "what is dropped at once": _START + b"N0" * (_SIZE // 2) + b".",
+    "lines": _LIST + b"V\n" * (_SIZE // 2) + b"es.",
+    "a dict far below": _START
+    + (text("a") + b"}") * 58
+    + b"("
+    + b"".join(b"J" + struct.pack("<i", i) + b"N" for i in range(_SIZE // 6))
+    + b"u"
+    + b"s" * 58
+    + b".",
+    "dicts in dicts": _START
+    + b"("
+    + b"".join(b"\x8c\x05%05x}" % i + b"\x8c\x01a}" * 59 + b"s" * 59 for i in range(_SIZE // 306))
+    + b"u.",
+}
+
+
+READ = ("escapes",)
+"""What is read, for it takes little."""
+
+
+def _members(member: bytes) -> bytes:
+    """A JSON object of many members."""
+    return b"{" + b",".join(b'"%06x":' % i + member for i in range(_SIZE // (len(member) + 10))) + b"}"
+
+
+HEADERS = {
+    "wrong members": _members(b"0"),
+    "members of no bytes": _members(b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'),
+    "a long shape": b'{"a":{"dtype":"U8","shape":[' + b"0," * (_SIZE // 2) + b'0],"data_offsets":[0,0]}}',
+    "escapes": b'{"__metadata__":{"a":"' + b'\\"' * (_SIZE // 2) + b'"}}',
+}
+
+
+def _links(folder: Path) -> None:
+    """One file under many names, each of which has to be read."""
+    (folder / "a.pdparams").write_bytes(pickle.dumps({f"k{i}": i for i in range(20_000)}, 4))
+    for i in range(200):
+        if i % 2:
+            os.link(folder / "a.pdparams", folder / f"{i}.pdparams")
+        else:
+            (folder / f"{i}.pdparams").symlink_to("a.pdparams")
+
+
+def _hole(name: str, start: bytes, size: int) -> Callable[[Path], None]:
+    """A file that is nearly all hole."""
+
+    def write(folder: Path) -> None:
+        with (folder / name).open("wb") as file:
+            file.write(start)
+            file.truncate(size)
+
+    return write
+
+
+FOLDERS: dict[str, Callable[[Path], object]] = {
+    **{name: lambda f, p=content: (f / "a.pdparams").write_bytes(p) for name, content in PICKLES.items()},
+    **{
+        name: lambda f, h=header: (f / "a.safetensors").write_bytes(struct.pack("<Q", len(h)) + h)
+        for name, header in HEADERS.items()
+    },
+    "an index of many": lambda f: (f / "model.safetensors.index.json").write_bytes(
+        b'{"weight_map":' + _members(b'"x.safetensors"') + b"}"
+    ),
+    "links": _links,
+    "a header that is a hole": _hole("a.safetensors", struct.pack("<Q", 99_000_000) + b"{", 100 * _MIB),
+    "an index that is a hole": _hole("model.safetensors.index.json", b"{", 8 << 30),
+    "a value that is a hole": _hole("a.pdparams", _START + text("a") + b"\x8e" + struct.pack("<Q", 4 << 30), 5 << 30),
+}
+
+
+def test_what_asks_for_too_much_is_refused_in_time(tmp_path: Path) -> None:
+    folders = [tmp_path / str(i) for i in range(len(FOLDERS))]
+    for folder, make in zip(folders, FOLDERS.values(), strict=True):
+        folder.mkdir()
+        make(folder)
+    for folder, name, taken in zip(folders, FOLDERS, measured(folders), strict=True):
+        files = {(status.st_dev, status.st_ino): status for status in map(Path.stat, folder.iterdir())}
+        size = sum(status.st_blocks * 512 for status in files.values())
+        error = taken["error"] or ""
+        assert error.startswith("CheckpointCorruptedError: ") or (not error and name in READ), f"{name}: {taken}"
+        assert len(error) < 4096, name
+        assert taken["memory"] < size + _MOST_MEMORY, f"{name}: {taken}"
+        assert taken["seconds"] < 10, f"{name}: {taken}"
+
+
+def test_a_budget_ends() -> None:
+    budget, free = Budget(), 0
+    with pytest.raises(CheckpointCorruptedError, match="here: what has been read so far takes more time and memory"):
+        while True:
+            budget.spend(1 << 10, "here")
+            free += 1 << 10
+    budget = Budget()
+    for _ in range(5):
+        budget.grant("a file", 10 * _MIB)  # by whatever name it is opened
+    budget.spend(free + 7 * _MIB, "here")
+    with pytest.raises(CheckpointCorruptedError):
+        budget.spend(7 * _MIB, "here")
+
+
+def test_many_small_tensors_are_no_attack(tmp_path: Path) -> None:
+    arrays = {f"layers.{i}.weight": np.full((2, 3), i, np.float32) for i in range(30_000)}
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(arrays, 4))
+    assert len(read_metadata(tmp_path).table.paths) == 30_000
+
+
+def test_what_nobody_has_thought_of_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps({"a": 1}, 4))
+    for error in (MemoryError(), OverflowError("x" * 9999), RecursionError("deep"), TypeError("odd"), SystemError()):
+
+        def fail(self: PdparamsReader, *args: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(PdparamsReader, "read", fail)
+        with pytest.raises(CheckpointCorruptedError, match=r"\.pdparams") as caught:
+            read_metadata(tmp_path)
+        assert caught.value.__cause__ is error
+        assert len(str(caught.value)) < 1000
+    monkeypatch.setattr(PdparamsReader, "read", lambda self, *args: (_ for _ in ()).throw(OSError(5, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        read_metadata(tmp_path)

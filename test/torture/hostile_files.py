@@ -1,0 +1,249 @@
+"""Files in our own format that describe far more than they hold, to everything that reads files.
+
+What is allowed: an error of the library, or success; memory of 64 MiB and what the files take on the disk; a second of
+processor time, and one for each 10 MiB of them. (A load into a tensor that is there already may fill it.)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+import paddle_dist_ckpt
+from paddle_dist_ckpt.cli.main import app
+from paddle_dist_ckpt.errors import CheckpointError
+from test.jobs import load_alone, load_whole, try_load
+
+from .budgets import Cost, bytes_on_disk, cost_of
+from .crafting import Entry, column, dumped, write_checkpoint
+
+__all__ = ["NAME", "RECIPES", "attempt"]
+
+NAME = "hostile files"
+_MEMORY = 64 << 20
+_BYTES_A_SECOND = 10 << 20
+_SPARE = 2  # for a machine that does much else: caches are cold, and clocks coarse
+_HOLE = 1 << 28  # which is 2**16 times what it takes
+
+
+# -- what is written
+
+
+def _hole(folder: Path) -> None:
+    write_checkpoint(folder, {"/w": Entry([_HOLE // 4], [[]])}, block_bytes=64 << 20)
+
+
+def _hole_in_columns(folder: Path) -> None:
+    write_checkpoint(folder, {"/w": Entry([1 << 14, _HOLE >> 16], [[], [1 << 12, 1 << 13]])}, block_bytes=64 << 20)
+
+
+def _holes(folder: Path) -> None:
+    write_checkpoint(folder, {f"/w{i:03}": Entry([_HOLE >> 9], [[]]) for i in range(128)}, block_bytes=64 << 20)
+
+
+def _hole_for_a_value(folder: Path) -> None:
+    write_checkpoint(folder, {"/v": Entry([_HOLE], [[]], "uint8", 2)}, block_bytes=64 << 20)
+
+
+def _hole_for_a_header(folder: Path) -> None:
+    write_checkpoint(folder, {"/w": Entry([99_000_000], [[]], "uint8")})
+    (file,) = folder.glob("*.safetensors")
+    with file.open("r+b") as stream:
+        stream.write((98_000_000).to_bytes(8, "little"))
+
+
+def _hole_behind_metadata(folder: Path) -> None:
+    write_checkpoint(folder, {"/w": Entry([4], [[]])})
+    os.truncate(folder / "0.metadata", 20 * _HOLE)
+
+
+def _grid(dimensions: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        each = 20 // dimensions
+        cuts = [list(range(1, 2**each)) for _ in range(dimensions)]
+        entry = Entry([2**each] * dimensions, cuts, "uint8")
+        write_checkpoint(folder, {"/w": entry}, header_entries=False)
+
+    return write
+
+
+def _grid_of_nothing(folder: Path) -> None:
+    """No element, and shards without end, none of which needs a byte."""
+    entry = Entry([*[2] * 20, 0], [*[[1]] * 20, []])
+    write_checkpoint(folder, {"/w": entry}, header_entries=False)
+
+
+def _claimed_grid(folder: Path) -> None:
+    """The `.metadata` alone."""
+    _grid(20)(folder)
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def _deep_paths(part: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        count, deep = 10_000_000 // (255 * (len(part) + 1)), f"/{part}" * 253
+        paths = sorted(f"/{i:05}{deep}/k" for i in range(count))
+        write_checkpoint(folder, {}, [(path, b"1") for path in paths])
+
+    return write
+
+
+def _values(unit: bytes, nbytes: int = 3_000_000) -> Callable[[Path], None]:
+    """A value in a data file, and then the same in `.metadata`."""
+
+    def write(folder: Path) -> None:
+        text = b"[" + b",".join([unit] * (nbytes // (len(unit) + 1))) + b"]"
+        if folder.name.endswith("inline"):
+            write_checkpoint(folder, {}, [("/v", text)])
+        else:
+            write_checkpoint(folder, {"/v": Entry([len(text)], [[]], "uint8", 2, text)})
+
+    return write
+
+
+def _keys(key: Callable[[int], Any], count: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        text = dumped({"dict": [[key(i), 0] for i in range(count)]})
+        write_checkpoint(folder, {"/v": Entry([len(text)], [[]], "uint8", 2, text)})
+
+    return write
+
+
+def _nested(folder: Path) -> None:
+    text = b"[" * 200_000 + b"]" * 200_000
+    write_checkpoint(folder, {"/v": Entry([len(text)], [[]], "uint8", 2, text)}, [("/n", text)])
+
+
+def _changed(name: str, value: Any) -> Callable[[Path], None]:
+    def edit(body: dict[str, Any]) -> None:
+        target = body["tensors"] if name in body["tensors"] else body
+        target[name] = value
+
+    return lambda folder: write_checkpoint(folder, {"/w": Entry([4], [[]])}, [("/n", b"1")], edit=edit)
+
+
+P = 2**61 - 1
+RECIPES: dict[str, Callable[[Path], None]] = {
+    "a hole": _hole,
+    "a hole, cut by columns": _hole_in_columns,
+    "a hole for 128 tensors": _holes,
+    "a hole for a value": _hole_for_a_value,
+    "a hole for a header": _hole_for_a_header,
+    "a hole behind .metadata": _hole_behind_metadata,
+    "a grid of 2**20 in 20 dimensions": _grid(20),
+    "a grid of 2**20 in 2 dimensions": _grid(2),
+    "a grid of 2**20 in 20 dimensions, claimed": _claimed_grid,
+    "a grid of 2**20 shards of nothing": _grid_of_nothing,
+    "paths of 255 short parts": _deep_paths("a"),
+    "paths of 255 parts": _deep_paths("abcdefg"),
+    "lists of empty lists": _values(b"[[],[]]"),
+    "lists of lists of one": _values(b"[1]"),
+    "empty objects": _values(b"{}"),
+    "short texts": _values(b'"ab"'),
+    "tuples": _values(b'{"tuple":[1,2]}'),
+    "arrays of items without bytes": _values(b'{"array":["|S0",[2147483647],""]}', 60),
+    "many arrays of items without bytes": _values(b'{"array":["|S0",[2147483647],""]}', 100_000),
+    "empty arrays": _values(b'{"array":["|S999999999",[0],""]}'),
+    "arrays of odd shapes": _values(b'{"array":["<f4",[-1,-1,1e9],"AAAA"]}', 100),
+    "integers of one hash": _keys(lambda i: {"int": hex((i + 8) * P)}, 80_000),
+    "integers of 64 bits that are alike at the end": _keys(lambda i: i << 43, 100_000),
+    "tuples of numbers": _keys(lambda i: {"tuple": [i, -i]}, 60_000),
+    "complex numbers of one hash": _keys(lambda i: {"complex": [float(-1000003 * i), float(i)]}, 80_000),
+    "brackets without end": _nested,
+    "a huge world_size": _changed("world_size", 10**4000),
+    "a huge file": _changed("files", [[f"0_0.{'5' * 16}.0.safetensors", 10**30, "5" * 16]]),
+    "a huge shape": _changed("layouts", [{"shape": [10**30], "cuts": [[]]}]),
+    "a shape of text": _changed("layouts", [{"shape": "4", "cuts": [[]]}]),
+    "a key of many digits": _changed("paths", ["/~i" + "9" * 5000]),
+    "times that are none": _changed("times", {"ranks": column([0]), "milliseconds": {"write": column([1] * 9)}}),
+}
+INLINE = [name for name, write in RECIPES.items() if write.__qualname__.startswith("_values")]
+
+
+# -- who reads it
+
+
+def _run(*args: object) -> str:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert "(--debug shows where)" not in result.output, result.output[:500]
+    return f"exit {result.exit_code}"
+
+
+def _into_targets(folder: Path) -> None:
+    """A load by two ranks of which none asks for what is large."""
+    results = try_load([{"v": None, "n": 0}, {}], folder)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "list": paddle_dist_ckpt.list_checkpoints,
+    "metadata": lambda folder: bool(paddle_dist_ckpt.read_metadata(folder).save_id),
+    "verify": lambda folder: paddle_dist_ckpt.verify(folder).ok,
+    "rebuild": lambda folder: bool(_rebuilt(folder)),
+    "load": lambda folder: len(load_whole(folder)),
+    "load into": lambda folder: load_alone({"v": None, "n": 0}, folder).unique_id,
+    "load by two": _into_targets,
+    "inspect": lambda folder: _run("inspect", folder),
+    "cat": lambda folder: _run("cat", folder, "v" if (folder / "v").exists() else "w"),
+    "cli verify": lambda folder: _run("verify", folder),
+    "diff": lambda folder: _run("diff", folder, folder),
+}
+
+
+def _rebuilt(folder: Path) -> object:
+    other = folder.parent / (folder.name + "-rebuilt")
+    other.mkdir()
+    for file in folder.glob("*.safetensors"):
+        os.link(file, other / file.name)
+    return paddle_dist_ckpt.rebuild_metadata(other)
+
+
+def problem_of(cost: Cost, real: int) -> str | None:
+    """What of a cost is not allowed for files of so many bytes on the disk."""
+    if cost.kinds and "CheckpointError" not in cost.kinds:
+        return f"raised {cost.outcome}"
+    if cost.memory > _MEMORY + real:
+        return f"took {cost.memory >> 20} MiB"
+    if cost.seconds > _SPARE * (1 + real / _BYTES_A_SECOND):
+        return f"took {cost.seconds:.1f} s"
+    return None
+
+
+def attempt(seed: int, folder: Path) -> Counter[str]:
+    """One hostile checkpoint, in turn, to all readers."""
+    cases = [*((name, "file") for name in RECIPES), *((name, "inline") for name in INLINE)]
+    name, where = cases[seed % len(cases)]
+    place = folder / f"checkpoint-{where}"
+    small = folder / "small"
+    write_checkpoint(small, {"/w": Entry([4], [[]]), "/v": Entry([2], [[]], "uint8", 2, b"[]")}, [("/n", b"1")])
+    for read in READERS.values():
+        with suppress(CheckpointError):
+            read(small)  # imports what it needs, once for all children
+    RECIPES[name](place)
+    real, outcomes, problems = bytes_on_disk(place), Counter[str](), list[str]()
+    for reader, read in READERS.items():
+        cost = cost_of(read, small, place)
+        problem = problem_of(cost, 2 * real + _MEMORY if reader == "diff" else real)  # which reads two checkpoints
+        if problem is not None:
+            problems.append(f"{reader} {problem} ({cost.memory >> 20} MiB, {cost.seconds:.2f} s: {cost.outcome[:150]})")
+        outcomes["refused" if cost.kinds else "read"] += 1
+        for rebuilt in folder.glob("*-rebuilt"):
+            shutil.rmtree(rebuilt)
+    assert not problems, f"{name} ({where}), {real >> 10} KiB on the disk:\n  " + "\n  ".join(problems)
+    return outcomes
+
+
+def case_count() -> int:
+    """How many different attempts there are."""
+    return len(RECIPES) + len(INLINE)

@@ -1,0 +1,65 @@
+"""Some of what :mod:`.decoders` and :mod:`.hostile_files` do, and the budgets themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import decoders, hostile_files
+from .budgets import Cost
+from .hostile_files import RECIPES, problem_of
+
+_NAMES = list(RECIPES)
+# Those that took gigabytes or minutes; `python -m test.torture.run` has them all.
+_CASES = (
+    "a hole, cut by columns",
+    "a hole for a value",
+    "a hole behind .metadata",
+    "a grid of 2**20 in 20 dimensions",
+    "paths of 255 short parts",
+    "lists of empty lists",
+    "many arrays of items without bytes",
+    "integers of one hash",
+    "a huge world_size",
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Thousands of reads fail here, and say so."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_files_with_something_changed_are_refused_or_read(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(5000 if request.config.getoption("--long") else 100):
+        place = tmp_path / str(seed)
+        place.mkdir()
+        outcomes += decoders.attempt(seed, place)
+    assert outcomes["refused"] > outcomes.total() // 4
+    assert outcomes["read"] > outcomes.total() // 10
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_files_that_describe_more_than_they_hold_cost_what_they_hold(tmp_path: Path, name: str) -> None:
+    outcomes = hostile_files.attempt(_NAMES.index(name), tmp_path)
+    assert outcomes.total() == len(hostile_files.READERS)
+
+
+@pytest.mark.parametrize(
+    ("cost", "problem"),
+    [
+        (Cost("", (), 64 << 20, 0.5), None),
+        (Cost("KeyError: 'x'", ("KeyError", "Exception"), 0, 0.1), "raised KeyError: 'x'"),
+        (Cost("x", ("CheckpointCorruptedError", "CheckpointError"), 80 << 20, 0.1), "took 80 MiB"),
+        (Cost("", (), 0, 9.0), "took 9.0 s"),
+    ],
+)
+def test_what_is_not_allowed_is_found(cost: Cost, problem: str | None) -> None:
+    assert problem_of(cost, 1 << 20) == problem
