@@ -21,6 +21,7 @@ __all__ = ["MemberPort"]
 
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
+_ATTEMPT_SECONDS = 10.0
 _REFUSED = {
     Status.UNPROVEN: "rank {coordinator}, the coordinator, turned rank {rank} away, which has another control secret; "
     "all ranks of the job must have the same one",
@@ -50,6 +51,7 @@ class MemberPort(Port):
         self._attempts: list[Introduction] = []
         self._was_welcome = False
         self._next_attempt = 0.0
+        self._attempt_ends = math.inf
         self._pause = _FIRST_PAUSE
         self._waiting: deque[tuple[Message, bytes]] = deque()
 
@@ -85,11 +87,15 @@ class MemberPort(Port):
                 self._go_on(self._attempts[0], board)
             except OSError as error:
                 return self._give_up(error, board)
-        return math.inf
+        elif time.monotonic() >= self._attempt_ends:
+            return self._give_up(TimeoutError("no answer"), board)
+        return self._attempt_ends if self._attempts else math.inf
 
     def _begin(self) -> None:
         attempt = Introduction(self._address, self._key, self._rank, self._process, self._coordinator)
         self._attempts.append(attempt)
+        # Else nothing ends it where the coordinator has closed it and no word of that came through.
+        self._attempt_ends = time.monotonic() + _ATTEMPT_SECONDS
         self._selector.register(attempt.socket, attempt.interest)
 
     def _go_on(self, attempt: Introduction, board: Board) -> None:

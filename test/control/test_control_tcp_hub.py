@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paddle_dist_ckpt.control import TcpHub, keys
+from paddle_dist_ckpt.control import TcpHub, keys, member_port
 from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
 from paddle_dist_ckpt.control.gate import Gate
 from paddle_dist_ckpt.control.keys import PROTOCOL
@@ -229,6 +229,7 @@ class Proxy:
             while data := source.recv(65536):
                 self.open.wait()
                 target.sendall(data[:-1] + bytes([data[-1] ^ 1]) if self.altered else data)
+            target.shutdown(socket.SHUT_WR)  # as a network passes on that one side has nothing more to say
         except OSError:
             return
 
@@ -289,6 +290,25 @@ def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store)
     for hub in reversed(hubs):
         hub.close()
     proxy.close()
+
+
+def test_an_attempt_to_connect_that_nobody_answers_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_port, "_ATTEMPT_SECONDS", 0.2)
+    coordinator = make(0, store)
+    found = store.rendezvous()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody greets
+        address = ("127.0.0.1", int(silent.getsockname()[1]))
+        store.set("k", msgspec.msgpack.encode(msgspec.structs.replace(found, endpoint=f"tcp://127.0.0.1:{address[1]}")))
+        member = make(1, store)
+        port = member._port
+        assert isinstance(port, member_port.MemberPort)
+        attempts = [silent.accept()[0] for _ in range(2)]  # a second one, since the first was given up
+        port._address = address_of(found)
+        assert both([coordinator, member]) == [b"0", b"1"]
+    for hub in (member, coordinator):
+        hub.close()
+    for attempt in attempts:
+        attempt.close()
 
 
 def test_appointments_survive_a_connection_that_breaks(store: Store) -> None:
