@@ -82,6 +82,8 @@ class CoordinatorTable:
         """
         if isinstance(message, wire.Open):
             self._on_open(rank, message, now)
+        elif isinstance(message, wire.Bye):
+            self._late.pop((rank, message.session), None)  # it has given up as the others have: its next is the next
         session = self.sessions.get(message.session)
         if session is None and isinstance(message, wire.Bye) and self._is_to_come(message.session):
             # Its Open was lost with a connection. Whoever opens it later shall not wait for this rank.

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 
-from . import bootstrap, failures, keys
+from . import bootstrap, failures, keys, wire
 from .board import Board
 from .bootstrap import Rendezvous
 from .connection import Connection
@@ -60,11 +60,22 @@ class MemberPort(Port):
         return self._standing
 
     def send(self, destination: int, message: Message, payload: bytes) -> None:
-        """Send to the coordinator; until the connection stands, it waits."""
+        """Send to the coordinator; until the connection stands, it waits.
+
+        Of a session that has failed meanwhile, not by this rank's error, only the farewell does: an Open that arrives
+        when its session is over looks like a call that this rank makes too late, and the next one would fail for it.
+        """
         for connection in self._standing:
             self._send_over(connection, message, payload)
         if not self._standing:
+            if isinstance(message, wire.Bye):
+                self._forget(message.session)
             self._waiting.append((message, payload))
+
+    def _forget(self, session: int) -> None:
+        others = deque(sent for sent in self._waiting if not _is_of(sent[0], session))
+        if not any(isinstance(sent[0], wire.Fail) and _is_of(sent[0], session) for sent in self._waiting):
+            self._waiting = others
 
     def _drop(self, connection: Connection) -> None:
         super()._drop(connection)
@@ -147,3 +158,7 @@ class MemberPort(Port):
         super().close()
         for attempt in self._attempts:
             attempt.socket.close()
+
+
+def _is_of(message: Message, session: int) -> bool:
+    return not isinstance(message, (wire.Whereabouts, wire.Appointed)) and message.session == session

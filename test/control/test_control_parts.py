@@ -264,6 +264,31 @@ def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
     assert not table.sessions[1].failing
 
 
+def test_a_late_call_that_its_rank_has_left_does_not_make_the_next_one_fail() -> None:
+    sent: list[tuple[int, wire.Message]] = []
+    table = CoordinatorTable((0, 1), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    failed = failures.record("it failed")
+    for rank, message in [
+        (0, wire.Open(0, "save", 100.0)),
+        (0, wire.Fail(0, "", failed)),
+        (0, wire.Bye(0)),
+    ]:
+        table.handle(rank, message, b"", 0.0)
+    table.tick(GRACE + 0.1)  # over for all, without rank 1
+    sent.clear()
+    for rank, message in [
+        (1, wire.Open(0, "save", 100.0)),
+        (1, wire.Bye(0)),
+        (0, wire.Open(1, "save", 100.0)),
+        (1, wire.Open(1, "save", 100.0)),
+    ]:
+        table.handle(rank, message, b"", 2.0)
+    table.tick(2.0)
+    assert not any(isinstance(message, wire.Verdict) for _, message in sent)
+    assert table.sessions[1].kinds.keys() == {0, 1}
+    assert not table.sessions[1].failing
+
+
 @pytest.mark.parametrize("others", ["have given up", "are gone"])
 def test_a_coordinator_that_slept_hears_first_what_the_others_sent_meanwhile(others: str) -> None:
     sent: list[wire.Message] = []

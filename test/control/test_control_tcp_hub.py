@@ -292,6 +292,22 @@ def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store)
     proxy.close()
 
 
+def test_calls_that_failed_without_a_connection_do_not_make_the_next_one_fail(store: Store) -> None:
+    hubs, proxy = relayed(store)
+    assert both(hubs) == [b"0", b"1"]
+    proxy.open.clear()  # who connects anew hears nothing for now
+    proxy.cut()
+    until(lambda: hubs[0].lost and hubs[1].lost, PATIENCE, "the end of the connection")
+    for _ in range(3):
+        assert all(isinstance(outcome, RankFailureError) for outcome in both(hubs))
+    proxy.open.set()
+    until(lambda: not hubs[0].lost and not hubs[1].lost, PATIENCE, "a new connection")
+    assert both(hubs) == [b"0", b"1"]
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
 def test_an_attempt_to_connect_that_nobody_answers_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_port, "_ATTEMPT_SECONDS", 0.2)
     coordinator = make(0, store)
