@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-__all__ = ["PACKAGE", "PICTURES", "drawn", "imported", "part_of", "rooms"]
+__all__ = ["PACKAGE", "PICTURES", "drawn", "imported", "parsed", "part_of", "rooms"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "paddle_dist_ckpt"
@@ -86,10 +87,36 @@ def part_of(path: Path, package: Path) -> str:
     return first.removesuffix(".py")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A module's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt | ast.excepthandler | ast.match_case]:
+    """All statements in a node, those inside functions too. Much fewer than all nodes."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, field, None)
+        for statement in inner if isinstance(inner, list) else ():
+            yield statement
+            yield from _statements(statement)
+
+
+def _computed(path: Path) -> Iterator[tuple[int, str]]:
+    """What a module imports by a call, which is rare."""
+    by_call = ("import_module", "__import__")
+    if not any(name in path.read_text(encoding="utf-8") for name in by_call):
+        return
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in by_call:
+            (name, *_) = [*node.args, None]
+            yield node.lineno, name.value if isinstance(name, ast.Constant) else "something.computed"
+
+
 def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything that a module imports, inside functions too."""
     here = (package.name, *path.relative_to(package).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    for node in _statements(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -97,12 +124,7 @@ def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
             base += node.module.split(".") if node.module else []
             # "from . import x" may name a module; a name that is no module does no harm behind its module's name.
             yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
-            "import_module",
-            "__import__",
-        ):
-            (name, *_) = [*node.args, None]
-            yield node.lineno, name.value if isinstance(name, ast.Constant) else "something.computed"
+    yield from _computed(path)
 
 
 def rooms(package: Path = PACKAGE) -> dict[str, set[str]]:

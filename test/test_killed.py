@@ -54,7 +54,7 @@ def test_a_killed_job_ends_like_one_in_peace(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(sys, "argv", ["killed.py", "--kills", str(kills), "--seed", SEED])
     killed = example()
-    monkeypatch.setattr(killed, "STEPS", draws(12, 40))
+    monkeypatch.setattr(killed, "STEPS", draws(8, 40))
     monkeypatch.setattr(killed, "MOST_SECONDS", draws(1, 3))
     monkeypatch.setattr(killed, "subprocess", SimpleNamespace(Popen=start))
     code = killed.main()

@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import paddle_dist_ckpt
-from test.rooms import PACKAGE, ROOT, imported
+from test.rooms import PACKAGE, ROOT, imported, parsed
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 USERS = [
-    path for folder in ("paddle_dist_ckpt", "test", "benchmark", "examples") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("paddle_dist_ckpt", "test", "benchmark", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if ".venv" not in path.parts
 ]
 
 
 def offered(path: Path) -> list[str]:
     """What a module's ``__all__`` has."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names: list[str] = ast.literal_eval(node.value)
             return names
@@ -28,7 +31,7 @@ def offered(path: Path) -> list[str]:
 
 def defined(path: Path) -> Iterator[str]:
     """The names at the top of a module, imported ones left out."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield node.name
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -39,7 +42,7 @@ def defined(path: Path) -> Iterator[str]:
 def test_no_name_stands_for_two_classes() -> None:
     places = defaultdict(set)
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].add(str(path.relative_to(PACKAGE)))
     assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -66,9 +66,8 @@ def test_stops_at_every_call() -> None:
     assert "the stopped one failed" in printed
 
 
-@pytest.mark.parametrize("first", [0, 40])
-def test_io_errors(first: int) -> None:
-    outcomes = tried("io_errors", range(first, first + 40))
+def test_io_errors() -> None:
+    outcomes = tried("io_errors", range(40))
     assert outcomes["refused"]
     assert outcomes["saved"]
     assert outcomes["load refused"]
@@ -89,11 +88,13 @@ def test_mixes() -> None:
     assert outcomes["deleted"]
 
 
+@pytest.mark.long
 def test_full_disks() -> None:
     printed = tried_apart("full_disks", 9)
     assert "refused" in printed or "cannot mount" in printed
 
 
+@pytest.mark.long
 def test_endurance() -> None:
     command = "import tempfile, pathlib, test.torture.endurance as e\n"
     command += "with tempfile.TemporaryDirectory() as folder: print(e.endure(2, pathlib.Path(folder), 600.0, 45))"
