@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
+from ..core.box import flat_range
 from ..files.metadata import Metadata
 from ..planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
 from .messages import ExchangeAnswer, ExchangeRound, ParcelOrder, ShardNeed, ShardOrder, UnitOrder
@@ -91,8 +94,19 @@ class ExchangePlanner:
             ]
             if parcels:
                 shard = self._order(unit.shard) if reads else None
-                told.append(UnitOrder(self._ranks[unit.reader], self._shards[unit.shard].itemsize, parcels, shard))
+                itemsize, whole = self._shards[unit.shard].itemsize, self._is_whole(unit)
+                told.append(UnitOrder(self._ranks[unit.reader], itemsize, parcels, shard, whole))
         return told
+
+    def _is_whole(self, unit: Unit) -> bool:
+        """Whether the parcels for all are whole blocks, one behind the other."""
+        shard, block_bytes = self._shards[unit.shard], self._metadata.block_bytes
+        ranges = [flat_range(parcel.box, shard.shape) for parcel in unit.parcels if parcel.destination == ALL]
+        found = [span for span in ranges if span is not None]
+        if not found or len(found) < len(ranges) or any(a[1] != b[0] for a, b in itertools.pairwise(found)):
+            return False
+        start, stop = found[0][0] * shard.itemsize, found[-1][1] * shard.itemsize
+        return start % block_bytes == 0 and (stop % block_bytes == 0 or stop == shard.itemsize * math.prod(shard.shape))
 
     def _order(self, shard: int) -> ShardOrder:
         table = self._metadata.table
