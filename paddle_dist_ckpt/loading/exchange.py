@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Exchange"]
 
 _ALONE_BYTES = 256 << 10
+_AHEAD = 8  # rounds that may be read before it is their turn
 _RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}
 _Address = tuple[int, int, int]
 """A message: the rank that sends it, the one that it goes to, or ALL, and which of several."""
@@ -62,7 +63,7 @@ class Exchange:
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
 
     def run(self, rounds: Sequence[ExchangeRound]) -> None:
-        """Run all rounds. While the messages of one travel, the next one is read.
+        """Run all rounds. While the messages of one travel, the next one is read, and more if that takes no memory.
 
         Not so with tensors on a device: their rows are in host memory only in rounds that bring something for them.
         """
@@ -70,26 +71,18 @@ class Exchange:
         staging = RoundStaging(self.fit.targets, self.copies, rows, self.staging_bytes)
         messages = [_messages(one.units) for one in rounds]
         self._on_host = not any(map(len, rows))
-        readings: list[Future[_Outgoing]] = []
-        ahead = Beside("reads ahead")
-
-        def read(i: int) -> _Outgoing:
-            if not self._on_host:
-                return self._read(messages[i], i)
-            readings.extend(
-                ahead.start(functools.partial(self._read, messages[k], k))
-                for k in range(len(readings), min(i + 2, len(rounds)))
-            )
-            return readings[i].result()
-
+        ahead = _ReadingAhead([functools.partial(self._read, one, i) for i, one in enumerate(messages)])
         try:
             for i, one in enumerate(rounds):
                 with staging.round(i):
-                    outgoing = read(i)
+                    if self._on_host:
+                        outgoing = ahead.read(i, lambda k: self._is_sent_in_place(messages[k]))
+                    else:
+                        outgoing = self._read(messages[i], i)
                     self._broadcast(messages[i], outgoing)
                     self._exchange(one.senders, messages[i], outgoing)
         finally:
-            wait(readings)  # nothing is read any more after the work
+            ahead.wait()
             staging.finish()
 
     def _read(self, messages: Mapping[_Address, Sequence[_Part]], number: int) -> _Outgoing:
@@ -169,6 +162,12 @@ class Exchange:
             stop += consumer.target.nbytes
         return bytes_at(start, stop - start)
 
+    def _is_sent_in_place(self, messages: Mapping[_Address, Sequence[_Part]]) -> bool:
+        """Whether this rank needs no buffers for what it sends in a round."""
+        me = self.session.rank
+        sent = [parts for (source, destination, _), parts in messages.items() if source == me != destination]
+        return all(self._whole_target(parts) is not None for parts in sent)
+
     def _broadcast(self, messages: Mapping[_Address, Sequence[_Part]], outgoing: _Outgoing) -> None:
         """Send and receive what is for all."""
         for address in sorted(messages):
@@ -225,6 +224,27 @@ class Exchange:
                 at += size
         except Exception as error:
             self.failure = error
+
+
+class _ReadingAhead:
+    """Reads rounds before it is their turn, in order, beside their owner. ``tasks`` read a round each."""
+
+    def __init__(self, tasks: Sequence[Callable[[], _Outgoing]]) -> None:
+        self._tasks = tasks
+        self._begun: list[Future[_Outgoing]] = []
+        self._beside = Beside("reads ahead")
+
+    def read(self, number: int, takes_no_memory: Callable[[int], bool]) -> _Outgoing:
+        """What a round has to be sent, when those before it have been sent. Reading goes on with the next one, and with
+        those that follow as long as they take no memory."""
+        end = min(number + _AHEAD, len(self._tasks))
+        while (k := len(self._begun)) < end and (k <= number + 1 or takes_no_memory(k)):
+            self._begun.append(self._beside.start(self._tasks[k]))
+        return self._begun[number].result()
+
+    def wait(self) -> None:
+        """Wait until nothing is read any more."""
+        wait(self._begun)
 
 
 def _messages(units: Sequence[UnitOrder]) -> dict[_Address, list[_Part]]:
