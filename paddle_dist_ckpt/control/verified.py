@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -18,9 +20,10 @@ import xxhash
 from ..core.memory import Bytes1D
 from ..core.messages import decode, encode, prepare
 from ..core.protocols import ControlSession, Operations, Transport
+from ..core.threads import Beside
 from ..errors import CollectiveError
 
-__all__ = ["ADVICE", "VerifiedTransfers", "agree_on_collectives"]
+__all__ = ["ADVICE", "VerifiedTransfers", "agree_on_collectives", "digest_of", "digest_of_blocks"]
 
 _MOST_NAMES = 20  # in an error
 ADVICE = (
@@ -62,20 +65,36 @@ def agree_on_collectives(session: ControlSession, transport: Transport) -> None:
         transport.rely_on_others(failing.ranks)
 
 
+def digest_of(data: Bytes1D, block_bytes: int = 0) -> int:
+    """The digest of a message; with ``block_bytes``, of the digests of its blocks."""
+    if not block_bytes:
+        return xxhash.xxh3_64_intdigest(data.data)
+    starts = range(0, data.size, block_bytes)
+    return digest_of_blocks([xxhash.xxh3_64_intdigest(data.data[at : at + block_bytes]) for at in starts])
+
+
+def digest_of_blocks(digests: Digests | Sequence[int]) -> int:
+    """The digest of a message of blocks whose digests are known."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(digests, "<u8").view(np.uint8).data)
+
+
 class _Arrival(NamedTuple):
-    """A message that has come: which of those of its source it is, its digest, and what it is."""
+    """A message that has come: which of those of its source it is, in which operation it came, its digest, or where
+    that will be, and what it is."""
 
     place: int
-    digest: int
+    operation: int
+    digest: int | Future[int]
     what: Callable[[], str]
 
 
 class VerifiedTransfers:
     """Implements :class:`..core.protocols.Transfers` by operations that are not trusted.
 
-    A message is hashed where it is sent and where it has landed; the senders' digests follow when all is done. The hash
-    begins with the number of the operation and the nonce, so neither memory that nothing was moved to can pass, nor
-    what another operation has left there, with its digest.
+    A message is hashed where it has landed, beside what follows if its memory stays as it is, and where it is sent,
+    unless the sender knows its digest. The senders' digests follow when all is done, each hashed with the number of the
+    operation and the nonce: neither memory that nothing was moved to can pass, nor what another operation has left
+    there, with its digest.
 
     Args:
         operations: Move the bytes.
@@ -92,15 +111,30 @@ class VerifiedTransfers:
         self._operations: Counter[int] = Counter()  # exchanges in which each source has sent
         self._sent: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # places and digests, by destination
         self._came: defaultdict[int, list[_Arrival]] = defaultdict(list)  # in exchanges, by source
+        self._beside = Beside("hashes")
 
-    def broadcast(self, data: Bytes1D, source: int, most: int, what: Callable[[], str]) -> None:
+    def broadcast(
+        self,
+        data: Bytes1D,
+        source: int,
+        most: int,
+        what: Callable[[], str],
+        digest: int | None = None,
+        block_bytes: int = 0,
+        kept: bool = False,
+    ) -> None:
         """See :class:`..core.protocols.Transfers`."""
         self._begin(most)
-        sent = self._digest(data) if source == self._rank else 0  # before something else could get into the memory
+        if source == self._rank and digest is None:  # before something else could get into the memory
+            digest = digest_of(data, block_bytes)
         self._by.broadcast(data, source, most)
         if data.size:
+            hashed: int | Future[int] | None = digest
+            if hashed is None:
+                hash_it = functools.partial(digest_of, data, block_bytes)
+                hashed = self._beside.start(hash_it) if kept else hash_it()
             messages = self._broadcasts[source]
-            messages.append(_Arrival(len(messages), sent or self._digest(data), what))
+            messages.append(_Arrival(len(messages), self._number, hashed, what))
 
     def exchange(
         self,
@@ -109,17 +143,19 @@ class VerifiedTransfers:
         senders: Sequence[tuple[int, int]],
         most: int,
         what: Callable[[int], str],
+        digests: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """See :class:`..core.protocols.Transfers`."""
         self._begin(most)
         for to, data in outgoing.items():
             if data.size and to != self._rank:
-                self._sent[to].append((self._operations[self._rank], self._digest(data)))
+                digest = digests[to] if to in digests else digest_of(data)
+                self._sent[to].append((self._operations[self._rank], self._sealed(digest, self._number)))
         self._by.exchange(outgoing, incoming, senders, most)
         for source, data in incoming.items():
             if data.size and source != self._rank:
-                arrival = _Arrival(self._operations[source], self._digest(data), functools.partial(what, source))
-                self._came[source].append(arrival)
+                place, named = self._operations[source], functools.partial(what, source)
+                self._came[source].append(_Arrival(place, self._number, digest_of(data), named))
         self._operations.update([source for source, _ in senders])
 
     def try_out(self) -> list[str]:
@@ -136,7 +172,7 @@ class VerifiedTransfers:
         for source, messages in sorted(self._broadcasts.items()):
             digests = _no_digests(len(messages))
             if source == self._rank:
-                digests[:] = [message.digest for message in messages]
+                digests[:] = [self._seal(message) for message in messages]
             self._by.broadcast(digests.view(np.uint8), source, self._most)
             wrong += self._compare("broadcast", source, messages, digests)
         if self._operations:
@@ -156,14 +192,19 @@ class VerifiedTransfers:
         self._number += 1
         self._most = max(self._most, most)
 
-    def _digest(self, data: Bytes1D) -> int:
-        return xxhash.xxh3_64_intdigest(data.data, (self._seed + self._number) % (1 << 64))
+    def _seal(self, message: _Arrival) -> int:
+        digest = message.digest if isinstance(message.digest, int) else message.digest.result()
+        return self._sealed(digest, message.operation)
+
+    def _sealed(self, digest: int, operation: int) -> int:
+        """What is sent of a digest, and compared: it holds for one operation alone."""
+        return xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), (self._seed + operation) % (1 << 64))
 
     def _compare(self, operation: str, source: int, messages: Sequence[_Arrival], sent: Digests) -> list[str]:
         """A line if some messages are not as they were sent."""
         if source == self._rank:
             return []
-        wrong = [message for message in messages if message.digest != int(sent[message.place])]
+        wrong = [message for message in messages if self._seal(message) != int(sent[message.place])]
         names = dict.fromkeys(name for message in wrong if (name := message.what()))
         shown = ", ".join(list(names)[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         return [f"{operation} from rank {source} to rank {self._rank}" + f" ({shown})" * bool(shown)] if wrong else []

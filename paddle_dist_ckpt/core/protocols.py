@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from .memory import Bytes1D
@@ -220,8 +221,25 @@ class Transfers(Protocol):
     Other ranks wait for this one's part in all of them, so what is wrong is raised when the work is done.
     """
 
-    def broadcast(self, data: Bytes1D, source: int, most: int, what: Callable[[], str]) -> None:
-        """See :class:`Operations`; ``what`` names what is sent, for an error on a rank that receives it."""
+    def broadcast(
+        self,
+        data: Bytes1D,
+        source: int,
+        most: int,
+        what: Callable[[], str],
+        digest: int | None = None,
+        block_bytes: int = 0,
+        kept: bool = False,
+    ) -> None:
+        """See :class:`Operations`.
+
+        Args:
+            data, source, most: See there.
+            what: Names what is sent, for an error on a rank that receives it.
+            digest: On the source, the message's, if it is known: a :func:`..control.verified.digest_of`.
+            block_bytes: By what blocks that is taken; the same on every rank.
+            kept: Whether the memory stays as it is until the work is done, so that it can be hashed beside.
+        """
         ...
 
     def exchange(
@@ -231,8 +249,10 @@ class Transfers(Protocol):
         senders: Sequence[tuple[int, int]],
         most: int,
         what: Callable[[int], str],
+        digests: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """See :class:`Operations`; ``what`` names what comes from a rank."""
+        """See :class:`Operations`; ``what`` names what comes from a rank. ``digests`` are those of the messages to some
+        ranks, if they are known."""
         ...
 
     def try_out(self) -> list[str]:

@@ -6,10 +6,15 @@ import concurrent.futures.thread  # noqa: F401 (Paddle needs it, and when the in
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any, TypeVar
 
-__all__ = ["at_exit", "io_threads", "lower_priority", "run_all"]
+__all__ = ["Beside", "at_exit", "io_threads", "lower_priority", "run_all"]
+
+T = TypeVar("T")
 
 _MOST_THREADS = 4
 _LOWEST_PRIORITY = 19
@@ -90,3 +95,39 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
         iterator.close()
     if failures:
         raise failures[0]
+
+
+class Beside:
+    """Runs tasks beside its owner, one after the other, on a thread that lives while there are any.
+
+    The thread is a daemon: nobody waits for a task whose owner has been given up.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._running = False
+
+    def start(self, task: Callable[[], T]) -> Future[T]:
+        """Have a task run when those before it have ended."""
+        result: Future[T] = Future()
+        with self._lock:
+            self._tasks.append((task, result))
+            starts, self._running = not self._running, True
+        if starts:
+            threading.Thread(target=self._run, name=f"paddle_dist_ckpt {self._name}", daemon=True).start()
+        return result
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._tasks:
+                    self._running = False
+                    return
+                task, result = self._tasks.popleft()
+            try:
+                result.set_result(task())
+            except BaseException as error:
+                result.set_exception(error)
+            del task, result  # not to be kept until the next one comes

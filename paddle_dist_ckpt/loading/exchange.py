@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..control.verified import digest_of, digest_of_blocks
+from ..core.box import flat_range
 from ..core.columns import IntArray
 from ..core.device_memory import Copies
 from ..core.dtypes import DTYPES
-from ..core.memory import Bytes1D, fresh_pages
+from ..core.memory import Bytes1D, address_of, bytes_at, fresh_pages
 from ..core.protocols import ControlSession, Transfers
+from ..core.threads import Beside
 from ..files.reader import Consumer, StoredEntry, read_entries
 from ..planning.exchange_plan import ALL
 from .fit import Fit
@@ -27,10 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["Exchange"]
 
 _ALONE_BYTES = 256 << 10
+_AHEAD = 8  # rounds that may be read before it is their turn
 _RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}
 _Address = tuple[int, int, int]
 """A message: the rank that sends it, the one that it goes to, or ALL, and which of several."""
 _Part = tuple[UnitOrder, ParcelOrder]
+_Outgoing = Mapping[_Address, tuple[Bytes1D, int]]
+"""The messages that a rank sends in a round, with their digests."""
 
 
 @dataclass(slots=True)
@@ -52,24 +59,34 @@ class Exchange:
     staging_bytes: int
     progress: Callable[[int], None]
     failure: Exception | None = None
+    _on_host: bool = True
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
 
     def run(self, rounds: Sequence[ExchangeRound]) -> None:
-        """Run all rounds."""
+        """Run all rounds. While the messages of one travel, the next one is read, and more if that takes no memory.
+
+        Not so with tensors on a device: their rows are in host memory only in rounds that bring something for them.
+        """
         rows = [self.fit.rows_on_device(_needs_of(one)) for one in rounds]
         staging = RoundStaging(self.fit.targets, self.copies, rows, self.staging_bytes)
+        messages = [_messages(one.units) for one in rounds]
+        self._on_host = not any(map(len, rows))
+        ahead = _ReadingAhead([functools.partial(self._read, one, i) for i, one in enumerate(messages)])
         try:
             for i, one in enumerate(rounds):
                 with staging.round(i):
-                    messages = _messages(one.units)
-                    outgoing = self._read(messages)
-                    self._broadcast(messages, outgoing)
-                    self._exchange(one.senders, messages, outgoing)
+                    if self._on_host:
+                        outgoing = ahead.read(i, lambda k: self._is_sent_in_place(messages[k]))
+                    else:
+                        outgoing = self._read(messages[i], i)
+                    self._broadcast(messages[i], outgoing)
+                    self._exchange(one.senders, messages[i], outgoing)
         finally:
+            ahead.wait()
             staging.finish()
 
-    def _read(self, messages: Mapping[_Address, Sequence[_Part]]) -> dict[_Address, Bytes1D]:
-        """Read this round's units; returns the messages with the bytes to be sent."""
+    def _read(self, messages: Mapping[_Address, Sequence[_Part]], number: int) -> _Outgoing:
+        """Read the units of a round; returns the messages with the bytes to be sent, and their digests."""
         me = self.session.rank
         outgoing: dict[_Address, Bytes1D] = {}
         entries: dict[tuple[str, int], tuple[StoredEntry, list[Consumer]]] = {}
@@ -80,7 +97,9 @@ class Exchange:
             is_sent, in_place, at = destination != me, None, 0
             if is_sent:
                 in_place = self._whole_target(parts)
-                outgoing[address] = self._buffer(address, _nbytes(parts)) if in_place is None else in_place
+                outgoing[address] = (
+                    self._buffer((address, number % 2), _nbytes(parts)) if in_place is None else in_place
+                )
             for unit, parcel in parts:
                 assert unit.shard is not None, "a reader is told what it reads"
                 box, shard = parcel.box, unit.shard
@@ -99,7 +118,24 @@ class Exchange:
                 read_entries(entries.values(), self.fit.answer.block_bytes, 1, check, self.progress, joined=False)
         except Exception as error:
             self.failure = error
-        return outgoing
+        return {address: (data, self._digest(messages[address], data)) for address, data in outgoing.items()}
+
+    def _digest(self, parts: Sequence[_Part], data: Bytes1D) -> int:
+        """The digest of a message to be sent: of what the file says of its blocks, if that is what was read."""
+        block_bytes, (unit, parcel) = self._blocks(parts), parts[0]
+        if block_bytes and self.failure is None:
+            assert unit.shard is not None, "a reader is told what it reads"
+            hashes, start = self.files.opened[unit.shard.file].hashes, flat_range(parcel.box, unit.shard.shape)
+            if hashes is not None and start is not None:
+                first = unit.shard.first_block + start[0] * unit.itemsize // block_bytes
+                return digest_of_blocks(hashes[first : first + -(-len(data) // block_bytes)])
+        return digest_of(data, block_bytes)
+
+    def _blocks(self, parts: Sequence[_Part]) -> int:
+        """The size of the blocks of which a message for all consists; 0 if they are not whole, or of several units."""
+        unit, parcel = parts[0]
+        whole = unit.whole and parcel.destination == ALL and parts[-1][0] is unit
+        return self.fit.answer.block_bytes if whole and _nbytes(parts) >= _ALONE_BYTES else 0
 
     def _entry(self, shard: ShardOrder) -> StoredEntry:
         file = self.files.opened[shard.file]
@@ -114,24 +150,35 @@ class Exchange:
 
     def _whole_target(self, parts: Sequence[_Part]) -> Bytes1D | None:
         """The target's memory if a message can be sent from it, or received in it, as it is."""
-        _, parcel = parts[0]
-        if len(parts) > 1 or parcel.row < 0:
-            return None
-        consumer = self.fit.consumer(parcel.row, parcel.box)
-        if consumer.convert is not None or not consumer.target.flags.c_contiguous:
-            return None
-        return consumer.target.reshape(-1).view(np.uint8)
+        start = stop = 0
+        for i, (_, parcel) in enumerate(parts):
+            if parcel.row < 0:
+                return None
+            consumer = self.fit.consumer(parcel.row, parcel.box)
+            address = address_of(consumer.target)
+            start, stop = (start, stop) if i else (address, address)
+            if consumer.convert is not None or not consumer.target.flags.c_contiguous or address != stop:
+                return None
+            stop += consumer.target.nbytes
+        return bytes_at(start, stop - start)
 
-    def _broadcast(self, messages: Mapping[_Address, Sequence[_Part]], outgoing: Mapping[_Address, Bytes1D]) -> None:
+    def _is_sent_in_place(self, messages: Mapping[_Address, Sequence[_Part]]) -> bool:
+        """Whether this rank needs no buffers for what it sends in a round."""
+        me = self.session.rank
+        sent = [parts for (source, destination, _), parts in messages.items() if source == me != destination]
+        return all(self._whole_target(parts) is not None for parts in sent)
+
+    def _broadcast(self, messages: Mapping[_Address, Sequence[_Part]], outgoing: _Outgoing) -> None:
         """Send and receive what is for all."""
         for address in sorted(messages):
             source, destination, _ = address
             if destination != ALL:
                 continue
             parts, sends = messages[address], source == self.session.rank
-            in_place = outgoing[address] if sends else self._whole_target(parts)
+            in_place, digest = outgoing[address] if sends else (self._whole_target(parts), None)
             data = self._buffer("incoming", _nbytes(parts)) if in_place is None else in_place
-            self.transfers.broadcast(data, source, self.staging_bytes, functools.partial(self._keys, parts))
+            what, kept = functools.partial(self._keys, parts), self._on_host and in_place is not None
+            self.transfers.broadcast(data, source, self.staging_bytes, what, digest, self._blocks(parts), kept)
             if in_place is None:
                 self._unpack(parts, data)
             elif not sends:
@@ -141,7 +188,7 @@ class Exchange:
         self,
         senders: Sequence[tuple[int, int]],
         messages: Mapping[_Address, Sequence[_Part]],
-        outgoing: Mapping[_Address, Bytes1D],
+        outgoing: _Outgoing,
     ) -> None:
         """Send and receive what is for single ranks, packed in one message for each pair of them."""
         if not senders:
@@ -149,8 +196,10 @@ class Exchange:
         me = self.session.rank
         mine = {source: parts for (source, to, _), parts in messages.items() if to == me != source}
         incoming = {source: self._buffer(source, _nbytes(parts)) for source, parts in mine.items()}
-        single = {to: data for (_, to, _), data in outgoing.items() if to != ALL}
-        self.transfers.exchange(single, incoming, senders, self.staging_bytes, lambda source: self._keys(mine[source]))
+        single = {to: data for (_, to, _), (data, _) in outgoing.items() if to != ALL}
+        digests = {to: digest for (_, to, _), (_, digest) in outgoing.items() if to != ALL}
+        most, what = self.staging_bytes, lambda source: self._keys(mine[source])
+        self.transfers.exchange(single, incoming, senders, most, what, digests)
         for source, parts in mine.items():
             self._unpack(parts, incoming[source])
 
@@ -177,19 +226,40 @@ class Exchange:
             self.failure = error
 
 
+class _ReadingAhead:
+    """Reads rounds before it is their turn, in order, beside their owner. ``tasks`` read a round each."""
+
+    def __init__(self, tasks: Sequence[Callable[[], _Outgoing]]) -> None:
+        self._tasks = tasks
+        self._begun: list[Future[_Outgoing]] = []
+        self._beside = Beside("reads ahead")
+
+    def read(self, number: int, takes_no_memory: Callable[[int], bool]) -> _Outgoing:
+        """What a round has to be sent, when those before it have been sent. Reading goes on with the next one, and with
+        those that follow as long as they take no memory."""
+        end = min(number + _AHEAD, len(self._tasks))
+        while (k := len(self._begun)) < end and (k <= number + 1 or takes_no_memory(k)):
+            self._begun.append(self._beside.start(self._tasks[k]))
+        return self._begun[number].result()
+
+    def wait(self) -> None:
+        """Wait until nothing is read any more."""
+        wait(self._begun)
+
+
 def _messages(units: Sequence[UnitOrder]) -> dict[_Address, list[_Part]]:
     """What is sent together in a round, as far as this rank has a part in it.
 
-    Of the parcels for all a large one is sent alone, so that it can be sent from its target and received in its target.
+    What a unit has for all is sent alone if it is large, so that it can be sent from its target and received in its
+    target.
     """
     messages: dict[_Address, list[_Part]] = {}
     large: Counter[int] = Counter()
     for unit in units:
+        size = sum(parcel.box.size for parcel in unit.parcels if parcel.destination == ALL) * unit.itemsize
+        large[unit.reader] += size >= _ALONE_BYTES
         for parcel in unit.parcels:
-            number = 0
-            if parcel.destination == ALL and parcel.box.size * unit.itemsize >= _ALONE_BYTES:
-                large[unit.reader] += 1
-                number = large[unit.reader]
+            number = large[unit.reader] if parcel.destination == ALL and size >= _ALONE_BYTES else 0
             messages.setdefault((unit.reader, parcel.destination, number), []).append((unit, parcel))
     return messages
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
+from ..core.box import flat_range
 from ..files.metadata import Metadata
 from ..planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
 from .messages import ExchangeAnswer, ExchangeRound, ParcelOrder, ShardNeed, ShardOrder, UnitOrder
@@ -57,10 +60,12 @@ class ExchangePlanner:
             for rank, place in self._place.items()
         }
 
-    def _rounds(self, needs: Mapping[int, Sequence[Need]]) -> list[tuple[list[Unit], list[tuple[int, int]]]]:
-        """The rounds of one pass, and who sends in each."""
+    def _rounds(
+        self, needs: Mapping[int, Sequence[Need]]
+    ) -> list[tuple[list[tuple[Unit, bool]], list[tuple[int, int]]]]:
+        """The rounds of one pass, each unit with whether it is sent as whole blocks, and who sends in each."""
         plan = plan_exchange(self._shards, needs, self._reach, len(self._ranks), self._metadata.block_bytes)
-        return [(units, self._senders(units)) for units in plan]
+        return [([(unit, self._is_whole(unit)) for unit in units], self._senders(units)) for units in plan]
 
     def _senders(self, units: Sequence[Unit]) -> list[tuple[int, int]]:
         """The readers that send to single ranks in a round, each with the size of its largest message."""
@@ -75,10 +80,10 @@ class ExchangePlanner:
             largest[source] = max(largest.get(source, 0), size)
         return [(self._ranks[source], size) for source, size in sorted(largest.items())]
 
-    def _told(self, units: Sequence[Unit], place: int) -> list[UnitOrder]:
+    def _told(self, units: Sequence[tuple[Unit, bool]], place: int) -> list[UnitOrder]:
         """What the rank at a position is told of a round."""
         told = []
-        for unit in units:
+        for unit, is_whole in units:
             reads = unit.reader == place
             parcels = [
                 ParcelOrder(
@@ -91,8 +96,21 @@ class ExchangePlanner:
             ]
             if parcels:
                 shard = self._order(unit.shard) if reads else None
-                told.append(UnitOrder(self._ranks[unit.reader], self._shards[unit.shard].itemsize, parcels, shard))
+                itemsize = self._shards[unit.shard].itemsize
+                told.append(UnitOrder(self._ranks[unit.reader], itemsize, parcels, shard, is_whole))
         return told
+
+    def _is_whole(self, unit: Unit) -> bool:
+        """Whether the parcels are for all, and whole blocks, one behind the other."""
+        if unit.parcels[0].destination != ALL:  # then all are
+            return False
+        shard, block_bytes = self._shards[unit.shard], self._metadata.block_bytes
+        ranges = [flat_range(parcel.box, shard.shape) for parcel in unit.parcels]
+        found = [span for span in ranges if span is not None]
+        if not found or len(found) < len(ranges) or any(a[1] != b[0] for a, b in itertools.pairwise(found)):
+            return False
+        start, stop = found[0][0] * shard.itemsize, found[-1][1] * shard.itemsize
+        return start % block_bytes == 0 and (stop % block_bytes == 0 or stop == shard.itemsize * math.prod(shard.shape))
 
     def _order(self, shard: int) -> ShardOrder:
         table = self._metadata.table

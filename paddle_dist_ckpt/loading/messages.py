@@ -189,12 +189,14 @@ class ShardOrder(msgspec.Struct, frozen=True, array_like=True):
 
 class UnitOrder(msgspec.Struct, frozen=True, array_like=True):
     """Something that a rank reads, and parcels of it: all of them if that is the rank that is told, which also hears of
-    the shard; else those for the rank that is told, or for all. Items have ``itemsize`` bytes."""
+    the shard; else those for the rank that is told, or for all. Items have ``itemsize`` bytes. ``whole``: the parcels
+    for all are whole blocks of the shard, one behind the other."""
 
     reader: int
     itemsize: int
     parcels: list[ParcelOrder]
     shard: ShardOrder | None
+    whole: bool
 
 
 class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ __all__ = ["ALL", "ExchangeShard", "Need", "Unit", "plan_exchange"]
 ALL = -1
 _UNIT_BYTES = 8 << 20
 _UNITS_PER_RANK = 8  # so that what ranks read can be balanced
-_ROUND_BYTES = 64 << 20
+_ROUND_BYTES = 32 << 20  # of one round; the next one is read meanwhile
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from paddle_dist_ckpt.core.threads import run_all
+from paddle_dist_ckpt.core.threads import Beside, run_all
 
 
 def test_nothing_runs_any_more_when_an_interruption_is_raised() -> None:
@@ -33,3 +33,24 @@ def test_nothing_runs_any_more_when_an_interruption_is_raised() -> None:
         signal.signal(signal.SIGINT, before)
     assert sorted(started) == sorted(ended)
     assert len(started) < 10
+
+
+def test_tasks_beside_their_owner_run_in_order() -> None:
+    beside, order = Beside("test"), list[int]()
+    gate = threading.Event()
+    results = [beside.start(functools.partial(gate.wait, 30))]
+    results += [beside.start(functools.partial(order.append, number)) for number in range(5)]
+    assert order == []
+    gate.set()
+    assert results[0].result(30) is True
+    results[-1].result(30)
+    assert order == list(range(5))
+
+
+def test_a_task_beside_its_owner_that_fails_stops_no_other() -> None:
+    beside = Beside("test")
+    for _ in range(2):  # the thread is another one the second time, or the same
+        failing, other = beside.start(lambda: 1 // 0), beside.start(lambda: 3)
+        assert other.result(30) == 3
+        with pytest.raises(ZeroDivisionError):
+            failing.result(30)

@@ -168,7 +168,7 @@ def test_what_all_ranks_need_is_broadcast() -> None:
         parcel.destination == ALL and parcel.rows == dict.fromkeys(range(4), 7) for u in units for parcel in u.parcels
     )
     assert sum(parcel.box.size for unit in units for parcel in unit.parcels) == 32 << 20
-    assert len(rounds) == 2
+    assert len(rounds) == 4
 
 
 def test_reading_is_spread_over_the_ranks_that_can() -> None:

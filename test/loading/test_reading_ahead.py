@@ -1,0 +1,109 @@
+"""Exchanges of several rounds: read before it is their turn, and sent with the digests that the file has."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from paddle_dist_ckpt.control import verified
+from paddle_dist_ckpt.core.memory import Bytes1D
+from paddle_dist_ckpt.core.protocols import Transport
+from paddle_dist_ckpt.errors import RankFailureError
+from paddle_dist_ckpt.loading import exchange
+from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.planning import exchange_plan
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
+from test.jobs import (
+    SMALL,
+    CountingStorage,
+    all_ok,
+    another_host,
+    blank_like,
+    data_files,
+    data_reads,
+    errors_of,
+    make_array,
+    replaced_bytes,
+    same_bits,
+    save_on,
+)
+
+
+class _Held:
+    """A transport, of which no broadcast begins before ``may_begin`` returns."""
+
+    def __init__(self, inner: Transport, may_begin: Callable[[], None]) -> None:
+        self._inner, self._may_begin = inner, may_begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def broadcast(self, data: Bytes1D, source: int, most: int) -> None:
+        """Wait first."""
+        self._may_begin()
+        self._inner.broadcast(data, source, most)
+
+
+def _in_rounds(tmp_path: Path, patch: pytest.MonkeyPatch) -> Any:
+    """Save a tensor that three ranks load in eight rounds, of two units each."""
+    patch.setattr(exchange_plan, "_ROUND_BYTES", 512 << 10)
+    array = make_array((1048, 1000))
+    save_on([{"w": array}], tmp_path, None, dataclasses.replace(SMALL, block_bytes=256 << 10))
+    return array
+
+
+def _load_rounds(tmp_path: Path, targets: list[Any], may_begin: Callable[[], None], log: list[Any]) -> list[Any]:
+    def work(rank: SimulatedRank) -> Any:
+        storage = CountingStorage(tmp_path, log) if rank.rank == 0 else another_host(tmp_path / "none", rank.rank)
+        return rank.load({"w": targets[rank.rank]}, storage, options=LoadOptions(timeout=60, exchange="always"))
+
+    return run_ranks(3, work, over=lambda transport, rank: cast("Transport", _Held(transport, may_begin)))
+
+
+def test_the_next_round_is_read_before_the_first_has_travelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = _in_rounds(tmp_path, monkeypatch)
+    log: list[tuple[str, int, int]] = []
+    targets = [blank_like(array) for _ in range(3)]
+
+    def may_begin() -> None:
+        until = time.monotonic() + 30
+        while sum(stop - start for _, start, stop in data_reads(tmp_path, list(log))) < 1 << 20:
+            assert time.monotonic() < until, "nothing is read ahead"
+            time.sleep(0.001)
+
+    all_ok(_load_rounds(tmp_path, targets, may_begin, log))
+    assert all(same_bits(target, array) for target in targets)
+
+
+def test_a_damaged_block_is_told_from_a_collective_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent in its place comes as it was sent, and every rank hears of the file."""
+    array = _in_rounds(tmp_path, monkeypatch)
+    (path,) = data_files(tmp_path)
+    targets = [blank_like(array) for _ in range(3)]
+    size = path.stat().st_size
+    for place in (size // 2, size - 1):
+        with replaced_bytes(path, {place: path.read_bytes()[place] ^ 1}):
+            results = _load_rounds(tmp_path, targets, lambda: None, [])
+        for error in errors_of(results, RankFailureError):
+            assert "CheckpointCorruptedError: w: the checksum of" in str(error)
+            assert list(error.failures) == [0]
+
+
+def test_the_sender_of_whole_blocks_does_not_hash_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = _in_rounds(tmp_path, monkeypatch)
+    targets = [blank_like(array) for _ in range(3)]
+    hashed: list[int] = []
+
+    def digest_of(data: Bytes1D, block_bytes: int = 0) -> int:
+        hashed.append(data.size)
+        return verified.digest_of(data, block_bytes)
+
+    monkeypatch.setattr(exchange, "digest_of", digest_of)
+    all_ok(_load_rounds(tmp_path, targets, lambda: None, []))
+    assert sum(hashed) < 256 << 10  # the tail, which is small
+    assert all(same_bits(target, array) for target in targets)
