@@ -189,8 +189,11 @@ class _Collectives:
 
         def run() -> None:
             try:
-                value = work(verified)
-                verified.settle()
+                try:
+                    value = work(verified)
+                    verified.settle()
+                finally:
+                    verified.finish()
             except BaseException as error:
                 result.set_exception(error)
             else:

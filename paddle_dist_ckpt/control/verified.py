@@ -158,6 +158,10 @@ class VerifiedTransfers:
                 self._came[source].append(_Arrival(place, self._number, digest_of(data), named))
         self._operations.update([source for source, _ in senders])
 
+    def finish(self) -> None:
+        """Wait for what is hashed beside, if the work has failed: its memory may be gone after it."""
+        self._beside.finish()
+
     def try_out(self) -> list[str]:
         """See :class:`..core.protocols.Transfers`."""
         return self._by.try_out()

@@ -108,6 +108,7 @@ class Beside:
         self._lock = threading.Lock()
         self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running = False
+        self._ended = threading.Condition(self._lock)
 
     def start(self, task: Callable[[], T]) -> Future[T]:
         """Have a task run when those before it have ended."""
@@ -119,11 +120,17 @@ class Beside:
             threading.Thread(target=self._run, name=f"paddle_dist_ckpt {self._name}", daemon=True).start()
         return result
 
+    def finish(self) -> None:
+        """Wait until all tasks have ended; their owner's memory is used by none of them any more."""
+        with self._ended:
+            self._ended.wait_for(lambda: not self._running)
+
     def _run(self) -> None:
         while True:
             with self._lock:
                 if not self._tasks:
                     self._running = False
+                    self._ended.notify_all()
                     return
                 task, result = self._tasks.popleft()
             try:

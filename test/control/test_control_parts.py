@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,11 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, wire
+from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, verified, wire
 from paddle_dist_ckpt.control.coordinator import GRACE, CoordinatorSession
 from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
-from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transport
+from paddle_dist_ckpt.core.memory import Bytes1D
+from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transfers, Transport
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -138,6 +140,26 @@ def test_a_rank_alone_has_the_appointments_that_it_wishes_for() -> None:
     assert not appointments.reach(6, wish=True)
     with pytest.raises(ValueError, match="1025 characters"):
         SoloHub().appointments("t" * 1025, 1.0)
+
+
+def test_work_that_fails_ends_when_nothing_is_hashed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may free the memory as soon as it hears of the failure."""
+    hashed = list[int]()
+
+    def digest_of(data: Bytes1D, block_bytes: int) -> int:
+        time.sleep(0.2)
+        hashed.append(data.size)
+        return 0
+
+    def work(transfers: Transfers) -> None:
+        transfers.broadcast(np.zeros(8, np.uint8), 1, 8, lambda: "x", kept=True)
+        raise KeyError("x")
+
+    monkeypatch.setattr(verified, "digest_of", digest_of)
+    hub = InProcessWorld(1).hub(0)
+    with pytest.raises(KeyError), hub.session("load", 100) as session:
+        session.run_collectives(NoTransport(), work)
+    assert hashed == [8]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt(), UnsupportedValueError("x")])

@@ -54,3 +54,17 @@ def test_a_task_beside_its_owner_that_fails_stops_no_other() -> None:
         assert other.result(30) == 3
         with pytest.raises(ZeroDivisionError):
             failing.result(30)
+
+
+def test_who_finishes_waits_for_all_tasks_beside() -> None:
+    beside, ended = Beside("test"), list[int]()
+    beside.finish()  # there are none
+
+    def slow(number: int) -> None:
+        time.sleep(0.05)
+        ended.append(number)
+
+    for number in range(3):
+        beside.start(functools.partial(slow, number))
+    beside.finish()
+    assert ended == [0, 1, 2]
