@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
-from ..core.decoding import decoding, is_too_dense
+from ..core.decoding import MOST_OF_RECORDS, Room, decoding, objects_of
 from ..core.dtypes import DTYPES
 from ..core.shards import Kind, Layout, LayoutRecord, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
@@ -226,8 +226,12 @@ def encode_metadata(metadata: Metadata) -> bytes:
     same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
     tensors = _table_json(metadata.table)
     body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records, times=metadata.times))
-    if is_too_dense(body):
-        raise UnsupportedValueError("a great many very small values, too many for one .metadata")
+    needed = objects_of(body, MOST_OF_RECORDS)
+    if needed > MOST_OF_RECORDS:
+        raise UnsupportedValueError(
+            f"a great many very small values, or tensors: one .metadata has room for {MOST_OF_RECORDS:,} bytes of objects,"
+            f" and these would take {needed:,}; put many small values into one list or array"
+        )
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
@@ -293,8 +297,7 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     if data[at:start] != digest_around(data, at).encode() + b'"}\n':
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     with decoding(name):
-        if is_too_dense(body):
-            raise CheckpointCorruptedError("more objects than its size has room for")
+        Room(MOST_OF_RECORDS).take(body)
         record = _BODY_DECODER.decode(body)
         if record.save_id != head.save:
             raise CheckpointCorruptedError("its two lines name different saves")
