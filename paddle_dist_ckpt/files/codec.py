@@ -229,8 +229,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
     needed = objects_of(body, MOST_OF_RECORDS)
     if needed > MOST_OF_RECORDS:
         raise UnsupportedValueError(
-            f"a great many very small values, or tensors: one .metadata has room for {MOST_OF_RECORDS:,} bytes of objects,"
-            f" and these would take {needed:,}; put many small values into one list or array"
+            f"a great many very small values, or tensors: one .metadata has room for {MOST_OF_RECORDS:,} bytes of "
+            f"objects, and these would take {needed:,}; put many small values into one list or array"
         )
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)

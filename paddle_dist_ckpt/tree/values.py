@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from ..core.decoding import Room, decoding, has_few_of_one_hash, objects_of
-from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from ..errors import UnsupportedValueError
 
 __all__ = ["DECODE_ERRORS", "decode_value", "encode_value", "from_jsonable", "padded", "to_jsonable"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,16 @@ def _hole(folder: Path) -> None:
 
 def _hole_in_columns(folder: Path) -> None:
     write_checkpoint(folder, {"/w": Entry([1 << 14, _HOLE >> 16], [[], [1 << 12, 1 << 13]])}, block_bytes=64 << 20)
+
+
+def _little_in_every_block(block_bytes: int, blocks: int, cuts: Sequence[int] = ()) -> Callable[[Path], None]:
+    """Holes of which each block has a page of something else."""
+
+    def write(folder: Path) -> None:
+        entry = Entry([blocks * block_bytes >> 14, 1 << 14], [[], list(cuts)], "uint8")
+        write_checkpoint(folder, {"/w": entry}, block_bytes=block_bytes, page=b"x" * 4096)
+
+    return write
 
 
 def _holes(folder: Path) -> None:
@@ -110,7 +120,7 @@ def _values(unit: bytes, nbytes: int = 3_000_000) -> Callable[[Path], None]:
 
 
 def _both(unit: bytes, in_file: int, inline: int) -> Callable[[Path], None]:
-    """A value in a data file, whose blanks pay for its objects, and one in `.metadata` that needs no more than it may."""
+    """A value in a data file, whose blanks pay for its objects, and one in `.metadata` that is as large as may be."""
 
     def write(folder: Path) -> None:
         text, small = (b"[" + b",".join([unit] * count) + b"]" for count in (in_file, inline))
@@ -145,6 +155,9 @@ P = 2**61 - 1
 RECIPES: dict[str, Callable[[Path], None]] = {
     "a hole": _hole,
     "a hole, cut by columns": _hole_in_columns,
+    "a little in every block": _little_in_every_block(1 << 20, 256),
+    "a little in every large block": _little_in_every_block(64 << 20, 4),
+    "a little in every large block, cut by columns": _little_in_every_block(64 << 20, 4, [1 << 12, 1 << 13]),
     "a hole for 128 tensors": _holes,
     "a hole for a value": _hole_for_a_value,
     "a hole for a header": _hole_for_a_header,
