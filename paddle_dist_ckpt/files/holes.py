@@ -1,7 +1,7 @@
 """How much of a data file may be holes that have to be read, since the blocks that they are in are not all zeros.
 
-A writer makes no holes; copies of a checkpoint may have them. What is read of holes takes time and memory, and nothing on
-the disk: so it may be about as much as there is on the disk.
+A writer makes no holes; copies of a checkpoint may have them. What is read of holes takes time and memory, and nothing
+on the disk: so it may be about as much as there is on the disk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Holes:
                 self._left -= self._known(offset, nbytes)
             if self._left < 0:
                 raise CheckpointCorruptedError(
-                    f"{self._name} has {self._on_disk} bytes on the disk, and more holes in blocks that are not all zeros "
+                    f"{self._name} has {self._on_disk} bytes on the disk, and in other blocks more holes "
                     "than there is memory for; if it is a copy that was made with holes, copy it again without "
                     "(cp --sparse=never)"
                 )
