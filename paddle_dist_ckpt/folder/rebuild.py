@@ -21,8 +21,9 @@ from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
 from .commit import publish_metadata
+from .delete import Deletion
 from .ids import metadata_ids, next_id, save_of
-from .lease import claimed_saves
+from .lease import Lease, claimed_saves
 from .verify import problems_of
 
 __all__ = ["rebuild"]
@@ -54,16 +55,36 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     files = next(iter(found.values()))
     metadata = _merge(files, _free_id(storage, files[0].info))
     name = metadata_name(metadata.unique_id)
-    temporary = temporary_name(metadata.unique_id, metadata.save_id)
     data = encode_metadata(metadata)
     decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
     problems = problems_of(storage, metadata, progress)
     if problems:
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
-    replace = _is_damaged(storage, metadata.unique_id)
-    if not publish_metadata(storage, metadata.unique_id, data, temporary, replace, lambda: None):
-        raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
+    _publish(storage, metadata, data)
     return metadata
+
+
+def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
+    """Give the `.metadata` its name, while nobody saves to the id: who begins to waits with the commit.
+
+    Raises:
+        CheckpointError: somebody is, or has been.
+    """
+    name, temporary = metadata_name(metadata.unique_id), temporary_name(metadata.unique_id, metadata.save_id)
+    lease = Lease(storage, metadata.unique_id, automatic=False, deletes=True)
+    try:
+        lease.check_alone(everywhere=False)
+        there = set(storage.names())
+        if metadata.save_id in lease.doomed or not there.issuperset(file.name for file in metadata.files):
+            raise CheckpointError(f"{storage.location}: save {metadata.save_id} has been removed meanwhile")
+        replace = _is_damaged(storage, metadata.unique_id)
+        if not publish_metadata(storage, metadata.unique_id, data, temporary, replace, lease.confirm):
+            raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
+    except BaseException:
+        with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
+            lease.withdraw()
+        raise
+    Deletion(lease, lease.doomed).finish()
 
 
 def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:
