@@ -10,7 +10,8 @@ import numpy as np
 
 from ..core.box import whole
 from ..core.dtypes import DTYPES
-from ..core.shards import Kind, ShardTable, shared_layouts
+from ..core.layouts import shared_layouts
+from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata, table_to_record
 from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts

@@ -21,7 +21,8 @@ import xxhash
 from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
 from ..core.decoding import MOST_OF_RECORDS, Room, decoding, objects_of
 from ..core.dtypes import DTYPES
-from ..core.shards import Kind, Layout, LayoutRecord, ShardTable
+from ..core.layouts import Layout, LayoutRecord
+from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
 from ..tree.paths import Containers, ListIndex, TupleIndex, own_among, parse_path
 from .metadata import FileInfo, Metadata, SaveInfo, save_members

@@ -13,7 +13,8 @@ from ..core.boxes import Boxes
 from ..core.columns import IntArray
 from ..core.decoding import MOST_OF_RECORDS, Room
 from ..core.dtypes import DType
-from ..core.shards import Layout, ShardTable
+from ..core.layouts import Layout
+from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
