@@ -20,8 +20,8 @@ _ENDURED = (
 )
 _COSTS = {ord("["): 72, ord("{"): 240, ord(","): 40, ord('"'): 12}
 """Bytes of memory that each of these characters of JSON stands for, at the most: for an object, and a place for it."""
-MOST_OF_RECORDS = 20 << 20
-"""Bytes that the objects of one `.metadata`, or of one file's header, may take. A load has them several times."""
+MOST_OF_RECORDS = 16 << 20
+"""Bytes that the objects of the values in one `.metadata` may take. A load has them several times."""
 _MOST_OF_VALUES = 16 << 20
 _SHORT = 4 << 10
 _PIECE = 1 << 20

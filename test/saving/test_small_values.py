@@ -40,7 +40,7 @@ def test_blanks_pay_for_objects() -> None:
 def test_too_many_for_one_metadata_are_refused_before_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec, "MOST_OF_RECORDS", 20_000)
-    with pytest.raises(UnsupportedValueError, match=r"one \.metadata has room for 20,000 bytes of objects"):
+    monkeypatch.setattr(codec, "MOST_OF_RECORDS", 10_000)
+    with pytest.raises(UnsupportedValueError, match=r"too many for one \.metadata; put them"):
         save_alone({str(i): i for i in range(100)}, tmp_path)
     assert not list(tmp_path.glob("*.metadata"))
