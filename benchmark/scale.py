@@ -27,8 +27,9 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import pack_column, pack_signed
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.messages import decode, encode
-from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
+from paddle_dist_ckpt.core.shards import Kind, ShardTable
 from paddle_dist_ckpt.core.tensors import Geometry, LocalShard, TensorView
 from paddle_dist_ckpt.files.codec import decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.metadata import FileInfo, Metadata

@@ -45,7 +45,9 @@ class SaveOptions:
             What does not fit in it is written before the call returns. None sets no bound.
         progress_timeout: The longest, in seconds, that one operation on a file may take on any rank: making or opening
             it, writing or reading a piece, an fsync. After that the disk, or the network to it, is taken to hang, and
-            every rank raises :class:`CheckpointTimeoutError`. None waits for as long as it takes.
+            every rank raises :class:`CheckpointTimeoutError`. None waits for as long as it takes. It bounds neither
+            files that an export writes, nor what a manager asks of folders themselves (whether one is a symlink, the
+            removal of an empty one), nor functions without options.
         data_suffix: How the names of data files end: ``".safetensors"`` or ``".shards"``, the same on every rank. What
             is in them is the same. Tools that walk through folders for ``*.safetensors`` do not find the second ones,
             and so neither trip over names that repeat from step to step nor rename or remove them. None means the

@@ -291,6 +291,10 @@ def _compare_windows(
     sides = [(leaves, [leaves.rows[alike[window.tensor]] for window in share]) for leaves in (one, other)]
 
     def compare(rows: range, readers: Sequence[BoxReader]) -> None:
+        same_types = all(one.dtype(key) is other.dtype(key) for key in {alike[share[row].tensor] for row in rows})
+        if same_types and all(reader.is_hole(row) for row in rows for reader in readers):
+            progress(2 * sum(share[row].nbytes for row in rows))
+            return
         items: list[list[np.ndarray]] = []
         for reader, (leaves, tensors) in zip(readers, sides, strict=True):
             dtypes = leaves.metadata.table.dtypes

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.shards import Kind, Layout
+from ..core.layouts import Layout
+from ..core.shards import Kind
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import read_checkpoint

@@ -10,9 +10,11 @@ from .memory import Bytes1D, fresh_pages
 
 __all__ = ["Buffers"]
 
+_LARGE = 16 << 20
+
 
 class Buffers:
-    """A few buffers. They start at a page, as direct I/O demands.
+    """A few buffers. They start at a page, as direct I/O demands. There is one at a time of those above 16 MiB.
 
     Args:
         count: How many may be in use at once.
@@ -24,6 +26,8 @@ class Buffers:
         self._free: queue.SimpleQueue[Bytes1D | None] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(None)
+        self._free_large: queue.SimpleQueue[Bytes1D | None] = queue.SimpleQueue()
+        self._free_large.put(None)
 
     @contextmanager
     def borrow(self, size: int) -> Iterator[Bytes1D]:
@@ -36,16 +40,17 @@ class Buffers:
 
     def take(self, size: int) -> Bytes1D:
         """A buffer of ``size`` bytes or more, its content arbitrary; waits for one."""
-        buffer = self._free.get()
+        free = self._free_large if size > _LARGE else self._free
+        buffer = free.get()
         try:
             if buffer is None or len(buffer) < size:
                 buffer = None  # first of all make room
                 buffer = self._allocate(size)
             return buffer
         except BaseException:
-            self._free.put(None)
+            free.put(None)
             raise
 
     def give_back(self, buffer: Bytes1D) -> None:
         """Give back a buffer that was taken."""
-        self._free.put(buffer)
+        (self._free_large if len(buffer) > _LARGE else self._free).put(buffer)

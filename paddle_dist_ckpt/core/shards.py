@@ -7,33 +7,21 @@ offsets follow from the table and are never stored.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-import msgspec
 import numpy as np
 
-from ..errors import CheckpointCorruptedError
-from .box import Box, whole
+from .box import Box
 from .boxes import Boxes
-from .columns import Column, IntArray, edges_of, pack_column, places_within, unpack_column
+from .columns import IntArray, edges_of, places_within
 from .dtypes import DType
+from .layouts import Layout
 
-__all__ = [
-    "Grid",
-    "Kind",
-    "Layout",
-    "LayoutRecord",
-    "ShardTable",
-    "file_key",
-    "grid_starts",
-    "shared_layouts",
-]
+__all__ = ["Kind", "ShardTable", "file_key"]
 
-_MOST_EMPTY = 1024  # boxes of a tensor without elements: they need no bytes in any file
 _LARGEST_ITEM = 64  # bytes, and more than any item has
 
 
@@ -45,184 +33,12 @@ class Kind(IntEnum):
     VALUE = 2
 
 
-class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A layout as it is stored: by the cuts of each dimension where the boxes form a grid, else box by box.
-
-    ``offsets`` and ``extents`` have one column a dimension.
-    """
-
-    shape: list[int]
-    cuts: list[list[int]] | None = None
-    count: int = 0
-    offsets: list[Column] = []
-    extents: list[Column] = []
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Grid:
-    """Boxes that are a grid over all of a tensor, in row-major order, in memory of its edges alone.
-
-    Attributes:
-        starts: For each dimension where the boxes start along it.
-        lengths: And how far each of those reaches.
-    """
-
-    starts: list[IntArray]
-    lengths: list[IntArray]
-
-    def __len__(self) -> int:
-        return math.prod(map(len, self.starts))
-
-    @property
-    def volumes(self) -> IntArray:
-        """Elements of each box, ``[boxes]``."""
-        volumes = np.ones(1, np.int64)
-        for lengths in self.lengths:
-            volumes = np.multiply.outer(volumes, lengths).reshape(-1)
-        return volumes
-
-    def boxes(self) -> Boxes:
-        """The boxes one by one."""
-        return Boxes(_row_major(self.starts), _row_major(self.lengths))
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """How a tensor is cut into boxes; tensors that are cut alike share one.
-
-    Attributes:
-        shape: The global shape.
-        parts: The boxes, of the tensor's dimensions, in ascending order of their offsets.
-    """
-
-    shape: tuple[int, ...]
-    parts: Boxes | Grid
-
-    @cached_property
-    def boxes(self) -> Boxes:
-        """The boxes one by one."""
-        return self.parts.boxes() if isinstance(self.parts, Grid) else self.parts
-
-    def cuts(self) -> list[list[int]] | None:
-        """For each dimension where the grid's boxes but the first start; None if the boxes are not a whole grid."""
-        parts = self.parts
-        starts = parts.starts if isinstance(parts, Grid) else grid_starts(parts, whole(self.shape))
-        return [s[1:].tolist() for s in starts] if starts is not None else None
-
-    @classmethod
-    def from_cuts(cls, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:
-        """The grid that these cuts make, its boxes in row-major order."""
-        starts = [np.array([0, *c], np.int64) for c in cuts]
-        lengths = [np.diff(s, append=n) for s, n in zip(starts, shape, strict=True)]
-        return cls(tuple(shape), Grid(starts, lengths))
-
-    def to_record(self) -> LayoutRecord:
-        """The layout as it is stored."""
-        cuts = self.cuts()
-        if cuts is not None:
-            return LayoutRecord(list(self.shape), cuts)
-        offsets, extents = (list(map(pack_column, rows.T)) for rows in (self.boxes.offset, self.boxes.shape))
-        return LayoutRecord(list(self.shape), None, len(self.boxes), offsets, extents)
-
-    @classmethod
-    def from_record(cls, record: LayoutRecord, most: int) -> Layout:
-        """The layout that was stored, if it has at most ``most`` boxes.
-
-        Raises:
-            CheckpointCorruptedError: too many boxes, or boxes that are not inside the tensor.
-        """
-        shape = tuple(record.shape)
-        if any(not 0 <= n < 2**58 for n in shape) or len(shape) > 32 or math.prod(shape) >= 2**58:
-            raise CheckpointCorruptedError(f"a layout has the shape {str(shape)[:200]}")
-        if record.cuts is not None:
-            return _checked_grid(shape, record.cuts, most)
-        if not 0 <= record.count <= most or len(record.offsets) != len(shape) or len(record.extents) != len(shape):
-            raise CheckpointCorruptedError(f"a layout of shape {shape} has {record.count} boxes")
-        bounds = [n + 1 for n in shape]
-        boxes = Boxes(*(_stack(columns, record.count, bounds) for columns in (record.offsets, record.extents)))
-        if (boxes.high > np.array(shape, np.int64)).any() or _not_ascending(boxes.offset):
-            raise CheckpointCorruptedError(f"a layout of shape {shape} has boxes outside of it or out of order")
-        return cls(shape, boxes)
-
-
-def shared_layouts(
-    cuts: Iterable[tuple[tuple[int, ...], tuple[Box, ...]]],
-) -> tuple[list[Layout], IntArray]:
-    """The different layouts of some tensors, and which one each has.
-
-    Args:
-        cuts: The shape of each tensor, and its boxes in ascending order.
-    """
-    numbers: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
-    layout_of = [numbers.setdefault(cut, len(numbers)) for cut in cuts]
-    return [Layout(shape, Boxes.of(boxes, len(shape))) for shape, boxes in numbers], np.array(layout_of, np.int64)
-
-
 def file_key(file: IntArray, itemsize: IntArray) -> IntArray:
     """What to sort shards by to have them file by file, and in each the larger items first, as files hold them.
 
     All are ``[n]``; ``file`` may also be the rank that writes each.
     """
     return file * _LARGEST_ITEM + (_LARGEST_ITEM - 1 - itemsize)
-
-
-def grid_starts(boxes: Boxes, region: Box) -> list[IntArray] | None:
-    """For each dimension where the boxes start, if they are a grid over a whole region, in row-major order; or None.
-
-    Takes time in O(boxes).
-    """
-    if not len(boxes):
-        return None
-    starts: list[IntArray] = []
-    inner = 1
-    for d in range(boxes.dimensions - 1, -1, -1):
-        column = boxes.offset[::inner, d]
-        falls = np.flatnonzero(column[1:] <= column[:-1])
-        size = int(falls[0]) + 1 if len(falls) else len(column)
-        starts.insert(0, column[:size])
-        inner *= size
-    if inner != len(boxes):
-        return None
-    sizes = [len(s) for s in starts]
-    for d, (places, low, extent) in enumerate(zip(starts, *region, strict=True)):
-        lengths = np.diff(places, append=low + extent)
-        along = [-1 if e == d else 1 for e in range(boxes.dimensions)]
-        if places[0] != low or not (boxes.offset[:, d].reshape(sizes) == places.reshape(along)).all():
-            return None
-        if not (boxes.shape[:, d].reshape(sizes) == lengths.reshape(along)).all():
-            return None
-    return starts
-
-
-def _row_major(columns: Sequence[IntArray]) -> IntArray:
-    """All combinations of the columns' numbers, the last column's changing fastest, ``[product, columns]``."""
-    mesh = np.meshgrid(*columns, indexing="ij")
-    return np.stack([m.reshape(-1) for m in mesh], axis=1) if mesh else np.zeros((1, 0), np.int64)
-
-
-def _stack(columns: Sequence[Column], count: int, bounds: Sequence[int]) -> IntArray:
-    """Columns of ``count`` integers, each below its bound, side by side, ``[count, columns]``."""
-    parts = [unpack_column(c, count, bound, "a layout") for c, bound in zip(columns, bounds, strict=True)]
-    return np.stack(parts, axis=1) if parts else np.zeros((count, 0), np.int64)
-
-
-def _not_ascending(offsets: IntArray) -> bool:
-    """Whether some row does not come after the one before it, by the first column in which they differ."""
-    if len(offsets) < 2 or not offsets.shape[1]:
-        return len(offsets) >= 2  # rows without columns are equal
-    step = np.diff(offsets, axis=0)  # [n - 1, ndim]
-    first = (step != 0).argmax(axis=1)
-    return bool((np.take_along_axis(step, first[:, None], axis=1) <= 0).any())
-
-
-def _checked_grid(shape: tuple[int, ...], cuts: list[list[int]], most: int) -> Layout:
-    most = min(most, _MOST_EMPTY) if 0 in shape else most
-    if len(cuts) != len(shape) or math.prod(len(c) + 1 for c in cuts) > most:
-        raise CheckpointCorruptedError(f"a layout of shape {shape} is cut in more than {most} boxes")
-    for n, places in zip(shape, cuts, strict=True):
-        if any(b <= a for a, b in zip([0, *places], [*places, n], strict=True)) and places:
-            raise CheckpointCorruptedError(f"a layout of shape {shape} is cut at {str(places)[:200]}")
-    return Layout.from_cuts(shape, cuts)
 
 
 @dataclass(frozen=True, eq=False)

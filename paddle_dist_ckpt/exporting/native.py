@@ -10,13 +10,15 @@ import numpy as np
 
 from ..core.box import whole
 from ..core.dtypes import DTYPES
-from ..core.shards import Kind, ShardTable, shared_layouts
+from ..core.layouts import shared_layouts
+from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.codec import NO_DIGEST, VERSION, decode_metadata, encode_metadata, table_to_record
 from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTable, escaped_key, split_in_parts
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES, FileInfo, Metadata, SaveInfo, save_members
 from ..files.names import data_file_name, metadata_name
 from ..tree.paths import flat_keys
+from ..tree.values import padded
 from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
 
 __all__ = ["plan_native"]
@@ -99,6 +101,7 @@ def _small_and_large(
             small.append((path, tree))
             total += len(json)
         else:
+            json = padded(json)
             large.append(ExportTensor(-1, path, keys[path], (len(json),), _BYTE, _BYTE, None, Kind.VALUE, json))
     return small, large
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from ..core.shards import Kind, Layout, ShardTable
+from ..core.layouts import Layout
+from ..core.shards import Kind, ShardTable
 from ..tree.paths import Part, flat_keys, parse_path, plain_keys
 from ..tree.values import from_jsonable
 from .times import SaveTimes

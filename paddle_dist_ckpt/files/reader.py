@@ -28,7 +28,7 @@ from ..core.threads import run_all
 from ..planning.blocks import touched_blocks
 from .runs import CHUNK_BYTES, OpenFile, Segments
 
-__all__ = ["Batch", "Consumer", "ItemKind", "StoredEntry", "entry_tasks", "read_entries", "view_at"]
+__all__ = ["Batch", "Consumer", "ItemKind", "StoredEntry", "are_holes", "entry_tasks", "read_entries", "view_at"]
 
 Array = npt.NDArray[Any]
 
@@ -85,6 +85,16 @@ def read_entries(
 ) -> None:
     """Run :func:`entry_tasks` on so many threads. ``check`` is called now and then; it may raise to stop."""
     run_all(entry_tasks(wanted, block_bytes, Buffers(threads), progress, joined), threads, check)
+
+
+def are_holes(wanted: Iterable[tuple[StoredEntry, Sequence[Consumer]]], block_bytes: int) -> bool:
+    """Whether all of it is known to be zeros without being read."""
+    for entry, consumers in wanted:
+        segments = _segments(entry, consumers, block_bytes)
+        parts = _Parts.of(segments, block_bytes) if segments else None
+        if parts is not None and not parts.are_zeros():
+            return False
+    return True
 
 
 def entry_tasks(

@@ -16,6 +16,7 @@ from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError
 from ..storage.base import ReadableFile, Storage
 from .datafile import Hashes, read_header
+from .holes import Holes
 from .metadata import FileInfo
 
 __all__ = ["CHUNK_BYTES", "OpenFile", "Segments", "digest_of_zeros", "open_data_file"]
@@ -35,6 +36,7 @@ class OpenFile:
         data_start: Where the data section starts.
         hashes: Digest of each block; None for a file of another format, in which nothing is verified.
         once: Whether the page cache lacks it, and no other rank of this host wants much of the same data.
+        holes: What may be read of holes.
     """
 
     name: str
@@ -42,6 +44,7 @@ class OpenFile:
     data_start: int
     hashes: Hashes | None
     once: bool = True
+    holes: Holes | None = None
 
     def is_hole(self, start: int, nbytes: int) -> bool:
         """Whether a part of the data section is a hole, which has no bytes on the disk, as far as is known."""
@@ -75,7 +78,7 @@ def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
     except BaseException:
         file.close()
         raise
-    return OpenFile(name, file, start, hashes)
+    return OpenFile(name, file, start, hashes, holes=Holes(name, file))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +151,10 @@ class Segments:
                 yield first, last
                 first = last
 
+    def are_zeros(self) -> bool:
+        """Whether all segments are holes, and zeros are what was written."""
+        return all(self._are_zeros(first, last) for first, last in self._runs(0))
+
     def _read(self, first: int, last: int, buffers: Buffers, progress: Callable[[int], None]) -> None:
         size = int(self.stops[last - 1]) - int(self.starts[first])
         if self._are_zeros(first, last):
@@ -165,14 +172,25 @@ class Segments:
         progress(size)
 
     def _are_zeros(self, first: int, last: int) -> bool:
-        """Whether segments ``first:last`` are a hole, and zeros are what was written; nothing need be read then."""
+        """Whether segments ``first:last`` are a hole, and zeros are what was written; nothing need be read then.
+
+        Raises:
+            CheckpointCorruptedError: they have to be read, and are holes for the most part, as too much was before.
+        """
         start, stop = int(self.starts[first]), int(self.stops[last - 1])
-        if self.file.hashes is None or stop - start < _LEAST_HOLE or not self.file.is_hole(start, stop - start):
+        if stop - start < _LEAST_HOLE:
             return False
-        low, high, blocks = self._blocks(first, last)
-        sizes, size = np.unique(high - low, return_inverse=True)
-        zeros = np.array([digest_of_zeros(nbytes) for nbytes in sizes.tolist()], np.uint64)
-        return bool((self.file.hashes[blocks] == zeros[size.reshape(-1)]).all())
+        if self.file.is_hole(start, stop - start):
+            if self.file.hashes is None:
+                return True
+            low, high, blocks = self._blocks(first, last)
+            sizes, size = np.unique(high - low, return_inverse=True)
+            zeros = np.array([digest_of_zeros(nbytes) for nbytes in sizes.tolist()], np.uint64)
+            if (self.file.hashes[blocks] == zeros[size.reshape(-1)]).all():
+                return True
+        if self.file.holes is not None:
+            self.file.holes.read(self.file.data_start + start, stop - start)
+        return False
 
     def _read_straight(self, segment: int, target: Bytes1D, lead: int, buffer: Bytes1D) -> None:
         """Read the blocks that the target wants whole straight into it, those at its edges by the buffer."""

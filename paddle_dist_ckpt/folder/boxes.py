@@ -16,7 +16,7 @@ from ..core.decoding import decoding
 from ..core.memory import zeros_of
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import Metadata
-from ..files.reader import Consumer, StoredEntry, read_entries, view_at
+from ..files.reader import Consumer, StoredEntry, are_holes, read_entries, view_at
 from ..files.runs import OpenFile, open_data_file
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..storage.base import Storage
@@ -93,6 +93,12 @@ class BoxReader:
         for row, target in zip(rows, targets, strict=True):
             self._want(row, target, wanted)
         read_entries(wanted.values(), self._metadata.block_bytes, threads, check, progress)
+
+    def is_hole(self, row: int) -> bool:
+        """Whether one of the boxes is known to be zeros without being read."""
+        raw, wanted = self._metadata.table.dtypes[self._tensors[row]].raw, dict[int, Any]()
+        self._want(row, np.broadcast_to(np.zeros((), raw), self._boxes[row].shape), wanted)
+        return are_holes(wanted.values(), self._metadata.block_bytes)
 
     def _want(self, row: int, target: Array, wanted: dict[int, tuple[StoredEntry, list[Consumer]]]) -> None:
         """Add to the wanted shards the parts that make up one box."""

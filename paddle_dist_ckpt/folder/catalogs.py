@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..core.shards import Kind, ShardTable, shared_layouts
+from ..core.layouts import shared_layouts
+from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import is_ours, metadata_id

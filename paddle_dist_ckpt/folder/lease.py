@@ -217,14 +217,15 @@ class Lease:
         if set(self.doomed) <= set(saves):
             self.end()
 
-    def check_alone(self) -> None:
-        """See that nobody else is saving to the folder.
+    def check_alone(self, everywhere: bool = True) -> None:
+        """See that nobody else is saving to the folder, or to this id in it.
 
         Raises:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
-        claims = _claims(self.storage)
-        over = {name for name, claim in self.others(self.unique_id).items() if claim.done}
+        here = self.others(self.unique_id)
+        over = {name for name, claim in here.items() if claim.done}
+        claims = _claims(self.storage) if everywhere else here
         others = [name for name in claims if name != self.name and name not in over]
         if others:
             raise CheckpointError(

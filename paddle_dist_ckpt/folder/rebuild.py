@@ -11,8 +11,10 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
+from ..core.decoding import MOST_OF_RECORDS, Room
 from ..core.dtypes import DType
-from ..core.shards import Layout, ShardTable
+from ..core.layouts import Layout
+from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record
 from ..files.datafile import DataFileInfo, read_info
@@ -20,8 +22,9 @@ from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
 from ..storage.base import Storage
 from .commit import publish_metadata
+from .delete import Deletion
 from .ids import metadata_ids, next_id, save_of
-from .lease import claimed_saves
+from .lease import Lease, claimed_saves
 from .verify import problems_of
 
 __all__ = ["rebuild"]
@@ -53,16 +56,36 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     files = next(iter(found.values()))
     metadata = _merge(files, _free_id(storage, files[0].info))
     name = metadata_name(metadata.unique_id)
-    temporary = temporary_name(metadata.unique_id, metadata.save_id)
     data = encode_metadata(metadata)
     decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
     problems = problems_of(storage, metadata, progress)
     if problems:
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
-    replace = _is_damaged(storage, metadata.unique_id)
-    if not publish_metadata(storage, metadata.unique_id, data, temporary, replace, lambda: None):
-        raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
+    _publish(storage, metadata, data)
     return metadata
+
+
+def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
+    """Give the `.metadata` its name, while nobody saves to the id: who begins to waits with the commit.
+
+    Raises:
+        CheckpointError: somebody is, or has been.
+    """
+    name, temporary = metadata_name(metadata.unique_id), temporary_name(metadata.unique_id, metadata.save_id)
+    lease = Lease(storage, metadata.unique_id, automatic=False, deletes=True)
+    try:
+        lease.check_alone(everywhere=False)
+        there = set(storage.names())
+        if metadata.save_id in lease.doomed or not there.issuperset(file.name for file in metadata.files):
+            raise CheckpointError(f"{storage.location}: save {metadata.save_id} has been removed meanwhile")
+        replace = _is_damaged(storage, metadata.unique_id)
+        if not publish_metadata(storage, metadata.unique_id, data, temporary, replace, lease.confirm):
+            raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
+    except BaseException:
+        with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
+            lease.withdraw()
+        raise
+    Deletion(lease, lease.doomed).finish()
 
 
 def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:
@@ -78,13 +101,13 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
             names.setdefault(parsed.save_id, []).append(name)
     complete: dict[str, list[_DataFile]] = {}
     refused: dict[str, str] = {}
-    claimed = claimed_saves(storage)
+    claimed, room = claimed_saves(storage), Room(MOST_OF_RECORDS)
     for save_id, files in sorted(names.items()):
         if save_id in claimed:
             refused[save_id] = f"the claim {claimed[save_id]} says that it is being written, or to be removed"
             continue
         try:
-            found = _read_files(storage, files)
+            found = _read_files(storage, files, room)
             _check_complete([file.info for file in found])
             complete[save_id] = found
         except (OSError, CheckpointCorruptedError) as error:
@@ -101,11 +124,12 @@ def _is_damaged(storage: Storage, unique_id: int) -> bool:
     return False
 
 
-def _read_files(storage: Storage, names: Sequence[str]) -> list[_DataFile]:
+def _read_files(storage: Storage, names: Sequence[str], room: Room) -> list[_DataFile]:
     found = []
     for name in names:
         with closing(storage.open(name)) as file:
-            info, _, known, _ = read_info(file, name)
+            room.grant(getattr(file, "on_disk", (name, file.size))[1])
+            info, _, known, _ = read_info(file, name, room)
         parsed = parse_data_file(name)
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")

@@ -12,8 +12,9 @@ import numpy as np
 from ..core.box import whole
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
+from ..core.layouts import Grid
 from ..core.progress import Progress
-from ..core.shards import Grid, Kind
+from ..core.shards import Kind
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.checks import check_entries

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
+from ..core.layouts import Layout
 from ..core.parts import SourceTensor
-from ..core.shards import Kind, Layout
+from ..core.shards import Kind
 from ..files.metadata import Metadata
 
 __all__ = ["stored_tensors"]

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import paddle
@@ -26,23 +25,16 @@ from paddle.distributed.communication.group import Group, _GroupManager
 from ..control import AgreedHub, RefusingHub, TcpHub
 from ..control.ranks import Ranks
 from ..core.protocols import ControlHub
+from .job_secret import agreed_secret
 from .transport import PaddleTransport, takes_host_memory
 
 __all__ = ["connect"]
-
-_SECRET_FILE = "PADDLE_DIST_CKPT_SECRET_FILE"
-"""Environment variable: a file with a secret of the job's, without which nobody takes part in its saves and loads.
-
-The only one that the library reads. It is no option of a call, for a hub is made once for a group, by whichever call
-comes first, and under a trainer the calls are not the user's.
-"""
 
 T = TypeVar("T")
 _logger = logging.getLogger("paddle_dist_ckpt")
 _ATTRIBUTE = "_paddle_dist_ckpt"
 _STORE_SECONDS = 300
 _STORE_GRACE = 1.0  # within which a store that answers says itself that the time is over
-_SHORTEST_SECRET = 16
 _GROUP_ID = 1 << 20  # far above those that Paddle counts up
 _made: list[Any] = []  # must live as long as the process
 
@@ -148,15 +140,17 @@ def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinat
     """The hub of one coordinator."""
     attempts = kept.attempts.get(coordinator, 0)
     kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
+    store, key = _PaddleStore(timeout), f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}"
+    secret = agreed_secret(store, f"{key}/secret/{attempts}", rank, members, timeout)
     return TcpHub(
         rank,
         members,
         coordinator,
-        _PaddleStore(timeout),
-        f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}",
+        store,
+        key,
         bind_host=_own_host(),
         bootstrap_timeout=timeout,
-        secret=_secret(),
+        secret=secret,
         opened=attempts,
     )
 
@@ -201,24 +195,6 @@ def _own_host() -> str | None:
     """The address under which Paddle itself knows this host, if it was told one."""
     host = str(dist.ParallelEnv().current_endpoint).rpartition(":")[0]
     return host or None
-
-
-def _secret() -> bytes:
-    """The job's secret, for the control hubs; empty if it has none.
-
-    Raises:
-        ValueError: there is to be one, but it cannot be read, or is too short to be one.
-    """
-    name = os.environ.get(_SECRET_FILE)
-    if not name:
-        return b""
-    try:
-        secret = Path(name).read_bytes()
-    except OSError as error:
-        raise ValueError(f"${_SECRET_FILE}: the control secret cannot be read: {error}") from error
-    if len(secret) < _SHORTEST_SECRET:
-        raise ValueError(f"${_SECRET_FILE}: {name!r} has {len(secret)} bytes; a secret has {_SHORTEST_SECRET} or more")
-    return secret
 
 
 class _PaddleStore:

@@ -11,7 +11,7 @@ from ..core.box import Box, intersect, subtract
 from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray, places_within
 from ..core.grouping import group_blocks, mixed
-from ..core.shards import grid_starts
+from ..core.layouts import grid_starts
 
 __all__ = ["covers_exactly", "first_gap", "tensors_covered"]
 

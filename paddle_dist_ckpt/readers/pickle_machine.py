@@ -22,6 +22,7 @@ _MOST_KEY = 16  # parts of a tuple that is a key
 _HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
 _HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that are not this small
 _STEPS_OF_DICT, _STEPS_OF_LARGE = 8, 5  # of a dict that gets its first entry, of each item of a large one
+_STEPS_OF_LINE, _STEPS_OF_POP = 8, 4
 _SMALL_DICT = 64  # items
 _SHARED = 1 << 16  # items and characters that functions may be given beyond the bytes that were read
 _FEW, _MANY = 1 << 17, 1 << 20  # objects that may be made whatever was read, and references to them
@@ -125,6 +126,7 @@ class Machine:
         return items
 
     def pop(self) -> None:
+        self.steps += _STEPS_OF_POP
         if self.stack:
             self.stack.pop()
         else:
@@ -157,6 +159,7 @@ class Machine:
             self.stack.append(self.window.take(nbytes).decode("utf-8", "surrogatepass"))
 
     def line(self, encoding: str = "utf-8") -> str:
+        self.steps += _STEPS_OF_LINE
         return self.window.line(_MOST_LINE).decode(encoding)
 
     def quoted(self) -> str:

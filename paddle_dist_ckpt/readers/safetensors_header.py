@@ -22,7 +22,7 @@ _METADATA = "__metadata__"
 _STRING = re.compile(rb'"[^"]*"([ \t\n\r]*:)?')  # where nothing is escaped
 _SIGN = re.compile(rb'(\\.|")([ \t\n\r]*:)?', re.DOTALL)
 _ESCAPE = re.compile(rb"\\")
-_STEPS = {b":": 20, b",": 3, b"\\": 2}  # of decoding a text, for each of these signs
+_STEPS = {b":": 20, b",": 3, b"\\": 3}  # of decoding a text, for each of these signs
 
 
 class HeaderEntry(NamedTuple):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.columns import IntArray
-from ..core.shards import Layout, ShardTable
+from ..core.layouts import Layout
+from ..core.shards import ShardTable
 
 __all__ = ["RegionColumns", "regions_of"]
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from ..core.box import Box, flat_range
 from ..core.columns import Column, IntArray, unpack_column, unpack_signed
+from ..core.layouts import shared_layouts
 from ..core.protocols import ControlSession
-from ..core.shards import ShardTable, shared_layouts
+from ..core.shards import ShardTable
 from ..files.codec import VERSION, table_to_record
 from ..files.contents import Source
 from ..files.datafile import (

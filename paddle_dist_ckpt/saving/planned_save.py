@@ -11,8 +11,9 @@ import numpy.typing as npt
 from ..core.box import Box
 from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.grouping import group_blocks
+from ..core.layouts import Layout
 from ..core.messages import encode
-from ..core.shards import Layout, ShardTable
+from ..core.shards import ShardTable
 from ..planning.order import box_order
 from ..planning.save_plan import HeldShards, SavePlan, plan_save
 from ..tree.paths import plain_key

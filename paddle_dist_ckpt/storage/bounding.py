@@ -269,3 +269,11 @@ class _BoundedReadable(_BoundedFile):
     def is_hole(self, offset: int, nbytes: int) -> bool:
         known = getattr(self._inner, "is_hole", None)
         return known is not None and self._run("a look at", lambda: bool(known(offset, nbytes)))
+
+    def hole_bytes(self, offset: int, nbytes: int) -> int:
+        known = getattr(self._inner, "hole_bytes", None)
+        return 0 if known is None else self._run("a look at", lambda: int(known(offset, nbytes)))
+
+    @property
+    def on_disk(self) -> tuple[object, int]:
+        return self._run("a look at", lambda: getattr(self._inner, "on_disk", (self, self._inner.size)))

@@ -149,6 +149,17 @@ class LocalReadable:
         except OSError as error:
             return error.errno == errno.ENXIO and offset + nbytes <= self._size  # no data behind it
 
+    def hole_bytes(self, offset: int, nbytes: int) -> int:
+        end, holes = min(offset + nbytes, self._size), 0
+        while offset < end:
+            try:
+                start = min(end, os.lseek(self._descriptor, offset, os.SEEK_DATA))
+                holes += start - offset
+                offset = os.lseek(self._descriptor, start, os.SEEK_HOLE) if start < end else end
+            except OSError as error:
+                return holes + (end - offset if error.errno == errno.ENXIO else 0)
+        return holes
+
     def _open_direct(self) -> int | None:
         with self._lock:
             if self._may_be_direct:

@@ -14,7 +14,7 @@ from paddle_dist_ckpt.core.box import whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.core.grouping import group_blocks, group_rows
-from paddle_dist_ckpt.core.shards import Layout, grid_starts
+from paddle_dist_ckpt.core.layouts import Layout, grid_starts
 from test.strategies import examples
 
 

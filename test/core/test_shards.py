@@ -13,7 +13,8 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import Column, pack_column, unpack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.shards import Kind, Layout, LayoutRecord, ShardTable
+from paddle_dist_ckpt.core.layouts import Layout, LayoutRecord
+from paddle_dist_ckpt.core.shards import Kind, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from test.strategies import examples, grids, shapes, tilings
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.shards import Layout, ShardTable
+from paddle_dist_ckpt.core.layouts import Layout
+from paddle_dist_ckpt.core.shards import ShardTable
 from test.strategies import examples, shapes, tilings
 
 

@@ -18,7 +18,8 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import Column, pack_column
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
+from paddle_dist_ckpt.core.layouts import Layout
+from paddle_dist_ckpt.core.shards import Kind, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
 from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, encode_metadata
 from paddle_dist_ckpt.files.metadata import (

@@ -134,16 +134,19 @@ def test_the_files_of_a_replaced_checkpoint_that_wait_for_removal_are_not_rebuil
 
 
 def test_a_save_that_died_before_its_commit_has_replaced_nothing(tmp_path: Path) -> None:
-    """What it would have replaced is rebuilt while its claim is there, and survives the clean-up."""
+    """What it would have replaced is rebuilt once its claim has expired, and survives the clean-up."""
     save_alone(state(1), tmp_path, 5)
     dead_save(tmp_path, 5, last="sync")
     original = without_times(tmp_path / "5.metadata")
     (tmp_path / "5.metadata").unlink()
+    with pytest.raises(CheckpointError, match="is being saved to"):
+        rebuild_metadata(tmp_path)
+    age_claims(tmp_path)
     rebuild_metadata(tmp_path)
     assert (tmp_path / "5.metadata").read_bytes() == original
+    assert not list(tmp_path.glob("*.claim"))
 
     (tmp_path / "5.metadata").unlink()
-    age_claims(tmp_path)
     save_alone(state(2), tmp_path, 6)
     assert not list(tmp_path.glob("*.claim"))
     rebuild_metadata(tmp_path)

@@ -15,7 +15,10 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.tensors import TensorView
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from paddle_dist_ckpt.files import datafile
+from paddle_dist_ckpt.folder import rebuild
+from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.jobs import (
     SMALL,
@@ -261,3 +264,33 @@ def test_uneven_shards_and_empty_ones(tmp_path: Path) -> None:
     rebuilt(tmp_path)
     assert (tmp_path / "0.metadata").read_bytes() == lost
     assert alike(load_whole(tmp_path), {"w": array, "e": empty})
+
+
+def test_nothing_is_rebuilt_beside_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_alone({"a": make_array((4,))}, tmp_path, 3)
+    (tmp_path / "3.metadata").unlink()
+    before = files_in(tmp_path)
+    real = rebuild.problems_of
+    other: list[Lease] = []
+
+    def verifying(storage: LocalStorage, *args: Any) -> list[str]:
+        other.append(Lease(storage, 3, automatic=False))  # a save begins meanwhile
+        return real(storage, *args)
+
+    monkeypatch.setattr(rebuild, "problems_of", verifying)
+    with pytest.raises(CheckpointError, match="is being saved to, as 3"):
+        rebuilt(tmp_path)
+    other[0].end()
+    assert files_in(tmp_path) == before
+
+    def publishing(storage: LocalStorage, *args: Any) -> bool:
+        (claim,) = Lease(storage, 4, automatic=True).others(3).values()  # as the save sees it, which waits then
+        assert claim.deletes
+        return publish(storage, *args)
+
+    publish = rebuild.publish_metadata
+    monkeypatch.setattr(rebuild, "problems_of", real)
+    monkeypatch.setattr(rebuild, "publish_metadata", publishing)
+    assert rebuilt(tmp_path).unique_id == 3
+    assert not list(tmp_path.glob("3.*.claim*"))
+    assert list_checkpoints(tmp_path) == [3]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints, load_merged_state_dict, verify
-from paddle_dist_ckpt.paddle_adapter import groups
+from paddle_dist_ckpt import CheckpointTimeoutError, list_checkpoints, load_merged_state_dict, verify
+from paddle_dist_ckpt.paddle_adapter import job_secret
+from test.control.groups import Store
 from test.paddle import cases_failures as cases
 from test.paddle.outcomes import Outcome
 from test.ranks.fresh import FreshRanks, logs_of
@@ -228,14 +231,38 @@ def test_ranks_with_different_secrets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"short", "has 5 bytes")])
-def test_secret_that_is_none(
+def test_all_ranks_hear_of_one_whose_secret_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
 ) -> None:
+    (tmp_path / "0").write_bytes(b"x" * 20)
     if content is not None:
-        (tmp_path / "secret").write_bytes(content)
-    monkeypatch.setenv("PADDLE_DIST_CKPT_SECRET_FILE", str(tmp_path / "secret"))
-    with pytest.raises(ValueError, match=words):
-        groups._secret()
+        (tmp_path / "1").write_bytes(content)
+    files = [str(tmp_path / name) for name in ("0", "1", "0")]
+    store, local = Store(), threading.local()
+    monkeypatch.setattr(job_secret.os.environ, "get", lambda name: files[local.rank])
+
+    def agree(rank: int, bad: bool) -> bytes:
+        local.rank = rank if bad else 0
+        return job_secret.agreed_secret(store, str(bad), rank, (0, 1, 2), 30)
+
+    with ThreadPoolExecutor(3) as threads:
+        begun = time.monotonic()
+        for outcome in [threads.submit(agree, rank, True) for rank in range(3)]:
+            with pytest.raises(ValueError, match=rf"^rank 1: \$PADDLE_DIST_CKPT_SECRET_FILE: .*{words}"):
+                outcome.result()
+        assert time.monotonic() - begun < SOON
+        assert [f.result() for f in [threads.submit(agree, rank, False) for rank in range(3)]] == [b"x" * 20] * 3
+
+
+def test_a_rank_that_does_not_speak_of_its_secret_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 20)
+    monkeypatch.setenv(job_secret.SECRET_FILE, str(tmp_path / "secret"))
+    store = Store()
+    with ThreadPoolExecutor(2) as threads:
+        for outcome in [threads.submit(job_secret.agreed_secret, store, "k", rank, (0, 1, 2), 0.2) for rank in (0, 2)]:
+            with pytest.raises(CheckpointTimeoutError, match=r"ranks \[1\] have not said") as caught:
+                outcome.result()
+            assert caught.value.missing_ranks == (1,)
 
 
 @pytest.mark.parametrize("seed", range(draws(4, 40)))

@@ -16,7 +16,8 @@ from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.columns import IntArray
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.shards import Layout, ShardTable, grid_starts
+from paddle_dist_ckpt.core.layouts import Layout, grid_starts
+from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.planning import cover, load_plan, order
 from paddle_dist_ckpt.planning.cover import covers_exactly, tensors_covered
 from paddle_dist_ckpt.planning.load_plan import Overlaps, WantedBoxes, plan_load

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import Box, intersect, whole
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.shards import Layout, ShardTable
+from paddle_dist_ckpt.core.layouts import Layout
+from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.planning import load_plan
 from paddle_dist_ckpt.planning.load_plan import Overlaps, WantedBoxes, plan_load
 from test.strategies import boxes_in, examples, grids, paint, shapes, tilings

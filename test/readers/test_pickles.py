@@ -7,6 +7,7 @@ import pickle
 import random
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +18,9 @@ import pytest
 
 from paddle_dist_ckpt import CheckpointCorruptedError, UnsupportedValueError
 from paddle_dist_ckpt.errors import CheckpointError
+from paddle_dist_ckpt.readers import pickles
 from paddle_dist_ckpt.readers.budget import Budget
-from paddle_dist_ckpt.readers.pickle_machine import Built, Latin1, Lying, Refused
+from paddle_dist_ckpt.readers.pickle_machine import Built, Latin1, Lying, Machine, Refused
 from paddle_dist_ckpt.readers.pickles import walk
 from paddle_dist_ckpt.readers.window import WindowedFile
 from paddle_dist_ckpt.storage import LocalStorage
@@ -272,3 +274,18 @@ def test_damage_anywhere_is_endured(walked: Walk) -> None:
                 damaged[draw.randrange(len(damaged))] = draw.randrange(256)
             with suppress(CheckpointCorruptedError, UnsupportedValueError):
                 walked(bytes(damaged), {"numpy._core.multiarray.scalar": _Thing, "numpy.dtype": _Thing})
+
+
+def test_numbers_take_no_call_each(walked: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[int] = Counter()
+
+    def counting(code: int) -> Callable[[Machine], object]:
+        step = pickles._STEPS[code]
+        assert step is not None
+        return lambda machine: (calls.update([code]), step(machine))
+
+    steps = [counting(code) if step else None for code, step in enumerate(pickles._STEPS)]
+    monkeypatch.setattr(pickles, "_STEPS", steps)
+    value = [[1000 + i, -70_000 - i, i / 3] for i in range(3_000)]
+    assert walked(pickle.dumps(value, 4)) == value
+    assert sum(calls[ord(code)] for code in "MJG") < 100, "those that lie where what has been read ahead ends"

@@ -10,7 +10,8 @@ import numpy as np
 from paddle_dist_ckpt import SaveOptions
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.core.shards import Kind, Layout, ShardTable
+from paddle_dist_ckpt.core.layouts import Layout
+from paddle_dist_ckpt.core.shards import Kind, ShardTable
 from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.files.times import SaveTimes
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks, shard_array

@@ -13,7 +13,7 @@ import pytest
 from paddle_dist_ckpt import read_metadata
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
-from paddle_dist_ckpt.core.shards import Layout
+from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.report.facts import Facts, facts_of, rank_of
 from paddle_dist_ckpt.report.layers import layers_of
 from paddle_dist_ckpt.report.regions import regions_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt import CheckpointNotFoundError, read_metadata
-from paddle_dist_ckpt.core.shards import Layout
+from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.report.facts import facts_of
 from paddle_dist_ckpt.report.page import page_of
 from paddle_dist_ckpt.report.report import report

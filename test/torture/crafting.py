@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,11 @@ def write_data_file(path: Path, hashes: Sequence[int] | np.ndarray, info: bytes,
     return digest
 
 
+@functools.lru_cache
+def _digest_of_hole(page: bytes, nbytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(page + bytes(nbytes - len(page))) if page else digest_of_zeros(nbytes)
+
+
 def write_checkpoint(
     folder: Path,
     entries: Mapping[str, Entry],
@@ -105,8 +111,12 @@ def write_checkpoint(
     block_bytes: int = 1 << 20,
     edit: Callable[[dict[str, Any]], None] = lambda body: None,
     header_entries: bool = True,
+    page: bytes = b"",
 ) -> None:
-    """A checkpoint of one file. ``values`` are JSON; ``edit`` may change the body of `.metadata` and of the header."""
+    """A checkpoint of one file. ``values`` are JSON; ``edit`` may change the body of `.metadata` and of the header.
+
+    Blocks of holes begin with ``page``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = sorted(entries)
     order = sorted(paths, key=lambda path: -ITEM_BYTES[entries[path].dtype])  # as they stand in the file
@@ -129,14 +139,15 @@ def write_checkpoint(
     edit(body)
     coded = b"[" + b",".join(b"[%s,%s]" % (dumped(path), value) for path, value in values) + b"]"
     hashes: list[int] = []
-    records, at = [], 0
+    records, pages, at = [], list[int](), 0
     for path in order:
         entry = entries[path]
         for number, nbytes in enumerate(entry.shards):
             for start in range(0, nbytes, block_bytes):
                 block = entry.data[start : min(start + block_bytes, nbytes)]
-                zeros = digest_of_zeros(min(block_bytes, nbytes - start))
-                hashes.append(xxhash.xxh3_64_intdigest(block) if entry.data else zeros)
+                zeros = min(block_bytes, nbytes - start)
+                hashes.append(xxhash.xxh3_64_intdigest(block) if entry.data else _digest_of_hole(page, zeros))
+                pages.append(at + start)
             if header_entries:
                 place = {"dtype": "U8", "shape": [nbytes], "data_offsets": [at, at + nbytes]}
                 records.append(dumped({f"{path}[{number}]": place})[1:-1])
@@ -150,5 +161,8 @@ def write_checkpoint(
                 stream.write(entries[path].data)
             else:
                 stream.seek(entries[path].nbytes, 1)
+        for start in pages if page else ():
+            stream.seek(start - size, 2)
+            stream.write(page)
     body["files"][0][1:] = [file.stat().st_size, digest]
     write_metadata(folder, dumped(body).replace(b'"VALUES"', coded))

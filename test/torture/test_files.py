@@ -17,11 +17,13 @@ _NAMES = list(RECIPES)
 # Those that took gigabytes or minutes; `python -m test.torture.run` has them all.
 _CASES = (
     "a hole, cut by columns",
+    "a little in every large block, cut by columns",
     "a hole for a value",
     "a hole behind .metadata",
     "a grid of 2**20 in 20 dimensions",
     "paths of 255 short parts",
     "lists of empty lists",
+    "dicts of one",
     "many arrays of items without bytes",
     "integers of one hash",
     "a huge world_size",

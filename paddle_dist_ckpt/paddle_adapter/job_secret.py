@@ -1,0 +1,86 @@
+"""The secret of a job, which every rank reads for itself, and about which all hear if one cannot."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..control.bootstrap import BootstrapStore
+from ..errors import CheckpointTimeoutError
+
+__all__ = ["SECRET_FILE", "agreed_secret"]
+
+SECRET_FILE = "PADDLE_DIST_CKPT_SECRET_FILE"
+"""Environment variable: a file with a secret of the job's, without which nobody takes part in its saves and loads.
+
+The only one that the library reads. It is no option of a call, for a hub is made once for a group, by whichever call
+comes first, and under a trainer the calls are not the user's.
+"""
+_SHORTEST = 16
+_FINE, _REFUSED, _SILENT = b"+", b"-", b"?"
+
+
+def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[int], timeout: float) -> bytes:
+    """The job's secret, for the control hubs; empty if it has none.
+
+    Where there is to be one, each rank tells the first one whether it has it, through the store, and hears from it
+    whether all have.
+
+    Raises:
+        ValueError: on all ranks: there is to be one, but some rank cannot read it, or it is too short to be one.
+        CheckpointTimeoutError: some rank has not said whether it has it.
+    """
+    name = os.environ.get(SECRET_FILE)
+    if not name:
+        return b""
+    secret, problem = b"", b""
+    try:
+        secret = _read(name)
+    except ValueError as error:
+        problem = f"rank {rank}: {error}".encode()
+    if rank != ranks[0]:
+        store.set(f"{key}/{rank}", problem)
+    else:
+        store.set(f"{key}/all", _verdict(store, key, ranks, problem, timeout))
+    try:
+        verdict = store.get(f"{key}/all", timeout + 1)  # the first rank waits as long for the last one
+    except TimeoutError:
+        verdict = _SILENT + b"%d" % ranks[0]
+    if verdict[:1] == _SILENT:
+        silent = [int(text) for text in verdict[1:].split(b",")]
+        raise CheckpointTimeoutError(
+            f"ranks {silent} have not said within {timeout:g} s whether they have the job's control secret; is "
+            f"${SECRET_FILE} set on all ranks?",
+            silent,
+        )
+    if verdict[:1] == _REFUSED:
+        raise ValueError(verdict[1:].decode())
+    return secret
+
+
+def _verdict(store: BootstrapStore, key: str, ranks: Sequence[int], own: bytes, timeout: float) -> bytes:
+    """What the first rank says to all."""
+    deadline = time.monotonic() + timeout
+    problems, silent = [own] if own else [], list[bytes]()
+    for other in ranks[1:]:
+        try:
+            said = store.get(f"{key}/{other}", max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            silent.append(b"%d" % other)
+        else:
+            problems += [said] if said else []
+    if problems:
+        return _REFUSED + b"; ".join(problems)
+    return _SILENT + b",".join(silent) if silent else _FINE
+
+
+def _read(name: str) -> bytes:
+    try:
+        secret = Path(name).read_bytes()
+    except OSError as error:
+        raise ValueError(f"${SECRET_FILE}: the control secret cannot be read: {error}") from error
+    if len(secret) < _SHORTEST:
+        raise ValueError(f"${SECRET_FILE}: {name!r} has {len(secret)} bytes; a secret has {_SHORTEST} or more")
+    return secret

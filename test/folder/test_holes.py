@@ -1,0 +1,84 @@
+"""Holes in data files: not read where all of a block is one; and no more of others than there is on the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import CheckpointCorruptedError, verify
+from paddle_dist_ckpt.core.buffers import Buffers
+from paddle_dist_ckpt.files.holes import Holes
+from paddle_dist_ckpt.folder.boxes import BoxReader
+from paddle_dist_ckpt.storage.local import LocalStorage
+from test.cli.commands import fails, run
+from test.jobs import load_whole
+from test.torture.crafting import Entry, write_checkpoint
+
+_PAGE = b"x" * 4096
+
+
+def _holes(folder: Path, mib: int, block_bytes: int = 1 << 20, page: bytes = b"") -> Path:
+    entry = Entry([mib << 10, 1 << 10], [[], []], "uint8")
+    write_checkpoint(folder, {"/w": entry}, block_bytes=block_bytes, page=page)
+    return folder
+
+
+def test_what_is_read_of_holes_is_bounded_by_what_is_on_the_disk(tmp_path: Path) -> None:
+    much = _holes(tmp_path / "much", 64, 16 << 20, _PAGE)
+    assert "in other blocks more holes than" in "".join(verify(much).problems)
+    with pytest.raises(CheckpointCorruptedError, match=r"copy it again without \(cp --sparse=never\)"):
+        load_whole(much, flat=True)
+    some = _holes(tmp_path / "some", 32, 16 << 20, _PAGE)  # as a copy may have
+    assert verify(some).ok
+    assert int(load_whole(some, flat=True)["w"].sum()) == 2 * 4096 * ord("x")
+
+
+def test_a_part_of_a_file_counts_once(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        stream.seek(1 << 20)
+        stream.write(_PAGE)
+        stream.truncate(200 << 20)
+    file = LocalStorage(tmp_path).open("file")
+    assert file.hole_bytes(0, 2 << 20) == (2 << 20) - 4096
+    assert file.hole_bytes(1 << 20, 4096) == 0
+    assert file.hole_bytes(199 << 20, 5 << 20) == 1 << 20
+    holes = Holes("file", file)
+    for _ in range(9):
+        holes.read(0, 40 << 20)
+    with pytest.raises(CheckpointCorruptedError, match="file has 4096 bytes on the disk"):
+        holes.read(40 << 20, 40 << 20)
+    file.close()
+
+
+def test_a_comparison_does_not_read_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (_holes(tmp_path / name, 256) for name in "ab")
+    compared = list[int]()
+    real = BoxReader.read
+
+    def read(self: BoxReader, rows: Sequence[int], *args: Any) -> None:
+        compared.extend(rows)
+        real(self, rows, *args)
+
+    monkeypatch.setattr(BoxReader, "read", read)
+    run("diff", first, second)
+    assert not compared
+    (file,) = second.glob("*.safetensors")
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"x")
+    assert "does not match" in fails("diff", first, second)
+    assert compared, "a block that is no hole any more is read"
+
+
+def test_one_large_buffer_is_there_at_a_time() -> None:
+    buffers = Buffers(2, lambda size: np.zeros(size, np.uint8))
+    large, small = buffers.take(17 << 20), buffers.take(1 << 20)
+    buffers.give_back(large)
+    assert buffers.take(17 << 20) is large
+    buffers.give_back(small)
+    assert {id(buffers.take(1 << 20)), id(buffers.take(1 << 20))} >= {id(small)}
