@@ -1,0 +1,93 @@
+"""The memory of tensors on a device, as views of them: such a view needs no kernel, and Paddle copies into and from it
+without any other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import paddle
+
+from ..core.memory import Bytes1D
+from .device import at_device, has_kernels, host_tensor, name_of
+
+__all__ = ["StridedBytes", "TensorBytes"]
+
+_view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
+_names: dict[str, str] = {}  # of devices, as name_of says them, by how Paddle writes them
+
+
+class TensorBytes:
+    """The memory of a plain tensor, from its first element to its last one.
+
+    Implements :class:`..core.device_memory.DeviceBytes`.
+
+    Args:
+        tensor: The tensor; its strides are not negative.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self.base = int(tensor.data_ptr())
+        place = tensor.place
+        written = repr(place)
+        self.device = _names.get(written) or _names.setdefault(written, name_of(place))
+        self._tensor, self.dtype, self._itemsize = tensor, tensor.dtype, int(tensor.element_size())
+
+    @cached_property
+    def _items(self) -> Any:
+        """All of it as a tensor of one dimension. Not as bytes: of a view that does not start where its memory does,
+        Paddle errs there."""
+        tensor = self._tensor
+        with paddle.no_grad(), at_device(self.device):
+            if not tensor.is_contiguous():
+                span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
+                return paddle.as_strided(tensor.detach(), [span], [1], tensor.offset)
+            return tensor.detach().view([-1]) if tensor.shape else tensor.detach().unsqueeze(0)
+
+    def part(self, start: int, nbytes: int) -> Any:
+        """The items in these bytes, as a tensor over the same memory, of one dimension."""
+        with at_device(self.device):  # where another device is the current one, this would be a copy there
+            return self._items._slice(start // self._itemsize, (start + nbytes) // self._itemsize)
+
+    def small_part(self, start: int, nbytes: int) -> Any:
+        """The same, made faster if it is all of it. Gradients must be off, and the device the current one."""
+        tensor, count = self._tensor, nbytes // self._itemsize
+        if start == 0 and tensor.is_contiguous() and tensor.size == count:
+            return _view_shape(tensor, [count])
+        return self.part(start, nbytes)
+
+    def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> StridedBytes | None:
+        """See :class:`..core.device_memory.DeviceBytes`."""
+        if not has_kernels(self.device, self.dtype, "contiguous", "strided_copy"):
+            return None
+        with paddle.no_grad(), at_device(self.device):
+            steps = [stride // self._itemsize for stride in strides]
+            tensor = self._tensor.detach()
+            view = paddle.as_strided(tensor, list(shape), steps, tensor.offset + start)
+        return StridedBytes(self.device, self.base + start, view)
+
+    def alike(self, data: Bytes1D) -> Any:
+        """Host memory as a tensor of the same type, without a copy. It must be writable."""
+        return host_tensor(data).view(self.dtype)
+
+
+class StridedBytes:
+    """Items of a tensor that do not stand together; see :meth:`..core.device_memory.DeviceBytes.strided`.
+
+    Args:
+        device: Where they are.
+        base: The address of the first one.
+        view: They as a tensor, over the tensor's own memory.
+    """
+
+    def __init__(self, device: str, base: int, view: Any) -> None:
+        self.device, self.base, self.view, self.dtype = device, base, view, view.dtype
+
+    def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> None:
+        """See :class:`..core.device_memory.DeviceBytes`; it is not memory that has parts."""
+        raise NotImplementedError
+
+    def alike(self, data: Bytes1D) -> Any:
+        """Contiguous host memory as a tensor of the same type and shape, without a copy. It must be writable."""
+        return host_tensor(data).view(self.dtype).reshape(self.view.shape)
