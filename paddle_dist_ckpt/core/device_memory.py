@@ -61,8 +61,9 @@ class Mark(Protocol):
 class Copies(Protocol):
     """A queue of copies between host memory and that of devices.
 
-    They are made beside what a device computes, but after all that had been queued there when the first of them was, and
-    after those of earlier calls. Small ones of one call may be made together. Host memory belongs to its copy until a mark behind that is reached. Any thread may use it.
+    They are made beside what a device computes, but after all that had been queued there when the first of them was,
+    and after those of earlier calls. Small ones of one call may be made together. Host memory belongs to its copy until
+    a mark behind that is reached. Any thread may use it.
     """
 
     def read(self, requests: Sequence[Request]) -> None:
@@ -126,7 +127,7 @@ class DeviceArray:
         dtype: Its type of raw items.
     """
 
-    __slots__ = ("_is_contiguous", "_memory", "_start", "_strides", "dtype", "shape")
+    __slots__ = ("_given_strides", "_is_contiguous", "_memory", "_start", "dtype", "shape")
 
     def __init__(
         self,
@@ -138,7 +139,13 @@ class DeviceArray:
     ) -> None:
         self._memory, self._start, self.shape, self.dtype = memory, start, tuple(shape), dtype
         self._is_contiguous = True if strides is None else None
-        self._strides = contiguous_strides(shape, dtype.itemsize) if strides is None else tuple(strides)
+        self._given_strides = None if strides is None else tuple(strides)
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        if self._given_strides is None:
+            self._given_strides = contiguous_strides(self.shape, self.itemsize)
+        return self._given_strides
 
     @property
     def itemsize(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -204,7 +205,7 @@ class DeviceCopies:
             source = like.alike(data)
             packed = paddle.empty(source.shape, source.dtype)
             packed.copy_(source, False)
-            lengths = [part.size for part in parts]
+            lengths = [math.prod(part.shape) for part in parts]
             paddle._legacy_C_ops.split(packed, parts, "sections", lengths, "axis", 0)
             if [part.data_ptr() for part in parts] != expected:
                 raise RuntimeError("Paddle has split a tensor into other memory than it was given")
@@ -254,9 +255,9 @@ def _read_one(request: _Request) -> _Work:
     memory, start, into = request
     target = memory.alike(into)
     if isinstance(memory, StridedBytes):
-        source = memory.view.contiguous()
+        source = memory.view().contiguous()
         target.copy_(source, False)
-        return (memory.view, source, target), len(into), None
+        return (memory, source, target), len(into), None
     source = memory.part(start, len(into))
     target.copy_(source, False)
     return (source, target), 0, None
@@ -268,8 +269,8 @@ def _write_one(request: _Request) -> _Work:
     if isinstance(memory, StridedBytes):
         between = paddle.empty(source.shape, source.dtype)
         between.copy_(source, False)
-        memory.view.copy_(between, False)
-        return (memory.view, source, between), len(data), None
+        memory.view().copy_(between, False)
+        return (memory, source, between), len(data), None
     target = memory.part(start, len(data))
     target.copy_(source, False)
     return (source, target), 0, None

@@ -3,6 +3,7 @@ without any other memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,6 @@ from .device import at_device, has_kernels, host_tensor, name_of
 __all__ = ["StridedBytes", "TensorBytes"]
 
 _view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
-_names: dict[str, str] = {}  # of devices, as name_of says them, by how Paddle writes them
 
 
 class TensorBytes:
@@ -29,16 +29,14 @@ class TensorBytes:
 
     def __init__(self, tensor: Any) -> None:
         self.base = int(tensor.data_ptr())
-        place = tensor.place
-        written = repr(place)
-        self.device = _names.get(written) or _names.setdefault(written, name_of(place))
-        self._tensor, self.dtype, self._itemsize = tensor, tensor.dtype, int(tensor.element_size())
+        self.device = name_of(tensor.place)
+        self.tensor, self.dtype, self._itemsize = tensor, tensor.dtype, int(tensor.element_size())
 
     @cached_property
     def _items(self) -> Any:
         """All of it as a tensor of one dimension. Not as bytes: of a view that does not start where its memory does,
         Paddle errs there."""
-        tensor = self._tensor
+        tensor = self.tensor
         with paddle.no_grad(), at_device(self.device):
             if not tensor.is_contiguous():
                 span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
@@ -52,8 +50,8 @@ class TensorBytes:
 
     def small_part(self, start: int, nbytes: int) -> Any:
         """The same, made faster if it is all of it. Gradients must be off, and the device the current one."""
-        tensor, count = self._tensor, nbytes // self._itemsize
-        if start == 0 and tensor.is_contiguous() and tensor.size == count:
+        tensor, count = self.tensor, nbytes // self._itemsize
+        if start == 0 and tensor.is_contiguous() and math.prod(tensor.shape) == count:
             return _view_shape(tensor, [count])
         return self.part(start, nbytes)
 
@@ -61,11 +59,8 @@ class TensorBytes:
         """See :class:`..core.device_memory.DeviceBytes`."""
         if not has_kernels(self.device, self.dtype, "contiguous", "strided_copy"):
             return None
-        with paddle.no_grad(), at_device(self.device):
-            steps = [stride // self._itemsize for stride in strides]
-            tensor = self._tensor.detach()
-            view = paddle.as_strided(tensor, list(shape), steps, tensor.offset + start)
-        return StridedBytes(self.device, self.base + start, view)
+        steps = [stride // self._itemsize for stride in strides]
+        return StridedBytes(self, start, shape, steps)
 
     def alike(self, data: Bytes1D) -> Any:
         """Host memory as a tensor of the same type, without a copy. It must be writable."""
@@ -76,13 +71,20 @@ class StridedBytes:
     """Items of a tensor that do not stand together; see :meth:`..core.device_memory.DeviceBytes.strided`.
 
     Args:
-        device: Where they are.
-        base: The address of the first one.
-        view: They as a tensor, over the tensor's own memory.
+        memory: That of the tensor.
+        start: The byte there at which the first of them starts.
+        shape: How many there are.
+        steps: Items from one to the next, one a dimension.
     """
 
-    def __init__(self, device: str, base: int, view: Any) -> None:
-        self.device, self.base, self.view, self.dtype = device, base, view, view.dtype
+    def __init__(self, memory: TensorBytes, start: int, shape: Sequence[int], steps: Sequence[int]) -> None:
+        self.device, self.base, self.dtype = memory.device, memory.base + start, memory.dtype
+        self._memory, self._start, self._shape, self._steps = memory, start, list(shape), list(steps)
+
+    def view(self) -> Any:
+        """They as a tensor, over the tensor's own memory. A new one: Paddle's ``contiguous`` moves it elsewhere."""
+        tensor = self._memory.tensor.detach()
+        return paddle.as_strided(tensor, self._shape, self._steps, tensor.offset + self._start)
 
     def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> None:
         """See :class:`..core.device_memory.DeviceBytes`; it is not memory that has parts."""
@@ -90,4 +92,4 @@ class StridedBytes:
 
     def alike(self, data: Bytes1D) -> Any:
         """Contiguous host memory as a tensor of the same type and shape, without a copy. It must be writable."""
-        return host_tensor(data).view(self.dtype).reshape(self.view.shape)
+        return host_tensor(data).view(self.dtype).reshape(self._shape)

@@ -78,6 +78,9 @@ class Items:
             if geometry.reduction is not None:
                 sources[i] = reduced[row, box]
                 continue
+            if geometry.on_device and self.numbers[i] < len(cells):  # all of the shard, as of most
+                sources[i] = state.array(row)
+                continue
             elements = flat_range(box.relative_to(shard.box.offset), shard.box.shape)
             if shard.strides is None and elements is not None and not geometry.on_device:
                 sources[i] = state.tensors.addresses[row] + elements[0] * geometry.dtype.itemsize
