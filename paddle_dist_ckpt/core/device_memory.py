@@ -229,7 +229,7 @@ class DeviceArray:
         size = whole(self.shape).size
         for start in range(0, size, rows):
             for box in cut_flat_range(self.shape, start, min(start + rows, size)):
-                write_all([(self.part(box), np.zeros(box.shape, self.dtype))], copies)
+                write_all([(self.part(box), np.zeros(box.size * self.itemsize, np.uint8))], copies)
             copies.mark().wait()
 
     def is_contiguous(self) -> bool:
@@ -278,20 +278,20 @@ Scattered = tuple[DeviceArray, Bytes1D]
 """A part of an array that is not contiguous, and where it goes."""
 
 
-def write_all(pairs: Iterable[tuple[DeviceArray, npt.NDArray[Any]]], copies: Copies) -> None:
+def write_all(pairs: Iterable[tuple[DeviceArray, Bytes1D]], copies: Copies) -> None:
     """Queue copies that fill arrays.
 
     Where one is not contiguous and the device cannot spread items, it is filled by way of a copy that has what lies
     between its elements, which must not be written meanwhile, and this waits.
 
     Args:
-        pairs: Each array, and its contiguous raw items in host memory, which must stay as they are until a mark behind
+        pairs: Each array, and the bytes of its items in host memory, which must stay as they are until a mark behind
             the copies is reached.
         copies: The queue.
     """
     together, scattered = list[Request](), []
     for array, data in pairs:
-        requests = array._requests(data.reshape(-1).view(np.uint8))
+        requests = array._requests(data)
         if requests is None:
             scattered.append((array, data))
         else:
@@ -299,7 +299,7 @@ def write_all(pairs: Iterable[tuple[DeviceArray, npt.NDArray[Any]]], copies: Cop
     copies.write(together)
     for array, data in scattered:
         for index, request, view in array._surroundings(copies):
-            view[...] = data[index]
+            view[...] = data.view(array.dtype).reshape(array.shape)[index]
             copies.write([request])
             copies.mark().wait()
 

@@ -60,11 +60,10 @@ class GroupStaging:
         buffer, mark = self._buffers.get()
         if mark is not None:
             mark.wait()
-        sizes = self._targets.nbytes[rows]
-        starts = np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT).tolist()])
-        memory = self._allocate(int(starts[-1])) if buffer is None or len(buffer) < starts[-1] else buffer
-        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=False):
-            self._targets.place(row, memory[start : start + size])
+        stops = np.cumsum(-(-self._targets.nbytes[rows] // _ALIGNMENT) * _ALIGNMENT)
+        room = int(stops[-1])
+        memory = self._allocate(room) if buffer is None or len(buffer) < room else buffer
+        self._targets.place_all(rows, memory, np.append(0, stops[:-1]))
         tasks = list(make_tasks())
         left = itertools.count(len(tasks) - 1, -1)
 

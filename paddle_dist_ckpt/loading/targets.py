@@ -64,7 +64,7 @@ class Targets:
     ) -> None:
         self._table, self._devices = table, devices
         self.problems: list[str] = []
-        self._buffers: dict[int, Array] = {}
+        self._buffers: dict[int, Bytes1D] = {}
         self._shared: list[SharedMemory] = []
         tensors = self._tensors = parts.tensors
         places: dict[str | None, int] = {None: -1}
@@ -127,7 +127,8 @@ class Targets:
     def array(self, row: int) -> Array:
         """Where a row's data go, as raw items of the wanted type."""
         if row in self._buffers:
-            return self._buffers[row]
+            geometry, piece = self.cells[self.cell[row]]
+            return self._buffers[row].view(geometry.dtype.raw).reshape(piece.box.shape)
         memory = self.memory(row)
         assert not isinstance(memory, DeviceArray), "it is given a buffer before"
         return memory
@@ -150,11 +151,17 @@ class Targets:
 
     def place(self, row: int, memory: Bytes1D) -> None:
         """Let a row be filled in host memory for the time being."""
-        geometry, piece = self.cells[self.cell[row]]
-        self._buffers[row] = memory.view(geometry.dtype.raw).reshape(piece.box.shape)
+        self._buffers[row] = memory
         self.address[row] = address_of(memory)
 
-    def displace(self, row: int) -> Array:
+    def place_all(self, rows: IntArray, memory: Bytes1D, starts: IntArray) -> None:
+        """Let rows be filled in host memory for the time being, each from one of the bytes ``starts`` on."""
+        self.address[rows] = address_of(memory) + starts
+        stops = starts + self.nbytes[rows]
+        for row, start, stop in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            self._buffers[row] = memory[start:stop]
+
+    def displace(self, row: int) -> Bytes1D:
         """Undo :meth:`place`; returns what is there."""
         return self._buffers.pop(row)
 
@@ -220,7 +227,7 @@ class Targets:
                 write_all([(memory, self._buffers[row])], copies)
                 copies.mark().wait()
             else:
-                memory[...] = self._buffers[row]
+                memory[...] = self.array(row)
         for memory in self._zeros:
             if isinstance(memory, DeviceArray):
                 memory.clear(copies)

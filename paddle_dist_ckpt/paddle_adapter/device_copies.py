@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -105,7 +105,7 @@ class DeviceCopies:
         """Queue copies, the small ones together."""
         for device, alike in itertools.groupby(requests, lambda request: str(request[0].device)):
             here = list(alike)
-            packs, alone = packs_of((_kind(request) for request in here), [len(request[2]) for request in here])
+            packs, alone = packs_of(_kinds(here), [len(request[2]) for request in here])
             for places in packs:
                 pack = [here[i] for i in places]
                 if device not in _without_packs:
@@ -243,12 +243,18 @@ _pending: deque[tuple[Any, Sequence[Any]]] = deque()
 _without_packs: set[str] = set()  # devices that have failed to make one
 
 
-def _kind(request: _Request) -> Any:
-    """What a copy has to have in common with those that it is packed with; None if it is not packed."""
-    memory, _, data = request
-    if isinstance(memory, StridedBytes) or len(data) > SMALL_BYTES or memory.device in _without_packs:
-        return None
-    return memory.dtype if has_kernels(memory.device, memory.dtype, "concat", "split") else None
+def _kinds(requests: Sequence[_Request]) -> Iterator[str | None]:
+    """What each copy has to have in common with those that it is packed with; None if it is not packed."""
+    dtype = kind = None
+    for memory, _, data in requests:
+        if isinstance(memory, StridedBytes) or len(data) > SMALL_BYTES:
+            yield None
+            continue
+        if memory.dtype is not dtype:  # to look at it takes longer than to see that it is the same
+            dtype = memory.dtype
+            packed = memory.device not in _without_packs and has_kernels(memory.device, dtype, "concat", "split")
+            kind = str(dtype) if packed else None
+        yield kind
 
 
 def _read_one(request: _Request) -> _Work:

@@ -16,6 +16,7 @@ from .device import at_device, has_kernels, host_tensor, name_of
 __all__ = ["StridedBytes", "TensorBytes"]
 
 _view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
+_names: dict[str, str] = {}  # of devices, as name_of says them, by how Paddle writes them
 
 
 class TensorBytes:
@@ -29,7 +30,8 @@ class TensorBytes:
 
     def __init__(self, tensor: Any) -> None:
         self.base = int(tensor.data_ptr())
-        self.device = name_of(tensor.place)
+        place = tensor._place_str  # which is to be had faster
+        self.device = _names.get(place) or _names.setdefault(place, name_of(tensor.place))
         self.tensor, self.dtype, self._itemsize = tensor, tensor.dtype, int(tensor.element_size())
 
     @cached_property
