@@ -137,7 +137,7 @@ class RoundStaging:
         memory: Bytes1D = np.empty(size, np.uint8)
         if row in self._incomplete:
             self._incomplete.remove(row)
-            self._targets.device_memory(row).read(0, size, memory, self._copies)
+            self._targets.device_memory([row])[0].read(0, size, memory, self._copies)
         self._targets.place(row, memory)
         self._open[row] = size
         self._used += size
@@ -149,6 +149,6 @@ class RoundStaging:
             self._leaving.append((self._copies.mark(), sum(self._open.pop(row) for row in rows)))
 
 
-def _write(targets: Targets, rows: Iterable[int], copies: Copies) -> None:
+def _write(targets: Targets, rows: Sequence[int], copies: Copies) -> None:
     """Send rows to the device."""
-    write_all(((targets.device_memory(row), targets.displace(row)) for row in rows), copies)
+    write_all(zip(targets.device_memory(rows), map(targets.displace, rows), strict=True), copies)

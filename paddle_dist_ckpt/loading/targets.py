@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..core.columns import IntArray
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
-from ..core.local_tensors import LocalShards, LocalTensors
+from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
 from ..core.memory import Bytes1D, address_of, array_at, zeros_of
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
@@ -140,9 +140,7 @@ class Targets:
     def _memory(self, tensor: int, cell: int, address: int) -> Array | DeviceArray:
         (geometry, piece), owner = self.cells[cell], self._tensors.owners[tensor]
         if geometry.on_device:
-            assert self._devices is not None, "what is on a device can be reached"
-            data = self._devices.memory_of(owner)
-            return DeviceArray(data, address - data.base, piece.box.shape, piece.strides, geometry.dtype.raw)
+            return device_arrays(self.cells, np.array([cell]), [owner], [address], self._devices)[0]
         return array_at(address, piece.box.shape, piece.strides, geometry.dtype.raw, owner)
 
     def strides(self, row: int) -> tuple[int, ...] | None:
@@ -165,11 +163,11 @@ class Targets:
         """Undo :meth:`place`; returns what is there."""
         return self._buffers.pop(row)
 
-    def device_memory(self, row: int) -> DeviceArray:
-        """The memory of a row that is on a device."""
-        memory = self.memory(row)
-        assert isinstance(memory, DeviceArray)
-        return memory
+    def device_memory(self, rows: Sequence[int]) -> list[DeviceArray]:
+        """The memory of rows that are on devices."""
+        where = np.array(rows, np.int64)
+        owners = [self._tensors.owners[tensor] for tensor in self._owner[where].tolist()]
+        return device_arrays(self.cells, self.cell[where], owners, self._address[where].tolist(), self._devices)
 
     def entries(self) -> dict[str, Any]:
         """The values that were stored as entries, and the arrays of objects, after they are read, by path."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -163,7 +162,7 @@ class DeviceCopies:
 
     def _read_pack(self, device: str, pack: Sequence[_Request]) -> Callable[[], _Work]:
         """Copy from a device to the host; straight to where it goes, if that stands together there."""
-        parts = [memory.small_part(start, len(into)) for memory, start, into in pack]
+        parts = [memory.small_part(start, len(into), view=False) for memory, start, into in pack]
         addresses, sizes = _columns(pack)
         nbytes, like = int(sizes.sum()), pack[0][0]
         if stand_together(addresses, sizes):
@@ -186,7 +185,7 @@ class DeviceCopies:
 
     def _write_pack(self, device: str, pack: Sequence[_Request]) -> Callable[[], _Work]:
         """Copy from the host to a device; what does not stand together on the host is put together there."""
-        parts = [memory.small_part(start, len(data)) for memory, start, data in pack]
+        parts = [memory.small_part(start, len(data), view=True) for memory, start, data in pack]
         expected = [memory.base + start for memory, start, _ in pack]
         addresses, sizes = _columns(pack)
         nbytes, like = int(sizes.sum()), pack[0][0]
@@ -205,8 +204,8 @@ class DeviceCopies:
             source = like.alike(data)
             packed = paddle.empty(source.shape, source.dtype)
             packed.copy_(source, False)
-            lengths = [math.prod(part.shape) for part in parts]
-            paddle._legacy_C_ops.split(packed, parts, "sections", lengths, "axis", 0)
+            lengths = sizes // packed.element_size()
+            paddle._legacy_C_ops.split(packed, parts, "sections", lengths.tolist(), "axis", 0)
             if [part.data_ptr() for part in parts] != expected:
                 raise RuntimeError("Paddle has split a tensor into other memory than it was given")
             return [parts, packed, source, *(data for _, _, data in pack)], nbytes, finish

@@ -50,12 +50,14 @@ class TensorBytes:
         with at_device(self.device):  # where another device is the current one, this would be a copy there
             return self._items._slice(start // self._itemsize, (start + nbytes) // self._itemsize)
 
-    def small_part(self, start: int, nbytes: int) -> Any:
-        """The same, made faster if it is all of it. Gradients must be off, and the device the current one."""
+    def small_part(self, start: int, nbytes: int, view: bool) -> Any:
+        """The same, made faster if it is all of it; then maybe the tensor itself, unless it has to be a view. Gradients
+        must be off, and the device the current one."""
         tensor, count = self.tensor, nbytes // self._itemsize
-        if start == 0 and tensor.is_contiguous() and math.prod(tensor.shape) == count:
-            return _view_shape(tensor, [count])
-        return self.part(start, nbytes)
+        shape = tensor.shape
+        if start or math.prod(shape) != count or not tensor.is_contiguous():
+            return self.part(start, nbytes)
+        return tensor if len(shape) == 1 and not view else _view_shape(tensor, [count])
 
     def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> StridedBytes | None:
         """See :class:`..core.device_memory.DeviceBytes`."""

@@ -15,10 +15,10 @@ import xxhash
 
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
-from ..core.columns import pack_column, pack_signed
+from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies
 from ..core.dtypes import DTYPES
-from ..core.local_tensors import LocalShards, LocalTensors
+from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
 from ..core.memory import Bytes1D, address_of, array_at, gather
 from ..core.messages import encode
 from ..core.shards import Kind
@@ -91,13 +91,20 @@ class LocalState:
     def array(self, row: int) -> npt.NDArray[Any] | DeviceArray:
         """Shard ``row`` as an array of raw items."""
         geometry, shard = self.shard(row)
-        owner = self.tensors.owners[self.shards.tensor[row]]
         if geometry.on_device:
-            assert self.devices is not None, "what is on a device can be reached"
-            memory = self.devices.memory_of(owner)
-            start = self.tensors.addresses[row] - memory.base
-            return DeviceArray(memory, start, shard.box.shape, shard.strides, geometry.dtype.raw)
+            return self.device_arrays(np.array([row], np.int64))[0]
+        owner = self.tensors.owners[self.shards.tensor[row]]
         return array_at(self.tensors.addresses[row], shard.box.shape, shard.strides, geometry.dtype.raw, owner)
+
+    def device_arrays(self, rows: IntArray) -> list[DeviceArray]:
+        """The same of some shards, which are all on devices."""
+        return device_arrays(
+            self.shards.cells,
+            self.shards.cell[rows],
+            [self.tensors.owners[tensor] for tensor in self.shards.tensor[rows].tolist()],
+            [self.tensors.addresses[row] for row in rows.tolist()],
+            self.devices,
+        )
 
     def read(self, array: npt.NDArray[Any] | DeviceArray, start: int, stop: int, into: Bytes1D) -> None:
         """Copy bytes ``start:stop`` of an array, in the order of its items, to host memory."""

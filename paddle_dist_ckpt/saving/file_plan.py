@@ -72,14 +72,17 @@ class Items:
         sources: list[Source] = np.array(state.tensors.addresses, np.int64)[self.rows].tolist()
         special = np.array([s.strides is not None or g.reduction is not None or g.on_device for g, s in cells], bool)
         odd = special[state.shards.cell[self.rows]] | (self.numbers >= len(cells))
-        for i in np.flatnonzero(odd).tolist():
+        on_device = np.array([g.on_device and g.reduction is None for g, _ in cells], bool)[
+            state.shards.cell[self.rows]
+        ]
+        on_device &= self.numbers < len(cells)  # and all of the shard, as of most
+        for i, array in zip(np.flatnonzero(on_device).tolist(), state.device_arrays(self.rows[on_device]), strict=True):
+            sources[i] = array
+        for i in np.flatnonzero(odd & ~on_device).tolist():
             row, box = int(self.rows[i]), self.boxes[self.numbers[i]]
             geometry, shard = state.shard(row)
             if geometry.reduction is not None:
                 sources[i] = reduced[row, box]
-                continue
-            if geometry.on_device and self.numbers[i] < len(cells):  # all of the shard, as of most
-                sources[i] = state.array(row)
                 continue
             elements = flat_range(box.relative_to(shard.box.offset), shard.box.shape)
             if shard.strides is None and elements is not None and not geometry.on_device:
