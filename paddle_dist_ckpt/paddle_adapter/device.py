@@ -66,15 +66,14 @@ def has_kernels(device: str, dtype: Any, *names: str) -> bool:
     """Whether a device runs these operations itself for a type. Others Paddle runs on the host, and what they are given
     to fill may become a tensor there."""
     kind, type_name = device.partition(":")[0].lower(), str(dtype).rpartition(".")[2]
-    known = _kernels().get((kind, type_name), frozenset())
-    return known.issuperset(names)
+    return set(names) <= _kernels().get((kind, type_name), set())
 
 
 @cache
 def _kernels() -> dict[tuple[str, str], set[str]]:
     """The operations by the kind of device and the type of elements; Paddle lists "(GPU, Undefined(AnyLayout), bool)"
     and the like for each."""
-    listed = getattr(core, "_get_registered_phi_kernels", dict)()
+    listed: dict[str, list[str]] = getattr(core, "_get_registered_phi_kernels", dict)()
     found: dict[tuple[str, str], set[str]] = {}
     for operation in ("concat", "split", "contiguous", "strided_copy"):
         for key in listed.get(operation, ()):

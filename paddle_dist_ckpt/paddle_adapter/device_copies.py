@@ -1,7 +1,6 @@
 """Copies between host memory and that of devices.
 
-They go on a stream of their own, which first waits for what the stream of computations has to do. To wait for a stream
-by its own functions would hold Python's lock meanwhile, so events are asked instead.
+They go on a stream of their own, which first waits for what the stream of computations has to do.
 
 To ask Paddle for a copy takes as long as to copy a megabyte. So small tensors of one type are packed on the device
 (concat), and the pack is copied; or it is copied there, and split into the tensors' own memory. Items with strides are
@@ -14,12 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,11 +27,11 @@ from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
 from .device import at_device, has_kernels
 from .device_memory import StridedBytes, TensorBytes
+from .device_streams import current_stream, forget_reached, recorded, stream_for_copies, wait_for
 
 __all__ = ["DeviceCopies", "PaddleDevices"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_LEAST_WAIT, _MOST_WAIT = 20e-6, 500e-6
 _TOGETHER = 64  # while they are queued, other threads had better not queue any
 _MOST_UNDER_WAY = 4 * PACK_BYTES  # of the device's memory, and of the host's, beside what is copied
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, TypeError, OSError, MemoryError)
@@ -89,7 +86,7 @@ class DeviceCopies:
                 self._under_way[0].number <= number
                 or (most and sum(one.nbytes for one in tuple(self._under_way)) > most)
             ):
-                _wait_for(self._under_way[0].event)
+                wait_for(self._under_way[0].event)
                 finish = self._under_way[0].finish
                 if finish is not None:
                     finish()
@@ -135,7 +132,7 @@ class DeviceCopies:
         kept: list[Any] = []
         finishes: list[Callable[[], None]] = []
         nbytes, event = 0, None
-        with paddle.no_grad(), _current_stream, at_device(device):  # all threads have the same current stream
+        with paddle.no_grad(), current_stream, at_device(device):  # all threads have the same current stream
             stream = self._stream(device)
             with paddle.device.stream_guard(stream) if stream is not None else nullcontext():
                 try:
@@ -146,7 +143,7 @@ class DeviceCopies:
                         finishes += [finish] if finish is not None else []
                 finally:
                     if stream is not None:
-                        self._last[device] = event = _recorded(stream, device, kept)
+                        self._last[device] = event = recorded(stream, device, kept)
                     else:
                         paddle.device.synchronize(device)
             if nbytes:
@@ -155,9 +152,9 @@ class DeviceCopies:
 
     def _stream(self, device: str) -> Any:
         if device not in self._streams:
-            self._streams[device] = stream = _stream_for_copies(device)
+            self._streams[device] = stream = stream_for_copies(device)
             if stream is not None:
-                stream.wait_event(_recorded(paddle.device.current_stream(device), device, ()))
+                stream.wait_event(recorded(paddle.device.current_stream(device), device, ()))
         return self._streams[device]
 
     def _read_pack(self, device: str, pack: Sequence[_Request]) -> Callable[[], _Work]:
@@ -228,17 +225,13 @@ class _Marks:
     def wait(self) -> None:
         """See :class:`..core.device_memory.Mark`."""
         for event in self._events:
-            _wait_for(event)
+            wait_for(event)
         self._events = ()
         self._settle(self._number)
-        with _current_stream:
-            _forget_reached()
+        with current_stream:
+            forget_reached()
 
 
-_current_stream = threading.Lock()
-# Events that are not reached yet, with the tensors that are copied until then. To drop such an event would wait for it,
-# with Python's lock held; and memory that a copy is under way to must not be used for anything else, whatever happens.
-_pending: deque[tuple[Any, Sequence[Any]]] = deque()
 _without_packs: set[str] = set()  # devices that have failed to make one
 
 
@@ -309,38 +302,6 @@ def _copy_rows(targets: Any, sources: Any, sizes: Any) -> None:
     for size in np.unique(sizes).tolist():
         alike = sizes == size
         copy_each(targets[alike], sources[alike], size)
-
-
-@cache
-def _stream_for_copies(device: str) -> Any:
-    """A stream that nothing but copies of this library goes on; None for a device that has no streams."""
-    try:
-        return paddle.device.Stream(device)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return None
-
-
-def _wait_for(event: Any) -> None:
-    """Wait until an event is reached; other threads run meanwhile. None is reached."""
-    pause = _LEAST_WAIT
-    while event is not None and not event.query():
-        time.sleep(pause)
-        pause = min(2 * pause, _MOST_WAIT)
-
-
-def _recorded(stream: Any, device: str, used: Sequence[Any]) -> Any:
-    """A new event at the end of what a stream has to do; until it is reached, the tensors ``used`` are in use."""
-    with at_device(device):  # events belong to the current one
-        event = paddle.device.Event()
-    event.record(stream)
-    _forget_reached()
-    _pending.append((event, used))
-    return event
-
-
-def _forget_reached() -> None:
-    while _pending and _pending[0][0].query():
-        _pending.popleft()
 
 
 class PaddleDevices:
