@@ -55,7 +55,7 @@ class TensorBytes:
         must be off, and the device the current one."""
         tensor, count = self.tensor, nbytes // self._itemsize
         shape = tensor.shape
-        if start or math.prod(shape) != count or not tensor.is_contiguous():
+        if start or not shape or math.prod(shape) != count or not tensor.is_contiguous():
             return self.part(start, nbytes)
         return tensor if len(shape) == 1 and not view else _view_shape(tensor, [count])
 
