@@ -83,7 +83,7 @@ def _there_and_back(path: str) -> list[dict[str, tuple[int, int]]]:
 
 
 def small_tensors(path: str) -> tuple[int, int, list[tuple[int, int]]]:
-    """Gives how many tensors there are, their bytes, and the copies of a save, a load, and of both in the background."""
+    """Gives how many tensors there are, their bytes, and the copies of a save and of two loads."""
     state = _state(0)
     counts = _there_and_back(path)
     copies = [counts[i][(TO_HOST, TO_DEVICE)[i % 2]] for i in (0, 1, 3)]

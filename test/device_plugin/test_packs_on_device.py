@@ -1,4 +1,4 @@
-"""Small tensors on a device are copied together, and strided ones by way of its memory: copies and bytes are counted."""
+"""Small tensors on a device are copied together, strided ones by way of its memory: copies and bytes are counted."""
 
 from __future__ import annotations
 
