@@ -101,8 +101,10 @@ def device_arrays(
     devices: DeviceAccess | None,
 ) -> list[DeviceArray]:
     """Local shards on devices: of each which of ``cells`` it is, what keeps its memory alive, and where it begins."""
+    found: list[DeviceArray] = []
+    if not owners:
+        return found
     assert devices is not None, "what is on a device can be reached"
-    found = []
     for number, owner, address in zip(cell.tolist(), owners, addresses, strict=True):
         geometry, shard = cells[number]
         memory = devices.memory_of(owner)
