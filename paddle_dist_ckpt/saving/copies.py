@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,12 +104,12 @@ class CopyPlan:
                 source = sources[i]
                 if isinstance(source, int):
                     memory = (ctypes.c_char * (stop - start)).from_address(source + start)
-                    blocks[block] = xxhash.xxh3_64_intdigest(memory)
+                    blocks[block] = _digest(memory)
                 else:
                     others.append((block, (source, start, stop)))
             found = state.contents(part for _, part in others)
             for (block, _), data in zip(others, found, strict=True):
-                blocks[block] = xxhash.xxh3_64_intdigest(data.data)
+                blocks[block] = _digest(data.data)
 
         def tasks() -> Iterator[Callable[[], None]]:
             for at in range(0, len(rows), _TASK_BLOCKS):
@@ -117,6 +118,11 @@ class CopyPlan:
         # Copies from a device are queued by one thread at a time.
         run_all(tasks(), 1 if state.devices is not None else threads, check)
         return _combined(blocks, counts, self.copy_starts, compared).astype("<u8").tobytes()
+
+
+def _digest(block: Any) -> int:
+    """The digest of a block, as it gets it in a file."""
+    return xxhash.xxh3_64_intdigest(block)
 
 
 def _starts(state: LocalState, items: Items) -> IntArray:
