@@ -23,7 +23,8 @@ __all__ = [
     "write_all",
 ]
 
-_SPAN_BYTES = 4 << 20  # of a part that is not contiguous, this much around it is copied at once
+_SPAN_BYTES = 4 << 20  # of a part that a device cannot make contiguous, this much around it is copied at once
+_STRIDED_BYTES = 2 << 20  # of others it makes so much contiguous at a time
 
 
 class DeviceBytes(Protocol):
@@ -32,9 +33,21 @@ class DeviceBytes(Protocol):
     @property
     def base(self) -> int: ...
 
+    def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> DeviceBytes | None:
+        """Items that do not stand together, as a row of memory that exists while it is copied only: the device makes it
+        of them, or spreads it over them. None if it cannot.
+
+        Args:
+            start: The byte at which the first of them starts.
+            shape: How many there are.
+            strides: Bytes from one to the next, one a dimension.
+        """
+        ...
+
 
 Request = tuple[DeviceBytes, int, Bytes1D]
-"""A copy: the memory of a device, the byte there at which it starts, and the bytes on the host. All of whole items."""
+"""A copy: the memory of a device, the byte there at which it starts, and the bytes on the host. All of whole items, and
+of what :meth:`DeviceBytes.strided` returned all of it."""
 
 
 class Mark(Protocol):
@@ -48,8 +61,9 @@ class Mark(Protocol):
 class Copies(Protocol):
     """A queue of copies between host memory and that of devices.
 
-    They are made one after the other, beside what a device computes, but after all that had been queued there when the
-    first of them was. Host memory belongs to its copy until a mark behind that is reached. Any thread may use it.
+    They are made beside what a device computes, but after all that had been queued there when the first of them was,
+    and after those of earlier calls. Small ones of one call may be made together. Host memory belongs to its copy until
+    a mark behind that is reached. Any thread may use it.
     """
 
     def read(self, requests: Sequence[Request]) -> None:
@@ -113,7 +127,7 @@ class DeviceArray:
         dtype: Its type of raw items.
     """
 
-    __slots__ = ("_memory", "_start", "_strides", "dtype", "shape")
+    __slots__ = ("_given_strides", "_is_contiguous", "_memory", "_start", "dtype", "shape")
 
     def __init__(
         self,
@@ -124,7 +138,14 @@ class DeviceArray:
         dtype: np.dtype[np.generic],
     ) -> None:
         self._memory, self._start, self.shape, self.dtype = memory, start, tuple(shape), dtype
-        self._strides = contiguous_strides(shape, dtype.itemsize) if strides is None else tuple(strides)
+        self._is_contiguous = True if strides is None else None
+        self._given_strides = None if strides is None else tuple(strides)
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        if self._given_strides is None:
+            self._given_strides = contiguous_strides(self.shape, self.itemsize)
+        return self._given_strides
 
     @property
     def itemsize(self) -> int:
@@ -153,17 +174,40 @@ class DeviceArray:
             The copies that are needed; and parts that do not stand together on the device, each with where it goes, to
             be read by :meth:`read_scattered`.
         """
+        if self.is_contiguous():
+            return [(self._memory, self._start + start, into[: stop - start])] if start < stop else [], []
         size, at = self.itemsize, 0
         requests, scattered = list[Request](), list[Scattered]()
         for box in cut_flat_range(self.shape, start // size, stop // size):
             part = self.part(box)
             piece = into[at : at + part.nbytes]
-            if part.is_contiguous():
-                requests.append((self._memory, part._start, piece))
-            else:
+            whole_part = part._requests(piece)
+            if whole_part is None:
                 scattered.append((part, piece))
+            else:
+                requests += whole_part
             at += part.nbytes
         return requests, scattered
+
+    def _requests(self, data: Bytes1D) -> list[Request] | None:
+        """The copies between all of it and contiguous host memory; None if the device cannot make it contiguous."""
+        if self.is_contiguous():
+            return [(self._memory, self._start, data)]
+        size, at, found = self.itemsize, 0, list[Request]()
+        rows = max(1, _STRIDED_BYTES // size)
+        for start in range(0, whole(self.shape).size, rows):
+            for box in cut_flat_range(self.shape, start, min(start + rows, whole(self.shape).size)):
+                part = self.part(box)
+                piece = data[at : at + part.nbytes]
+                at += part.nbytes
+                if part.is_contiguous():
+                    found.append((self._memory, part._start, piece))
+                    continue
+                memory = self._memory.strided(part._start, part.shape, part._strides)
+                if memory is None:
+                    return None
+                found.append((memory, 0, piece))
+        return found
 
     def read(self, start: int, stop: int, into: Bytes1D, copies: Copies) -> None:
         """Copy bytes ``start:stop`` to the beginning of ``into``; returns when they are there."""
@@ -185,13 +229,16 @@ class DeviceArray:
         size = whole(self.shape).size
         for start in range(0, size, rows):
             for box in cut_flat_range(self.shape, start, min(start + rows, size)):
-                write_all([(self.part(box), np.zeros(box.shape, self.dtype))], copies)
+                write_all([(self.part(box), np.zeros(box.size * self.itemsize, np.uint8))], copies)
             copies.mark().wait()
 
     def is_contiguous(self) -> bool:
         """Whether its elements stand one behind the other."""
-        expected = contiguous_strides(self.shape, self.itemsize)
-        return all(n == 1 or a == b for n, a, b in zip(self.shape, self._strides, expected, strict=True))
+        if self._is_contiguous is None:
+            expected = contiguous_strides(self.shape, self.itemsize)
+            columns = zip(self.shape, self._strides, expected, strict=True)
+            self._is_contiguous = all(n == 1 or a == b for n, a, b in columns)
+        return self._is_contiguous
 
     def _span(self, box: Box) -> int:
         """Bytes from the first element of a box to behind its last one."""
@@ -231,23 +278,28 @@ Scattered = tuple[DeviceArray, Bytes1D]
 """A part of an array that is not contiguous, and where it goes."""
 
 
-def write_all(pairs: Iterable[tuple[DeviceArray, npt.NDArray[Any]]], copies: Copies) -> None:
+def write_all(pairs: Iterable[tuple[DeviceArray, Bytes1D]], copies: Copies) -> None:
     """Queue copies that fill arrays.
 
-    Where one is not contiguous, it is filled by way of a copy that has what lies between its elements, which must not
-    be written meanwhile, and this waits.
+    Where one is not contiguous and the device cannot spread items, it is filled by way of a copy that has what lies
+    between its elements, which must not be written meanwhile, and this waits.
 
     Args:
-        pairs: Each array, and its contiguous raw items in host memory, which must stay as they are until a mark behind
+        pairs: Each array, and the bytes of its items in host memory, which must stay as they are until a mark behind
             the copies is reached.
         copies: The queue.
     """
-    pairs = list(pairs)
-    together = [(array, data) for array, data in pairs if array.is_contiguous()]
-    copies.write([(array._memory, array._start, data.reshape(-1).view(np.uint8)) for array, data in together])
+    together, scattered = list[Request](), []
     for array, data in pairs:
-        for index, request, view in () if array.is_contiguous() else array._surroundings(copies):
-            view[...] = data[index]
+        requests = array._requests(data)
+        if requests is None:
+            scattered.append((array, data))
+        else:
+            together += requests
+    copies.write(together)
+    for array, data in scattered:
+        for index, request, view in array._surroundings(copies):
+            view[...] = data.view(array.dtype).reshape(array.shape)[index]
             copies.write([request])
             copies.mark().wait()
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from .columns import IntArray, edges_of, places_within
+from .device_memory import DeviceAccess, DeviceArray
 from .tensors import Geometry, LocalShard, TensorView
 
-__all__ = ["LocalShards", "LocalTensors", "reach_of"]
+__all__ = ["LocalShards", "LocalTensors", "device_arrays", "reach_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,3 +91,22 @@ def reach_of(geometry: Geometry, piece: LocalShard) -> tuple[int, int]:
         return 0, piece.box.size * itemsize
     reach = [(n - 1) * stride for n, stride in zip(shape, piece.strides, strict=True)]
     return sum(min(0, r) for r in reach), sum(max(0, r) for r in reach) + itemsize
+
+
+def device_arrays(
+    cells: Sequence[tuple[Geometry, LocalShard]],
+    cell: IntArray,
+    owners: Sequence[Any],
+    addresses: Sequence[int],
+    devices: DeviceAccess | None,
+) -> list[DeviceArray]:
+    """Local shards on devices: of each which of ``cells`` it is, what keeps its memory alive, and where it begins."""
+    found: list[DeviceArray] = []
+    if not owners:
+        return found
+    assert devices is not None, "what is on a device can be reached"
+    for number, owner, address in zip(cell.tolist(), owners, addresses, strict=True):
+        geometry, shard = cells[number]
+        memory = devices.memory_of(owner)
+        found.append(DeviceArray(memory, address - memory.base, shard.box.shape, shard.strides, geometry.dtype.raw))
+    return found

@@ -112,7 +112,10 @@ def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 def address_of(array: npt.NDArray[Any]) -> int:
     """Where an array's first element is."""
-    return int(array.__array_interface__["data"][0])
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    except (TypeError, ValueError, BufferError):  # empty, not writable, or not contiguous
+        return int(array.__array_interface__["data"][0])
 
 
 def fresh_pages(size: int, inherited: bool = True) -> npt.NDArray[np.uint8]:

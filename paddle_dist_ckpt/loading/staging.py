@@ -60,11 +60,10 @@ class GroupStaging:
         buffer, mark = self._buffers.get()
         if mark is not None:
             mark.wait()
-        sizes = self._targets.nbytes[rows]
-        starts = np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT).tolist()])
-        memory = self._allocate(int(starts[-1])) if buffer is None or len(buffer) < starts[-1] else buffer
-        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=False):
-            self._targets.place(row, memory[start : start + size])
+        stops = np.cumsum(-(-self._targets.nbytes[rows] // _ALIGNMENT) * _ALIGNMENT)
+        room = int(stops[-1])
+        memory = self._allocate(room) if buffer is None or len(buffer) < room else buffer
+        self._targets.place_all(rows, memory, np.append(0, stops[:-1]))
         tasks = list(make_tasks())
         left = itertools.count(len(tasks) - 1, -1)
 
@@ -138,7 +137,7 @@ class RoundStaging:
         memory: Bytes1D = np.empty(size, np.uint8)
         if row in self._incomplete:
             self._incomplete.remove(row)
-            self._targets.device_memory(row).read(0, size, memory, self._copies)
+            self._targets.device_memory([row])[0].read(0, size, memory, self._copies)
         self._targets.place(row, memory)
         self._open[row] = size
         self._used += size
@@ -150,6 +149,6 @@ class RoundStaging:
             self._leaving.append((self._copies.mark(), sum(self._open.pop(row) for row in rows)))
 
 
-def _write(targets: Targets, rows: Iterable[int], copies: Copies) -> None:
+def _write(targets: Targets, rows: Sequence[int], copies: Copies) -> None:
     """Send rows to the device."""
-    write_all(((targets.device_memory(row), targets.displace(row)) for row in rows), copies)
+    write_all(zip(targets.device_memory(rows), map(targets.displace, rows), strict=True), copies)

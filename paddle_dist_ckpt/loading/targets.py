@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..core.decoding import Room
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
-from ..core.local_tensors import LocalShards, LocalTensors
+from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
 from ..core.memory import Bytes1D, address_of, array_at, zeros_of
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
@@ -65,7 +65,7 @@ class Targets:
     ) -> None:
         self._table, self._devices = table, devices
         self.problems: list[str] = []
-        self._buffers: dict[int, Array] = {}
+        self._buffers: dict[int, Bytes1D] = {}
         self._shared: list[SharedMemory] = []
         tensors = self._tensors = parts.tensors
         places: dict[str | None, int] = {None: -1}
@@ -128,7 +128,8 @@ class Targets:
     def array(self, row: int) -> Array:
         """Where a row's data go, as raw items of the wanted type."""
         if row in self._buffers:
-            return self._buffers[row]
+            geometry, piece = self.cells[self.cell[row]]
+            return self._buffers[row].view(geometry.dtype.raw).reshape(piece.box.shape)
         memory = self.memory(row)
         assert not isinstance(memory, DeviceArray), "it is given a buffer before"
         return memory
@@ -140,9 +141,7 @@ class Targets:
     def _memory(self, tensor: int, cell: int, address: int) -> Array | DeviceArray:
         (geometry, piece), owner = self.cells[cell], self._tensors.owners[tensor]
         if geometry.on_device:
-            assert self._devices is not None, "what is on a device can be reached"
-            data = self._devices.memory_of(owner)
-            return DeviceArray(data, address - data.base, piece.box.shape, piece.strides, geometry.dtype.raw)
+            return device_arrays(self.cells, np.array([cell]), [owner], [address], self._devices)[0]
         return array_at(address, piece.box.shape, piece.strides, geometry.dtype.raw, owner)
 
     def strides(self, row: int) -> tuple[int, ...] | None:
@@ -151,19 +150,25 @@ class Targets:
 
     def place(self, row: int, memory: Bytes1D) -> None:
         """Let a row be filled in host memory for the time being."""
-        geometry, piece = self.cells[self.cell[row]]
-        self._buffers[row] = memory.view(geometry.dtype.raw).reshape(piece.box.shape)
+        self._buffers[row] = memory
         self.address[row] = address_of(memory)
 
-    def displace(self, row: int) -> Array:
+    def place_all(self, rows: IntArray, memory: Bytes1D, starts: IntArray) -> None:
+        """Let rows be filled in host memory for the time being, each from one of the bytes ``starts`` on."""
+        self.address[rows] = address_of(memory) + starts
+        stops = starts + self.nbytes[rows]
+        for row, start, stop in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            self._buffers[row] = memory[start:stop]
+
+    def displace(self, row: int) -> Bytes1D:
         """Undo :meth:`place`; returns what is there."""
         return self._buffers.pop(row)
 
-    def device_memory(self, row: int) -> DeviceArray:
-        """The memory of a row that is on a device."""
-        memory = self.memory(row)
-        assert isinstance(memory, DeviceArray)
-        return memory
+    def device_memory(self, rows: Sequence[int]) -> list[DeviceArray]:
+        """The memory of rows that are on devices."""
+        where = np.array(rows, np.int64)
+        owners = [self._tensors.owners[tensor] for tensor in self._owner[where].tolist()]
+        return device_arrays(self.cells, self.cell[where], owners, self._address[where].tolist(), self._devices)
 
     def entries(self) -> dict[str, Any]:
         """The values that were stored as entries, and the arrays of objects, after they are read, by path."""
@@ -221,7 +226,7 @@ class Targets:
                 write_all([(memory, self._buffers[row])], copies)
                 copies.mark().wait()
             else:
-                memory[...] = self._buffers[row]
+                memory[...] = self.array(row)
         for memory in self._zeros:
             if isinstance(memory, DeviceArray):
                 memory.clear(copies)

@@ -21,7 +21,8 @@ from ..errors import UnsupportedValueError
 from ..tree.objects import ObjectKind, state_of
 from ..tree.paths import plain_key
 from . import objects
-from .device import PaddleDevices, at_device, has_devices, is_on_device
+from .device import at_device, has_devices, is_on_device
+from .device_copies import PaddleDevices
 from .identity import KnownTensor, TensorIdentity
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import WeightPart, is_sharded_weight

@@ -17,7 +17,9 @@ from paddle.base.framework import _current_expected_place as _current_place
 from ..control.verified import ADVICE
 from ..core.memory import Bytes1D, address_of, copy_bytes
 from ..errors import CollectiveError
-from .device import DeviceCopies, TensorBytes, at_device, host_tensor, is_gpu_build, name_of
+from .device import at_device, host_tensor, is_gpu_build, name_of
+from .device_copies import DeviceCopies
+from .device_memory import TensorBytes
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,6 @@ import xxhash
 from ..core.columns import IntArray, edges_of, places_within, unpack_column
 from ..core.threads import run_all
 from ..errors import CheckpointError
-from ..files.contents import Source
 from ..tree.paths import plain_key
 from .describe import LocalState
 from .file_plan import FilePlan, Items, length_of
@@ -99,8 +99,17 @@ class CopyPlan:
         sources = self.items.sources(state, {})
 
         def hash_blocks(some: Sequence[tuple[int, int, int, int]]) -> None:
+            others = []
             for block, i, start, stop in some:
-                blocks[block] = _digest(state, sources[i], start, stop)
+                source = sources[i]
+                if isinstance(source, int):
+                    memory = (ctypes.c_char * (stop - start)).from_address(source + start)
+                    blocks[block] = _digest(memory)
+                else:
+                    others.append((block, (source, start, stop)))
+            found = state.contents(part for _, part in others)
+            for (block, _), data in zip(others, found, strict=True):
+                blocks[block] = _digest(data.data)
 
         def tasks() -> Iterator[Callable[[], None]]:
             for at in range(0, len(rows), _TASK_BLOCKS):
@@ -111,13 +120,9 @@ class CopyPlan:
         return _combined(blocks, counts, self.copy_starts, compared).astype("<u8").tobytes()
 
 
-def _digest(state: LocalState, source: Source, start: int, stop: int) -> int:
-    """The digest of bytes ``start:stop`` of something, as it gets it in a file."""
-    if isinstance(source, int):
-        return xxhash.xxh3_64_intdigest((ctypes.c_char * (stop - start)).from_address(source + start))
-    buffer = np.empty(stop - start, np.uint8)
-    state.read(source, start, stop, buffer)
-    return xxhash.xxh3_64_intdigest(buffer.data)
+def _digest(block: Any) -> int:
+    """The digest of a block, as it gets it in a file."""
+    return xxhash.xxh3_64_intdigest(block)
 
 
 def _starts(state: LocalState, items: Items) -> IntArray:

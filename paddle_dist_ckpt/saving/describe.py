@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ import xxhash
 
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
-from ..core.columns import pack_column, pack_signed
-from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies
+from ..core.columns import IntArray, pack_column, pack_signed
+from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies, Request, Scattered
 from ..core.dtypes import DTYPES
-from ..core.local_tensors import LocalShards, LocalTensors
+from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
 from ..core.memory import Bytes1D, address_of, array_at, gather
 from ..core.messages import encode
 from ..core.shards import Kind
@@ -36,6 +36,7 @@ __all__ = ["KnownState", "LocalState", "describe", "digests_of"]
 _OWN_STEP = 256  # ranks' own values are padded with blanks to multiples of it,
 _MOST_BLANKS = 4096  # and further, to the size that they had before
 _HASH_CHUNK = 4 << 20
+_TOGETHER = 4 << 20  # bytes that are read from a device before any of them are hashed
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _EMPTY_CONTAINERS = (b"[]", b'{"dict":[]}', b'{"tuple":[]}')
 
@@ -91,13 +92,20 @@ class LocalState:
     def array(self, row: int) -> npt.NDArray[Any] | DeviceArray:
         """Shard ``row`` as an array of raw items."""
         geometry, shard = self.shard(row)
-        owner = self.tensors.owners[self.shards.tensor[row]]
         if geometry.on_device:
-            assert self.devices is not None, "what is on a device can be reached"
-            memory = self.devices.memory_of(owner)
-            start = self.tensors.addresses[row] - memory.base
-            return DeviceArray(memory, start, shard.box.shape, shard.strides, geometry.dtype.raw)
+            return self.device_arrays(np.array([row], np.int64))[0]
+        owner = self.tensors.owners[self.shards.tensor[row]]
         return array_at(self.tensors.addresses[row], shard.box.shape, shard.strides, geometry.dtype.raw, owner)
+
+    def device_arrays(self, rows: IntArray) -> list[DeviceArray]:
+        """The same of some shards, which are all on devices."""
+        return device_arrays(
+            self.shards.cells,
+            self.shards.cell[rows],
+            [self.tensors.owners[tensor] for tensor in self.shards.tensor[rows].tolist()],
+            [self.tensors.addresses[row] for row in rows.tolist()],
+            self.devices,
+        )
 
     def read(self, array: npt.NDArray[Any] | DeviceArray, start: int, stop: int, into: Bytes1D) -> None:
         """Copy bytes ``start:stop`` of an array, in the order of its items, to host memory."""
@@ -105,6 +113,36 @@ class LocalState:
             array.read(start, stop, into, self.copies)
         else:
             gather(array, start, stop, into)
+
+    def contents(self, parts: Iterable[tuple[npt.NDArray[Any] | DeviceArray, int, int]]) -> Iterator[Bytes1D]:
+        """Bytes of arrays, from one to another of each; small ones are copied from a device together."""
+        batch, room = list[tuple[npt.NDArray[Any] | DeviceArray, int, int]](), 0
+        for part in parts:
+            nbytes = part[2] - part[1]
+            if batch and room + nbytes > _TOGETHER:
+                yield from self._contents(batch, room)
+                batch, room = [], 0
+            batch.append(part)
+            room += nbytes
+        yield from self._contents(batch, room)
+
+    def _contents(self, parts: Sequence[tuple[npt.NDArray[Any] | DeviceArray, int, int]], nbytes: int) -> list[Bytes1D]:
+        buffer, at = np.empty(nbytes, np.uint8), 0
+        found, requests, scattered = list[Bytes1D](), list[Request](), list[Scattered]()
+        for array, start, stop in parts:
+            found.append(buffer[at : at + stop - start])
+            at += stop - start
+            if isinstance(array, DeviceArray):
+                some, others = array.pieces(start, stop, found[-1])
+                requests += some
+                scattered += others
+            else:
+                gather(array, start, stop, found[-1])
+        self.copies.read(requests)
+        self.copies.mark().wait()
+        for part, into in scattered:
+            part.read_scattered(into, self.copies)
+        return found
 
     @cached_property
     def copies(self) -> Copies:
@@ -261,7 +299,11 @@ def digests_of(state: LocalState) -> bytes:
     """
     is_plain = np.array([g.plain and g.kind != Kind.VALUE for g, _ in state.shards.cells], bool)
     rows = np.flatnonzero(is_plain[state.shards.cell]).tolist()
-    return b"".join(_digest(state.array(row), state) for row in rows)
+    arrays = {row: state.array(row) for row in rows}
+    small = [row for row, array in arrays.items() if isinstance(array, DeviceArray) and array.nbytes <= _TOGETHER]
+    parts = ((arrays[row], 0, arrays[row].nbytes) for row in small)
+    digests = {row: xxhash.xxh3_128_digest(data.data) for row, data in zip(small, state.contents(parts), strict=True)}
+    return b"".join(digests[row] if row in digests else _digest(arrays[row], state) for row in rows)
 
 
 def _digest(array: npt.NDArray[Any] | DeviceArray, state: LocalState) -> bytes:

@@ -72,8 +72,12 @@ class Items:
         cells = state.shards.cells
         sources: list[Source] = np.array(state.tensors.addresses, np.int64)[self.rows].tolist()
         special = np.array([s.strides is not None or g.reduction is not None or g.on_device for g, s in cells], bool)
-        odd = special[state.shards.cell[self.rows]] | (self.numbers >= len(cells))
-        for i in np.flatnonzero(odd).tolist():
+        plain_on_device = np.array([g.on_device and g.reduction is None for g, _ in cells], bool)
+        cell, is_cut = state.shards.cell[self.rows], self.numbers >= len(cells)
+        odd, on_device = special[cell] | is_cut, plain_on_device[cell] & ~is_cut
+        for i, array in zip(np.flatnonzero(on_device).tolist(), state.device_arrays(self.rows[on_device]), strict=True):
+            sources[i] = array
+        for i in np.flatnonzero(odd & ~on_device).tolist():
             row, box = int(self.rows[i]), self.boxes[self.numbers[i]]
             geometry, shard = state.shard(row)
             if geometry.reduction is not None:

@@ -41,6 +41,9 @@ class FakeDevice:
             assert memory is self
             self.queue.append(lambda start=start, data=data: np.copyto(self.data[start : start + len(data)], data))
 
+    def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> None:
+        """It has no kernels."""
+
     def mark(self) -> FakeDevice:
         return self
 
@@ -97,7 +100,7 @@ def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytes
         expected = device.data.copy()
         view = np.ndarray(whole.shape, ITEM, expected.data, address_of(whole) - address_of(device.data), whole.strides)
         view[index] = np.arange(1000, 1000 + part.nbytes // 4, dtype=ITEM).reshape(part.shape)
-        write_all([(part, np.array(view[index]))], device)
+        write_all([(part, np.array(view[index]).reshape(-1).view(np.uint8))], device)
         device.wait()
         assert device.data.tobytes() == expected.tobytes()
         view[index] = 0

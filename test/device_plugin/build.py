@@ -65,6 +65,7 @@ def environment(
     network_speed: float = 0.0,
     pageable_waits: bool = False,
     all_to_all: bool = True,
+    kernels: bool = True,
 ) -> dict[str, str]:
     """Return the variables of a process whose Paddle has the device.
 
@@ -76,11 +77,13 @@ def environment(
         pageable_waits: An asynchronous copy to host memory that is not pinned returns only when it is done, as with
             CUDA, rather than at once.
         all_to_all: Whether its collectives have this operation.
+        kernels: Whether it has the kernels that move bytes; other kernels it never has.
     """
     return {
         "CUSTOM_DEVICE_ROOT": str(library().parent),
         "TEST_DEVICE_COUNT": str(devices),
         "TEST_DEVICE_NO_ALL_TO_ALL": str(int(not all_to_all)),
+        "TEST_DEVICE_NO_KERNELS": str(int(not kernels)),
         "TEST_DEVICE_MEMORY": str(memory),
         "TEST_DEVICE_SPEED": str(speed),
         "TEST_DEVICE_NETWORK_SPEED": str(network_speed),
@@ -122,7 +125,8 @@ def _build(compiler: str, headers: Path, built: Path) -> None:
         folder = Path(temporary, "new")
         folder.mkdir()
         source = str(_SOURCES / "plugin.cc")
-        command = [compiler, *_FLAGS, f"-I{headers}", source, "-o", str(folder / built.name), *_LIBRARIES]
+        kernels = ("-L", str(headers.parent / "libs"), "-lphi_core")  # Paddle has it open: no path to it is needed
+        command = [compiler, *_FLAGS, f"-I{headers}", source, "-o", str(folder / built.name), *_LIBRARIES, *kernels]
         subprocess.run(command, check=True, timeout=_BUILD_SECONDS)
         try:
             folder.rename(built.parent)

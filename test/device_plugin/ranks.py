@@ -28,7 +28,8 @@ def rank_environment(rank: int, size: int, **options: Any) -> dict[str, str]:
 
 def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
     """Return those of a rank's variables that are read when Paddle is imported; the others when a device is used."""
-    return {name: env[name] for name in ("CUSTOM_DEVICE_ROOT", "TEST_DEVICE_COUNT", "TEST_DEVICE_NO_ALL_TO_ALL")}
+    names = ("CUSTOM_DEVICE_ROOT", "TEST_DEVICE_COUNT", "TEST_DEVICE_NO_ALL_TO_ALL", "TEST_DEVICE_NO_KERNELS")
+    return {name: env[name] for name in names}
 
 
 class DeviceWorld(World):

@@ -13,7 +13,9 @@ import pytest
 from paddle_dist_ckpt import SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.paddle_adapter import device
-from paddle_dist_ckpt.paddle_adapter.device import DeviceCopies, PaddleDevices, TensorBytes, pinned_memory
+from paddle_dist_ckpt.paddle_adapter.device import pinned_memory
+from paddle_dist_ckpt.paddle_adapter.device_copies import DeviceCopies, PaddleDevices
+from paddle_dist_ckpt.paddle_adapter.device_memory import TensorBytes
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("cases_gpu.py")

@@ -1,4 +1,5 @@
-// A device that Paddle loads as a plugin: it has memory, streams, events, copies and collectives, and no kernels.
+// A device that Paddle loads as a plugin: it has memory, streams, events, copies and collectives, and no kernels but
+// those that only move bytes.
 // Here is what Paddle calls (InitPlugin, at the end) and what tests call through ctypes (the test_device_ functions).
 
 #include <unistd.h>
@@ -7,6 +8,7 @@
 
 #include "collectives.h"
 #include "device.h"
+#include "kernels.h"
 
 using namespace test_device;
 
@@ -522,6 +524,8 @@ void InitPlugin(CustomRuntimeParams* params) {
   calls.xccl_group_end = xccl_group_end;
   calls.xccl_send = xccl_send;
   calls.xccl_recv = xccl_recv;
+
+  if (test_device::setting("TEST_DEVICE_NO_KERNELS", 0) == 0) test_device::register_kernels("test_device");
 }
 
 }  // extern "C"

@@ -1,0 +1,320 @@
+"""Copies between host memory and that of devices.
+
+They go on a stream of their own, which first waits for what the stream of computations has to do.
+
+To ask Paddle for a copy takes as long as to copy a megabyte. So small tensors of one type are packed on the device
+(concat), and the pack is copied; or it is copied there, and split into the tensors' own memory. Items with strides are
+copied by way of contiguous memory of the device likewise. All this takes little memory there at a time, and kernels;
+where a device has none, copies are made one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ..core.memory import Bytes1D, address_of, bytes_at, copy_each, fresh_pages
+from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
+from . import device as device_module
+from .device import at_device, has_kernels
+from .device_memory import StridedBytes, TensorBytes
+from .device_streams import current_stream, forget_reached, recorded, stream_for_copies, wait_for
+
+__all__ = ["DeviceCopies", "PaddleDevices"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_TOGETHER = 64  # while they are queued, other threads had better not queue any
+_MOST_UNDER_WAY = 4 * PACK_BYTES  # of the device's memory, and of the host's, beside what is copied
+_REFUSALS = (RuntimeError, NotImplementedError, ValueError, TypeError, OSError, MemoryError)
+
+_Request = tuple[Any, int, Bytes1D]
+_Work = tuple[Sequence[Any], int, Callable[[], None] | None]
+"""Tensors that are in use until it is done, the bytes of the device's memory among them, and what to do then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """Copies by way of other memory: an event behind them, the bytes of that memory, and what is left to do then."""
+
+    number: int
+    event: Any
+    nbytes: int
+    finish: Callable[[], None] | None
+
+
+class DeviceCopies:
+    """A queue of copies, on a stream of its own for each device. Implements :class:`..core.device_memory.Copies`.
+
+    Its memory is that of :class:`TensorBytes`. A device for which Paddle has no streams makes each copy at once.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}  # for each device the event behind the last copy
+        self._under_way: deque[_UnderWay] = deque()
+        self._settling = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._number = 0  # of the last that was put under way
+        self._buffers: list[Bytes1D] = []  # of a pack's size each, that are free
+
+    def read(self, requests: Sequence[_Request]) -> None:
+        """See :class:`..core.device_memory.Copies`."""
+        self._queue(requests, self._read_pack, _read_one)
+
+    def write(self, requests: Sequence[_Request]) -> None:
+        """See :class:`..core.device_memory.Copies`."""
+        self._queue(requests, self._write_pack, _write_one)
+
+    def mark(self) -> _Marks:
+        """See :class:`..core.device_memory.Copies`."""
+        return _Marks(list(self._last.values()), self.settle, self._number)
+
+    def settle(self, number: int, most: int = 0) -> None:
+        """Finish copies by way of other memory, the first ones first: those up to a number, and then so many that no
+        more than ``most`` bytes of it are in use."""
+        with self._settling:
+            while self._under_way and (
+                self._under_way[0].number <= number
+                or (most and sum(one.nbytes for one in tuple(self._under_way)) > most)
+            ):
+                wait_for(self._under_way[0].event)
+                finish = self._under_way[0].finish
+                if finish is not None:
+                    finish()
+                self._under_way.popleft()
+
+    def _queue(
+        self,
+        requests: Sequence[_Request],
+        copy_pack: Callable[[str, Sequence[_Request]], Callable[[], _Work]],
+        copy_one: Callable[[_Request], _Work],
+    ) -> None:
+        """Queue copies, the small ones together."""
+        for device, alike in itertools.groupby(requests, lambda request: str(request[0].device)):
+            here = list(alike)
+            packs, alone = packs_of(_kinds(here), [len(request[2]) for request in here])
+            for places in packs:
+                pack = [here[i] for i in places]
+                if device not in _without_packs:
+                    try:
+                        with paddle.no_grad(), at_device(device):
+                            copy = copy_pack(device, pack)
+                        self._run(device, [copy])
+                        continue
+                    except _REFUSALS as error:
+                        _without_packs.add(device)
+                        _logger.warning("%s: small tensors are copied one by one from now on: %s", device, error)
+                self._run_each(device, pack, copy_one)
+            self._run_each(device, [here[i] for i in alone], copy_one)
+
+    def _run_each(self, device: str, requests: Sequence[_Request], copy: Callable[[_Request], _Work]) -> None:
+        for first in range(0, len(requests), _TOGETHER):
+            some = requests[first : first + _TOGETHER]
+            strided = [request for request in some if isinstance(request[0], StridedBytes)]
+            self._run(device, [_bound(copy, request) for request in some if not isinstance(request[0], StridedBytes)])
+            for request in strided:
+                self._run(device, [_bound(copy, request)])
+
+    def _run(self, device: str, works: Sequence[Callable[[], _Work]]) -> None:
+        """Queue works, and remember what is in use until they are done."""
+        if not works:
+            return
+        self.settle(0, _MOST_UNDER_WAY)
+        kept: list[Any] = []
+        finishes: list[Callable[[], None]] = []
+        nbytes, event = 0, None
+        with paddle.no_grad(), current_stream, at_device(device):  # all threads have the same current stream
+            stream = self._stream(device)
+            with paddle.device.stream_guard(stream) if stream is not None else nullcontext():
+                try:
+                    for work in works:
+                        used, size, finish = work()
+                        kept.extend(used)
+                        nbytes += size
+                        finishes += [finish] if finish is not None else []
+                finally:
+                    if stream is not None:
+                        self._last[device] = event = recorded(stream, device, kept)
+                    else:
+                        paddle.device.synchronize(device)
+            if nbytes:
+                self._number = next(self._numbers)
+                self._under_way.append(_UnderWay(self._number, event, nbytes, _each_of(finishes)))
+
+    def _stream(self, device: str) -> Any:
+        if device not in self._streams:
+            self._streams[device] = stream = stream_for_copies(device)
+            if stream is not None:
+                stream.wait_event(recorded(paddle.device.current_stream(device), device, ()))
+        return self._streams[device]
+
+    def _read_pack(self, device: str, pack: Sequence[_Request]) -> Callable[[], _Work]:
+        """Copy from a device to the host; straight to where it goes, if that stands together there."""
+        parts = [memory.small_part(start, len(into), view=False) for memory, start, into in pack]
+        addresses, sizes = _columns(pack)
+        nbytes, like = int(sizes.sum()), pack[0][0]
+        if stand_together(addresses, sizes):
+            data, scratch = bytes_at(int(addresses[0]), nbytes), None
+        else:
+            scratch = self._buffer()
+            data = scratch[:nbytes]
+
+        def finish() -> None:
+            if scratch is not None:
+                _copy_rows(addresses, _starts(sizes) + address_of(scratch), sizes)
+                self._buffers.append(scratch)
+
+        def work() -> _Work:
+            packed, target = paddle.concat(parts), like.alike(data)
+            target.copy_(packed, False)
+            return [parts, packed, target, *(into for _, _, into in pack)], nbytes, finish
+
+        return work
+
+    def _write_pack(self, device: str, pack: Sequence[_Request]) -> Callable[[], _Work]:
+        """Copy from the host to a device; what does not stand together on the host is put together there."""
+        parts = [memory.small_part(start, len(data), view=True) for memory, start, data in pack]
+        expected = [memory.base + start for memory, start, _ in pack]
+        addresses, sizes = _columns(pack)
+        nbytes, like = int(sizes.sum()), pack[0][0]
+        if stand_together(addresses, sizes):
+            data, scratch = bytes_at(int(addresses[0]), nbytes), None
+        else:
+            scratch = self._buffer()
+            data = scratch[:nbytes]
+            _copy_rows(_starts(sizes) + address_of(scratch), addresses, sizes)
+
+        def finish() -> None:
+            if scratch is not None:
+                self._buffers.append(scratch)
+
+        def work() -> _Work:
+            source = like.alike(data)
+            packed = paddle.empty(source.shape, source.dtype)
+            packed.copy_(source, False)
+            lengths = sizes // packed.element_size()
+            paddle._legacy_C_ops.split(packed, parts, "sections", lengths.tolist(), "axis", 0)
+            if [part.data_ptr() for part in parts] != expected:
+                raise RuntimeError("Paddle has split a tensor into other memory than it was given")
+            return [parts, packed, source, *(data for _, _, data in pack)], nbytes, finish
+
+        return work
+
+    def _buffer(self) -> Bytes1D:
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return PaddleDevices().host_memory(PACK_BYTES)
+
+
+class _Marks:
+    """A point on each of some streams. Implements :class:`..core.device_memory.Mark`."""
+
+    def __init__(self, events: Sequence[Any], settle: Callable[[int], None], number: int) -> None:
+        self._events, self._settle, self._number = events, settle, number
+
+    def wait(self) -> None:
+        """See :class:`..core.device_memory.Mark`."""
+        for event in self._events:
+            wait_for(event)
+        self._events = ()
+        self._settle(self._number)
+        with current_stream:
+            forget_reached()
+
+
+_without_packs: set[str] = set()  # devices that have failed to make one
+
+
+def _kinds(requests: Sequence[_Request]) -> Iterator[str | None]:
+    """What each copy has to have in common with those that it is packed with; None if it is not packed."""
+    dtype = kind = None
+    for memory, _, data in requests:
+        if isinstance(memory, StridedBytes) or len(data) > SMALL_BYTES:
+            yield None
+            continue
+        if memory.dtype is not dtype:  # to look at it takes longer than to see that it is the same
+            dtype = memory.dtype
+            packed = memory.device not in _without_packs and has_kernels(memory.device, dtype, "concat", "split")
+            kind = str(dtype) if packed else None
+        yield kind
+
+
+def _read_one(request: _Request) -> _Work:
+    memory, start, into = request
+    target = memory.alike(into)
+    if isinstance(memory, StridedBytes):
+        source = memory.view().contiguous()
+        target.copy_(source, False)
+        return (memory, source, target), len(into), None
+    source = memory.part(start, len(into))
+    target.copy_(source, False)
+    return (source, target), 0, None
+
+
+def _write_one(request: _Request) -> _Work:
+    memory, start, data = request
+    source = memory.alike(data)
+    if isinstance(memory, StridedBytes):
+        between = paddle.empty(source.shape, source.dtype)
+        between.copy_(source, False)
+        memory.view().copy_(between, False)
+        return (memory, source, between), len(data), None
+    target = memory.part(start, len(data))
+    target.copy_(source, False)
+    return (source, target), 0, None
+
+
+def _bound(copy: Callable[[_Request], _Work], request: _Request) -> Callable[[], _Work]:
+    return lambda: copy(request)
+
+
+def _each_of(works: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
+    def run() -> None:
+        for work in works:
+            work()
+
+    return run if works else None
+
+
+def _columns(requests: Sequence[_Request]) -> tuple[Any, Any]:
+    """The addresses of the requests' host memory, and their sizes."""
+    addresses = [address_of(data) for _, _, data in requests]
+    return np.array(addresses, np.int64), np.array([len(data) for _, _, data in requests], np.int64)
+
+
+def _starts(sizes: Any) -> Any:
+    """Where each of so many bytes begins if they stand together."""
+    return np.cumsum(sizes) - sizes
+
+
+def _copy_rows(targets: Any, sources: Any, sizes: Any) -> None:
+    """Copy between host addresses."""
+    for size in np.unique(sizes).tolist():
+        alike = sizes == size
+        copy_each(targets[alike], sources[alike], size)
+
+
+class PaddleDevices:
+    """The devices that Paddle drives. Implements :class:`..core.device_memory.DeviceAccess`."""
+
+    def memory_of(self, tensor: Any) -> TensorBytes:
+        """See :class:`..core.device_memory.DeviceAccess`; of a ShardedWeight it is given a tuple."""
+        local = tensor[0] if isinstance(tensor, tuple) else tensor
+        return TensorBytes(local._local_value() if local.is_dist() else local)
+
+    copies = DeviceCopies
+
+    def host_memory(self, nbytes: int) -> Bytes1D:
+        """See :class:`..core.device_memory.DeviceAccess`; pinned where the device has that."""
+        pinned = device_module.pinned_memory(nbytes)
+        return fresh_pages(nbytes, inherited=False) if pinned is None else pinned

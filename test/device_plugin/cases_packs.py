@@ -1,0 +1,162 @@
+"""Functions that test_packs_on_device.py sends to ranks with a device each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
+from paddle_dist_ckpt.core.memory import bytes_at
+from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
+from test.device_plugin import control
+
+SAVING, LOADING = SaveOptions(no_dist=True, progress=False), LoadOptions(no_dist=True, progress=False)
+TO_HOST, TO_DEVICE = "async_memory_copy_d2h", "async_memory_copy_h2d"
+DTYPES = ["float32", "bfloat16", "bool", "complex64", "int64", "float16", "uint8", "float64", "complex128"]
+ALONE = "float8_e4m3fn"  # of which the device has no kernels
+SHAPES: list[tuple[int, ...]] = [(7,), (3, 5), (), (0, 4), (2, 3, 2), (1,)]
+
+
+def _made(name: str, shape: tuple[int, ...], seed: int) -> paddle.Tensor:
+    """A tensor on the device, of random bits."""
+    host = paddle.zeros(shape or [1], "uint8").cpu().astype("float32").astype(name)
+    random = np.random.default_rng(seed).integers(0, 2 if name == "bool" else 256, host.element_size() * host.size)
+    if host.size:
+        bytes_at(host.data_ptr(), len(random))[:] = random
+    if not shape:
+        host = host.reshape([])
+    return host._copy_to(paddle.framework._current_expected_place(), True)
+
+
+def _bits(tensor: paddle.Tensor) -> bytes:
+    host = tensor.cpu()
+    return bytes_at(host.data_ptr(), host.element_size() * host.size).tobytes() if host.size else b""
+
+
+def _state(seed: int) -> dict[str, paddle.Tensor]:
+    """Small tensors of all kinds, in an order that mixes the types, among them views of one tensor."""
+    state = {
+        f"{i}.{name}.{number}": _made(name, shape, seed + i + number)
+        for i in range(3)
+        for number, shape in enumerate(SHAPES)
+        for name in [*DTYPES, ALONE]
+    }
+    base = _made("float32", (8, 6), seed)
+    return {**state, "row": base[3], "rows": base[5:7], "large": _made("float32", (200, 200), seed)}
+
+
+def _counted(work: Callable[[], Any]) -> dict[str, tuple[int, int]]:
+    paddle.device.synchronize()
+    control.reset()
+    work()
+    return {name: (count.calls, count.bytes) for name, count in control.counts().items()}
+
+
+def _there_and_back(path: str) -> list[dict[str, tuple[int, int]]]:
+    """Save at once and in the background, load each, and compare every bit; gives the counts of all four."""
+    found = []
+    for in_background in (False, True):
+        state, targets = _state(100 * in_background), _state(7)
+        addresses = {name: one.data_ptr() for name, one in targets.items()}
+        bits = {name: _bits(one) for name, one in state.items()}
+        folder = f"{path}/{in_background}"
+
+        def save(state: Any = state, targets: Any = targets, folder: str = folder, later: bool = in_background) -> None:
+            saved = save_state_dict(state, folder, async_save=later, options=SAVING)
+            if later:
+                for name, one in targets.items():  # what is saved may be overwritten as soon as the call returns
+                    if one.size:
+                        state[name].copy_(one, True)
+                saved.result()
+
+        found.append(_counted(save))
+        found.append(_counted(lambda to=targets, folder=folder: load_state_dict(to, folder, options=LOADING)))
+        assert {name: _bits(one) for name, one in targets.items()} == bits
+        assert {name: one.data_ptr() for name, one in targets.items()} == addresses
+    return found
+
+
+def small_tensors(path: str) -> tuple[int, int, list[tuple[int, int]]]:
+    """Gives how many tensors there are, their bytes, and the copies of a save and of two loads."""
+    state = _state(0)
+    counts = _there_and_back(path)
+    copies = [counts[i][(TO_HOST, TO_DEVICE)[i % 2]] for i in (0, 1, 3)]
+    return len(state), sum(one.element_size() * one.size for one in state.values()), copies
+
+
+def calls_of_many(path: str, count: int) -> list[tuple[int, int]]:
+    """Copies to the host of a save, of the call of one in the background, and to the device of a load."""
+    state = {f"w{i}": paddle.full([256], i, "float32") for i in range(count)}
+    found, pending = [], []
+    found.append(_counted(lambda: save_state_dict(state, path, options=SAVING))[TO_HOST])
+    call = _counted(lambda: pending.append(save_state_dict(state, path, options=SAVING, async_save=True)))
+    pending[0].result()
+    targets = {name: paddle.zeros([256], "float32") for name in state}
+    found += [call[TO_HOST], _counted(lambda: load_state_dict(targets, path, options=LOADING))[TO_DEVICE]]
+    assert all(float(targets[f"w{i}"][255]) == i for i in range(0, count, 97))
+    return found
+
+
+def without_kernels(path: str) -> list[tuple[int, int]]:
+    """The same as of :func:`small_tensors` where the device has no kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (device_copies, device_memory):
+            patch.setattr(module, "has_kernels", lambda *_: False)
+        counts = _there_and_back(path)
+    return [counts[i][(TO_HOST, TO_DEVICE)[i % 2]] for i in (0, 1, 3)]
+
+
+def with_failing_kernels(path: str, operation: str) -> list[str]:
+    """Save and load where a kernel fails; gives what is said of it."""
+    said: list[str] = []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room for it")
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("paddle_dist_ckpt")
+    logger.addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paddle if operation == "concat" else paddle._legacy_C_ops, operation, fail)
+            _there_and_back(path)
+    finally:
+        logger.removeHandler(handler)
+        device_copies._without_packs.clear()
+    return said
+
+
+def transposed(path: str, rows: int, columns: int) -> tuple[int, list[int], list[int]]:
+    """Save a transposed matrix, in the background too, and load into one; gives its bytes, those that were copied, and
+    the most memory of the device that was used beside it."""
+    values = np.arange(rows * columns, dtype="float32").reshape(rows, columns)
+    base, blank = paddle.to_tensor(values), paddle.zeros([rows, columns])
+    device, copied, peaks = paddle.framework._current_expected_place().get_device_id(), [], []
+
+    def measure(work: Callable[[], Any]) -> None:
+        paddle.device.empty_cache()
+        before = control.memory(device).bytes
+        counts = _counted(work)
+        copied.append(sum(counts.get(name, (0, 0))[1] for name in (TO_HOST, TO_DEVICE)))
+        peaks.append(control.memory(device).peak - before)
+
+    measure(lambda: save_state_dict({"x": base.t()}, path, options=SAVING))
+    measure(lambda: save_state_dict({"x": base.t()}, path, options=SAVING, async_save=True).result())
+    measure(lambda: load_state_dict({"x": blank.t()}, path, options=LOADING))
+    assert np.array_equal(blank.numpy(), values)
+    return values.nbytes, copied, peaks
+
+
+def compared_among_ranks(path: str, count: int) -> tuple[int, int]:
+    """Save plain tensors that all ranks have; gives the copies to the host, and their bytes."""
+    state = {f"w{i}": paddle.full([64], i, "float32") for i in range(count)}
+    counts = _counted(lambda: save_state_dict(state, path, options=SaveOptions(progress=False)))
+    dist.barrier()
+    return counts[TO_HOST]

@@ -1,0 +1,56 @@
+"""Small tensors on a device are copied together, strided ones by way of its memory: copies and bytes are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from test.device_plugin import build
+from test.device_plugin import cases_packs as cases
+from test.device_plugin.ranks import DevicePool
+
+pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
+
+_ALONE = (
+    3 * (len(cases.SHAPES) - 1) + 1
+)  # of the type without kernels, as one of the shapes is empty; and the large one
+
+
+def test_small_tensors_of_all_kinds_are_copied_together(devices: DevicePool, tmp_path: Path) -> None:
+    ((count, nbytes, copies),) = devices.run(cases.small_tensors, str(tmp_path), ranks=1)
+    assert count > 150
+    for calls, copied in copies:
+        assert copied == nbytes
+        assert calls <= len(cases.DTYPES) + _ALONE + 3  # and the edges of windows and of pieces
+
+
+def test_many_tensors_take_few_copies(devices: DevicePool, tmp_path: Path) -> None:
+    (found,) = devices.run(cases.calls_of_many, str(tmp_path), 2500, ranks=1)
+    assert [copied for _, copied in found] == [2500 * 1024] * 3
+    assert max(calls for calls, _ in found) <= 8
+
+
+def test_without_kernels_each_is_copied_by_itself(devices: DevicePool, tmp_path: Path) -> None:
+    (copies,) = devices.run(cases.without_kernels, str(tmp_path), ranks=1)
+    assert min(calls for calls, _ in copies) >= 150
+
+
+@pytest.mark.parametrize("operation", ["concat", "split"])
+def test_where_a_pack_fails_each_is_copied_by_itself(devices: DevicePool, tmp_path: Path, operation: str) -> None:
+    (said,) = devices.run(cases.with_failing_kernels, str(tmp_path), operation, ranks=1)
+    (line,) = said
+    assert "one by one" in line
+    assert "no room for it" in line
+
+
+def test_a_transposed_tensor_is_copied_once(devices: DevicePool, tmp_path: Path) -> None:
+    ((nbytes, copied, peaks),) = devices.run(cases.transposed, str(tmp_path), 2500, 4100, ranks=1)
+    assert copied == [nbytes] * 3
+    assert max(peaks) <= 28 << 20 < nbytes
+
+
+def test_small_tensors_are_compared_together(devices: DevicePool, tmp_path: Path) -> None:
+    for calls, copied in devices.run(cases.compared_among_ranks, str(tmp_path), 400):
+        assert calls <= 4
+        assert 400 * 256 <= copied <= 2 * 400 * 256
