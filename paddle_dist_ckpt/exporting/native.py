@@ -18,7 +18,6 @@ from ..files.datafile import FORMAT, DataFileInfo, EntryKind, FileLayout, FileTa
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES, FileInfo, Metadata, SaveInfo, save_members
 from ..files.names import data_file_name, metadata_name
 from ..tree.paths import flat_keys
-from ..tree.values import padded
 from .plan import ExportFile, ExportTensor, OwnHeader, divide_files, fill_files
 
 __all__ = ["plan_native"]
@@ -101,7 +100,6 @@ def _small_and_large(
             small.append((path, tree))
             total += len(json)
         else:
-            json = padded(json)
             large.append(ExportTensor(-1, path, keys[path], (len(json),), _BYTE, _BYTE, None, Kind.VALUE, json))
     return small, large
 

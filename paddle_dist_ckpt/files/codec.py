@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
-from ..core.decoding import MOST_OF_RECORDS, Room, decoding
+from ..core.decoding import decoding, is_too_dense
 from ..core.dtypes import DTYPES
 from ..core.layouts import Layout, LayoutRecord
 from ..core.shards import Kind, ShardTable
@@ -54,7 +54,6 @@ _MAX_PARTS = 256  # more than a state_dict that can be saved has levels
 _LEAST_ENTRY = 48  # bytes that a shard needs in the header of its file, whatever its name and shape
 _FEW_EDGES = 1 << 21  # offsets of shards, one a dimension
 _EDGES = 4  # and for each shard
-_OBJECTS_OF_TENSORS = 2  # bytes for each of JSON: for paths and names, which are longer than what they take beside
 _INT64 = range(-(2**63), 2**63)
 _MAX_TOTAL_BYTES = 2**60
 PER_RANK = "per_rank"
@@ -96,17 +95,9 @@ class _Body(SaveInfo, frozen=True, kw_only=True, omit_defaults=True):
     times: SaveTimes | None = None
 
 
-class _Parts(msgspec.Struct, frozen=True):
-    """What of a :class:`_Body` may have objects of any kind."""
-
-    user_metadata: msgspec.Raw
-    values: msgspec.Raw
-
-
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
 _HEAD_DECODER = msgspec.json.Decoder(Head)
 _BODY_DECODER = msgspec.json.Decoder(_Body)
-_PARTS_DECODER = msgspec.json.Decoder(_Parts)
 
 
 def table_to_record(table: ShardTable) -> TableRecord:
@@ -236,12 +227,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
     same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
     tensors = _table_json(metadata.table)
     body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records, times=metadata.times))
-    try:
-        _check_objects(body)
-    except CheckpointCorruptedError as error:
-        raise UnsupportedValueError(
-            f"a great many very small values, too many for one .metadata; put them into one list or array: {error}"
-        ) from error
+    if is_too_dense(body):
+        raise UnsupportedValueError("a great many very small values, too many for one .metadata")
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
@@ -307,21 +294,12 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     if data[at:start] != digest_around(data, at).encode() + b'"}\n':
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     with decoding(name):
-        _check_objects(body)
+        if is_too_dense(body):
+            raise CheckpointCorruptedError("more objects than its size has room for")
         record = _BODY_DECODER.decode(body)
         if record.save_id != head.save:
             raise CheckpointCorruptedError("its two lines name different saves")
         return _metadata_of(record, unique_id)
-
-
-def _check_objects(body: bytes | memoryview) -> None:
-    """Refuse a body of more objects than there is memory for. Those of tensors are there once, those of values, which
-    may be anything, several times in a load."""
-    parts = _PARTS_DECODER.decode(body)
-    room = Room(MOST_OF_RECORDS)
-    room.take(bytes(parts.user_metadata))
-    room.take(bytes(parts.values))
-    Room(MOST_OF_RECORDS + _OBJECTS_OF_TENSORS * len(body)).take(body)
 
 
 def _metadata_of(body: _Body, unique_id: int) -> Metadata:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.columns import IntArray
-from ..core.decoding import MOST_OF_RECORDS, Room, decoding
+from ..core.decoding import decoding, is_too_dense
 from ..core.dtypes import DType
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
@@ -275,13 +275,8 @@ def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Ha
     return np.frombuffer(hashes, "<u8"), data_start
 
 
-def read_info(file: ReadableFile, name: str, room: Room | None = None) -> tuple[DataFileInfo, Hashes, FileInfo, int]:
+def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, FileInfo, int]:
     """What a data file says of itself, without a `.metadata` to compare it with.
-
-    Args:
-        file: The file.
-        name: Its name.
-        room: For the objects of this and other files; None if there are no others.
 
     Returns:
         The information, the blocks' digests, the file's record for `.metadata`, and where its data start.
@@ -292,7 +287,8 @@ def read_info(file: ReadableFile, name: str, room: Room | None = None) -> tuple[
     record, data_start = _read_metadata(file, name)
     with decoding(f"{name}: its header cannot be understood"):
         text = record.info.encode()
-        (room or Room(MOST_OF_RECORDS)).take(text)
+        if is_too_dense(text):
+            raise CheckpointCorruptedError("more objects than its size has room for")
         info = _INFO_DECODER.decode(text)
     if info.format != FORMAT or info.version[0] != VERSION[0] or len(record.hashes) % 8:
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")

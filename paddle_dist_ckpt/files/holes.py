@@ -28,7 +28,7 @@ class Holes:
         self._name, self._known = name, getattr(file, "hole_bytes", None)
         self._on_disk: int = getattr(file, "on_disk", (name, file.size))[1]
         self._left = _MOST + self._on_disk
-        self._may_exceed = file.size - self._on_disk > self._left
+        self._may_exceed = self._known is not None and file.size - self._on_disk > self._left
         self._seen = set[int]()
         self._lock = threading.Lock()
 
@@ -38,7 +38,7 @@ class Holes:
         Raises:
             CheckpointCorruptedError: that is more than may be read.
         """
-        if self._known is None or not self._may_exceed:
+        if not self._may_exceed:
             return
         with self._lock:
             if offset not in self._seen:

@@ -11,7 +11,6 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
-from ..core.decoding import MOST_OF_RECORDS, Room
 from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import ShardTable
@@ -101,13 +100,13 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
             names.setdefault(parsed.save_id, []).append(name)
     complete: dict[str, list[_DataFile]] = {}
     refused: dict[str, str] = {}
-    claimed, room = claimed_saves(storage), Room(MOST_OF_RECORDS)
+    claimed = claimed_saves(storage)
     for save_id, files in sorted(names.items()):
         if save_id in claimed:
             refused[save_id] = f"the claim {claimed[save_id]} says that it is being written, or to be removed"
             continue
         try:
-            found = _read_files(storage, files, room)
+            found = _read_files(storage, files)
             _check_complete([file.info for file in found])
             complete[save_id] = found
         except (OSError, CheckpointCorruptedError) as error:
@@ -124,12 +123,11 @@ def _is_damaged(storage: Storage, unique_id: int) -> bool:
     return False
 
 
-def _read_files(storage: Storage, names: Sequence[str], room: Room) -> list[_DataFile]:
+def _read_files(storage: Storage, names: Sequence[str]) -> list[_DataFile]:
     found = []
     for name in names:
         with closing(storage.open(name)) as file:
-            room.grant(getattr(file, "on_disk", (name, file.size))[1])
-            info, _, known, _ = read_info(file, name, room)
+            info, _, known, _ = read_info(file, name)
         parsed = parse_data_file(name)
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ..core.box import Box, whole
 from ..core.boxes import Mask
 from ..core.columns import IntArray
-from ..core.decoding import Room
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
@@ -172,9 +171,9 @@ class Targets:
 
     def entries(self) -> dict[str, Any]:
         """The values that were stored as entries, and the arrays of objects, after they are read, by path."""
-        table, room = self._table, Room()
+        table = self._table
         return {
-            table.paths[t]: decode_value(buffer.data, room)
+            table.paths[t]: decode_value(buffer.data)
             if table.kinds[t] == Kind.VALUE
             else buffer.view(arithmetic_dtype(table.dtypes[t]))
             for t, buffer in self._values

@@ -28,7 +28,7 @@ from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES
 from ..tree.own_values import OfRanks
 from ..tree.paths import RankIndex, join, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
-from ..tree.values import encode_value, padded
+from ..tree.values import encode_value
 from .messages import Description, Structure, TensorList, ValueRecord
 
 __all__ = ["KnownState", "LocalState", "describe", "digests_of"]
@@ -271,13 +271,10 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
             problems.append(str(error))
             continue
         inline = not own and len(json) <= INLINE_BYTES and total + len(json) <= INLINE_TOTAL_BYTES
-        is_empty = not own and json in _EMPTY_CONTAINERS
-        if not inline:
-            json = padded(json)
         if own:
             json = json.ljust(_room_for(len(json), before.get(stored, 0)))
         total += len(json) if inline else 0
-        values.append(LocalValue(stored, is_empty, -1 if inline else len(json), json))
+        values.append(LocalValue(stored, json in _EMPTY_CONTAINERS, -1 if inline else len(json), json))
     return values
 
 

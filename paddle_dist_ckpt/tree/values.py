@@ -25,10 +25,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.decoding import Room, decoding, has_few_of_one_hash, objects_of
-from ..errors import UnsupportedValueError
+from ..core.decoding import decoding, has_few_of_one_hash, is_too_dense
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
 
-__all__ = ["DECODE_ERRORS", "decode_value", "encode_value", "from_jsonable", "padded", "to_jsonable"]
+__all__ = ["DECODE_ERRORS", "decode_value", "encode_value", "from_jsonable", "to_jsonable"]
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be."""
@@ -46,34 +46,26 @@ def encode_value(value: object, key: str) -> bytes:
         key: Names the value in errors.
 
     Raises:
-        UnsupportedValueError: the value, or one inside it, is of another type.
+        UnsupportedValueError: the value, or one inside it, is of another type, or of too many too small parts.
             Subclasses are other types, but for those of dict, which come back as dicts.
     """
-    return msgspec.json.encode(to_jsonable(value, key))
+    data = msgspec.json.encode(to_jsonable(value, key))
+    if is_too_dense(data):
+        raise UnsupportedValueError(
+            f"{key}: {len(data):,} bytes are a great many small lists, tuples or dicts; store them as numpy arrays"
+        )
+    return data
 
 
-def padded(json: bytes) -> bytes:
-    """JSON with so many blanks behind it that all has as many bytes as the objects take that are made of it.
-
-    What is decoded takes memory by what is on the disk. So a value of many small parts may be read by anybody.
-    """
-    return json.ljust(objects_of(json, len(json)))
-
-
-def decode_value(data: bytes | memoryview, room: Room | None = None) -> Any:
+def decode_value(data: bytes | memoryview) -> Any:
     """The value that :func:`encode_value` wrote.
-
-    Args:
-        data: Its JSON, with blanks behind it or without.
-        room: For its objects, and those of others; it grows by the size of the data. None if there are no others.
 
     Raises:
         CheckpointCorruptedError: the data are not such a value.
     """
     with decoding("a stored value cannot be decoded"):
-        room = room or Room()
-        room.grant(len(data))
-        room.take(data)
+        if is_too_dense(data):
+            raise CheckpointCorruptedError("more objects than its size has room for")
         return _value(msgspec.json.decode(data), 0, False)
 
 

@@ -23,7 +23,6 @@ _CASES = (
     "a grid of 2**20 in 20 dimensions",
     "paths of 255 short parts",
     "lists of empty lists",
-    "dicts of one",
     "many arrays of items without bytes",
     "integers of one hash",
     "a huge world_size",
