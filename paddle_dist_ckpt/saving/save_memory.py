@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..core.buffers import Buffers
-from ..core.memory import Bytes1D, fresh_pages
+from ..core.memory import Bytes1D, free_memory, fresh_pages
 from ..errors import CheckpointError
 from ..folder.context import Context
 from ..storage.helpers import StorageCall
@@ -19,6 +19,7 @@ from .async_save import AsyncSave
 from .describe import KnownState
 from .known_plan import KnownPlan
 from .planned_save import PlannedSave
+from .preparing import Touching
 
 __all__ = ["SaveContext", "SaveMemory"]
 
@@ -56,6 +57,7 @@ class SaveMemory:
     sampled: int = 0
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
+    _touching: Touching | None = None
     _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count
 
     @contextmanager
@@ -111,6 +113,25 @@ class SaveMemory:
         small = [one for one in self.planned if len(one.plan.shard) <= _MOST_ENTRIES]
         self.planned = [one for one in small if one.fingerprints != fingerprints][: _MOST_KEPT - 1]
 
+    def prepare_snapshot(self, nbytes: int) -> Touching | None:
+        """Have memory for a snapshot ready, touched by a thread; None if there is enough, or not more than twice it.
+
+        Nothing is done while a save has the turn.
+        """
+        free = free_memory()
+        if nbytes <= len(self._buffer) or (free is not None and free < 2 * nbytes):
+            return None
+        if not self.turn.acquire(blocking=False):
+            return None
+        try:
+            self._touching = Touching(self.snapshot_buffer(nbytes))
+            self._touching.start()
+            return self._touching
+        except (MemoryError, RuntimeError):  # no memory, or no thread: the save will see what there is
+            return None
+        finally:
+            self.turn.release()
+
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.
 
@@ -121,6 +142,9 @@ class SaveMemory:
         Raises:
             MemoryError: there is not so much.
         """
+        if self._touching is not None:
+            self._touching.end()
+            self._touching = None
         if len(self._buffer) < nbytes or (allocate is not None and not self._buffer_is_fast):
             self._buffer = np.empty(0, np.uint8)  # first of all make room
             self._buffer = allocate(nbytes) if allocate is not None else fresh_pages(nbytes, inherited=False)
