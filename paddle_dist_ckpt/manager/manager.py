@@ -181,7 +181,7 @@ class CheckpointManager:
         """Have a thread get memory ready for the first save in the background, which would stop training to get it.
 
         It is about as much as this rank's part takes, at most ``snapshot_bytes`` of the options; none if the host has
-        not twice as much free, or the state is on a device. After :meth:`restore` the first :meth:`should_save` does so.
+        not twice as much free, or the state is on a device. After :meth:`restore`, :meth:`should_save` does it once.
         """
         self._preparation.expect(state)
         self._preparation.begin()
