@@ -63,6 +63,7 @@ docs: $(INSTALLED_DOCS) ## build the documentation in both languages into build/
 bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 9 minutes)
 	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.scale $(BENCH_OPTIONS)
+	$(PYTHON) -m benchmark.curves $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.bytes_read $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.exchange $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.export $(BENCH_OPTIONS)

@@ -1,4 +1,4 @@
-"""Draws what was measured: PNG files from benchmark.json and scale.json.
+"""Draws what was measured: PNG files from benchmark.json, scale.json and curves.json.
 
     benchmark/.venv/bin/python -m benchmark.charts [--results DIR] [--smoke]
 
@@ -68,6 +68,9 @@ def draw(results: Path, out: Path) -> list[Path]:
         if (results / "scale.json").exists():
             found = json.loads((results / "scale.json").read_text(encoding="utf-8"))
             written.append(_save(_scale(found["curves"]), out / "scale.png"))
+        if (results / "curves.json").exists():
+            found = json.loads((results / "curves.json").read_text(encoding="utf-8"))
+            written.append(_save(_growth(found["curves"]), out / "curves.png"))
     return written
 
 
@@ -212,6 +215,32 @@ def _draw_curves(axes: Axes, rows: Sequence[Mapping[str, Any]], over: str, unit:
     axes.grid(color="#dddddd", linewidth=0.6)
 
 
+def _growth(curves: Sequence[Mapping[str, Any]]) -> Figure:
+    """Seconds and megabytes of ``benchmark.curves``, with slopes."""
+    curves = [curve for curve in curves if curve["points"]]
+    figure = Figure(figsize=(4.6 * len(curves), 8.4), layout="constrained")
+    grid = figure.subplots(2, len(curves), squeeze=False, sharex="col", sharey="row")
+    for column, curve in enumerate(curves):
+        x = [point["size"] for point in curve["points"]]
+        for name, slope in curve["slopes"].items():
+            is_memory = name.endswith("memory")
+            axes = grid[int(is_memory)][column]
+            y = [max(point[name] / 1e6, _LEAST_MIB) if is_memory else point[name] for point in curve["points"]]
+            label = name.removesuffix(": memory") + ("" if slope is None else f" ({slope:.2f})")
+            axes.plot(x, y, marker="o", markersize=4, label=label)
+        for line, unit in enumerate(("seconds", "MB beyond the state")):
+            axes = grid[line][column]
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.grid(color="#dddddd", linewidth=0.6)
+            axes.tick_params(labelbottom=True, labelleft=True)
+            axes.set_xlabel(curve["name"])
+            axes.set_ylabel(unit)
+            axes.legend(frameon=False, fontsize=9)
+        grid[0][column].set_title(textwrap.fill(f"over {curve['title']}", 40) + "\n(slope)", fontsize=9)
+    return figure
+
+
 def _constant(rows: Sequence[Mapping[str, Any]], over: str) -> str:
     """What stays the same on the way."""
     other = "tensors" if over == "ranks" else "ranks"
@@ -238,7 +267,7 @@ def _short(value: float) -> str:
 
 def main() -> int:
     """Draw and list the files; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Draw the results of benchmark.run and benchmark.scale.")
+    parser = argparse.ArgumentParser(description="Draw the results of benchmark.run, scale and curves.")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the JSON files")
     parser.add_argument("--smoke", action="store_true", help="draw into a temporary folder")
     args = parser.parse_args()

@@ -16,11 +16,13 @@ from typing import Any
 from benchmark import machine
 from benchmark.peers import PEERS, PROBES, Peer
 from benchmark.ranks import BenchmarkError
+from benchmark.rates import measure_rates
 from benchmark.session import NothingToMeasureError, Session, say
 from benchmark.states import LAYOUTS
 
 __all__ = ["BENCHMARKS", "RESULTS", "Benchmark", "main"]
 
+_SMOKE_RATE_BYTES = 4 << 20
 _HERE = Path(__file__).resolve().parent
 RESULTS = _HERE / "results"
 """Where results go, unless told otherwise."""
@@ -59,6 +61,7 @@ BENCHMARKS = {
         scratch_gb=6,
     ),
     "scale": Benchmark("Measure planning at scale."),
+    "curves": Benchmark("Measure how time and memory grow.", rounds=(3, 1), peers=("ours",), scratch_gb=4),
     "bytes_read": Benchmark("Count the bytes that are read for slices of a tensor."),
     "exchange": Benchmark(
         "Measure a load in which ranks read for each other.", rounds=(15, 7), peers=("ours_exchange",), scratch_gb=1
@@ -107,6 +110,7 @@ def main(
         home = getattr(args, "scratch", None) or args.out
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}-", dir=home)))
         about = machine.describe(scratch)
+        about["rates"] = measure_rates(scratch, _SMOKE_RATE_BYTES) if args.smoke else measure_rates(scratch)
         session = _session(benchmark, args, scratch)
         settings: Found = {"quick": args.quick, "smoke": args.smoke}
         if benchmark.rounds is not None:

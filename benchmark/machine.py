@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ __all__ = [
     "drop",
     "filesystem",
     "give_back_memory",
+    "memory_of_machine",
     "read_in",
     "reset_peak_memory",
     "used_memory",
@@ -31,7 +33,7 @@ _mincore = _libc.mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
-def describe(folder: Path) -> dict[str, str | int | float]:
+def describe(folder: Path) -> dict[str, Any]:
     """What a reader needs to know of the machine to judge the numbers."""
     memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     return {
@@ -77,6 +79,12 @@ def used_memory() -> dict[str, int]:
     """This process's memory in bytes, as the kernel names it."""
     lines = [line.split() for line in _STATUS.read_text().splitlines()]
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
+
+
+def memory_of_machine() -> dict[str, int]:
+    """The machine's memory in bytes, as the kernel names it."""
+    lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}
 
 
 def give_back_memory() -> None:

@@ -100,12 +100,15 @@ def heading(title: str, found: Mapping[str, Any]) -> list[str]:
     cores = f"{settings['cores']} of {about['cores']} cores" if "cores" in settings else f"{about['cores']} cores"
     versions = "".join(f", {name} {version}" for name, version in found.get("versions", {}).items())
     rounds = f" Rounds: {settings['rounds']}." if "rounds" in settings else ""
+    rates = ", ".join(f"{name} {rate:.3g} GB/s" for name, rate in about["rates"].items())
     lines = [
         f"# {title}",
         "",
         f"{about['cpu']}, {cores}, {about['memory_gib']} GiB of memory, {about['filesystem']}, {about['kernel']}, "
         f"Python {about['python']}{versions}. Load average before the run: {about['load_before']}, after it: "
         f"{found['load_after']}.{rounds} Command: `{found['command']}`.",
+        "",
+        f"One thread, before the run: {rates}.",
         "",
     ]
     if settings["smoke"]:

@@ -114,7 +114,7 @@ def measure_plan(ranks: int, tensors: int, times: int) -> tuple[dict[str, Any], 
 
 def measure_cached(plan: PlannedSave, folder: Path) -> dict[str, float]:
     """The coordinator's part in a save of the same structure: requests decoded, recognised, orders encoded."""
-    memory = SaveMemory(planned=plan)
+    memory = SaveMemory(planned=[plan])
     seen = Folder(FolderIdentity("host", 1, 1), None)
     requests = {
         rank: encode(SaveRequest(None, seen, 1 << 20, fingerprint, None, plan.plan_id, b"", [], None))

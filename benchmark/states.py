@@ -2,7 +2,8 @@
 
 State A looks like a part of a language model: 6 layers, 0.68 GB; state C has 36 such layers, 4.1 GB. State B is 20,000
 tiny tensors, so that what counts is the work per tensor; states D and E are 5,000 and 50,000 such tensors. For a smoke
-test the states are of the same make, but small.
+test the states are of the same make, but small. ``tensors:N`` is N tiny tensors, ``bytes:N`` about so many bytes in
+tensors of 16 MB.
 Values follow from a tensor's number and an element's place in the global tensor, so that every rank can make its part,
 and check a load, without seeing the rest.
 """
@@ -69,11 +70,12 @@ def layout(state: str, name: str, smoke: bool = False) -> list[TensorSpec]:
     alone, as it is saved; in ``replicated`` every rank has all.
 
     Args:
-        state: ``"A"`` to ``"E"``.
+        state: ``"A"`` to ``"E"``, or one whose size is named.
         name: The layout.
         smoke: Whether a tiny state of the same make will do.
     """
-    specs = list((_SMOKE_STATES if smoke else _STATES)[state]())
+    kind, _, size = state.partition(":")
+    specs = list(_SIZED[kind](int(size)) if size else (_SMOKE_STATES if smoke else _STATES)[state]())
     if name == "swapped":
         return [spec.swapped() for spec in specs]
     if name == "replicated":
@@ -98,6 +100,14 @@ def _small(tensors: int) -> Iterator[TensorSpec]:
     return (TensorSpec(f"tensors.{i:05}", i, (8, 8), 0) for i in range(tensors))
 
 
+def _even(nbytes: int) -> Iterator[TensorSpec]:
+    rows = max(1, nbytes // _ROW_BYTES)
+    for i, start in enumerate(range(0, rows, _ROWS)):
+        yield TensorSpec(f"layers.{i}", i, (min(_ROWS, rows - start), _ROW_BYTES // 4), 0)
+
+
+_ROW_BYTES, _ROWS = 4000, 4000
+_SIZED = {"tensors": _small, "bytes": _even}
 _STATES = {
     "A": lambda: _layers(6, 1536),
     "B": lambda: _small(20_000),

@@ -31,6 +31,7 @@ from .loading.stored_tensors import stored_tensors
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
+from .saving.preparing import snapshot_bytes_of
 from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
 from .storage import Storage, as_source, as_storage, bounded
@@ -49,7 +50,9 @@ __all__ = [
     "load_with",
     "members",
     "paddles",
+    "prepare_save",
     "save_with",
+    "snapshot_size",
     "source_of",
 ]
 
@@ -102,6 +105,16 @@ def save_with(
         storage = opened.enter_context(bounded(find_storage, path, bound, ranks.rank, memory.unfinished))
         context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest)
         return save(state_dict, opened, context, unique_id, options, in_background, after)
+
+
+def snapshot_size(ranks: Ranks, find: Find, options: SaveOptions) -> int:
+    """About how large this rank's snapshot of what is found will be, in host memory. See :mod:`.saving.preparing`."""
+    return snapshot_bytes_of(find, ranks.rank, ranks.count, options.snapshot_bytes)
+
+
+def prepare_save(ranks: Ranks, nbytes: int) -> None:
+    """Have memory ready for a snapshot of this size, by a thread, before the first save in the background."""
+    ranks.memory.setdefault("save", SaveMemory()).prepare_snapshot(nbytes)
 
 
 def load_with(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.curves import slope
 from test.device_plugin import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,7 @@ TABLES = {  # the first lines of each, in the order in which they take longest
     "foreign": "|  | time | : own format (95 %) | on the cores |",
     "exchange": "|  | load | broadcasts alone |",
     "scale": "| ranks | tensors | shards |",
+    "curves": "| tensors | first save | save again | load |",
     "export": "|  | cached | times the copy |",
     "bytes_read": "| what is loaded | needed | read from files |",
 }
@@ -94,7 +96,15 @@ def test_charts_are_drawn(done: dict[str, Future[Done]], results: Path) -> None:
     ended = run("charts", "--results", str(results), python=str(_CHARTS_PYTHON))
     assert ended.returncode == 0, ended.stderr
     drawn = {Path(line).name for line in ended.stdout.split()}
-    assert drawn == {"ratios-A.png", "ratios-B.png", "times-A.png", "times-B.png", "memory.png", "scale.png"}
+    assert drawn == {
+        "ratios-A.png",
+        "ratios-B.png",
+        "times-A.png",
+        "times-B.png",
+        "memory.png",
+        "scale.png",
+        "curves.png",
+    }
     assert not list(results.glob("*.png"))
 
 
@@ -103,6 +113,15 @@ def test_a_smoke_test_leaves_nothing_behind() -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in kept.rglob("*"))
     assert run("bytes_read").returncode == 0
     assert sorted((path, path.stat().st_mtime_ns) for path in kept.rglob("*")) == before
+
+
+def test_a_slope_is_that_of_the_largest_sizes() -> None:
+    points = [(1.0, 5.0), (10.0, 5.0), (100.0, 50.0), (1000.0, 500.0)]
+    assert slope(points, "save") == pytest.approx(1)
+    assert slope([(n, seconds * seconds) for n, seconds in points], "save") == pytest.approx(2)
+    assert slope([(n, 1e-4 * n) for n, _ in points[:2]], "save") is None  # too short to tell
+    assert slope([(n, 1e6) for n, _ in points], "save: memory") is None
+    assert slope([], "save") is None
 
 
 def test_benchmarks_use_public_names_only() -> None:

@@ -125,6 +125,7 @@ class Ranks:
         transport: For bulk data, by the group's own collectives.
         host_transport: For bulk data that are to stay in host memory.
         memory: Whatever the caller wants to keep with the connection.
+        count: How many ranks there are.
     """
 
     rank: int
@@ -132,6 +133,7 @@ class Ranks:
     transport: Transport
     host_transport: Transport
     memory: dict[str, Any] = field(default_factory=dict)
+    count: int = 1
 
     @classmethod
     def alone(cls, rank: int = 0) -> Ranks:

@@ -115,6 +115,11 @@ class TensorAdapter(Protocol):
         """How to reach the memory of devices; None if no tensor is ever there."""
         ...
 
+    @property
+    def tensor_types(self) -> frozenset[type]:
+        """Types of which every instance is a tensor; there may be others."""
+        ...
+
     def is_tensor(self, value: Any) -> bool:
         """Whether :meth:`view` takes it."""
         ...

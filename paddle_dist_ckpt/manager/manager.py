@@ -24,15 +24,16 @@ from typing import Any, Literal
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
 from ..folder.delete import Deletion
-from ..options import LoadOptions, SaveOptions, as_integer, checked
+from ..options import LoadOptions, SaveOptions, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage, bounded_folders
 from ..wiring import connected, load_with, paddles, save_with
+from .preparation import Preparation
 from .removal import remove_together
 from .schedule import Schedule
 from .sigterm import on_sigterm
-from .steps import NOTE, Retention, Steps, check_count, check_seconds, checked_metrics, step_folder
+from .steps import NOTE, Retention, Steps, check_count, check_seconds, checked_metrics, checked_step, step_folder
 
 __all__ = ["CheckpointManager"]
 
@@ -86,6 +87,7 @@ class CheckpointManager:
             raise TypeError(f"async_save must be a bool, not {async_save!r}")
         self._ranks = connected(process_group, coordinator_rank, self._options)
         self._async_save = async_save
+        self._preparation = Preparation(self._ranks, self._options, async_save)
         arguments = (keep_last, keep_every, best, save_interval_steps, save_interval_seconds, save_on_sigterm)
         with self._session("CheckpointManager") as session:
             folder = as_storage(root)
@@ -119,8 +121,9 @@ class CheckpointManager:
         It waits for nobody, and takes microseconds; where time or a signal decides, a rank that comes to its next step
         while ranks are being asked how far they are waits until the decision is there.
         """
-        step = _checked_step(step)
+        step = checked_step(step)
         if self._decided is None or self._decided[0] != step:
+            self._preparation.begin()
             announced = self._schedule.is_due(step)
             self._decided = (step, announced or (self._interval is not None and step % self._interval == 0))
         return self._decided[1]
@@ -153,7 +156,7 @@ class CheckpointManager:
         """
         if self._closed:
             raise CheckpointError("the manager is closed")
-        step = _checked_step(step)
+        step = checked_step(step)
         if not self.should_save(step) and not force:
             return None
         if self.stopping:
@@ -173,6 +176,15 @@ class CheckpointManager:
         self._pending = saved if isinstance(saved, AsyncSave) else None
         self._schedule.saved()
         return saved
+
+    def prepare(self, state: dict[Any, Any]) -> None:
+        """Have a thread get memory ready for the first save in the background, which would stop training to get it.
+
+        It is about as much as this rank's part takes, at most ``snapshot_bytes`` of the options; none if the host has
+        not twice as much free, or the state is on a device. After :meth:`restore`, :meth:`should_save` does it once.
+        """
+        self._preparation.expect(state)
+        self._preparation.begin()
 
     def _retain(self, step: int, session: ControlSession) -> None:
         """After the commit of a step: remove the steps that are not to be kept, on every host."""
@@ -245,8 +257,9 @@ class CheckpointManager:
             if step is not None:
                 raise ValueError("restore takes a step or a path, not both")
             load_with(self._ranks, find, path, None, options)
+            self._preparation.expect(state)
             return None
-        step = None if step is None else _checked_step(step)
+        step = None if step is None else checked_step(step)
 
         def choose() -> int | None:  # what is being read is not removed meanwhile
             self._reading = max(self._steps.metrics, default=None) if step is None else step
@@ -271,6 +284,7 @@ class CheckpointManager:
         if self._decided is not None:  # the steps begin anew
             self._schedule.restart()
         self._decided = (chosen, False)
+        self._preparation.expect(state)
         return chosen
 
     # -- the end
@@ -332,10 +346,3 @@ def _agree(session: ControlSession, ours: str) -> None:
         return dict.fromkeys(messages, b"")
 
     session.gather_scatter("agree", ours.encode, compare)
-
-
-def _checked_step(step: int) -> int:
-    number = as_integer(step)
-    if number is None or number < 0:
-        raise ValueError(f"step must be an integer from 0, not {step!r}")
-    return number

@@ -29,6 +29,7 @@ __all__ = [
     "check_count",
     "check_seconds",
     "checked_metrics",
+    "checked_step",
     "remove_step",
     "step_folder",
 ]
@@ -176,6 +177,18 @@ def check_seconds(seconds: float | None) -> None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"save_interval_seconds must be None or more than 0, not {seconds!r}")
+
+
+def checked_step(step: int) -> int:
+    """Return a step that may be one.
+
+    Raises:
+        ValueError: it may not.
+    """
+    number = as_integer(step)
+    if number is None or number < 0:
+        raise ValueError(f"step must be an integer from 0, not {step!r}")
+    return number
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

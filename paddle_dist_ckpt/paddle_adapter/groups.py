@@ -132,7 +132,7 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
         else:
             meeting = _connection(group, members, rank, members[0], timeout).hub
             hub = AgreedHub(meeting, coordinator, functools.partial(_hub, kept, group, members, rank, coordinator))
-        kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport)
+        kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport, count=len(members))
     return kept.connections[coordinator]
 
 

@@ -41,11 +41,13 @@ class PaddleAdapter:
         place: Where to make tensors, as Paddle names it; None for Paddle's current device.
 
     Attributes:
-        devices: See :class:`..core.tensors.TensorAdapter`.
+        devices, tensor_types: See :class:`..core.tensors.TensorAdapter`.
 
     Raises:
         ValueError: this Paddle has no such place.
     """
+
+    tensor_types = frozenset([paddle.Tensor, paddle.base.framework.EagerParamBase])
 
     def __init__(self, rank: int, piece_bytes: int | None = None, place: str | None = None) -> None:
         self._rank = rank

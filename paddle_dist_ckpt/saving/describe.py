@@ -216,10 +216,10 @@ def _description(geometry: Geometry) -> Description:
     return Description(geometry.dtype.name, geometry.kind, geometry.plain, geometry.shape, operation, addends)
 
 
-def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: KnownState | None) -> LocalState:
+def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Sequence[KnownState] = ()) -> LocalState:
     """Look at everything in a state_dict, copying nothing but values.
 
-    If the tensors are the same as those of the state that is ``known`` from before, they are not looked at again.
+    If the tensors are the same as those of a state that is ``known`` from before, they are not looked at again.
 
     Raises:
         UnsupportedValueError: something in it cannot be stored; lists every such entry.
@@ -231,11 +231,14 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Kno
         for path in itertools.filterfalse(str.isascii, [*leaves.tensor_paths, *leaves.value_paths])
         if _LONE_SURROGATE.search(path)
     ]
-    before = {path: nbytes for path, _, nbytes in known.outline} if known is not None else {}
-    if known is not None and known.tensors.paths == leaves.tensor_paths and known.identity.matches(leaves.tensors):
-        tensors = known.tensors.with_owners(leaves.tensors)
+    like = [one for one in known if one.tensors.paths == leaves.tensor_paths]
+    same = next((one for one in like if one.identity.matches(leaves.tensors)), None)
+    latest = next(iter([same] if same is not None else [*like, *known]), None)
+    before = {path: nbytes for path, _, nbytes in latest.outline} if latest is not None else {}
+    if same is not None:
+        tensors = same.tensors.with_owners(leaves.tensors)
     else:
-        known, tensors = None, LocalTensors()
+        tensors = LocalTensors()
         for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
             try:
                 tensors.add(path, adapter.view(value, path))
@@ -249,7 +252,7 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Kno
             array = np.frombuffer(value.json, np.uint8)
             geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard(whole(array.shape)),))
             tensors.add(value.path, TensorView(geometry, (address_of(array),), array, None))
-    return LocalState(adapter, tensors, values, known)
+    return LocalState(adapter, tensors, values, same)
 
 
 def _room_for(nbytes: int, before: int) -> int:

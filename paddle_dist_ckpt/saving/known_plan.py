@@ -18,7 +18,8 @@ class KnownPlan:
 
     Attributes:
         plan_id: Names the plan; 0 for none.
-        block_bytes: The block size for which it is right.
+        fingerprint: The digest of the structure for which it is right,
+        block_bytes: and the block size.
         total_bytes: All that the ranks write together.
         transfers: What the ranks send each other of partial tensors.
         files: This rank's.
@@ -26,6 +27,7 @@ class KnownPlan:
     """
 
     plan_id: int = 0
+    fingerprint: bytes = b""
     block_bytes: int = 0
     total_bytes: int = 0
     transfers: Sequence[Transfer] = ()

@@ -118,7 +118,7 @@ def present(
     described: list[LocalState] = []
 
     def request() -> bytes:
-        state = describe(find(), adapter, session.rank, None)
+        state = describe(find(), adapter, session.rank)
         described.append(state if filled is None else set_apart(state, filled.tensors(), filled.renamed))
         compare = check_replicas != "off" and len(session.ranks) > 1
         return encode(_request(described[0], storage.identity(), compare))

@@ -102,7 +102,9 @@ class RankFiles:
             parts = plan_files(state, plan, self._options.block_bytes)
             size = self._options.block_bytes
             twice = CopyPlan.of(state, plan, parts, size)
-            memory.plan = KnownPlan(order.plan_id, size, plan.total_bytes, plan.transfers, parts, twice)
+            memory.keep_plan(
+                KnownPlan(order.plan_id, memory.plan.fingerprint, size, plan.total_bytes, plan.transfers, parts, twice)
+            )
         reduced = self._reduce(memory.plan, state)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
         buffers = memory.window_buffers(self._threads + ahead, state.host_memory)

@@ -56,8 +56,8 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
         for path, value in zip(state.value_paths[i], requests[rank].values, strict=True):
             if kept.setdefault(path, value).digest != value.digest:
                 differing.setdefault(path, []).append(rank)
-        digests = np.frombuffer(requests[rank].digests, "<u8").reshape(-1, 2)
-        if len(digests):  # none: that rank was not to compare
+        if requests[rank].digests:  # none: that rank was not to compare
+            digests = np.frombuffer(requests[rank].digests, "<u8").reshape(-1, 2)
             tensor = state.compared[i]
             fresh = ~has_seen[tensor]
             seen[tensor[fresh]], has_seen[tensor] = digests[fresh], True

@@ -19,6 +19,8 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
     Raises:
         ValueError: they did not.
     """
+    if len({(one.unique_id, one.block_bytes, one.data_suffix) for one in requests.values()}) == 1:
+        return  # as nearly always; of many ranks this is seen faster
     ours = requests[coordinator]
     for rank, request in sorted(requests.items()):
         if request.unique_id != ours.unique_id:

@@ -127,7 +127,8 @@ class _Saving:
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes
         context.storage.prepare()
-        fingerprint, structure, memory.known = state.identified()
+        fingerprint, structure, known = state.identified()
+        memory.recall(known, fingerprint, block_bytes)
         compare = self._options.check_replicas != "off" and len(context.session.ranks) > 1
         return SaveRequest(
             unique_id=unique_id,
@@ -136,7 +137,7 @@ class _Saving:
             block_bytes=block_bytes,
             fingerprint=fingerprint,
             structure=structure,
-            plan_id=memory.plan.plan_id if memory.plan.block_bytes == block_bytes else 0,
+            plan_id=memory.plan.plan_id,
             digests=digests_of(state) if compare else b"",
             values=state.records(),
             user_metadata=_user_metadata(self._options) if context.is_coordinator else None,

@@ -98,8 +98,8 @@ class SaveCoordinator:
             folders = {rank: request.folder.identity for rank, request in requests.items()}
             check_folders(folders, {rank: request.location for rank, request in requests.items()})
         self._fingerprints = {rank: request.fingerprint for rank, request in requests.items()}
-        known = self._context.memory.planned
-        if known is not None and known.fingerprints == self._fingerprints:
+        known = self._context.memory.planned_for(self._fingerprints)
+        if known is not None:
             contents = merge_contents(known.state, requests)
             if np.array_equal(known.alike, contents.alike):
                 return self._order(known, contents, self._warnings(known.state, contents))
@@ -114,12 +114,13 @@ class SaveCoordinator:
 
     def _plan_and_order(self, structures: Mapping[int, bytes]) -> dict[int, bytes]:
         memory = self._context.memory
-        memory.planned = None  # first of all make room
+        memory.make_room(self._fingerprints)  # first of all
         state, shards = merge_structures(structures, self._context.session.coordinator)
         contents = merge_contents(state, self._requests)
         warnings = self._warnings(state, contents)
-        memory.planned = make_plan(state, shards, self._fingerprints, contents.alike)
-        return self._order(memory.planned, contents, warnings)
+        planned = make_plan(state, shards, self._fingerprints, contents.alike)
+        memory.planned.insert(0, planned)
+        return self._order(planned, contents, warnings)
 
     def _warnings(self, state: GlobalState, contents: Comparison) -> list[str]:
         """What is to be said of replicas; raises if replicas differ that must not."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from ..core.buffers import Buffers
-from ..core.memory import Bytes1D, fresh_pages
+from ..core.memory import Bytes1D, free_memory, fresh_pages
 from ..errors import CheckpointError
 from ..folder.context import Context
 from ..storage.helpers import StorageCall
@@ -18,11 +19,15 @@ from .async_save import AsyncSave
 from .describe import KnownState
 from .known_plan import KnownPlan
 from .planned_save import PlannedSave
+from .preparing import Touching
 
 __all__ = ["SaveContext", "SaveMemory"]
 
+T = TypeVar("T")
 Allocate = Callable[[int], Bytes1D]
 _POLL_SECONDS = 0.2
+_MOST_KEPT = 4  # states that are saved in turns, a model and its optimizer say, and their plans
+_MOST_ENTRIES = 1 << 18  # of a state or plan that is kept beside the latest one: larger ones would take much memory
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +37,10 @@ class SaveMemory:
     Attributes:
         turn: Held by the save that uses the memory: one at a time, until it has ended.
         last: The latest save in the background, which may still hold the turn.
-        known: The state that was saved last.
-        plan: This rank's part of the last plan.
-        planned: On the coordinator: the last plan.
+        known: The states that were saved last, the latest first.
+        plan: This rank's part of the plan of the save that has the turn.
+        plans: Its parts of the last plans, the latest first.
+        planned: On the coordinator: the last plans, the latest first.
         given_up: On the coordinator: saves that have failed, and perhaps could not remove their files.
         unfinished: Publications of earlier saves that were given up, and may still take effect.
         sampled: On the coordinator: in how many saves a part of the copies was compared.
@@ -42,14 +48,16 @@ class SaveMemory:
 
     turn: threading.Lock = field(default_factory=threading.Lock)
     last: AsyncSave | None = None
-    known: KnownState | None = None
+    known: list[KnownState] = field(default_factory=list)
     plan: KnownPlan = field(default_factory=KnownPlan)
-    planned: PlannedSave | None = None
+    plans: list[KnownPlan] = field(default_factory=list)
+    planned: list[PlannedSave] = field(default_factory=list)
     given_up: set[str] = field(default_factory=set)
     unfinished: list[StorageCall] = field(default_factory=list)
     sampled: int = 0
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
+    _touching: Touching | None = None
     _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count
 
     @contextmanager
@@ -76,6 +84,54 @@ class SaveMemory:
         finally:
             self.turn.release()
 
+    def recall(self, known: KnownState | None, fingerprint: bytes, block_bytes: int) -> None:
+        """Remember what is being saved, if it can be known again, and find this rank's part of the plan that it had."""
+        if known is not None:
+            others = [one for one in self.known if one.identity is not known.identity]
+            self.known = _kept(known, others, lambda state: len(state.tensors.paths))
+        of_this = (fingerprint, block_bytes)
+        found = next((plan for plan in self.plans if (plan.fingerprint, plan.block_bytes) == of_this), None)
+        self.plan = KnownPlan(fingerprint=fingerprint, block_bytes=block_bytes)
+        if found is not None:
+            self.keep_plan(found)
+
+    def keep_plan(self, plan: KnownPlan) -> None:
+        """Use this part of a plan from now on, in the place of the one for the same structure."""
+        of_this = (plan.fingerprint, plan.block_bytes)
+        others = [one for one in self.plans if (one.fingerprint, one.block_bytes) != of_this]
+        self.plan, self.plans = plan, _kept(plan, others, lambda one: sum(len(file.table.names) for file in one.files))
+
+    def planned_for(self, fingerprints: Mapping[int, bytes]) -> PlannedSave | None:
+        """On the coordinator: the plan for structures with these digests, by rank; it becomes the latest one."""
+        found = next((one for one in self.planned if one.fingerprints == fingerprints), None)
+        if found is not None:
+            self.planned = [found, *(one for one in self.planned if one is not found)]
+        return found
+
+    def make_room(self, fingerprints: Mapping[int, bytes]) -> None:
+        """On the coordinator: forget what a new plan for these structures will be instead of, and what is large."""
+        small = [one for one in self.planned if len(one.plan.shard) <= _MOST_ENTRIES]
+        self.planned = [one for one in small if one.fingerprints != fingerprints][: _MOST_KEPT - 1]
+
+    def prepare_snapshot(self, nbytes: int) -> Touching | None:
+        """Have memory for a snapshot ready, touched by a thread; None if there is enough, or not more than twice it.
+
+        Nothing is done while a save has the turn.
+        """
+        free = free_memory()
+        if nbytes <= len(self._buffer) or (free is not None and free < 2 * nbytes):
+            return None
+        if not self.turn.acquire(blocking=False):
+            return None
+        try:
+            self._touching = Touching(self.snapshot_buffer(nbytes))
+            self._touching.start()
+            return self._touching
+        except (MemoryError, RuntimeError):  # no memory, or no thread: the save will see what there is
+            return None
+        finally:
+            self.turn.release()
+
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.
 
@@ -86,6 +142,9 @@ class SaveMemory:
         Raises:
             MemoryError: there is not so much.
         """
+        if self._touching is not None:
+            self._touching.end()
+            self._touching = None
         if len(self._buffer) < nbytes or (allocate is not None and not self._buffer_is_fast):
             self._buffer = np.empty(0, np.uint8)  # first of all make room
             self._buffer = allocate(nbytes) if allocate is not None else fresh_pages(nbytes, inherited=False)
@@ -99,6 +158,12 @@ class SaveMemory:
         if count not in self._windows:
             self._windows = {count: Buffers(count, allocate)}
         return self._windows[count]
+
+
+def _kept(latest: T, others: Sequence[T], size_of: Callable[[T], int]) -> list[T]:
+    """What is kept now: the latest, and of the others those that are not large."""
+    small = [one for one in others if size_of(one) <= _MOST_ENTRIES]
+    return [latest, *small[: _MOST_KEPT - 1]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class NumpyAdapter:
 
     version: str | None = None
     devices: DeviceAccess | None = None
+    tensor_types = frozenset([ShardedArray])
 
     def is_tensor(self, value: Any) -> bool:
         """See :class:`..core.tensors.TensorAdapter`."""

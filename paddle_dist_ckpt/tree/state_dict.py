@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -124,7 +124,7 @@ class _Flattening:
         """Add what is in a container."""
         leaves, is_tensor = self.leaves, self._is_tensor
         children = join_all(path, parts)
-        if all(map(is_tensor, parts.values())):  # which many a large container has alone
+        if self._are_tensors(parts.values()):  # which many a large container has alone
             leaves.tensor_paths.extend(children)
             leaves.tensors.extend(parts.values())
             return
@@ -145,6 +145,11 @@ class _Flattening:
             else:
                 leaves.value_paths.append(child)
                 leaves.values.append(value)
+
+    def _are_tensors(self, values: Collection[Any]) -> bool:
+        """Whether all are tensors. Of a type whose instances all are, and of which there may be many, one is asked."""
+        types = set(map(type, values))
+        return types <= self._adapter.tensor_types or all(map(self._is_tensor, values))
 
     def _children(self, path: str, value: Any, depth: int) -> Mapping[Part, Any] | None:
         """The parts of a container that is taken apart, or None for a leaf."""

@@ -262,7 +262,7 @@ def test_tensors_and_arrays_together(tmp_path: Path) -> None:
         array += i
         tensor.set_value(paddle.full([2, 2], float(i)))
         save_by(memory, {"a": array, "t": tensor}, tmp_path)
-        assert memory.known is None
+        assert not memory.known
         found = load_merged_state_dict(tmp_path)
         assert np.array_equal(found["a"], array)
         assert (found["t"].numpy() == i).all()

@@ -23,7 +23,7 @@ from paddle_dist_ckpt.errors import RankFailureError
 from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.reports import SaveReport
-from paddle_dist_ckpt.saving import planned_save, save_coordinator
+from paddle_dist_ckpt.saving import planned_save, save_coordinator, save_memory
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
 from paddle_dist_ckpt.testing import FaultyStorage, ShardedArray, SimulatedRank, run_ranks
 from test.jobs import (
@@ -428,8 +428,62 @@ def test_one_rank_alone_changes_and_the_others_are_asked(tmp_path: Path, seen: S
     assert seen.take() == (0, 0)
     del states[victim]["mine"]
     all_ok(save_with(memories, states, tmp_path))
-    assert seen.take() == (1, 1)
+    assert seen.take() == (0, 0), "the first plan is still there"
     assert set(load_whole(tmp_path)) == {"w", "n"}
+
+
+def test_states_that_are_saved_in_turns_keep_their_plans(tmp_path: Path, seen: Seen) -> None:
+    """A model, its averages under the same keys, and an optimizer. So many are remembered, and no more."""
+    kept, memories = save_memory._MOST_KEPT, fresh(2)
+    kinds = [dealt(2), dealt(2), *(dealt(2, 4 + 2 * i) for i in range(kept))]
+    for number, states in enumerate(kinds):
+        for state in states:
+            state["n"] = number  # no part of the structure: the first two have one plan
+    seen.take()
+
+    def save_all(chosen: Sequence[int]) -> None:
+        for number in chosen:
+            all_ok(save_with(memories, kinds[number], tmp_path / str(number)))
+            found = load_whole(tmp_path / str(number))
+            assert found["n"] == number
+            assert same_bits(found["w"], make_array((12 if number < 2 else 4 + 2 * (number - 2), 4)))
+
+    save_all(range(kept))
+    assert seen.take() == (kept - 1, 0)
+    known = [[one.identity for one in memory.known] for memory in memories]
+    save_all([*range(kept), *reversed(range(kept))])
+    assert seen.take() == (0, 0)
+    for memory, before in zip(memories, known, strict=True):
+        assert {*map(id, before)} == {id(one.identity) for one in memory.known}
+    save_all(range(kept, kept + 2))
+    assert seen.take()[0] == 2
+    assert all(len(kinds) > kept == len(memory.known) == len(memory.plans) for memory in memories)
+    assert len(memories[0].planned) == kept
+
+
+def test_large_states_are_not_kept_beside_the_latest(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_memory, "_MOST_ENTRIES", 0)
+    memories, kinds = fresh(2), [dealt(2), dealt(2, 4)]
+    seen.take()
+    for states in (*kinds, *kinds):
+        all_ok(save_with(memories, states, tmp_path))
+    assert seen.take()[0] == 4
+    assert [len(kept) for kept in (memories[0].known, memories[0].plans, memories[0].planned)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("who", [[0], [1], [0, 1]])
+def test_a_rank_that_has_forgotten_one_of_several_plans_is_told_it(tmp_path: Path, seen: Seen, who: list[int]) -> None:
+    memories, kinds = fresh(2), [dealt(2), dealt(2, 4)]
+    for states in kinds:
+        all_ok(save_with(memories, states, tmp_path))
+    for r in who:
+        memories[r] = SaveMemory()
+    seen.take()
+    all_ok(save_with(memories, kinds[0], tmp_path))
+    assert seen.take() == (int(0 in who), int(who == [0]))
+    assert same_bits(load_whole(tmp_path)["w"], make_array((12, 4)))
 
 
 def test_a_structure_that_comes_back_is_not_taken_for_the_last_one(tmp_path: Path) -> None:
@@ -561,8 +615,7 @@ def test_a_value_of_ever_new_length_does_not_make_the_memory_grow(tmp_path: Path
     for i in range(12):
         states[1]["log"] = "line" * (2000 + i)
         all_ok(save_with(memories, states, tmp_path))
-        known = memories[1].known
-        assert known is not None
-        sizes.append(len(known.tensors.geometries))
+        assert len(memories[1].known) == 1
+        sizes.append(len(memories[1].known[0].tensors.geometries))
     assert load_whole(tmp_path)["log"] == states[1]["log"]
     assert len(set(sizes[2:])) == 1, sizes
