@@ -24,6 +24,7 @@ from typing import Any, Literal
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
 from ..folder.delete import Deletion
+from ..folder.nothing import steps_text
 from ..options import LoadOptions, SaveOptions, as_integer, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
@@ -62,7 +63,8 @@ class CheckpointManager:
             if there were no manager. To be made on the main thread then.
 
     Raises:
-        ValueError: an argument is out of bounds, or not the same on every rank.
+        ValueError: an argument is out of bounds, or not the same on every rank; or ``root`` is a file, the folder of
+            one of the steps, or that of another checkpoint.
         CheckpointTimeoutError: a rank did not come.
     """
 
@@ -97,19 +99,23 @@ class CheckpointManager:
             check_seconds(save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
-            _agree(session, repr(arguments))
+            self._steps = Steps(self._root, NOTE)
+            self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
+            _agree(session, repr(arguments), self._check_root)
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
         topic = f"steps of {self._root.name}"
         self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
-        self._steps = Steps(self._root, NOTE)
-        self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
         self._closed = False
         self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
+
+    def _check_root(self) -> None:
+        with self._folders() as opened:
+            self._steps.check_root(opened)
 
     # -- when
 
@@ -259,9 +265,13 @@ class CheckpointManager:
                 try:
                     load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
                     break
-                except CheckpointNotFoundError:  # another manager may have removed it just now; nothing is touched
+                except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
+                    if step is not None:
+                        raise CheckpointNotFoundError(
+                            f"{error}; {self._root} has {steps_text(self.all_steps())}"
+                        ) from None
                     before, chosen = chosen, self._ask(what, choose)
-                    if step is not None or chosen in (None, before):
+                    if chosen in (None, before):
                         raise
                     _logger.warning("step %d is gone, so step %d is restored", before, chosen)
         finally:
@@ -314,8 +324,8 @@ class CheckpointManager:
         return self._ranks.hub.session(what, self._options.timeout)
 
 
-def _agree(session: ControlSession, ours: str) -> None:
-    """All ranks must have made the manager with the same arguments.
+def _agree(session: ControlSession, ours: str, check: Callable[[], None]) -> None:
+    """All ranks must have made the manager with the same arguments; ``check`` is made on the coordinator.
 
     Raises:
         ValueError: they have not.
@@ -329,6 +339,7 @@ def _agree(session: ControlSession, ours: str) -> None:
                     f"the manager's arguments must be the same on every rank: on rank {session.coordinator} "
                     f"{expected.decode()}, on rank {rank} {data.decode()}"
                 )
+        check()
         return dict.fromkeys(messages, b"")
 
     session.gather_scatter("agree", ours.encode, compare)

@@ -51,7 +51,7 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
 def test_the_ids_that_there_are_are_named(tmp_path: Path) -> None:
     for unique_id in (3, 5):
         save_alone({"n": 1}, tmp_path, unique_id)
-    with pytest.raises(CheckpointNotFoundError, match="with unique_id 7; there are 3, 5"):
+    with pytest.raises(CheckpointNotFoundError, match="with unique_id 7; it has those with the ids 3, 5"):
         read_metadata(tmp_path, 7)
 
 
