@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
 
@@ -16,7 +17,7 @@ from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
 from ..folder.context import check_folders
 from ..storage.base import FolderIdentity
-from ..tree.names import is_of_run
+from ..tree.names import parameter_of_run
 from ..tree.paths import plain_key
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
@@ -60,6 +61,7 @@ class LoadCoordinator:
         self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
         self._doubtful: list[str] = []
+        self._wanted: list[WantedPaths] = []
 
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
@@ -91,8 +93,9 @@ class LoadCoordinator:
         self._complete = {key for request in requests.values() for key in request.complete}
         matched = {key for request in requests.values() for key, found in request.patterns.items() if found}
         keys = dict.fromkeys(key for request in requests.values() for key in request.patterns if key not in matched)
-        self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing)
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
+        self._wanted, find_keys = list(wanted.values()), functools.partial(_keys_of, wanted.values())
+        self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing, find_keys)
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
@@ -131,6 +134,9 @@ class LoadCoordinator:
         unused = [*map(self._metadata.key, left), *(k for k in unreadable if k not in self._asked_keys)]
         problems = {rank: n.problems for rank, n in needs.items()}
         self._check(problems, unused, self._left_of_objects(left), self._idle)
+        if self._options.key_map is None:
+            for text in self._empty_texts():
+                _logger.warning("%s: %s", self._storage.location, text)
         if self._doubtful:
             shown = ", ".join(self._doubtful[:20]) + (", ..." if len(self._doubtful) > 20 else "")
             _logger.warning(
@@ -243,19 +249,48 @@ class LoadCoordinator:
             advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
         if idle and self._options.strict == "all":
             advice += "; strict=True lets statements change nothing"
-        if any("the target has dtype" in line for line in lines):
+        if not self._options.cast and any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
         if any(NO_ENTRY in line or _NOT_YET in line for line in lines):
             advice += "; tensors that an object makes later must be made before the load, to be in its state_dict()"
         if left:
             advice += "; LoadOptions(allow_unused=[...]) leaves some entries out"
-        if any("missing" in line and is_of_run(line.partition(":")[0]) for line in lines):
-            advice += "; an optimizer's entries can be told by its parameters: save and load the model in the same call"
+        found = (parameter_of_run(line.partition(":")[0]) for line in lines if "missing" in line)
+        more = [self._advice_on_names({parameter for parameter in found if parameter is not None})]
+        if any("meant?" in line for line in lines):
+            more.append(self._answering.hints.advice())
+        advice += "".join(f"; {text}" for text in (*more, *self._empty_texts()) if text)
         text = (
             f"checkpoint {self._metadata.unique_id} in {self._storage.location} does not fit the state_dict, which was "
             f"left as it was; {len(lines)} problem(s):"
         )
         raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
+
+    def _advice_on_names(self, parameters: Set[str]) -> str:
+        """What to do about names of a run that are not there, by the parameters that are meant."""
+        if not parameters:
+            return ""
+        here = {name for paths in self._wanted for name in (*paths.names, *paths.others.values()) if name}
+        if here.isdisjoint(parameters):
+            return "an optimizer's entries are told by its parameters: pass the model beside it, in the same call"
+        table = self._metadata.table
+        of_run = {parameter for path in table.paths if (parameter := parameter_of_run(path)) is not None}
+        if of_run - set(table.names):
+            return (
+                "an optimizer's entries are told by its parameters, which the checkpoint does not have: save the model "
+                "beside it, in the same call"
+            )
+        return ""
+
+    def _empty_texts(self) -> list[str]:
+        """What is to be said of parts of the state_dict that ask for nothing, though something is stored there."""
+        if not any(one.tensors or one.values or one.kept or one.moved for one in self._wanted):
+            return ["the state_dict has no entries, so nothing is loaded"] if self._metadata.table.paths else []
+        return [
+            f"{key or 'the state_dict'} has no tensors, so none of the {count} that are stored there are loaded; an "
+            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model"
+            for key, count in self._answering.nothing_asked().items()
+        ]
 
     def _surplus(self, problems: Iterable[str], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
         """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; and
