@@ -56,7 +56,7 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
     try:
         metadata = decode_metadata(data, f"{storage.location}/{name}", chosen)
     except CheckpointCorruptedError as error:
-        raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from error
+        raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from None
     _warn_of_paddles(storage, chosen)
     return metadata
 

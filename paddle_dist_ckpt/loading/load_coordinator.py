@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
 
-from ..core.messages import decode, encode
+from ..core.messages import counted, decode, encode
 from ..core.parts import Arranged, IdleStatement, WantedTensor
 from ..core.shards import Kind
-from ..errors import CheckpointCorruptedError, StateDictMismatchError
+from ..errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    RankFailureError,
+    StateDictMismatchError,
+)
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
-from ..folder.context import check_folders
+from ..folder.context import check_folders, folders_text
 from ..storage.base import FolderIdentity
 from ..tree.names import parameter_of_run
 from ..tree.paths import plain_key
@@ -35,7 +41,7 @@ from .messages import (
     WantedPaths,
     WantedRecord,
 )
-from .reading import LoadContext
+from .reading import LoadContext, unreadable_on
 from .recipes import with_hint
 from .stored_tensors import stored_tensors
 
@@ -80,9 +86,13 @@ class LoadCoordinator:
                         f"{ours.options[name]}; all ranks must pass the same"
                     )
         self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
+        self._locations = {rank: request.location for rank, request in requests.items()}
         if not self._options.separate_folders:
-            check_folders(self._folders, {rank: request.location for rank, request in requests.items()})
-        metadata = self._metadata = self._read(ours.unique_id)
+            check_folders(self._folders, self._locations)
+        try:
+            metadata = self._metadata = self._read(ours.unique_id)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{error}{folders_text(self._folders, self._locations)}") from None
         values = metadata.table.kinds[metadata.table.shard_tensor] != Kind.TENSOR
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         self._groups = {}
@@ -145,14 +155,12 @@ class LoadCoordinator:
                 shown,
             )
             self._doubtful = []
-        missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
+        missing = {name: reason for _, n in sorted(needs.items()) for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
         self._reasons = missing
         if missing and self._options.exchange == "never":
-            raise CheckpointCorruptedError(
-                _missing_text(missing, "; exchange is 'never', so no other rank may read it")
-            )
+            raise self._unread(missing, "; exchange is 'never', so no other rank may read it")
         decision = DecideAnswer(
             staged=any(n.staged for n in needs.values()),
             objects=any(n.objects for n in needs.values()),
@@ -197,7 +205,7 @@ class LoadCoordinator:
 
     def done(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Rounds ``open``, ``staged``, ``read`` and ``restore``: go on if every rank has done its part."""
-        said = {rank: decode(data, DoneRequest) for rank, data in messages.items()}
+        said = {rank: decode(data, DoneRequest) for rank, data in sorted(messages.items())}
         self._check({rank: one.problems for rank, one in said.items()})
         gone = {name: reason for one in said.values() for name, reason in one.gone.items()}
         return dict.fromkeys(messages, encode(GoOnAnswer(self._is_replaced(gone))))
@@ -205,8 +213,25 @@ class LoadCoordinator:
     def _is_replaced(self, gone: Mapping[str, str]) -> bool:
         """Whether files are gone since the checkpoint was replaced; raise if they are gone for another reason."""
         if gone and not self._restarts.due(self._metadata):
-            raise CheckpointCorruptedError(_missing_text(gone, ""))
+            raise self._unread(gone, "")
         return bool(gone)
+
+    def _unread(self, reasons: Mapping[str, str], more: str) -> CheckpointError:
+        """What to raise of files that cannot be read: damage if one is gone, or is another one than was written.
+
+        Else it is a failure of the ranks that cannot open what is there.
+        """
+        lines = [
+            f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]
+        ]
+        text = f"{counted(len(reasons), 'data file')} of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
+        text += folders_text(self._folders, self._locations)
+        failed = {unreadable_on(reason): CheckpointError(reason) for reason in reasons.values()}
+        if None in failed:
+            return CheckpointCorruptedError(text)
+        if len(self._session.ranks) == 1:
+            return CheckpointError(text)
+        return RankFailureError(text, {rank: error for rank, error in failed.items() if rank is not None})
 
     def _left_of_objects(self, paths: Sequence[str]) -> list[str]:
         """A line for each stored entry of an object of a user's class that no rank asks for, and that may not be left.
@@ -262,7 +287,7 @@ class LoadCoordinator:
         advice += "".join(f"; {text}" for text in (*more, *self._empty_texts()) if text)
         text = (
             f"checkpoint {self._metadata.unique_id} in {self._storage.location} does not fit the state_dict, which was "
-            f"left as it was; {len(lines)} problem(s):"
+            f"left as it was; {counted(len(lines), 'problem')}:"
         )
         raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
 
@@ -306,11 +331,6 @@ def _keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
     """The flat keys under which what ranks want would be stored."""
     pairs = ((one.moved, path) for one in wanted for path in (*one.tensors, *one.values, *one.kept))
     return {moved.get(path) or plain_key(path) for moved, path in pairs}
-
-
-def _missing_text(reasons: Mapping[str, str], more: str) -> str:
-    lines = [f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]]
-    return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
 
 
 def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:

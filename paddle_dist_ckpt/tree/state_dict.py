@@ -101,7 +101,11 @@ def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
         UnsupportedValueError: a tensor under a dict key that is neither str nor int, or a tree without an end.
     """
     if not isinstance(state_dict, dict):
-        raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+        name = type(state_dict).__name__
+        more = ""
+        if callable(getattr(state_dict, "state_dict", None)):
+            more = "; pass {'model': it} or its state_dict(), or call save(path, model) and load(path, model)"
+        raise TypeError(f"state_dict must be a dict, not {name}{more}")
     odd = _odd_keys(state_dict)
     if odd:
         raise UnsupportedValueError(f"state_dict has the key {_shown(odd[0])}; {_KEYS}")

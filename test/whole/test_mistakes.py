@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from paddle_dist_ckpt import (
     read_metadata,
     verify,
 )
+from paddle_dist_ckpt.core.progress import Progress
 from paddle_dist_ckpt.manager.steps import Steps, step_folder
 from paddle_dist_ckpt.storage import as_source, as_storage
 from test.jobs import errors_of, load_alone, save_alone, try_save
@@ -171,3 +173,27 @@ def test_what_paddles_own_function_has_saved_over_a_checkpoint_is_told(
     assert (
         f"{tmp_path}: Paddle's own save_state_dict has written 0_0.distcp to this folder after checkpoint 0" in warning
     )
+
+
+def test_a_bar_is_for_long_work_and_ends_in_the_line_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(delay: float, *more: Any) -> str:
+        monkeypatch.setattr("sys.stderr", stream := Terminal())
+        monkeypatch.setattr("paddle_dist_ckpt.core.progress._LONG_SECONDS", delay)
+        with Progress("save", 100, *more) as progress:
+            progress(100)
+        return stream.getvalue()
+
+    logger = logging.getLogger("paddle_dist_ckpt")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    assert shown(60, None, True, True) == "", "short work"
+    assert shown(0, None, False, True) == "", "another rank"
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    assert shown(0, None, True, True).rstrip(" ").endswith("\r"), "wiped, for the line comes"
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    assert shown(0, None, True, True).endswith("\n"), "nothing else comes"
+    assert shown(60, True, True).endswith("\n"), "asked for"
