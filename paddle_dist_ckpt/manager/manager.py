@@ -30,6 +30,7 @@ from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage, bounded_folders
 from ..wiring import connected, load_with, paddles, save_with
+from .agreement import agree
 from .removal import remove_together
 from .schedule import Schedule
 from .sigterm import on_sigterm
@@ -88,7 +89,14 @@ class CheckpointManager:
             raise TypeError(f"async_save must be a bool, not {async_save!r}")
         self._ranks = connected(process_group, coordinator_rank, self._options)
         self._async_save = async_save
-        arguments = (keep_last, keep_every, best, save_interval_steps, save_interval_seconds, save_on_sigterm)
+        arguments = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "best": best,
+            "save_on_sigterm": save_on_sigterm,
+            "save_interval_steps": save_interval_steps,
+            "save_interval_seconds": save_interval_seconds,
+        }
         with self._session("CheckpointManager") as session:
             folder = as_storage(root)
             if not isinstance(folder, LocalStorage):
@@ -101,7 +109,7 @@ class CheckpointManager:
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
             self._steps = Steps(self._root, NOTE)
             self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
-            _agree(session, repr(arguments), self._check_root)
+            agree(session, {name: repr(value) for name, value in arguments.items()}, self._check_root)
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
         topic = f"steps of {self._root.name}"
@@ -322,27 +330,6 @@ class CheckpointManager:
 
     def _session(self, what: str) -> Any:
         return self._ranks.hub.session(what, self._options.timeout)
-
-
-def _agree(session: ControlSession, ours: str, check: Callable[[], None]) -> None:
-    """All ranks must have made the manager with the same arguments; ``check`` is made on the coordinator.
-
-    Raises:
-        ValueError: they have not.
-    """
-
-    def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        expected = messages[session.coordinator]
-        for rank, data in sorted(messages.items()):
-            if data != expected:
-                raise ValueError(
-                    f"the manager's arguments must be the same on every rank: on rank {session.coordinator} "
-                    f"{expected.decode()}, on rank {rank} {data.decode()}"
-                )
-        check()
-        return dict.fromkeys(messages, b"")
-
-    session.gather_scatter("agree", ours.encode, compare)
 
 
 def _checked_step(step: int) -> int:

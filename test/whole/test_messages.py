@@ -18,6 +18,7 @@ from paddle_dist_ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
     LoadOptions,
+    PerRank,
     RankFailureError,
     SaveOptions,
     SaveReport,
@@ -327,3 +328,10 @@ def test_an_id_may_be_any_integer(tmp_path: Path) -> None:
     for wrong in (-1, 10**18, True, 1.0, "1"):
         with pytest.raises(ValueError, match="unique_id must be None or an integer"):
             read_metadata(tmp_path, wrong)  # type: ignore[arg-type]
+
+
+def test_a_tensor_in_a_value_of_each_rank(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        save_alone({"rng": PerRank(Reader())}, tmp_path)
+    assert "\nrng: a test.whole.test_messages.Reader cannot" in str(caught.value)
+    assert "a PerRank takes values alone" in str(caught.value)
