@@ -62,7 +62,7 @@ class Hints:
         self._left -= 1
         found = [stored for stored in self._named_alike(key) if self._move(key, stored) in self._moves]
         if may_be_optimizers("/" + key):  # another parameter's accumulator would be taken without a word
-            found = found if set(self._moves.values()) == {len(self._samples)} else []
+            found = [stored for stored in found if self._are_all_moved(key, stored)]
         elif not found:
             found = self._mistyped(key)
         return [hint for stored in found[:2] if (hint := self._hint(stored)) and is_tensor == (hint.shape is not None)]
@@ -89,6 +89,14 @@ class Hints:
             f"the checkpoint has no {surplus!r} in such keys: pass what is in it, as it was saved, or "
             f"LoadOptions(key_map=lambda key: key.replace({surplus + '.'!r}, '', 1))"
         )
+
+    def _are_all_moved(self, key: str, stored: str) -> bool:
+        """Whether all that is missing differs by the same, so that it is a container; of entries of an optimizer alone
+        only one that is before all can be."""
+        others = any(not may_be_optimizers("/" + sample) for sample in self._samples)
+        before = key.partition(".")[0] != stored.partition(".")[0]
+        alike = set(self._moves.values()) == {len(self._samples)}
+        return alike and len(self._samples) > 1 and (others or before)
 
     @cached_property
     def _wanted(self) -> set[str]:

@@ -88,6 +88,14 @@ SILENT: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
         {"optimizer": state("", {"weight.moment1": (3, 2)})},
         {"model": state(), "optimizer": state("body.", {"weight.moment1": (3, 2)})},
     ),
+    "a moment of what is a part of another": (
+        {"optimizer": state("", {"weight.moment1": (3, 2), "bias.moment1": (2,)})},
+        {"optimizer": state("body.", {"weight.moment1": (3, 2), "bias.moment1": (2,)})},
+    ),
+    "the only moment": (
+        {"optimizer": state("", {"weight.moment1": (3, 2)})},
+        {"optimizer": state("body.", {"weight.moment1": (3, 2)})},
+    ),
     "a name of a run": (
         {"optimizer": state("", {"linear_0.w_0_moment1_0": (3, 2)})},
         state("", {"linear_1.w_0_moment1_0": (3, 2), "linear_0.w_0_moment1_0": (3, 2)}),
@@ -116,6 +124,14 @@ def test_a_container_of_an_optimizers_entries_is_found_with_all_of_them(tmp_path
     assert "is 'optimizer.bias.moment1' meant?" in message(
         {"optimizer": state("", shapes)}, state("", shapes), tmp_path
     )
+
+
+def test_a_wrapper_is_found_in_the_model_and_its_optimizer(tmp_path: Path) -> None:
+    shapes = {"weight.moment1": (3, 2), "bias.moment1": (2,)}
+    saved = {"model": state(), "optimizer": state("", shapes)}
+    text = message(saved, {"model": state("_layers."), "optimizer": state("_layers.", shapes)}, tmp_path)
+    assert "is 'model.weight' meant?" in text
+    assert "is 'optimizer.bias.moment1' meant?" in text
 
 
 def test_a_cast_is_not_advised_where_it_was_asked_for(tmp_path: Path) -> None:
