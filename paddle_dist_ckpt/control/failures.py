@@ -178,10 +178,9 @@ def failure_of_ranks(doing: str, failures: Mapping[int, ErrorRecord], ranks: tup
         ranks: All ranks of the session.
     """
     kinds = {error.type_name for error in failures.values()}
+    # Damage is each rank's own, even if all find the same.
     alike = set(failures) == set(ranks) and len({error.message for error in failures.values()}) == 1
-    shared = all(error.shared for error in failures.values()) or (
-        alike and kinds <= SHARED_IN_COMBINE - {"RankFailureError"}
-    )
+    shared = all(error.shared for error in failures.values()) or (alike and kinds == {"CheckpointNotFoundError"})
     if len(kinds) > 1 or not (shared or kinds == {"CheckpointTimeoutError"}):
         text = f"{doing} {_by_text({rank: _describe(error) for rank, error in failures.items()})}"
         if any(error.message == LOST for error in failures.values()):

@@ -331,10 +331,12 @@ def test_ranks_that_have_never_connected_are_told_from_silent_ones() -> None:
     assert "does not reach the coordinator's port" in both
 
 
-def test_what_all_ranks_raise_alike_keeps_its_type() -> None:
+def test_what_no_rank_finds_keeps_its_type() -> None:
     one = failures.record_of(CheckpointNotFoundError("nothing there"), failures.SHARED_IN_LOCAL)
     everywhere = failures.failure_of_ranks("load failed", {0: one, 1: one}, (0, 1))
     assert (everywhere.type_name, everywhere.message) == ("CheckpointNotFoundError", "nothing there")
     assert failures.failure_of_ranks("load failed", {1: one}, (0, 1)).type_name == "RankFailureError"
+    damage = failures.record_of(CheckpointCorruptedError("a byte"), failures.SHARED_IN_LOCAL)
+    assert failures.failure_of_ranks("load failed", {0: damage, 1: damage}, (0, 1)).type_name == "RankFailureError"
     inner = failures.record_of(RankFailureError("", {3: CheckpointError("x")}), failures.SHARED_IN_LOCAL)
     assert failures.failure_of_ranks("load failed", {0: inner, 1: inner}, (0, 1)).failures
