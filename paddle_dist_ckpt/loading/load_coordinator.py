@@ -293,19 +293,12 @@ class LoadCoordinator:
 
     def _advice_on_names(self, parameters: Set[str]) -> str:
         """What to do about names of a run that are not there, by the parameters that are meant."""
-        if not parameters:
-            return ""
         here = {name for paths in self._wanted for name in (*paths.names, *paths.others.values()) if name}
-        if here.isdisjoint(parameters):
-            return "an optimizer's entries are told by its parameters: pass the model beside it, in the same call"
         table = self._metadata.table
         of_run = {parameter for path in table.paths if (parameter := parameter_of_run(path)) is not None}
-        if of_run - set(table.names):
-            return (
-                "an optimizer's entries are told by its parameters, which the checkpoint does not have: save the model "
-                "beside it, in the same call"
-            )
-        return ""
+        calls = ["save"] * bool(of_run - set(table.names)) + ["load"] * here.isdisjoint(parameters)
+        text = f"an optimizer's entries are told by its parameters: {' and '.join(calls)} the model in the same call"
+        return text if calls and parameters else ""
 
     def _empty_texts(self) -> list[str]:
         """What is to be said of parts of the state_dict that ask for nothing, though something is stored there."""

@@ -134,6 +134,16 @@ def test_a_wrapper_is_found_in_the_model_and_its_optimizer(tmp_path: Path) -> No
     assert "is 'optimizer.bias.moment1' meant?" in text
 
 
+RUN = {"linear_0.w_0_moment1_0": np.zeros((3, 2), "f4")}
+OTHER_RUN = {"linear_7.w_0_moment1_0": np.zeros((3, 2), "f4")}
+
+
+@pytest.mark.parametrize(("stored", "calls"), [(RUN, "save and load"), (state("", {"weight.moment1": (3, 2)}), "load")])
+def test_names_of_a_run_need_the_model_in_the_calls_that_lack_it(tmp_path: Path, stored: Any, calls: str) -> None:
+    text = message({"optimizer": stored}, {"optimizer": OTHER_RUN}, tmp_path)
+    assert f"told by its parameters: {calls} the model in the same call)" in text
+
+
 def test_a_cast_is_not_advised_where_it_was_asked_for(tmp_path: Path) -> None:
     text = message({"w": np.zeros(3, "f4")}, {"w": np.zeros(3, "i4")}, tmp_path, cast=True)
     assert "a cast that is not done" in text
