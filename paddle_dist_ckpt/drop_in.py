@@ -309,7 +309,7 @@ def _our_metadata(path: Any) -> Metadata | None:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(place := os.fspath(path), str):
         return None
     unique_id = metadata_id(Path(place).name)
-    with suppress(NotADirectoryError):  # somewhere in the path is a file
+    with suppress(NotADirectoryError, ValueError):  # somewhere in the path is a file; it is a URL
         if unique_id is not None and look(LocalStorage(Path(place).parent), Path(place).name)[0] is Format.OURS:
             return read_metadata(Path(place).parent, unique_id)
     return None

@@ -11,6 +11,7 @@ from .exporting.formats import FORMATS, ExportRequest
 from .folder.selection import checked_keys
 from .options import LoadOptions, SaveOptions, as_integer, checked
 from .reports import ExportReport
+from .storage import local_path
 from .wiring import checked_id, connected, export_state_with, export_with, members
 
 __all__ = ["export", "export_request", "export_state_dict"]
@@ -139,7 +140,7 @@ def export_request(
     if (as_integer(max_shard_bytes) or 0) < 1:
         raise ValueError(f"max_shard_bytes must be a number of bytes above 0, not {max_shard_bytes!r}")
     wanted = checked_keys(keys)
-    place, number = os.path.abspath(os.fspath(out)), checked_id(unique_id)
+    place, number = local_path(out, "out"), checked_id(unique_id)
     return ExportRequest(
         place, format, number, prefix, None if wanted is None else list(wanted), dtype, int(max_shard_bytes), stem
     )

@@ -211,7 +211,7 @@ def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, thr
             if restarts.due(metadata):
                 continue
             if isinstance(error, StateDictMismatchError) and "model" not in objects:
-                raise StateDictMismatchError(f"{error}\n{_ADVICE}", error.problems) from error
+                raise StateDictMismatchError(f"{error}\n{_ADVICE}", error.problems) from None
             raise
         if not restarts.due(metadata):
             return others

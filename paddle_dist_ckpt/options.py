@@ -37,8 +37,8 @@ class SaveOptions:
             each save, another one each time; so much is compared of them in the background and on devices anyway.
         user_metadata: Values to store in ``.metadata`` beside the state (the coordinator's are kept).
         block_bytes: Bytes that share a checksum; a power of two. Smaller blocks let slices be read with less waste.
-        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal, but not for a save in
-            the background.
+        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal and it takes more than
+            a second, but not for a save in the background.
         when_busy: What a save does while an earlier one of this group still goes on in the background: ``"wait"`` for
             its end, or ``"raise"``, on every rank.
         snapshot_bytes: The most memory, in bytes on each rank, that the snapshot of a save in the background may take.
@@ -122,7 +122,8 @@ class LoadOptions:
             rank. Needs Paddle 3.3.
         staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
             time, and the most memory of the device that an exchange uses; the same on every rank.
-        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal.
+        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal and it takes more than
+            a second.
         progress_timeout: The longest, in seconds, that one operation on a file may take on any rank; see
             :class:`SaveOptions`.
         separate_folders: Whether ranks of one host may load from several folders, which hold parts of one checkpoint.

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["ExportReport", "LoadReport", "SaveReport", "Stopwatch", "VerifyReport"]
+__all__ = [
+    "ExportReport",
+    "LoadReport",
+    "SaveReport",
+    "Stopwatch",
+    "VerifyReport",
+    "loaded_line",
+    "saved_line",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,28 @@ class ExportReport:
     total_bytes: int
     left_out: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+def saved_line(report: SaveReport) -> str:
+    """A save as the log has it."""
+    files = f"{report.files} file{'s' if report.files != 1 else ''}"
+    took = f"{_size(report.total_bytes)} in {files}, {sum(report.seconds.values()):.2f} s"
+    return f"saved id {report.unique_id} to {report.path}: {took}"
+
+
+def loaded_line(report: LoadReport) -> str:
+    """A load as the log has it: what this rank has got."""
+    took = f"{_size(report.bytes_read + report.bytes_received)}, {sum(report.seconds.values()):.2f} s"
+    counts = {"left as they are": len(report.skipped), "not asked for": len(report.unused_keys)}
+    more = "".join(f"; {count} {what}" for what, count in counts.items() if count)
+    return f"loaded id {report.unique_id} from {report.path}: {took}{more}"
+
+
+def _size(nbytes: int) -> str:
+    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.95 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{nbytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import read_checkpoint
 from ..folder.ids import committed_ids
-from ..storage import LocalStorage
+from ..storage import LocalStorage, local_path
 from ..storage.base import Storage
 from ..tree.paths import plain_key
 
@@ -207,7 +207,7 @@ def _grid(layout: Layout) -> tuple[int, ...] | None:
 
 def steps_facts(path: str) -> StepsFacts | None:
     """What a manager's folder of steps holds; None if the folder is none."""
-    root = Path(path)
+    root = Path(local_path(path))
     if not root.is_dir() or not any(child.name.startswith("step-") for child in root.iterdir()):
         return None
     from ..manager.steps import NOTE, Retention, Steps, step_folder

@@ -55,7 +55,7 @@ def prune(
     if facts is None:
         raise CheckpointNotFoundError(f"{root} is no folder of steps: it has no folder such as step-00000100")
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
-    plan = plan_prune(Path(root).absolute(), retention)
+    plan = plan_prune(Path(facts.path), retention)
     sizes = {step.step: step.bytes for step in facts.steps}
     freed = sum(sizes.get(step, 0) for step in plan.doomed)
     removed, left = [*plan.doomed, *plan.abandoned], list[int]()

@@ -46,6 +46,7 @@ class Board(ABC):
         attendances: This rank's part in appointments.
         lost: The ranks whose connections are lost.
         unproven: The ranks that somebody said to be who was turned away.
+        absent: The ranks that have never connected, on the coordinator.
         broken: Why no session can succeed any more, if so.
     """
 
@@ -63,10 +64,13 @@ class Board(ABC):
         self.changed = threading.Condition(lock)
         self.lost: set[int] = set()
         self.unproven: set[int] = set()
+        self.absent: set[int] = set()
         self.attendances = Attendances(self._lead)
         self.broken: ErrorRecord | None = None
         leads = rank == coordinator
-        self.table = CoordinatorTable(ranks, coordinator, self.lost, self._emit, self.unproven) if leads else None
+        self.table = (
+            CoordinatorTable(ranks, coordinator, self.lost, self._emit, self.unproven, self.absent) if leads else None
+        )
         self._sessions: dict[int, MemberSession] = {}
         self._opened = opened
         self._pid = os.getpid()
@@ -248,6 +252,7 @@ class Board(ABC):
         """``rank`` is connected, for the first time or again."""
         with self.changed:
             self.lost.discard(rank)
+            self.absent.discard(rank)
             for attendance in self.attendances:
                 if attendance.lead is not None:
                     attendance.lead.regain(rank)

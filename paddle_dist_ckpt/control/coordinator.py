@@ -26,6 +26,7 @@ class CoordinatorSession:
 
     Times are monotonic, in seconds. Silence is counted from the first news of the session, ``now``. ``unproven`` are
     ranks that somebody said to be who was turned away, as it changes; if they are missing in the end, that may be why.
+    ``absent`` are those that have never connected, as it changes.
 
     Attributes:
         kinds: What each rank that has opened it says that it is doing.
@@ -41,11 +42,12 @@ class CoordinatorSession:
         emit: Emit,
         now: float,
         unproven: Set[int] = frozenset(),
+        absent: Set[int] = frozenset(),
     ) -> None:
         self._number = number
         self._ranks = ranks
         self._coordinator = coordinator
-        self._unproven = unproven
+        self._unproven, self._absent = unproven, absent
         self._emit = emit
         self._timeout = math.inf
         self._next_beat = math.inf
@@ -145,7 +147,7 @@ class CoordinatorSession:
     def lose(self, rank: int, now: float) -> None:
         """Note that the connection to ``rank`` is lost. Nothing to a session that the rank has closed."""
         if rank in self._heard:
-            self.fail_rank(rank, failures.record("connection lost"), now)
+            self.fail_rank(rank, failures.record(failures.LOST), now)
             self._judge_if_due(now)
 
     def _begin_judging(self, now: float) -> None:
@@ -207,7 +209,7 @@ class CoordinatorSession:
         named = self._different_coordinators()
         if named is not None:
             return named
-        for said, what in ((self.kinds, f"session {self._number}"), (self._names, f"round {self._round}")):
+        for said, what in ((self.kinds, "the call"), (self._names, f"round {self._round}")):
             if len(set(said.values())) > 1:
                 lines = ", ".join(f"rank {rank} calls {said[rank]!r}" for rank in sorted(said))
                 advice = "all ranks must make the same calls in the same order"
@@ -235,9 +237,12 @@ class CoordinatorSession:
         place = f" in round {name!r}" if name and not self._outside_rounds else ""
         missing = self._missing(now) - self._failures.keys()
         if not self._failures:
-            return failures.timeout_error(f"{kind}{place}", missing, self._timeout, self._unproven)
-        silent = {rank: failures.timeout_error("it", [rank], self._timeout, self._unproven) for rank in missing}
+            return self._timed_out(f"{kind}{place}", missing)
+        silent = {rank: self._timed_out("it", {rank}) for rank in missing}
         return failures.failure_of_ranks(f"{kind} failed{place}", self._failures | silent, self._ranks)
+
+    def _timed_out(self, doing: str, missing: Set[int]) -> ErrorRecord:
+        return failures.timeout_error(doing, missing, self._timeout, self._unproven, self._absent)
 
     def parts(self) -> Mapping[int, bytes] | None:
         """The current round's answers, once every rank's is there and nothing has failed."""

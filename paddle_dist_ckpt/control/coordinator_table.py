@@ -40,6 +40,7 @@ class CoordinatorTable:
         lost: The ranks without a connection, as it changes.
         emit: Sends.
         unproven: The ranks that somebody said to be who was turned away, as it changes.
+        absent: The ranks that have never connected, as it changes.
 
     Attributes:
         sessions: Those that are not over, by number.
@@ -53,11 +54,12 @@ class CoordinatorTable:
         lost: Set[int],
         emit: Emit,
         unproven: Set[int] = frozenset(),
+        absent: Set[int] = frozenset(),
     ) -> None:
         self._ranks = ranks
         self._coordinator = coordinator
         self._lost = lost
-        self._unproven = unproven
+        self._unproven, self._absent = unproven, absent
         self._emit = emit
         self.sessions: dict[int, CoordinatorSession] = {}
         self.unheard: dict[int, set[int]] = {}
@@ -127,7 +129,9 @@ class CoordinatorTable:
         return number >= self._opened and number not in self._verdicts
 
     def _begin(self, number: int, now: float) -> CoordinatorSession:
-        session = CoordinatorSession(number, self._ranks, self._coordinator, self._emit, now, self._unproven)
+        session = CoordinatorSession(
+            number, self._ranks, self._coordinator, self._emit, now, self._unproven, self._absent
+        )
         self.sessions[number] = session
         for lost in self._lost:
             session.lose(lost, now)
@@ -148,8 +152,9 @@ class CoordinatorTable:
                 at += [n for n, s in self.sessions.items() if rank in s.kinds and (n > number or n in apart)]
                 if at:
                     ahead = at[0] - number
-                    where = f"{ahead} call(s) ahead of" if ahead > 0 else f"{-ahead} call(s) behind the"
-                    text = f"is {where} other ranks; from the next call on, all are in step"
+                    calls = "call" if abs(ahead) == 1 else "calls"
+                    where = f"{abs(ahead)} {calls} {'ahead of' if ahead > 0 else 'behind'}"
+                    text = f"is {where} the other ranks; from the next call on, all are in step"
                     session.fail_rank(rank, failures.record(text), now)
                     apart.add(number)
         for number in apart:

@@ -14,6 +14,7 @@ from .. import errors
 from .wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
 
 __all__ = [
+    "LOST",
     "SHARED_IN_COMBINE",
     "SHARED_IN_LOCAL",
     "copy_of",
@@ -28,6 +29,8 @@ __all__ = [
 
 _OURS: Mapping[str, type[errors.CheckpointError]] = {name: getattr(errors, name) for name in errors.__all__}
 _BUILTIN: Mapping[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+LOST = "connection lost"
+"""What is said of a rank whose connection is lost."""
 SHARED_IN_LOCAL = frozenset({"UnsupportedValueError", "StateDictMismatchError", "ValueError", "TypeError"})
 """The errors of one rank's own work that are about what all ranks share."""
 SHARED_IN_COMBINE = frozenset(
@@ -36,6 +39,7 @@ SHARED_IN_COMBINE = frozenset(
         "CheckpointCorruptedError",
         "CheckpointReplacedError",
         "DurabilityUnknownError",
+        "RankFailureError",
         "StateDictMismatchError",
         "UnsupportedValueError",
         "ValueError",
@@ -138,16 +142,28 @@ def _name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def timeout_error(doing: str, missing: Iterable[int], timeout: float, unproven: Set[int] = frozenset()) -> ErrorRecord:
+def timeout_error(
+    doing: str,
+    missing: Iterable[int],
+    timeout: float,
+    unproven: Set[int] = frozenset(),
+    absent: Set[int] = frozenset(),
+) -> ErrorRecord:
     """Record that ``missing`` ranks were silent for too long while the others were ``doing``.
 
-    Of those that are ``unproven`` too, somebody said to be them who did not know the hub's key.
+    Of those that are ``unproven`` too, somebody said to be them who did not know the hub's key. Those that are
+    ``absent`` too have never connected.
     """
     missing = tuple(sorted(missing))
-    text = (
-        f"{doing} timed out: {_name_ranks(missing)} not heard of for {timeout:g} s; see whether they are alive and "
-        f"make the same calls in the same order, or raise options.timeout"
-    )
+    silent, strange = [r for r in missing if r not in absent], [r for r in missing if r in absent]
+    said, advice = [], "see whether they are alive and make the same calls in the same order, or raise options.timeout"
+    if silent:
+        said.append(f"{_name_ranks(silent)} not heard of for {timeout:g} s")
+    if strange:
+        have = "has" if len(strange) == 1 else "have"
+        said.append(f"{_name_ranks(strange)} {have} never connected, not within {timeout:g} s")
+        advice += "; who has never connected has not come to a first call, or does not reach the coordinator's port"
+    text = f"{doing} timed out: {', '.join(said)}; {advice}"
     if refused := unproven & set(missing):
         text += f" (who said to be {_name_ranks(refused)} had another control secret; all ranks must have the same one)"
     return ErrorRecord("CheckpointTimeoutError", text, missing_ranks=missing)
@@ -162,9 +178,13 @@ def failure_of_ranks(doing: str, failures: Mapping[int, ErrorRecord], ranks: tup
         ranks: All ranks of the session.
     """
     kinds = {error.type_name for error in failures.values()}
-    shared = all(error.shared for error in failures.values())
+    # Damage is each rank's own, even if all find the same.
+    alike = set(failures) == set(ranks) and len({error.message for error in failures.values()}) == 1
+    shared = all(error.shared for error in failures.values()) or (alike and kinds == {"CheckpointNotFoundError"})
     if len(kinds) > 1 or not (shared or kinds == {"CheckpointTimeoutError"}):
         text = f"{doing} {_by_text({rank: _describe(error) for rank, error in failures.items()})}"
+        if any(error.message == LOST for error in failures.values()):
+            text += "; a process has ended, or a host or the network is gone: the log of that rank says more"
         name = "CollectiveError" if kinds == {"CollectiveError"} else "RankFailureError"
         return ErrorRecord(name, _clip(text), failures=tuple(sorted(failures.items())))
     texts = {rank: error.message for rank, error in failures.items()}

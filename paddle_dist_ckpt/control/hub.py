@@ -85,6 +85,7 @@ class TcpHub(Board):
             os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
     def _listening(self, store: BootstrapStore, key: str, bind_host: str | None, secret: bytes) -> Port:
+        self.absent.update({*self.ranks} - {self.rank})
         port = CoordinatorPort(self.rank, self.ranks, bind_host, secret, self.unproven)
         try:
             bootstrap.publish(store, key, port.rendezvous, self.rank)

@@ -65,7 +65,7 @@ class MemberSession:
     def lose_coordinator(self) -> None:
         """The connection to the coordinator is lost. Nothing to a session that the coordinator has closed."""
         if not self._coordinator_left:
-            self._fail_for_coordinator("connection lost")
+            self._fail_for_coordinator(failures.LOST)
 
     def begin_round(self, name: str) -> int:
         """Number the next round. It fails at once if the coordinator has closed the session."""

@@ -279,7 +279,7 @@ class BoardAppointments:
             return board.broken
         waiting = f"waiting for the decision about {topic!r}"
         if board.coordinator in board.lost:
-            lost = {board.coordinator: failures.record("connection lost")}
+            lost = {board.coordinator: failures.record(failures.LOST)}
             return failures.failure_of_ranks(f"{waiting} failed", lost, board.ranks)
         silent = [board.coordinator] if lead is None else lead.silent
         return failures.timeout_error(waiting, silent, self._timeout) if over else None

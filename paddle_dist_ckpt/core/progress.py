@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from typing import Any
 
 __all__ = ["Progress"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+_LONG_SECONDS = 1.0
 
 
 class Progress:
@@ -15,18 +19,28 @@ class Progress:
     Args:
         title: What is going on.
         total: How many bytes there will be.
-        shown: Whether to show a bar; None means if stderr is a terminal.
+        shown: Whether to show a bar; None means if stderr is a terminal, and it takes more than a second.
         is_coordinator: Only the coordinator shows one.
+        ends_in_log: Whether a line of the log comes in the bar's place at the end, if the log is on.
     """
 
-    def __init__(self, title: str, total: int, shown: bool | None, is_coordinator: bool) -> None:
+    def __init__(
+        self, title: str, total: int, shown: bool | None, is_coordinator: bool, ends_in_log: bool = False
+    ) -> None:
         self.done = 0
         self._lock = threading.Lock()
         self._bar: Any = None
         if is_coordinator and (sys.stderr.isatty() if shown is None else shown):
             from tqdm import tqdm  # only needed where somebody looks
 
-            self._bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024)
+            self._bar = tqdm(
+                total=total,
+                desc=title,
+                unit="B",
+                unit_scale=True,
+                leave=not (ends_in_log and _logger.isEnabledFor(logging.INFO)),
+                delay=_LONG_SECONDS if shown is None else 0,
+            )
 
     def __call__(self, nbytes: int) -> None:
         with self._lock:

@@ -17,6 +17,8 @@ __all__ = [
     "parse_claim",
     "parse_data_file",
     "parse_temporary",
+    "step_name",
+    "step_of",
     "temporary_name",
 ]
 
@@ -27,6 +29,7 @@ _METADATA = re.compile(rf"{_ID}\.metadata")
 _DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.(?:safetensors|shards)")
 _CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim(?:\.tmp)?")
 _TEMPORARY = re.compile(rf"{_ID}\.{_SAVE}\.metadata\.tmp")
+_STEP = re.compile(r"step-(\d{8,18})")
 
 
 class DataFileName(NamedTuple):
@@ -90,6 +93,18 @@ def parse_temporary(name: str) -> ClaimName | None:
     """The parts of such a name; None for any other name."""
     match = _TEMPORARY.fullmatch(name)
     return ClaimName(int(match[1]), match[2]) if match else None
+
+
+def step_name(step: int) -> str:
+    """Name of the folder of a step, in a manager's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has this name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    step = int(match[1]) if match else None
+    return step if step is not None and step_name(step) == name else None
 
 
 def is_ours(name: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ..errors import (
     CheckpointCorruptedError,
@@ -16,12 +18,14 @@ from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..storage.base import Storage
 from .catalogs import foreign_ids, read_foreign
-from .foreign import Format, look
-from .ids import committed_ids, newest_id, nothing_text, save_of
+from .foreign import Format, foreign_id, look
+from .ids import committed_ids, newest_id, save_of
+from .nothing import nothing_text
 
 __all__ = ["Restarts", "check_sizes", "read_checkpoint", "why_unknown"]
 
 _MOST_RESTARTS = 3
+_logger = logging.getLogger("paddle_dist_ckpt")
 
 _ADVICE = "rebuild_metadata can make a damaged .metadata again; to load another checkpoint, give its unique_id"
 
@@ -50,9 +54,28 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
         return metadata
     name = metadata_name(chosen)
     try:
-        return decode_metadata(data, f"{storage.location}/{name}", chosen)
+        metadata = decode_metadata(data, f"{storage.location}/{name}", chosen)
     except CheckpointCorruptedError as error:
-        raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from error
+        raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from None
+    _warn_of_paddles(storage, chosen)
+    return metadata
+
+
+def _warn_of_paddles(storage: Storage, unique_id: int) -> None:
+    """Say so if Paddle's own function has saved over a checkpoint: it leaves a `.metadata` that it finds.
+
+    Where ours has replaced Paddle's, older data files of Paddle's are left.
+    """
+    theirs = [name for name in storage.names() if foreign_id(name) == unique_id]
+    with suppress(OSError):  # it is gone by now
+        if theirs and storage.modified(max(theirs)) > storage.modified(metadata_name(unique_id)):
+            _logger.warning(
+                "%s: Paddle's own save_state_dict has written %s to this folder after checkpoint %d was saved; that is "
+                "not loaded, for Paddle leaves a .metadata that it finds. Save by one of the two, or to another folder",
+                storage.location,
+                max(theirs),
+                unique_id,
+            )
 
 
 def why_unknown(storage: Storage, unique_id: int | None) -> str | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.protocols import ControlSession, Transport
 from ..storage.base import Folder, FolderIdentity, Storage
 from ..tree.state_dict import Adapter
 
-__all__ = ["Context", "check_folders"]
+__all__ = ["Context", "check_folders", "folders_text"]
 
 
 def check_folders(folders: Mapping[int, FolderIdentity], locations: Mapping[int, str]) -> None:
@@ -43,6 +43,30 @@ def check_folders(folders: Mapping[int, FolderIdentity], locations: Mapping[int,
                 ]
             )
         )
+
+
+def folders_text(folders: Mapping[int, FolderIdentity], locations: Mapping[int, str]) -> str:
+    """What is to be said of an error if ranks do not see one folder; empty if all do.
+
+    Args:
+        folders: Which folder each rank sees; not of those that see none.
+        locations: What each calls it.
+    """
+    seen: dict[FolderIdentity | None, list[int]] = {}
+    for rank in sorted(locations):
+        seen.setdefault(folders.get(rank), []).append(rank)
+    if len(seen) == 1:
+        return ""
+    parts = (
+        f"{_ranks(ranks)}: {'no' if folder is None else 'a'} folder {locations[ranks[0]]}"
+        + ("" if folder is None else f" on {folder.host.partition('/')[0]}")
+        for folder, ranks in seen.items()
+    )
+    return f"\nThe ranks do not see one folder: {'; '.join(parts)}. Is the path one of a shared filesystem?"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ __all__ = [
     "metadata_ids",
     "newest_id",
     "next_id",
-    "nothing_text",
     "save_of",
 ]
 
@@ -96,22 +95,6 @@ def newest_id(storage: Storage) -> int | None:
         if save_of(storage, unique_id) is not None:
             return unique_id
     return None
-
-
-def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
-    """Why there is nothing to load, in words."""
-    try:
-        storage.identity()
-    except FileNotFoundError:
-        return f"there is no folder {storage.location}"
-    which = "" if unique_id is None else f" with unique_id {unique_id}"
-    others = committed_ids(storage)
-    more = f"; there are {', '.join(map(str, others[-10:]))}" if others else ""
-    names = storage.names()
-    if len(names) == 1 and not others:
-        shown = names[0].encode(errors="backslashreplace").decode()  # it may be no text
-        more = f"; its file {shown} is of no format that is known"
-    return f"{storage.location} holds no committed checkpoint{which}{more}"
 
 
 def next_id(names: Iterable[str]) -> int:

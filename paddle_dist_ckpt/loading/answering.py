@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,12 +20,13 @@ from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_optimizers
 from ..tree.paths import is_own, parent_of, plain_key, plain_keys
+from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
 
 __all__ = ["Answering"]
 
-_MOST_HINTS = 20  # each costs a comparison with every key
+_MISSING = "missing"
 _SCHEDULER = "/LR_Scheduler"
 
 
@@ -43,6 +43,7 @@ class _Draft:
     sources: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Arranged] = field(default_factory=dict)
+    hints: dict[str, list[Hint]] = field(default_factory=dict)
 
 
 class Answering:
@@ -53,10 +54,14 @@ class Answering:
         ranks_on_host: For each rank how many are on its host.
         unmatched: The keys of recipes that no rank has a tensor for.
         allow_missing: Patterns of wanted keys that need not be there.
+        wanted_keys: Finds the flat keys that all ranks ask for.
 
     Attributes:
         files: The data files, each with its number of blocks.
         asked: The stored paths of what ranks were given, or leave as it is whether it is stored or not.
+        hints: What may be meant by keys that are missing.
+        without_tensors: The stored paths of containers in which a rank's state_dict has no entries, or none but of a
+            learning rate's scheduler, as that of an optimizer before its first step.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Answering:
         ranks_on_host: dict[int, int],
         unmatched: Sequence[str] = (),
         allow_missing: Sequence[str] = (),
+        wanted_keys: Callable[[], Collection[str]] = set,
     ) -> None:
         self._metadata, self._ranks_on_host, self._unmatched = metadata, ranks_on_host, unmatched
         self._may_be_missing = matcher(allow_missing)
@@ -76,8 +82,9 @@ class Answering:
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self.names = Names(metadata.table.paths, metadata.table.names)
         self._wanted_names = Names([], [])
-        self._missing = 0
+        self.hints = Hints(metadata, wanted_keys)
         self.asked: set[str] = set()
+        self.without_tensors: set[str] = set()
 
     @cached_property
     def _path_of_key(self) -> Any:
@@ -102,8 +109,9 @@ class Answering:
             elif not self.names.learning_rates and path in names.learning_rates:
                 found.skipped[path] = "left as it is, for the checkpoint has no learning rate of a static-graph program"
             else:
-                self._lack(path, moved.get(path, path), found)
+                self._lack(path, moved.get(path, path), found, is_tensor=True)
         schedulers = {scheduler for path in wanted.values if (scheduler := _scheduler_of(path)) is not None}
+        self.without_tensors.update(scheduler.removesuffix(_SCHEDULER) for scheduler in schedulers)
         for path, present in wanted.values.items():
             source = moved.get(path) or self._scheduler_at(path, schedulers)
             self._answer_value(path, source, present, found)
@@ -147,6 +155,16 @@ class Answering:
             found.tensors.add(place)
             found.sources[key] = path
 
+    def nothing_asked(self) -> dict[str, int]:
+        """Containers of which a rank's state_dict has no tensors and no rank asks for one, by flat key: how many the
+        checkpoint has there."""
+        found = {}
+        for path in sorted(self.without_tensors):
+            tensors = [stored for stored in self._below(path) if not self._is_value(stored) and not is_own(stored)]
+            if tensors and self.asked.isdisjoint(tensors):
+                found[plain_key(path)] = len(tensors)
+        return found
+
     def what_is(self, key: str) -> str:
         """What the checkpoint has at a flat key."""
         return self._what_is(self._path_of_key(key))
@@ -186,18 +204,20 @@ class Answering:
         elif present == "none":
             self._answer_subtree(path, source, found)
         elif present == "dict" and source not in self._index:
-            return  # an empty dict wants nothing
+            self.without_tensors.add(source)  # an empty dict wants nothing
         elif present == "optional":
             found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:
             self._lack(path, source, found)
 
-    def _lack(self, path: str, source: str, found: _Draft) -> None:
+    def _lack(self, path: str, source: str, found: _Draft, is_tensor: bool = False) -> None:
         """What is wanted at a path is not what is stored at ``source``, if anything is."""
         if self._may_be_missing(plain_key(path)) and not self._is_there(source):
             found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:
-            found.unfit[path] = self._what_is(source)
+            found.unfit[path] = self._what_is(source, hint=False)
+            if found.unfit[path] == _MISSING:
+                found.hints[path] = self.hints.of(plain_key(source), is_tensor)
 
     def _is_there(self, path: str) -> bool:
         """Whether anything is stored at a path or below, or would be if it were read."""
@@ -268,7 +288,7 @@ class Answering:
         last = bisect.bisect_left(self._paths, path + "0")  # "0" is the character after "/"
         return self._paths[first:last]
 
-    def _what_is(self, path: str) -> str:
+    def _what_is(self, path: str, hint: bool = True) -> str:
         if is_own(path) and path in self._index:
             return "what one rank has saved of its own"
         if self._is_value(path):
@@ -282,19 +302,12 @@ class Answering:
         below = self._below(path)
         if below:
             return "what every rank has saved of its own" if is_own(below[0]) else "a container"
-        self._missing += 1
-        return f"missing{self._hint(path) if self._missing <= _MOST_HINTS else ''}"
-
-    def _hint(self, path: str) -> str:
-        """Where what is wanted may be instead."""
         key = plain_key(path)
-        nested = self._metadata.flat_mapping.get(key)
+        nested = self.hints.nested(key)
         if nested is not None:
-            place = "".join(f"[{part!r}]" if isinstance(part, (str, int)) else f"[{part.at}]" for part in nested)
-            return f"; the checkpoint has it nested otherwise, as state_dict{place}"
-        keys = list(self._metadata.flat_mapping)
-        close = difflib.get_close_matches(key, keys, 1, cutoff=0.8) if len(keys) <= 5000 and len(key) > 3 else []
-        return f"; is {close[0]!r} meant?" if close else ""
+            return f"{_MISSING}; the checkpoint has it nested otherwise, as state_dict{nested}"
+        close = self.hints.of(key, is_tensor=True) if hint else []
+        return f"{_MISSING}; is {close[0].key!r} meant?" if close else _MISSING
 
     def _assemble(self, found: _Draft) -> LoadAnswer:
         metadata = self._metadata
@@ -322,6 +335,7 @@ class Answering:
             parts=found.parts,
             unread=sorted(path for path in found.sources.values() if path not in found.renamed),
             unmatched=list(self._unmatched),
+            hints={path: [(hint.key, hint.shape) for hint in hints] for path, hints in found.hints.items()},
         )
 
 

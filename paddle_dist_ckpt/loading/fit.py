@@ -272,9 +272,15 @@ _PRESENT = {
 def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[str]:
     """The problems with wanted paths at which something of another kind is stored, or nothing."""
     tensors = set(wanted.tensors.paths) if answer.unfit else set()
+    shapes: dict[str, tuple[int, ...]] = {}
+    if answer.hints:
+        columns = zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True)
+        shapes = {path: wanted.tensors.geometries[number].shape for path, number in columns}
     problems = []
     for path, found in answer.unfit.items():
         present = _PRESENT.get(wanted.values.get(path, ""), NO_ENTRY)
         has = "a tensor" if path in tensors else present
-        problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}")
+        fitting = [key for key, shape in answer.hints.get(path, ()) if shape is None or shape == shapes.get(path)]
+        hint = f"; is {fitting[0]!r} meant?" if len(fitting) == 1 else ""
+        problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}{hint}")
     return problems

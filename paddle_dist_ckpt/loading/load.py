@@ -31,7 +31,7 @@ from ..core.messages import encode
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import read_checkpoint
-from ..reports import LoadReport
+from ..reports import LoadReport, loaded_line
 from ..tree.paths import is_own, parent_of, plain_key
 from ..tree.state_dict import Leaves, PerRank, assign_all, build_tree, flatten
 from ..tree.values import from_jsonable
@@ -135,7 +135,7 @@ class LeavesLoad:
                     self._files.forget()
                     continue
                 level = logging.INFO if context.is_coordinator else logging.DEBUG
-                _logger.log(level, "loaded id %d from %s: %s", report.unique_id, report.path, report)
+                _logger.log(level, "%s", loaded_line(report))
                 return report
 
     def _attempt(self) -> LoadReport:

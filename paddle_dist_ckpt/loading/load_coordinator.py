@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
 
-from ..core.messages import decode, encode
+from ..core.messages import counted, decode, encode
 from ..core.parts import Arranged, IdleStatement, WantedTensor
 from ..core.shards import Kind
-from ..errors import CheckpointCorruptedError, StateDictMismatchError
+from ..errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    RankFailureError,
+    StateDictMismatchError,
+)
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
-from ..folder.context import check_folders
+from ..folder.context import check_folders, folders_text
 from ..storage.base import FolderIdentity
-from ..tree.names import is_of_run
+from ..tree.names import parameter_of_run
 from ..tree.paths import plain_key
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
@@ -34,7 +41,7 @@ from .messages import (
     WantedPaths,
     WantedRecord,
 )
-from .reading import LoadContext
+from .reading import LoadContext, unreadable_on
 from .recipes import with_hint
 from .stored_tensors import stored_tensors
 
@@ -60,6 +67,7 @@ class LoadCoordinator:
         self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
         self._doubtful: list[str] = []
+        self._wanted: list[WantedPaths] = []
 
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
@@ -78,9 +86,13 @@ class LoadCoordinator:
                         f"{ours.options[name]}; all ranks must pass the same"
                     )
         self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
+        self._locations = {rank: request.location for rank, request in requests.items()}
         if not self._options.separate_folders:
-            check_folders(self._folders, {rank: request.location for rank, request in requests.items()})
-        metadata = self._metadata = self._read(ours.unique_id)
+            check_folders(self._folders, self._locations)
+        try:
+            metadata = self._metadata = self._read(ours.unique_id)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{error}{folders_text(self._folders, self._locations)}") from None
         values = metadata.table.kinds[metadata.table.shard_tensor] != Kind.TENSOR
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         self._groups = {}
@@ -91,8 +103,9 @@ class LoadCoordinator:
         self._complete = {key for request in requests.values() for key in request.complete}
         matched = {key for request in requests.values() for key, found in request.patterns.items() if found}
         keys = dict.fromkeys(key for request in requests.values() for key in request.patterns if key not in matched)
-        self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing)
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
+        self._wanted, find_keys = list(wanted.values()), functools.partial(_keys_of, wanted.values())
+        self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing, find_keys)
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
@@ -131,6 +144,9 @@ class LoadCoordinator:
         unused = [*map(self._metadata.key, left), *(k for k in unreadable if k not in self._asked_keys)]
         problems = {rank: n.problems for rank, n in needs.items()}
         self._check(problems, unused, self._left_of_objects(left), self._idle)
+        if self._options.key_map is None:
+            for text in self._empty_texts():
+                _logger.warning("%s: %s", self._storage.location, text)
         if self._doubtful:
             shown = ", ".join(self._doubtful[:20]) + (", ..." if len(self._doubtful) > 20 else "")
             _logger.warning(
@@ -139,14 +155,12 @@ class LoadCoordinator:
                 shown,
             )
             self._doubtful = []
-        missing = {name: reason for n in needs.values() for name, reason in n.unreachable.items()}
+        missing = {name: reason for _, n in sorted(needs.items()) for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
         self._reasons = missing
         if missing and self._options.exchange == "never":
-            raise CheckpointCorruptedError(
-                _missing_text(missing, "; exchange is 'never', so no other rank may read it")
-            )
+            raise self._unread(missing, "; exchange is 'never', so no other rank may read it")
         decision = DecideAnswer(
             staged=any(n.staged for n in needs.values()),
             objects=any(n.objects for n in needs.values()),
@@ -191,7 +205,7 @@ class LoadCoordinator:
 
     def done(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Rounds ``open``, ``staged``, ``read`` and ``restore``: go on if every rank has done its part."""
-        said = {rank: decode(data, DoneRequest) for rank, data in messages.items()}
+        said = {rank: decode(data, DoneRequest) for rank, data in sorted(messages.items())}
         self._check({rank: one.problems for rank, one in said.items()})
         gone = {name: reason for one in said.values() for name, reason in one.gone.items()}
         return dict.fromkeys(messages, encode(GoOnAnswer(self._is_replaced(gone))))
@@ -199,8 +213,25 @@ class LoadCoordinator:
     def _is_replaced(self, gone: Mapping[str, str]) -> bool:
         """Whether files are gone since the checkpoint was replaced; raise if they are gone for another reason."""
         if gone and not self._restarts.due(self._metadata):
-            raise CheckpointCorruptedError(_missing_text(gone, ""))
+            raise self._unread(gone, "")
         return bool(gone)
+
+    def _unread(self, reasons: Mapping[str, str], more: str) -> CheckpointError:
+        """What to raise of files that cannot be read: damage if one is gone, or is another one than was written.
+
+        Else it is a failure of the ranks that cannot open what is there.
+        """
+        lines = [
+            f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]
+        ]
+        text = f"{counted(len(reasons), 'data file')} of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
+        text += folders_text(self._folders, self._locations)
+        failed = {unreadable_on(reason): CheckpointError(reason) for reason in reasons.values()}
+        if None in failed:
+            return CheckpointCorruptedError(text)
+        if len(self._session.ranks) == 1:
+            return CheckpointError(text)
+        return RankFailureError(text, {rank: error for rank, error in failed.items() if rank is not None})
 
     def _left_of_objects(self, paths: Sequence[str]) -> list[str]:
         """A line for each stored entry of an object of a user's class that no rank asks for, and that may not be left.
@@ -243,19 +274,41 @@ class LoadCoordinator:
             advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
         if idle and self._options.strict == "all":
             advice += "; strict=True lets statements change nothing"
-        if any("the target has dtype" in line for line in lines):
+        if not self._options.cast and any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
         if any(NO_ENTRY in line or _NOT_YET in line for line in lines):
             advice += "; tensors that an object makes later must be made before the load, to be in its state_dict()"
         if left:
             advice += "; LoadOptions(allow_unused=[...]) leaves some entries out"
-        if any("missing" in line and is_of_run(line.partition(":")[0]) for line in lines):
-            advice += "; an optimizer's entries can be told by its parameters: save and load the model in the same call"
+        found = (parameter_of_run(line.partition(":")[0]) for line in lines if "missing" in line)
+        more = [self._advice_on_names({parameter for parameter in found if parameter is not None})]
+        if any("meant?" in line for line in lines):
+            more.append(self._answering.hints.advice())
+        advice += "".join(f"; {text}" for text in (*more, *self._empty_texts()) if text)
         text = (
             f"checkpoint {self._metadata.unique_id} in {self._storage.location} does not fit the state_dict, which was "
-            f"left as it was; {len(lines)} problem(s):"
+            f"left as it was; {counted(len(lines), 'problem')}:"
         )
         raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
+
+    def _advice_on_names(self, parameters: Set[str]) -> str:
+        """What to do about names of a run that are not there, by the parameters that are meant."""
+        here = {name for paths in self._wanted for name in (*paths.names, *paths.others.values()) if name}
+        table = self._metadata.table
+        of_run = {parameter for path in table.paths if (parameter := parameter_of_run(path)) is not None}
+        calls = ["save"] * bool(of_run - set(table.names)) + ["load"] * here.isdisjoint(parameters)
+        text = f"an optimizer's entries are told by its parameters: {' and '.join(calls)} the model in the same call"
+        return text if calls and parameters else ""
+
+    def _empty_texts(self) -> list[str]:
+        """What is to be said of parts of the state_dict that ask for nothing, though something is stored there."""
+        if not any(one.tensors or one.values or one.kept or one.moved for one in self._wanted):
+            return ["the state_dict has no entries, so nothing is loaded"] if self._metadata.table.paths else []
+        return [
+            f"{key or 'the state_dict'} has no tensors, so none of the {count} that are stored there are loaded; an "
+            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model"
+            for key, count in self._answering.nothing_asked().items()
+        ]
 
     def _surplus(self, problems: Iterable[str], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
         """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; and
@@ -271,11 +324,6 @@ def _keys_of(wanted: Iterable[WantedPaths]) -> set[str]:
     """The flat keys under which what ranks want would be stored."""
     pairs = ((one.moved, path) for one in wanted for path in (*one.tensors, *one.values, *one.kept))
     return {moved.get(path) or plain_key(path) for moved, path in pairs}
-
-
-def _missing_text(reasons: Mapping[str, str], more: str) -> str:
-    lines = [f"  {reason if name in reason else f'{name}: {reason}'}" for name, reason in sorted(reasons.items())[:20]]
-    return f"{len(reasons)} data file(s) of the checkpoint cannot be read{more}:\n" + "\n".join(lines)
 
 
 def _check_same_sources(wanted: Mapping[int, WantedPaths]) -> None:

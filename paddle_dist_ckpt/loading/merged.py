@@ -11,6 +11,7 @@ from typing import Any
 from ..control import NoTransport, SoloHub
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.memory import zeros_of
+from ..core.messages import counted
 from ..core.parts import Arranged, Arranger
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
@@ -94,7 +95,7 @@ def _all_made(storage: Storage, metadata: Metadata, arranger: RecipeArranger, st
     made, _, problems = arranger.make(stored_tensors(metadata), Answering(metadata, {}).what_is)
     if problems and strict:
         where = f"checkpoint {metadata.unique_id} in {storage.location}"
-        text = f"{where} does not fit the recipes; {len(problems)} problem(s):"
+        text = f"{where} does not fit the recipes; {counted(len(problems), 'problem')}:"
         raise StateDictMismatchError(
             "\n".join([text, *problems, "(LoadOptions(strict=False) loads what fits)"]), problems
         )

@@ -93,6 +93,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     ``sources`` has the paths of the stored tensors of which wanted ones are made, by flat key, ``absent`` what is at
     such keys instead, ``parts`` the parts of wanted paths for which the rank has no recipe. ``unread`` are stored paths
     that are there for these alone, ``unmatched`` the keys of recipes that no rank has a tensor for.
+    ``hints`` are stored flat keys that may be meant by wanted paths where nothing is, with the shapes of tensors.
     """
 
     unique_id: int
@@ -114,6 +115,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     parts: dict[str, Arranged] = {}
     unread: list[str] = []
     unmatched: list[str] = []
+    hints: dict[str, list[tuple[str, tuple[int, ...] | None]]] = {}
 
 
 class DecideRequest(msgspec.Struct, frozen=True, array_like=True):

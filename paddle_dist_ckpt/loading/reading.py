@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from .fit import Fit
 from .messages import ExchangeAnswer, ExchangeRound
 from .staging import GroupStaging, group_bytes
 
-__all__ = ["DataFiles", "LoadContext", "Reading"]
+__all__ = ["DataFiles", "LoadContext", "Reading", "unreadable_on"]
+
+_UNREADABLE = "not damaged, as far as is known, but it cannot be opened: "
 
 Task = Callable[[], None]
 
@@ -58,6 +61,12 @@ class Tally(Stopwatch):
     bytes_read: int = 0
     bytes_received: int = 0
     files_opened: int = 0
+
+
+def unreadable_on(reason: str) -> int | None:
+    """The rank that cannot open a file that is there, if that is the reason why it cannot be read; else None."""
+    match = re.match(rf"rank (\d+): {_UNREADABLE}", reason)
+    return int(match[1]) if match else None
 
 
 class DataFiles(ExitStack):
@@ -89,7 +98,8 @@ class DataFiles(ExitStack):
                     raise OSError(
                         error.errno, f"too many files are open; {len(expected)} are needed (see ulimit -n)"
                     ) from error
-                failed[name] = f"rank {self._rank}: {error}"
+                unreadable = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+                failed[name] = f"rank {self._rank}: {_UNREADABLE if unreadable else ''}{error}"
                 continue
             self.callback(opened.file.close)
             self.opened[name] = opened
@@ -119,7 +129,8 @@ class Reading:
         """One pass: for the staged targets, or for all others."""
         needs = self.fit.needs(staged)
         context = self.context
-        with Progress("load", self.fit.nbytes(needs), context.options.progress, context.is_coordinator) as progress:
+        shown, total = context.options.progress, self.fit.nbytes(needs)
+        with Progress("load", total, shown, context.is_coordinator, True) as progress:
             if self.order is not None:
                 self._exchange(self.order.staged if staged else self.order.main, progress)
             else:

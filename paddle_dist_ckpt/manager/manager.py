@@ -24,11 +24,13 @@ from typing import Any, Literal
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
 from ..folder.delete import Deletion
-from ..options import LoadOptions, SaveOptions, checked
+from ..folder.nothing import steps_text
+from ..options import LoadOptions, SaveOptions, as_integer, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage, bounded_folders
 from ..wiring import connected, load_with, paddles, save_with
+from .agreement import agree
 from .preparation import Preparation
 from .removal import remove_together
 from .schedule import Schedule
@@ -63,7 +65,8 @@ class CheckpointManager:
             if there were no manager. To be made on the main thread then.
 
     Raises:
-        ValueError: an argument is out of bounds, or not the same on every rank.
+        ValueError: an argument is out of bounds, or not the same on every rank; or ``root`` is a file, the folder of
+            one of the steps, or that of another checkpoint.
         CheckpointTimeoutError: a rank did not come.
     """
 
@@ -88,7 +91,14 @@ class CheckpointManager:
         self._ranks = connected(process_group, coordinator_rank, self._options)
         self._async_save = async_save
         self._preparation = Preparation(self._ranks, self._options, async_save)
-        arguments = (keep_last, keep_every, best, save_interval_steps, save_interval_seconds, save_on_sigterm)
+        arguments = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "best": best,
+            "save_on_sigterm": save_on_sigterm,
+            "save_interval_steps": save_interval_steps,
+            "save_interval_seconds": save_interval_seconds,
+        }
         with self._session("CheckpointManager") as session:
             folder = as_storage(root)
             if not isinstance(folder, LocalStorage):
@@ -99,19 +109,23 @@ class CheckpointManager:
             check_seconds(save_interval_seconds)
             if save_on_sigterm and threading.current_thread() is not threading.main_thread():
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
-            _agree(session, repr(arguments))
+            self._steps = Steps(self._root, NOTE)
+            self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
+            agree(session, {name: repr(value) for name, value in arguments.items()}, self._check_root)
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
         topic = f"steps of {self._root.name}"
         self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
-        self._steps = Steps(self._root, NOTE)
-        self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
         self._closed = False
         self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
+
+    def _check_root(self) -> None:
+        with self._folders() as opened:
+            self._steps.check_root(opened)
 
     # -- when
 
@@ -272,9 +286,13 @@ class CheckpointManager:
                 try:
                     load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
                     break
-                except CheckpointNotFoundError:  # another manager may have removed it just now; nothing is touched
+                except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
+                    if step is not None:
+                        raise CheckpointNotFoundError(
+                            f"{error}; {self._root} has {steps_text(self.all_steps())}"
+                        ) from None
                     before, chosen = chosen, self._ask(what, choose)
-                    if step is not None or chosen in (None, before):
+                    if chosen in (None, before):
                         raise
                     _logger.warning("step %d is gone, so step %d is restored", before, chosen)
         finally:
@@ -328,21 +346,8 @@ class CheckpointManager:
         return self._ranks.hub.session(what, self._options.timeout)
 
 
-def _agree(session: ControlSession, ours: str) -> None:
-    """All ranks must have made the manager with the same arguments.
-
-    Raises:
-        ValueError: they have not.
-    """
-
-    def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        expected = messages[session.coordinator]
-        for rank, data in sorted(messages.items()):
-            if data != expected:
-                raise ValueError(
-                    f"the manager's arguments must be the same on every rank: on rank {session.coordinator} "
-                    f"{expected.decode()}, on rank {rank} {data.decode()}"
-                )
-        return dict.fromkeys(messages, b"")
-
-    session.gather_scatter("agree", ours.encode, compare)
+def _checked_step(step: int) -> int:
+    number = as_integer(step)
+    if number is None or number < 0:
+        raise ValueError(f"step must be an integer from 0, not {step!r}")
+    return number

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..files.names import metadata_name
+from ..files.names import metadata_id, metadata_name, step_name, step_of
 from ..folder.checkpoint import read_checkpoint
 from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
@@ -38,7 +37,6 @@ NOTE = "checkpoint_manager"
 """Where the user_metadata of a step's checkpoint has the step and its metrics."""
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_FOLDER = re.compile(r"step-(\d{8,18})")
 Metrics = Mapping[str, float]
 Opened = Callable[[Path], Storage]
 """Opens a local folder."""
@@ -46,13 +44,7 @@ Opened = Callable[[Path], Storage]
 
 def step_folder(root: Path, step: int) -> Path:
     """The folder of a step."""
-    return root / f"step-{step:08d}"
-
-
-def _step_of(name: str) -> int | None:
-    match = _FOLDER.fullmatch(name)
-    step = int(match[1]) if match else None
-    return step if step is not None and step_folder(Path(), step).name == name else None
+    return root / step_name(step)
 
 
 class Steps:
@@ -89,10 +81,34 @@ class Steps:
                 _logger.warning("not counted among the steps: %s: %s", storage.location, error)
         self._saves, self.metrics = saves, metrics
 
+    def check_root(self, opened: Opened = LocalStorage) -> None:
+        """Refuse what is no place for steps.
+
+        Raises:
+            ValueError: it is a file, the folder of a step, or one of another checkpoint.
+        """
+        root = self._root
+        try:
+            names = opened(root).names()
+        except NotADirectoryError:
+            raise ValueError(
+                f"root must be the folder of the steps' folders, and {root} is a file, or below one"
+            ) from None
+        except OSError:  # whoever uses it will hear of that
+            return
+        if not any(metadata_id(name) is not None for name in names) or any(step_of(name) is not None for name in names):
+            return
+        if step_of(root.name) is not None:
+            raise ValueError(f"root must be the folder of all steps, and {root} is that of one; pass {root.parent}")
+        raise ValueError(
+            f"root must be the folder of the steps' folders, and {root} holds a checkpoint itself; pass another folder "
+            "(restore(state, path=...) loads from this one)"
+        )
+
     def folders(self, opened: Opened = LocalStorage) -> list[int]:
         """The steps that have a folder, committed or not, ascending."""
         names = opened(self._root).names()
-        return sorted(step for name in names if (step := _step_of(name)) is not None)
+        return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def _read(self, storage: Storage, step: int) -> Metrics:
         note = read_checkpoint(storage, step).user_metadata.get(self._note)

@@ -7,6 +7,7 @@ from typing import Any
 
 import paddle
 
+from ..core.messages import counted
 from ..errors import StateDictMismatchError, UnsupportedValueError
 from ..tree.paths import parse_path
 from ..tree.state_dict import flatten
@@ -97,5 +98,5 @@ def _raise(problems: list[str], what: str) -> None:
     if problems:
         lines = "\n".join(problems)
         raise StateDictMismatchError(
-            f"the loaded state does not fit the {what}; {len(problems)} problem(s):\n{lines}", problems
+            f"the loaded state does not fit the {what}; {counted(len(problems), 'problem')}:\n{lines}", problems
         )

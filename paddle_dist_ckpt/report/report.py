@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..folder.checkpoint import read_checkpoint
-from ..storage import Storage, as_source
+from ..storage import Storage, as_source, local_path
 from .facts import facts_of
 from .page import page_of
 
@@ -36,7 +36,8 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     metadata = read_checkpoint(storage, unique_id)
     sizes = [_size(storage, info.name) for info in metadata.files]
     page = page_of(facts_of(metadata, storage.location, sizes))
-    target = Path(out)
+    target = Path(out).expanduser()
+    local_path(target, "out")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(page, encoding="utf-8", newline="\n")

@@ -26,7 +26,7 @@ from ..core.tensors import Geometry, Identity, LocalShard, TensorView
 from ..errors import UnsupportedValueError
 from ..files.metadata import INLINE_BYTES, INLINE_TOTAL_BYTES
 from ..tree.own_values import OfRanks
-from ..tree.paths import RankIndex, join, plain_key
+from ..tree.paths import RankIndex, join, parent_of, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank, flatten
 from ..tree.values import encode_value
 from .messages import Description, Structure, TensorList, ValueRecord
@@ -255,6 +255,9 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Seq
     return LocalState(adapter, tensors, values, same)
 
 
+_IN_OWN = " (a PerRank takes values alone: of a tensor, its numpy array)"
+
+
 def _room_for(nbytes: int, before: int) -> int:
     """The size of the entry of a rank's own value. Such values change in every save, and sometimes a little in size;
     another size of the entry would need another plan."""
@@ -269,9 +272,9 @@ def _encoded(leaves: Leaves, rank: int, before: Mapping[str, int], problems: lis
     total = 0
     for stored, value, own in _with_own(leaves, rank):
         try:
-            json = encode_value(value, plain_key(stored))
+            json = encode_value(value, plain_key(parent_of(stored) if own else stored))
         except UnsupportedValueError as error:
-            problems.append(str(error))
+            problems.append(f"{error}{_IN_OWN if own else ''}")
             continue
         inline = not own and len(json) <= INLINE_BYTES and total + len(json) <= INLINE_TOTAL_BYTES
         if own:

@@ -260,7 +260,7 @@ def _comparable(said: Description) -> list[tuple[str, object]]:
     return [
         ("shape", said.shape),
         ("dtype", said.dtype),
-        ("plain", ("distributed", "plain")[said.plain]),
+        ("it", ("a distributed tensor", "a plain tensor")[said.plain]),
         ("kind", _KINDS[said.kind]),
         ("reduction", (said.operation, said.addends)),
     ]

@@ -45,7 +45,7 @@ from .global_state import merge_structures
 from .messages import PlanAnswer, RankPlan, SaveRequest
 from .planned_save import PlannedSave, make_plan
 from .reduce import reduce_partials
-from .replicas import merge_contents, replica_warnings
+from .replicas import logged, merge_contents, replica_warnings
 
 __all__ = ["Filled", "present"]
 
@@ -196,8 +196,9 @@ class _PresentCoordinator:
         structures = {rank: one.structure for rank, one in requests.items() if one.structure is not None}
         state, shards = merge_structures(structures, self._session.coordinator)
         contents = merge_contents(state, requests)
-        for warning in replica_warnings(state, contents, self._check, self._session.doubtful):
-            _logger.warning("%s", warning)
+        warnings = replica_warnings(state, contents, self._check, self._session.doubtful)
+        if warnings:
+            _logger.warning("%s", logged(warnings))
         fingerprints = {rank: request.fingerprint for rank, request in requests.items()}
         self._planned = make_plan(state, shards, fingerprints, contents.alike)
         self._values = contents.value_json

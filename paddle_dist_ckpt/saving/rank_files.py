@@ -174,7 +174,7 @@ class RankFiles:
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
         threads = 1 if self._in_background else self._threads
         total = context.memory.plan.total_bytes
-        with watch.phase("write"), Progress("save", total, shown, context.is_coordinator) as progress:
+        with watch.phase("write"), Progress("save", total, shown, context.is_coordinator, True) as progress:
             infos: list[FileInfo] = []
             check = context.session.check
 

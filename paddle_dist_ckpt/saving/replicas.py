@@ -17,10 +17,11 @@ from ..tree.paths import plain_key
 from .global_state import GlobalState, in_charge
 from .messages import SaveRequest, ValueRecord
 
-__all__ = ["Comparison", "merge_contents", "replica_warnings"]
+__all__ = ["Comparison", "logged", "merge_contents", "replica_warnings"]
 
 _LARGE = 1 << 16
 """So many elements in one dimension are no statistic's."""
+_MOST_LOGGED = 5  # keys in a warning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +173,16 @@ def _digest_of_zeros(nbytes: int) -> bytes:
         digest.update(piece)
     digest.update(piece[: nbytes & (len(piece) - 1)])
     return digest.digest()
+
+
+def logged(warnings: Sequence[str]) -> str:
+    """Warnings of replicas that differ as one, with the first few."""
+    if len(warnings) == 1:
+        return warnings[0]
+    lines = [f"{len(warnings)} plain tensors or values differ among ranks:", *warnings[:_MOST_LOGGED]]
+    if len(warnings) > _MOST_LOGGED:
+        lines.append(f"... and {len(warnings) - _MOST_LOGGED} more; the report's warnings have all")
+    return "\n  ".join(lines)
 
 
 def _minority(ranks: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, UnsupportedValueError
 from ..files.names import DEFAULT_SUFFIX
 from ..folder.commit import remove_saves, seal
 from ..options import SaveOptions
-from ..reports import SaveReport, Stopwatch
+from ..reports import SaveReport, Stopwatch, saved_line
 from ..tree.values import encode_value
 from .async_save import EARLIER, AsyncSave
 from .describe import LocalState, describe, digests_of
@@ -167,7 +167,7 @@ class _Saving:
                 )
         report = self._report(result, files)
         level = logging.INFO if context.is_coordinator else logging.DEBUG
-        _logger.log(level, "saved id %d to %s: %s", report.unique_id, report.path, report)
+        _logger.log(level, "%s", saved_line(report))
         return report
 
     def _write_and_commit(self, files: RankFiles) -> CommitAnswer:

@@ -28,7 +28,7 @@ from .copies import ALL, PARTS, copies_that_differ
 from .global_state import GlobalState, merge_structures
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
-from .replicas import Comparison, merge_contents, replica_warnings
+from .replicas import Comparison, logged, merge_contents, replica_warnings
 from .requests import (
     check_arguments,
     check_room,
@@ -127,12 +127,11 @@ class SaveCoordinator:
         return replica_warnings(state, contents, self._options.check_replicas, self._context.session.doubtful)
 
     def _order(self, planned: PlannedSave, contents: Comparison, warnings: list[str]) -> dict[int, bytes]:
-        requests = self._requests
+        requests, context = self._requests, self._context
+        ours = requests[context.session.coordinator]
         folders = {rank: request.folder.identity for rank, request in requests.items()}
-        for warning in warnings:
-            _logger.warning("%s", warning)
-        ours = requests[self._context.session.coordinator]
-        context = self._context
+        if warnings:
+            _logger.warning("%s: %s", context.storage.location, logged(warnings))
         lease = commit.begin(context.storage, ours.unique_id, context.replace_newest, context.memory.given_up)
         self._ending.push(functools.partial(self._end, lease))
         self._ordered = _Ordered(

@@ -147,7 +147,13 @@ class SaveMemory:
             self._touching = None
         if len(self._buffer) < nbytes or (allocate is not None and not self._buffer_is_fast):
             self._buffer = np.empty(0, np.uint8)  # first of all make room
-            self._buffer = allocate(nbytes) if allocate is not None else fresh_pages(nbytes, inherited=False)
+            try:
+                self._buffer = allocate(nbytes) if allocate is not None else fresh_pages(nbytes, inherited=False)
+            except MemoryError as error:
+                raise MemoryError(
+                    f"{error}; a save in the background copies what its rank writes: SaveOptions(snapshot_bytes=...) "
+                    "bounds the copy, and async_save=False makes none"
+                ) from None
             self._buffer_is_fast = allocate is not None
         return self._buffer[:nbytes]
 

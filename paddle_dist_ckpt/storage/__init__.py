@@ -3,6 +3,7 @@
 from .base import ReadableFile, Storage, WritableFile
 from .bounding import bounded, bounded_folders
 from .local import LocalStorage, as_source, as_storage
+from .paths import local_path
 
 __all__ = [
     "LocalStorage",
@@ -13,4 +14,5 @@ __all__ = [
     "as_storage",
     "bounded",
     "bounded_folders",
+    "local_path",
 ]

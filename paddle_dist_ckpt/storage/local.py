@@ -22,6 +22,7 @@ from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .local_files import LocalReadable, LocalWritable, about, close_read
 from .opening import open_to_read
+from .paths import local_path
 
 __all__ = ["LocalStorage", "as_source", "as_storage", "give_name"]
 
@@ -35,13 +36,10 @@ def as_storage(path: object) -> Storage:
 
     Raises:
         TypeError: it is none of these.
-        ValueError: it is empty, or an address rather than a path.
+        ValueError: it is empty, or a URL rather than a path.
     """
     if isinstance(path, (str, os.PathLike)):
-        text = os.fspath(path)
-        if not text or "://" in text or "\0" in text:
-            raise ValueError(f"path must name a local folder, not {text!r}; for other places pass a Storage")
-        return LocalStorage(text)
+        return LocalStorage(path)
     if isinstance(path, Storage):
         return path
     raise TypeError(f"path must be a str, a PathLike or a Storage, not {type(path).__name__}")
@@ -70,13 +68,16 @@ class LocalStorage:
     """A folder of a mounted filesystem.
 
     Args:
-        path: The folder.
+        path: The folder; ``~`` is the home folder.
         follow_links: Whether to read what links in the folder lead to, wherever that is. Else those that lead out of
             the folder are refused, but for those to the ``blobs`` of a Hugging Face cache.
+
+    Raises:
+        ValueError: the path is empty, or a URL rather than a path.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, follow_links: bool = False) -> None:
-        self._root = Path(os.path.abspath(os.fspath(path)))
+        self._root = Path(local_path(path))
         self._follow_links = follow_links
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of readers past the cache
 
@@ -91,6 +92,9 @@ class LocalStorage:
         with about(self._root):
             folders = (self._root, *self._root.parents)
             missing = list(itertools.takewhile(lambda folder: not folder.exists(), folders))
+            there = self._root if not missing else missing[-1].parent
+            if there.is_file():
+                raise FileExistsError(errno.EEXIST, "it is a file, and a folder is needed there", str(there))
             self._root.mkdir(parents=True, exist_ok=True)
             real = Path(os.path.realpath(self._root))
         for made in missing:

@@ -35,6 +35,7 @@ __all__ = [
     "is_accumulator",
     "is_of_run",
     "may_be_optimizers",
+    "parameter_of_run",
     "variable_containers",
 ]
 
@@ -49,6 +50,7 @@ _ACCUMULATORS = (
     *("learning_rates", "master_weight"),
 )
 _OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
+_PARAMETER_OF_RUN = re.compile(r"([^./]*_\d+\.[wb]_\d+)(?:\.dist)?_\w+_\d+$")
 _LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
 _STRUCTURED = re.compile(rf"\.(?:({'|'.join(_ACCUMULATORS)})(?:_0)?|w_0)$")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
@@ -270,6 +272,12 @@ def is_accumulator(name: str) -> bool:
 def is_of_run(key: str) -> bool:
     """Whether a flat key looks like Paddle's own name of an optimizer variable, such as ``linear_0.w_0_moment1_0``."""
     return _OF_RUN.search(key) is not None
+
+
+def parameter_of_run(key: str) -> str | None:
+    """What Paddle calls the parameter of such a key, ``linear_0.w_0``; None if it does not look like one."""
+    match = _PARAMETER_OF_RUN.search(key)
+    return match[1] if match else None
 
 
 def _may_be_variable(path: str) -> bool:

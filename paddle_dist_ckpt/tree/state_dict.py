@@ -100,8 +100,12 @@ def flatten(state_dict: dict[Any, Any], adapter: Adapter) -> Leaves:
         TypeError: ``state_dict`` is not a dict.
         UnsupportedValueError: a tensor under a dict key that is neither str nor int, or a tree without an end.
     """
-    if not isinstance(state_dict, dict):
-        raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+    given: Any = state_dict
+    if not isinstance(given, dict):
+        text = f"state_dict must be a dict, not {type(given).__name__}"
+        if callable(getattr(given, "state_dict", None)):
+            text += "; pass {'model': it} or its state_dict(), or call save(path, model) and load(path, model)"
+        raise TypeError(text)
     odd = _odd_keys(state_dict)
     if odd:
         raise UnsupportedValueError(f"state_dict has the key {_shown(odd[0])}; {_KEYS}")

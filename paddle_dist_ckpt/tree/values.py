@@ -93,9 +93,15 @@ def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:
             raise UnsupportedValueError(f"{key}: an array of items without bytes cannot be stored")
         return {"array": [_numpy_dtype(value.dtype, key), list(value.shape), _base64(value.tobytes())]}
     raise UnsupportedValueError(
-        f"{key}: a {kind.__module__}.{kind.__qualname__} cannot be stored; store numbers, strings, bytes, None, numpy "
-        "values, tensors, or lists, tuples and dicts of them"
+        f"{key}: {_kind_in_words(kind)} cannot be stored; store numbers, strings, bytes, None, numpy values, tensors, "
+        "or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
     )
+
+
+def _kind_in_words(kind: type) -> str:
+    """A type as one says it: ``a set``, ``an object``, ``a loader.Reader``."""
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _encode_item(key: str, name: object, value: object, depth: int) -> list[Any]:

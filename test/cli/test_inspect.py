@@ -86,7 +86,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path / 'none'}" in fails("inspect", tmp_path / "none")
     assert "holds no committed checkpoint" in fails("inspect", tmp_path)
     save_model(tmp_path, layers(1))
-    assert "with unique_id 5; there are 0" in fails("inspect", tmp_path, "--id", 5)
+    assert "with unique_id 5; its only one has the id 0" in fails("inspect", tmp_path, "--id", 5)
 
 
 def test_a_folder_of_steps(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from paddle_dist_ckpt.core.protocols import Appointments, ControlHub, Transfers,
 from paddle_dist_ckpt.errors import (
     CheckpointCorruptedError,
     CheckpointError,
+    CheckpointNotFoundError,
     CheckpointTimeoutError,
     RankFailureError,
     StateDictMismatchError,
@@ -262,9 +263,9 @@ def test_a_rank_that_is_ahead_fails_the_calls_concerned_at_once_and_is_in_step_t
         found = list(pool.map(work, range(3)))
     assert [reply for _, reply in found] == [b"0", b"1", b"2"]
     errors = [error for error, _ in found]
-    assert "on rank 1: is 2 call(s) ahead of other ranks" in str(errors[0])
+    assert "on rank 1: is 2 calls ahead of the other ranks" in str(errors[0])
     assert str(errors[2]) == str(errors[0])
-    assert "2 call(s) behind the other ranks" in str(errors[1])
+    assert "2 calls behind the other ranks" in str(errors[1])
 
 
 def test_a_session_without_rounds_leaves_no_rank_behind() -> None:
@@ -366,3 +367,23 @@ def test_nobody_waits_for_a_call_of_which_the_end_alone_was_heard() -> None:
     for rank in (0, 1):
         table.handle(rank, wire.Open(1, "save", 200.0), b"", 6.0)
     assert [table.handle(rank, wire.Answer(1, 0, "r"), b"x", 6.0) for rank in (0, 1)] == [False, True]
+
+
+def test_ranks_that_have_never_connected_are_told_from_silent_ones() -> None:
+    heard = failures.timeout_error("save", [1, 2], 3.0).message
+    assert heard.startswith("save timed out: ranks 1, 2 not heard of for 3 s; see whether")
+    assert "connected" not in heard
+    both = failures.timeout_error("save", [1, 2], 3.0, absent={2, 4}).message
+    assert "timed out: rank 1 not heard of for 3 s, rank 2 has never connected, not within 3 s; see" in both
+    assert "does not reach the coordinator's port" in both
+
+
+def test_what_no_rank_finds_keeps_its_type() -> None:
+    one = failures.record_of(CheckpointNotFoundError("nothing there"), failures.SHARED_IN_LOCAL)
+    everywhere = failures.failure_of_ranks("load failed", {0: one, 1: one}, (0, 1))
+    assert (everywhere.type_name, everywhere.message) == ("CheckpointNotFoundError", "nothing there")
+    assert failures.failure_of_ranks("load failed", {1: one}, (0, 1)).type_name == "RankFailureError"
+    damage = failures.record_of(CheckpointCorruptedError("a byte"), failures.SHARED_IN_LOCAL)
+    assert failures.failure_of_ranks("load failed", {0: damage, 1: damage}, (0, 1)).type_name == "RankFailureError"
+    inner = failures.record_of(RankFailureError("", {3: CheckpointError("x")}), failures.SHARED_IN_LOCAL)
+    assert failures.failure_of_ranks("load failed", {0: inner, 1: inner}, (0, 1)).failures

@@ -153,6 +153,18 @@ def test_a_store_that_is_gone_is_an_error_that_names_the_coordinator() -> None:
         assert list(caught.value.failures) == [0]
 
 
+def test_a_rank_that_never_connects_is_told_from_one_that_falls_silent(store: Store) -> None:
+    hubs = [make(rank, store, ranks=3) for rank in (0, 1)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            errors = [pool.submit(pytest.raises, CheckpointTimeoutError, one_round, hub, 0.5) for hub in hubs]
+        for error in errors:
+            assert "timed out: rank 2 has never connected, not within 0.5 s; see" in str(error.result().value)
+    finally:
+        for hub in hubs:
+            hub.close()
+
+
 def test_the_coordinator_never_arrives_at_bootstrap(store: Store) -> None:
     begun = time.monotonic()
     with pytest.raises(CheckpointTimeoutError, match="rank 0, the coordinator") as caught:

@@ -237,7 +237,7 @@ def test_only_some_of_many_missing_keys_are_compared_with_all_that_there_are(
 
     monkeypatch.setattr(difflib, "get_close_matches", counted)
     with pytest.raises(StateDictMismatchError) as caught:
-        load_alone({"x." + key: np.zeros(1) for key in keys}, tmp_path)
+        load_alone({key.replace("weight", "weigth"): np.zeros(1) for key in keys}, tmp_path)
     assert len(caught.value.problems) == 60
     assert any("meant?" in problem for problem in caught.value.problems)
     assert 0 < len(compared) <= 30

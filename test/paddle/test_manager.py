@@ -576,7 +576,7 @@ def test_sigterm_on_one_rank_saves_once_and_stops_all(pool: RankPool, tmp_path: 
 def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
     for outcome in pool.run(cases.differing_arguments, str(tmp_path), 3, ranks=3):
         assert outcome.error == "ValueError"
-        assert "must be the same on every rank: on rank 0 (1, " in outcome.message
+        assert "must be the same on every rank: keep_last is 1 on rank 0, " in outcome.message
     for outcome in pool.run(cases.bad_arguments_on_one_rank, str(tmp_path), 3, ranks=3):
         assert "keep_last must be None or at least 1" in outcome.message
 

@@ -235,6 +235,7 @@ def test_progress_is_shown_where_it_is_wanted(
             return True
 
     monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr("paddle_dist_ckpt.core.progress._LONG_SECONDS", 0)
 
     def work(rank: SimulatedRank) -> None:
         finish(getattr(rank, kind)(versions(1, 1)[0], tmp_path, None, options(progress=wanted)))

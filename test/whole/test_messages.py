@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import re
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +15,27 @@ import pytest
 
 from paddle_dist_ckpt import (
     CheckpointCorruptedError,
+    CheckpointError,
     CheckpointNotFoundError,
     LoadOptions,
+    PerRank,
+    RankFailureError,
     SaveOptions,
+    SaveReport,
     StateDictMismatchError,
+    UnsupportedValueError,
     list_checkpoints,
     read_metadata,
     rebuild_metadata,
     save_state_dict,
     verify,
 )
+from paddle_dist_ckpt.control import NoTransport, SoloHub
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.reports import saved_line
 from paddle_dist_ckpt.storage import as_storage
-from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
-from test.jobs import another_host, errors_of, load_alone, load_whole, save_alone
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
+from test.jobs import Counter, another_host, errors_of, load_alone, load_whole, save_alone, try_load, try_save
 
 
 @pytest.mark.parametrize("path", ["", "s3://bucket/folder", "a\0b"])
@@ -51,7 +64,7 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
 def test_the_ids_that_there_are_are_named(tmp_path: Path) -> None:
     for unique_id in (3, 5):
         save_alone({"n": 1}, tmp_path, unique_id)
-    with pytest.raises(CheckpointNotFoundError, match="with unique_id 7; there are 3, 5"):
+    with pytest.raises(CheckpointNotFoundError, match="with unique_id 7; it has those with the ids 3, 5"):
         read_metadata(tmp_path, 7)
 
 
@@ -162,6 +175,146 @@ def test_the_ranks_that_differ_are_named(tmp_path: Path) -> None:
     assert second.startswith("w: the plain tensors or values of rank 2 differ")
 
 
+def test_of_many_replicas_that_differ_the_log_has_the_first_few(tmp_path: Path, caplog: Any) -> None:
+    def save(rank: SimulatedRank) -> Any:
+        return rank.save({f"n{i}": rank.rank for i in range(8)}, tmp_path)
+
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
+        reports = run_ranks(2, save)
+    (record,) = caplog.records
+    first, *lines = record.getMessage().splitlines()
+    assert first == f"{tmp_path}: 8 plain tensors or values differ among ranks:"
+    assert [line[:5] for line in lines[:5]] == [f"  n{i}:" for i in range(5)]
+    assert lines[5:] == ["  ... and 3 more; the report's warnings have all"]
+    assert len(reports[0].warnings) == 8
+
+
+def test_a_save_and_a_load_log_a_short_line_each(tmp_path: Path, caplog: Any) -> None:
+    state = {"w": np.zeros(4000), "v": np.zeros(812)}
+    with caplog.at_level(logging.INFO, "paddle_dist_ckpt"):
+        run_ranks(2, lambda rank: rank.save(state, tmp_path))
+        load_alone({"w": np.zeros(4000)}, tmp_path)
+    saved, loaded = (record.getMessage() for record in caplog.records)
+    assert re.fullmatch(rf"saved id 0 to {tmp_path}: 38\.5 kB in 2 files, \d+\.\d\d s", saved)
+    assert re.fullmatch(rf"loaded id 0 from {tmp_path}: 32\.0 kB, \d+\.\d\d s; 1 not asked for", loaded)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (999_949, "999.9 kB"),
+        (999_951, "1.0 MB"),
+        (5 * 10**15, "5000.0 TB"),
+    ],
+)
+def test_sizes_in_the_log(nbytes: int, size: str) -> None:
+    report = SaveReport(path="p", unique_id=3, total_bytes=nbytes, bytes_written=0, files=1, seconds={"plan": 1.0})
+    assert saved_line(report) == f"saved id 3 to p: {size} in 1 file, 1.00 s"
+
+
+class Reader:
+    pass
+
+
+def test_what_cannot_be_stored_is_called_as_one_says_it(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        save_alone({"a": object(), "b": {1}, "c": Reader(), "d": Path()}, tmp_path)
+    for said in ("a: an object cannot be", "b: a set cannot", f"c: a {__name__}.Reader cannot", "d: a pathlib."):
+        assert f"\n{said}" in str(caught.value)
+    assert "builtins" not in str(caught.value)
+    assert "objects that have state_dict() and set_state_dict()" in str(caught.value)
+
+
+def test_an_object_in_the_place_of_the_state_dict(tmp_path: Path) -> None:
+    for call in (save_alone, load_alone):
+        with pytest.raises(TypeError, match=r"not Counter; pass \{'model': it\} or its state_dict\(\), or call save"):
+            call(Counter(), tmp_path)
+        with pytest.raises(TypeError, match="not list$"):
+            call([], tmp_path)
+
+
+def test_a_tensor_that_is_distributed_on_some_ranks_only(tmp_path: Path) -> None:
+    whole = np.zeros((4, 2))
+
+    def save(rank: SimulatedRank) -> Any:
+        return rank.save({"w": whole if rank.rank == 0 else shard_array(whole, [Box((0, 0), (4, 2))])}, tmp_path)
+
+    for error in errors_of(run_ranks(2, save), UnsupportedValueError):
+        assert "w: it is a plain tensor on rank 0, a distributed tensor on rank 1" in str(error)
+
+
+def test_a_file_that_may_not_be_opened_is_not_said_to_be_damaged(tmp_path: Path) -> None:
+    save_alone({"w": np.zeros(3)}, tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "open":
+            raise PermissionError(errno.EACCES, "Permission denied", f"{tmp_path}/{name}")
+
+    storage = FaultyStorage(tmp_path, hook)
+    with pytest.raises(CheckpointError) as caught:
+        load_alone({"w": np.zeros(3)}, storage)
+    errors = errors_of(try_load([{"w": np.zeros(3)}] * 2, storage), RankFailureError)
+    for error in (caught.value, *errors):
+        assert not isinstance(error, CheckpointCorruptedError)
+        assert "1 data file of the checkpoint cannot be read:" in str(error)
+        assert ": not damaged, as far as is known, but it cannot be opened: [Errno 13] Permission" in str(error)
+        assert str(tmp_path) in str(error)
+    assert [list(error.failures) for error in errors] == [[1]] * 2
+
+
+def test_ranks_that_see_several_folders_are_told_so_if_nothing_is_found(tmp_path: Path) -> None:
+    here, there = another_host(tmp_path / "here", 1), another_host(tmp_path / "there", 2)
+    save_alone({"w": np.zeros(3)}, there)
+    save_alone({"w": np.zeros(3)}, here)
+    (tmp_path / "here/0.metadata").unlink()
+    for error in errors_of(try_load([{"w": np.zeros(3)}] * 2, [here, there]), CheckpointNotFoundError):
+        assert "the save did not complete" in str(error)
+        line = f"rank 0: a folder {tmp_path}/here on host1; rank 1: a folder {tmp_path}/there on host2"
+        assert f"The ranks do not see one folder: {line}. Is the path one of a shared" in str(error)
+    for error in errors_of(try_load([{"w": np.zeros(3)}] * 2, [tmp_path / "nowhere"] * 2), CheckpointNotFoundError):
+        assert "do not see one" not in str(error)
+    shutil.rmtree(tmp_path / "here")
+    for error in errors_of(try_load([{"w": np.zeros(3)}] * 2, [tmp_path / "here", there]), CheckpointNotFoundError):
+        assert f"rank 0: no folder {tmp_path}/here; rank 1: a folder" in str(error)
+
+
+def test_data_files_that_are_on_another_hosts_disk(tmp_path: Path) -> None:
+    here, there = another_host(tmp_path / "here", 1), another_host(tmp_path / "there", 2)
+    save_alone({"w": np.zeros(3)}, here)
+    next((tmp_path / "here").glob("*.safetensors")).unlink()
+    (tmp_path / "there").mkdir()
+    for error in errors_of(try_load([{"w": np.zeros(3)}] * 2, [here, there]), CheckpointCorruptedError):
+        assert "1 data file of the checkpoint cannot be read:" in str(error)
+        assert "The ranks do not see one folder: rank 0: a folder" in str(error)
+
+
+def test_a_snapshot_that_has_no_room_says_what_bounds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(size: int, inherited: bool = True) -> Any:
+        raise MemoryError(f"{size:,} bytes of memory cannot be had")
+
+    monkeypatch.setattr("paddle_dist_ckpt.saving.save_memory.fresh_pages", none)
+    rank = SimulatedRank(0, (0,), SoloHub(), NoTransport())
+    pending = rank.save_in_background({"w": np.zeros(3)}, tmp_path)
+    with pytest.raises(MemoryError, match=r"cannot be had; .*SaveOptions\(snapshot_bytes=...\) bounds the copy"):
+        pending.result()
+
+
+def test_errors_of_the_system_name_the_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/0_0.*safetensors'"):
+            save_alone({"w": np.ones(10_000)}, tmp_path)
+        errors = errors_of(try_save([{"w": np.ones(10_000)}] * 2, tmp_path), RankFailureError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for error in errors:
+        assert f"File too large: '{tmp_path}/" in str(error)
+
+
 def test_options_of_wrong_types() -> None:
     for wrong in ({"strict": "false"}, {"cast": 1}, {"progress": "yes"}, {"no_dist": None}):
         with pytest.raises(TypeError, match=next(iter(wrong))):
@@ -175,3 +328,10 @@ def test_an_id_may_be_any_integer(tmp_path: Path) -> None:
     for wrong in (-1, 10**18, True, 1.0, "1"):
         with pytest.raises(ValueError, match="unique_id must be None or an integer"):
             read_metadata(tmp_path, wrong)  # type: ignore[arg-type]
+
+
+def test_a_tensor_in_a_value_of_each_rank(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        save_alone({"rng": PerRank(Reader())}, tmp_path)
+    assert "\nrng: a test.whole.test_messages.Reader cannot" in str(caught.value)
+    assert "a PerRank takes values alone" in str(caught.value)

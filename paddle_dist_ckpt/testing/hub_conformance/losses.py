@@ -90,7 +90,7 @@ class LossTests:
         for error in outcomes.values():
             assert type(error) is RankFailureError
             assert {failed: str(cause) for failed, cause in error.failures.items()} == {lost: "connection lost"}
-            assert str(error).endswith(f"on rank {lost}: connection lost")
+            assert f"on rank {lost}: connection lost" in str(error)
 
     @pytest.mark.parametrize("first", [True, False])
     def test_a_rank_lost_between_sessions_fails_the_next_at_once(self, group: HubGroup, first: bool) -> None:

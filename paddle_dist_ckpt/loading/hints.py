@@ -1,0 +1,174 @@
+"""Which stored entry may be meant by a key that the checkpoint does not have.
+
+The commonest mistake is a container: ``weight`` for ``model.weight``, or ``_layers.`` before all. So the keys are
+compared part by part from behind, and what most of the missing ones have too much or too little is taken for it. Else a
+key may be mistyped. Never offered is what somebody asks for already, as the entries of other layers mostly are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import cached_property
+from typing import NamedTuple
+
+from ..core.shards import Kind
+from ..files.metadata import Metadata
+from ..tree.names import may_be_optimizers
+from ..tree.paths import is_own
+
+__all__ = ["Hint", "Hints"]
+
+_MOST_HINTS = 20  # each costs a comparison with every key
+_MOST_SAMPLES = 50  # missing keys from which it is found out what is too much or too little
+_MOST_TYPED = 5000  # keys among which a mistyped one is looked for
+_LEAST_LIKE = 0.6  # of the parts that differ
+_VARIABLE = re.compile(r"_\d+\.[wb]_\d+")
+Parts = tuple[str, ...]
+
+
+class Hint(NamedTuple):
+    """A stored entry: its flat key, and the shape of a tensor, None for a value."""
+
+    key: str
+    shape: tuple[int, ...] | None
+
+
+class Move(NamedTuple):
+    """What a wanted key has too much, and what it lacks: one of both is nothing."""
+
+    surplus: Parts
+    lacking: Parts
+
+
+class Hints:
+    """Finds out what may be meant.
+
+    Args:
+        metadata: What the checkpoint holds.
+        wanted: The flat keys that ranks ask for.
+    """
+
+    def __init__(self, metadata: Metadata, wanted: Callable[[], Collection[str]] = set) -> None:
+        self._metadata, self._find_wanted = metadata, wanted
+        self._left = _MOST_HINTS
+
+    def of(self, key: str, is_tensor: bool) -> list[Hint]:
+        """What may be meant by a missing key; if it is one only, that is worth telling."""
+        if self._left == 0 or _VARIABLE.search(key):
+            return []
+        self._left -= 1
+        found = [stored for stored in self._named_alike(key) if self._move(key, stored) in self._moves]
+        if may_be_optimizers("/" + key):  # another parameter's accumulator would be taken without a word
+            found = [stored for stored in found if self._are_all_moved(key, stored)]
+        elif not found:
+            found = self._mistyped(key)
+        return [hint for stored in found[:2] if (hint := self._hint(stored)) and is_tensor == (hint.shape is not None)]
+
+    def nested(self, key: str) -> str | None:
+        """Where a flat key stands in the nested state_dict that was saved; None if it is no stored key."""
+        parts = self._metadata.flat_mapping.get(key)
+        if parts is None:
+            return None
+        return "".join(f"[{part!r}]" if isinstance(part, (str, int)) else f"[{part.at}]" for part in parts)
+
+    def advice(self) -> str:
+        """What to do about all missing keys together, if one thing explains several of them."""
+        moves = [move for move, count in self._moves.items() if count > 1 or len(self._samples) == 1]
+        if len(moves) != 1:
+            return ""
+        surplus, lacking = (".".join(parts) for parts in moves[0])
+        if lacking:
+            return (
+                f"the checkpoint has {lacking!r} before such keys: pass {{{lacking!r}: ...}} as it was saved, or "
+                f"LoadOptions(key_map=lambda key: {lacking + '.'!r} + key)"
+            )
+        return (
+            f"the checkpoint has no {surplus!r} in such keys: pass what is in it, as it was saved, or "
+            f"LoadOptions(key_map=lambda key: key.replace({surplus + '.'!r}, '', 1))"
+        )
+
+    def _are_all_moved(self, key: str, stored: str) -> bool:
+        """Whether all that is missing differs by the same, so that it is a container; of entries of an optimizer alone
+        only one that is before all can be."""
+        others = any(not may_be_optimizers("/" + sample) for sample in self._samples)
+        before = key.partition(".")[0] != stored.partition(".")[0]
+        alike = set(self._moves.values()) == {len(self._samples)}
+        return alike and len(self._samples) > 1 and (others or before)
+
+    @cached_property
+    def _wanted(self) -> set[str]:
+        return set(self._find_wanted())
+
+    @cached_property
+    def _by_last(self) -> dict[str, list[str]]:
+        """The stored keys that nobody asks for, by their last parts."""
+        found: dict[str, list[str]] = {}
+        for key in self._stored:
+            if key not in self._wanted:
+                found.setdefault(key.rpartition(".")[2], []).append(key)
+        return found
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """The path of each stored key."""
+        metadata = self._metadata
+        paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+        return {metadata.key(path): path for path in paths if not is_own(path)}
+
+    def _hint(self, key: str) -> Hint | None:
+        path, table = self._stored[key], self._metadata.table
+        place = table.index.get(path)
+        if place is None or table.kinds[place] == Kind.VALUE:
+            return Hint(key, None)
+        return Hint(key, tuple(table.layouts[table.layout_of[place]].shape))
+
+    def _named_alike(self, key: str) -> list[str]:
+        return self._by_last.get(key.rpartition(".")[2], [])
+
+    @cached_property
+    def _samples(self) -> list[str]:
+        missing = sorted(key for key in self._wanted if key not in self._stored and not _VARIABLE.search(key))
+        return missing[:: -(-len(missing) // _MOST_SAMPLES)] if missing else []
+
+    @cached_property
+    def _moves(self) -> dict[Move, int]:
+        """What most of the missing keys have too much or too little, and how many; two things only if in doubt."""
+        counts = Counter[Move]()
+        for key in self._samples:
+            counts.update({move for stored in self._named_alike(key) if (move := self._move(key, stored)) is not None})
+        most = max(counts.values(), default=0)
+        found = {move: count for move, count in counts.items() if count == most}
+        return found if len(found) <= 2 else {}
+
+    @staticmethod
+    def _move(key: str, stored: str) -> Move | None:
+        """By what two keys differ, if one only has something that the other has not."""
+        wanted, there = tuple(key.split(".")), tuple(stored.split("."))
+        shorter = min(len(wanted), len(there))
+        start = next((i for i in range(shorter) if wanted[i] != there[i]), shorter)
+        rest = shorter - start
+        stop = next((i for i in range(rest) if wanted[-1 - i] != there[-1 - i]), rest)
+        move = Move(wanted[start : len(wanted) - stop], there[start : len(there) - stop])
+        return move if bool(move.surplus) != bool(move.lacking) else None
+
+    def _mistyped(self, key: str) -> list[str]:
+        """A stored key that is nearly the same, in one part only, and not by its numbers."""
+        if len(key) <= 3 or len(self._stored) > _MOST_TYPED:
+            return []
+        free = [stored for stored in self._stored if stored not in self._wanted and _is_like(key, stored)]
+        return difflib.get_close_matches(key, free, 1, cutoff=0.8)
+
+
+def _is_like(key: str, stored: str) -> bool:
+    wanted, there = key.split("."), stored.split(".")
+    if len(wanted) != len(there):
+        return False
+    differing = [pair for pair in zip(wanted, there, strict=True) if pair[0] != pair[1]]
+    if len(differing) != 1:
+        return False
+    (ours, theirs) = differing[0]
+    alike = difflib.SequenceMatcher(None, ours, theirs).ratio() >= _LEAST_LIKE
+    return alike and re.findall(r"\d+", ours) == re.findall(r"\d+", theirs)

@@ -1,0 +1,38 @@
+"""What managers on all ranks must have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from ..core.protocols import ControlSession
+
+__all__ = ["agree"]
+
+
+def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], None]) -> None:
+    """All ranks must have made the manager with the same arguments.
+
+    Args:
+        session: The session of all ranks.
+        ours: This rank's arguments in words, by name.
+        check: What the coordinator looks at besides.
+
+    Raises:
+        ValueError: they have not.
+    """
+
+    def compare(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        said = {rank: json.loads(data) for rank, data in sorted(messages.items())}
+        expected = said[session.coordinator]
+        for rank, theirs in said.items():
+            for name, value in theirs.items():
+                if value != expected[name]:
+                    raise ValueError(
+                        f"the manager's arguments must be the same on every rank: {name} is {expected[name]} on rank "
+                        f"{session.coordinator}, {value} on rank {rank}"
+                    )
+        check()
+        return dict.fromkeys(messages, b"")
+
+    session.gather_scatter("agree", lambda: json.dumps(dict(ours)).encode(), compare)

@@ -1,0 +1,34 @@
+"""A path as a user writes it: the only place that says what it means."""
+
+from __future__ import annotations
+
+import os
+import re
+
+__all__ = ["local_path"]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
+    """The absolute path that a user means: ``~`` is the home folder.
+
+    Args:
+        path: The path.
+        name: What the argument is called.
+
+    Raises:
+        TypeError: it is no path, or one of bytes.
+        ValueError: it is empty, has a zero byte in it, or is a URL rather than a path.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str or a PathLike of one, not {type(text).__name__}")
+    if _URL.match(text):
+        raise ValueError(
+            f"{name} must name a local folder or file, and {text!r} looks like a URL: pass where that is mounted, or "
+            f"a Storage. (For a folder that is called so: {'./' + text!r})"
+        )
+    if not text or "\0" in text:
+        raise ValueError(f"{name} must name a local folder or file, not {text!r}; for other places pass a Storage")
+    return os.path.abspath(os.path.expanduser(text))

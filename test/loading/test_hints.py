@@ -1,0 +1,203 @@
+"""What a load says of keys that the checkpoint does not have: which stored one may be meant, and when to be silent."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, StateDictMismatchError
+from test.jobs import errors_of, load_alone, load_on, save_alone, try_load
+
+LAYER = {"weight": (3, 2), "bias": (2,)}
+
+
+def state(prefix: str = "", shapes: Any = None) -> dict[str, Any]:
+    """A flat state_dict of zeros."""
+    return {prefix + key: np.zeros(shape, "f4") for key, shape in (shapes or LAYER).items()}
+
+
+def blocks(prefix: str = "", count: int = 3, start: int = 0) -> dict[str, Any]:
+    """Layers that have all the same."""
+    return {key: array for i in range(start, count) for key, array in state(f"{prefix}layers.{i}.fc.").items()}
+
+
+def message(saved: dict[Any, Any], target: dict[Any, Any], folder: Path, **options: Any) -> str:
+    save_alone(saved, folder)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_alone(target, folder, options=LoadOptions(**options))
+    assert len(caught.value.problems) == str(caught.value).count("\n") - 1
+    return str(caught.value)
+
+
+CONTAINERS: dict[str, tuple[dict[Any, Any], dict[Any, Any], str, str]] = {
+    "forgotten": ({"model": state()}, state(), "weight: * is 'model.weight' meant?", "has 'model' before such keys"),
+    "forgotten, of layers": (
+        {"model": blocks(), "ema": {"x": np.zeros(3)}},
+        blocks(),
+        "layers.1.fc.bias: * is 'model.layers.1.fc.bias' meant?",
+        "key_map=lambda key: 'model.' + key)",
+    ),
+    "too much": (state(), {"model": state()}, "model.bias: * is 'bias' meant?", "no 'model' in such keys"),
+    "of a wrapper": (
+        blocks(),
+        blocks("_layers."),
+        "_layers.layers.2.fc.bias: * is 'layers.2.fc.bias' meant?",
+        "key.replace('_layers.', '', 1)",
+    ),
+    "of a wrapper, inside": (
+        {"model": blocks("_layers.")},
+        {"model": blocks()},
+        "model.layers.0.fc.bias: * is 'model._layers.layers.0.fc.bias' meant?",
+        "has '_layers' before such keys",
+    ),
+    "two": ({"a": {"b": state()}}, state(), "weight: * is 'a.b.weight' meant?", "has 'a.b' before"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_that_was_forgotten_is_found(name: str, tmp_path: Path) -> None:
+    saved, target, line, advice = CONTAINERS[name]
+    text = message(saved, target, tmp_path)
+    assert line.replace("*", "the state_dict has a tensor, in the checkpoint it is missing;") in text.splitlines()
+    assert advice in text.splitlines()[-1]
+
+
+def test_the_advice_on_containers_works(tmp_path: Path) -> None:
+    save_alone({"model": blocks()}, tmp_path / "a")
+    report = load_alone(blocks(), tmp_path / "a", options=LoadOptions(key_map=lambda key: "model." + key))
+    assert report.unused_keys == ()
+    save_alone(blocks(), tmp_path / "b")
+    options = LoadOptions(key_map=lambda key: key.replace("_layers.", "", 1))
+    assert load_alone(blocks("_layers."), tmp_path / "b", options=options).unused_keys == ()
+
+
+SILENT: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
+    "another shape": ({"model": state()}, {"weight": np.zeros((9, 9), "f4")}),
+    "another layer, which is asked for": (blocks("m.", 2), blocks("m.", 3)),
+    "another layer, which nobody asks for": (blocks("m.", 1), blocks("m.", 2, start=1)),
+    "another layer of like name": (state("q_proj."), state("v_head.")),
+    "another parameter's moment": (
+        {"optimizer": state("head.", {"weight.moment1": (3, 2)})},
+        {"optimizer": state("body.", {"weight.moment1": (3, 2)})},
+    ),
+    "a moment of what may be another parameter": (
+        {"optimizer": state("", {"weight.moment1": (3, 2)})},
+        {"model": state(), "optimizer": state("body.", {"weight.moment1": (3, 2)})},
+    ),
+    "a moment of what is a part of another": (
+        {"optimizer": state("", {"weight.moment1": (3, 2), "bias.moment1": (2,)})},
+        {"optimizer": state("body.", {"weight.moment1": (3, 2), "bias.moment1": (2,)})},
+    ),
+    "the only moment": (
+        {"optimizer": state("", {"weight.moment1": (3, 2)})},
+        {"optimizer": state("body.", {"weight.moment1": (3, 2)})},
+    ),
+    "a name of a run": (
+        {"optimizer": state("", {"linear_0.w_0_moment1_0": (3, 2)})},
+        state("", {"linear_1.w_0_moment1_0": (3, 2), "linear_0.w_0_moment1_0": (3, 2)}),
+    ),
+    "a value for a tensor": ({"model": {"weight": 3}}, {"weight": np.zeros(3)}),
+    "too many": ({name: state() for name in "abc"}, state()),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_nothing_is_offered_that_is_another_thing(name: str, tmp_path: Path) -> None:
+    text = message(*SILENT[name], tmp_path)
+    assert "meant?" not in text
+    assert "such keys" not in text
+
+
+def test_of_two_that_may_be_meant_the_shape_decides(tmp_path: Path) -> None:
+    saved = {"model": state(), "other": {"weight": np.zeros((5, 5)), "bias": np.zeros(5)}}
+    text = message(saved, state(), tmp_path)
+    assert "is 'model.weight' meant?" in text
+    assert "other" not in text
+
+
+def test_a_container_of_an_optimizers_entries_is_found_with_all_of_them(tmp_path: Path) -> None:
+    shapes = {"weight.moment1": (3, 2), "bias.moment1": (2,)}
+    assert "is 'optimizer.bias.moment1' meant?" in message(
+        {"optimizer": state("", shapes)}, state("", shapes), tmp_path
+    )
+
+
+def test_a_wrapper_is_found_in_the_model_and_its_optimizer(tmp_path: Path) -> None:
+    shapes = {"weight.moment1": (3, 2), "bias.moment1": (2,)}
+    saved = {"model": state(), "optimizer": state("", shapes)}
+    text = message(saved, {"model": state("_layers."), "optimizer": state("_layers.", shapes)}, tmp_path)
+    assert "is 'model.weight' meant?" in text
+    assert "is 'optimizer.bias.moment1' meant?" in text
+
+
+RUN = {"linear_0.w_0_moment1_0": np.zeros((3, 2), "f4")}
+OTHER_RUN = {"linear_7.w_0_moment1_0": np.zeros((3, 2), "f4")}
+
+
+@pytest.mark.parametrize(("stored", "calls"), [(RUN, "save and load"), (state("", {"weight.moment1": (3, 2)}), "load")])
+def test_names_of_a_run_need_the_model_in_the_calls_that_lack_it(tmp_path: Path, stored: Any, calls: str) -> None:
+    text = message({"optimizer": stored}, {"optimizer": OTHER_RUN}, tmp_path)
+    assert f"told by its parameters: {calls} the model in the same call)" in text
+
+
+def test_a_cast_is_not_advised_where_it_was_asked_for(tmp_path: Path) -> None:
+    text = message({"w": np.zeros(3, "f4")}, {"w": np.zeros(3, "i4")}, tmp_path, cast=True)
+    assert "a cast that is not done" in text
+    assert "LoadOptions(cast=True)" not in text
+
+
+def warnings_of(saved: dict[Any, Any], target: dict[Any, Any], folder: Path, caplog: Any, **options: Any) -> list[str]:
+    save_alone(saved, folder)
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
+        load_alone(target, folder, options=LoadOptions(**options))
+    return [record.getMessage() for record in caplog.records]
+
+
+MOMENTS = {"model": state(), "optimizer": {**state("", {"weight.moment1": (3, 2)}), "LR_Scheduler": {"last_epoch": 3}}}
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"LR_Scheduler": {"last_epoch": 0}}], ids=["empty", "scheduler"])
+def test_an_optimizer_that_has_not_stepped_is_told(optimizer: Any, tmp_path: Path, caplog: Any) -> None:
+    (text,) = warnings_of(MOMENTS, {"model": state(), "optimizer": optimizer}, tmp_path, caplog)
+    assert f"{tmp_path}: optimizer has no tensors, so none of the 1 that are stored there are loaded" in text
+    assert "pass the optimizer itself, beside its model" in text
+
+
+@pytest.mark.parametrize("target", [{}, {"optimizer": {}}])
+def test_a_state_that_asks_for_nothing_is_told(target: Any, tmp_path: Path, caplog: Any) -> None:
+    assert len(warnings_of(MOMENTS, target, tmp_path, caplog)) == 1
+
+
+def test_an_empty_dict_is_no_mistake_where_nothing_is_stored_or_something_is_asked_for(
+    tmp_path: Path, caplog: Any
+) -> None:
+    for i, (saved, target) in enumerate(
+        [
+            ({"model": state(), "optimizer": {}}, {"model": state(), "optimizer": {}}),
+            ({"model": state(), "config": {"a": 1}}, {"model": state(), "config": {}}),
+            (MOMENTS, MOMENTS),
+            (MOMENTS, {"model": state()}),
+            ({}, {}),
+        ]
+    ):
+        assert warnings_of(saved, target, tmp_path / str(i), caplog) == []
+    save_alone(MOMENTS, tmp_path / "c")
+    load_on([{"model": state(), "optimizer": {}}, MOMENTS], tmp_path / "c")  # a rank that has none of its own
+    load_on([{}, MOMENTS], tmp_path / "c")
+    assert caplog.records == []
+
+
+def test_strict_all_says_why_an_optimizers_entries_are_not_asked_for(tmp_path: Path) -> None:
+    text = message(MOMENTS, {"model": state(), "optimizer": {}}, tmp_path, strict="all")
+    assert "optimizer has no tensors" in text.splitlines()[-1]
+
+
+def test_hints_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    save_alone({"model": blocks()}, tmp_path)
+    first, second = errors_of(try_load([blocks(), blocks()], tmp_path), StateDictMismatchError)
+    assert str(first) == str(second)
+    assert "is 'model.layers.1.fc.weight' meant?" in str(first)

@@ -1,0 +1,194 @@
+"""The page on troubleshooting: what it shows is what is printed, and what is printed is there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt import CheckpointManager, LoadOptions, PerRank, SaveOptions, load_merged_state_dict, read_metadata
+from paddle_dist_ckpt.control import failures
+from paddle_dist_ckpt.core.box import Box
+from paddle_dist_ckpt.manager.agreement import agree
+from paddle_dist_ckpt.manager.steps import step_folder
+from paddle_dist_ckpt.storage import as_storage
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
+from test.jobs import another_host, load_alone, save_alone, try_load, try_save
+from test.test_docs import blocks, pages
+
+MODEL = {"weight": np.zeros((4, 2), "f4"), "bias": np.zeros(2, "f4")}
+MOMENTS = {"weight.moment1": np.zeros((4, 2), "f4"), "bias.moment1": np.zeros(2, "f4")}
+VARIES = re.compile(r"\b[0-9a-f]{16}\b|(?<![\w.])\d[\d,.]*(?![\w.])|on [\w-]*\d\b|node-\w+|host\d")
+NOT_OURS = re.compile(r"paddle\.load|Optimizer set error|gloo|what\(\)|list index|InvalidArgument|File \"|e\.update")
+ELSEWHERE = re.compile(
+    r"a finite float32|every rank has saved|disagree about|not in the process group|earlier call was|control hub|"
+    r"earlier save|most plain tensors|Errno 24|is being saved to|cannot listen|passed LoadOptions|is of another format|"
+    r"denied: '/data/ro|saved id|loaded id|bytes; \d+ were written|Targets are partly|cannot be had|free, and"
+)
+"""Messages of which other tests see to it that they are such."""
+
+
+class Linear:
+    def state_dict(self) -> dict[str, Any]:
+        return MODEL
+
+
+def shown(language: str) -> list[str]:
+    """The lines of all messages on the page."""
+    return [
+        line.strip()
+        for mark, code in blocks(pages(language)["troubleshooting"])
+        if mark == "example of a message"
+        for line in code.splitlines()
+        if not NOT_OURS.search(line)
+    ]
+
+
+def alike(line: str, root: str = "/data") -> str:
+    """A line without what is another thing each time."""
+    return VARIES.sub("#", line.replace(root, "/data").strip())
+
+
+def error(call: Callable[[], Any]) -> str:
+    """What a call prints that raises."""
+    with pytest.raises(Exception) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def of_ranks(results: list[Any]) -> str:
+    """What each rank of a job prints, which is the same on all."""
+    (text,) = {f"{type(result).__name__}: {result}" for result in results}
+    return text
+
+
+def provoked(data: Path) -> Iterator[str]:
+    """Messages, each as it is printed."""
+    save_alone({"model": MODEL, "optimizer": MOMENTS, "step": 1}, data / "c")
+    for target, options in (
+        (MODEL, LoadOptions()),
+        ({"model": MODEL, "optimizer": {}}, LoadOptions(strict="all")),
+        ({"model": {"weight": np.zeros((4, 3), "f4")}}, LoadOptions()),
+        ({"model": {"weight": np.zeros((4, 2), "f2")}}, LoadOptions()),
+        ({"optimizer": {"linear_0.w_0_moment1_0": np.zeros((4, 2), "f4")}}, LoadOptions()),
+        ({"optimizer": {"body.weight.moment1": np.zeros((4, 2), "f4")}}, LoadOptions()),
+        ({"optimizer": {"LR_Scheduler": {"last_epoch": 0}}}, LoadOptions()),
+    ):
+        yield error(lambda target=target, options=options: load_alone(target, data / "c", options=options))
+    yield error(lambda: load_alone({}, data / "c", 7))
+    yield error(lambda: load_alone(MODEL, data / "nowhere"))
+    (data / "empty").mkdir()
+    yield error(lambda: load_alone(MODEL, data / "empty"))
+    yield error(lambda: as_storage("s3://bucket/x"))
+    save_alone({"model": MODEL, "optimizer": {"bias.beta1_pow_acc": np.ones(1)}}, data / "keys")
+    yield error(lambda: load_merged_state_dict(data / "keys", keys=["modle.*"]))
+    yield error(lambda: save_alone(Linear(), data / "x"))  # type: ignore[arg-type]
+    yield from of_managers(data)
+    yield from of_ranks_that_differ(data)
+    (data / "afile").touch()
+    yield error(lambda: save_alone(MODEL, data / "afile"))
+    yield error(lambda: CheckpointManager(data / "afile"))
+    yield error(lambda: save_alone({"loader": object()}, data / "x"))
+    yield from of_damage(data)
+    yield "\n".join(
+        failures.timeout_error("save_state_dict in round 'plan'", [1], 2.0, absent=absent).message
+        for absent in ({1}, set())
+    ).replace("save_state_dict", "CheckpointTimeoutError: save_state_dict")
+    lost = {1: failures.record(failures.LOST)}
+    yield (
+        "RankFailureError: " + failures.failure_of_ranks("save_state_dict failed in round 'plan'", lost, (0, 1)).message
+    )
+
+
+def of_managers(data: Path) -> Iterator[str]:
+    for step in (5, 10):
+        save_alone({"n": step}, step_folder(data / "run", step), step)
+    yield error(lambda: read_metadata(data / "run"))
+    for root in (data / "c", step_folder(data / "run", 10)):
+        yield error(lambda root=root: CheckpointManager(root))
+    with CheckpointManager(data / "run") as manager:
+        yield error(lambda: manager.restore({"n": 0}, step=6))
+
+    def make(rank: SimulatedRank) -> None:
+        with rank.hub.session("CheckpointManager", 60) as session:
+            agree(session, {"keep_last": str(1 + rank.rank)}, lambda: None)
+
+    yield of_ranks(run_ranks(2, make))
+
+
+def of_ranks_that_differ(data: Path) -> Iterator[str]:
+    def save(rank: SimulatedRank, state: Any, path: Path = data / "x", unique_id: int | None = None) -> Any:
+        return rank.save(state, path, unique_id, SaveOptions(check_replicas="warn"))
+
+    yield of_ranks(run_ranks(2, lambda rank: save(rank, {"n": 1}, unique_id=rank.rank)))
+    yield of_ranks(run_ranks(2, lambda rank: save(rank, {"weight": np.zeros((256 << rank.rank, 300))})))
+    yield of_ranks(run_ranks(2, lambda rank: save(rank, {"n": 1}, data / "run" / str(rank.rank)))).replace(
+        f"on {socket.gethostname()}:", "on node-a:"
+    )
+    half = shard_array(np.zeros((4, 4)), [Box((0, 0), (2, 4))])
+    yield of_ranks(try_save([{"t": half}, {"t": half}], data / "x"))
+    local = [data / "nowhere/local", another_host(data / "local", 1)]
+    (data / "local").mkdir()
+    text = of_ranks(try_load([MODEL, MODEL], local))
+    yield text.replace("nowhere/", "").replace("on host1", "on node-b")
+    (file,) = (data / "c").glob("*.safetensors")
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "open":
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    yield of_ranks(try_load([{"model": MODEL}] * 2, FaultyStorage(data / "c", hook)))
+
+
+def of_damage(data: Path) -> Iterator[str]:
+    c = data / "c"
+    (file,) = c.glob("*.safetensors")
+    content, metadata = file.read_bytes(), (c / "0.metadata").read_bytes()
+    everything = {"model": MODEL, "optimizer": MOMENTS}
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    yield re.sub(
+        r": [\w.]+: the checksum", ": optimizer.weight.moment2: the checksum", error(lambda: load_alone(everything, c))
+    )
+    file.write_bytes(content[:-10])
+    yield error(lambda: load_alone(everything, c))
+    file.unlink()
+    yield error(lambda: load_alone(everything, c))
+    file.write_bytes(content)
+    (c / "0.metadata").write_bytes(metadata.replace(b"moment1", b"moment3"))
+    yield error(lambda: load_alone(everything, c))
+    (c / "0.metadata").unlink()
+    yield error(lambda: load_alone(everything, c))
+    shutil.copytree(c, data / "linked")
+    (data / "elsewhere").write_bytes(metadata)
+    (data / "linked/0.metadata").symlink_to(data / "elsewhere")
+    yield error(lambda: load_alone(everything, data / "linked"))
+
+
+def logged(data: Path, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+    """Warnings."""
+    with caplog.at_level(logging.WARNING, "paddle_dist_ckpt"):
+        save_alone({"model": MODEL, "optimizer": MOMENTS, "own": PerRank(1)}, data / "c")
+        (data / "c/0_0.distcp").touch()
+        load_alone({"model": MODEL, "optimizer": {}}, data / "c")
+        keys = ["bn.mean", *(f"n{i}" for i in range(7))]
+        run_ranks(2, lambda rank: rank.save(dict.fromkeys(keys, rank.rank), data / "c"))
+    for record in caplog.records:
+        yield record.getMessage()
+
+
+@pytest.mark.parametrize("language", ["en", "cn"])
+def test_what_the_page_shows_is_printed(language: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = [*provoked(tmp_path), *logged(tmp_path / "log", caplog)]
+    said = {
+        alike(line, str(root)) for text in texts for line in text.splitlines() for root in (tmp_path / "log", tmp_path)
+    }
+    page = [line for line in shown(language) if not ELSEWHERE.search(line)]
+    assert "\n".join(line for line in page if alike(line) not in said) == ""
