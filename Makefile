@@ -58,9 +58,10 @@ docs: $(INSTALLED_DOCS) ## build the documentation in both languages into build/
 		$(PYTHON) -m sphinx -q -W --keep-going -E -c docs -t $$language docs_$$language build/docs/$$language || exit 1; \
 	done
 	@cp docs/templates/first.html build/docs/index.html
+	@$(PYTHON) docs/check_links.py build/docs
 	@echo "Built build/docs/index.html"
 
-bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 9 minutes)
+bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 10 minutes)
 	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.scale $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.bytes_read $(BENCH_OPTIONS)
