@@ -165,7 +165,7 @@ def model_state_dict(
     Raises:
         StateDictMismatchError: an entry of the model is missing, or has another shape or dtype, or is distributed in
             this run; lists every problem.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument is invalid.
     """
     from .paddle_adapter import replicas, run_names
 
@@ -199,7 +199,7 @@ def optimizer_state_dict(loaded: Mapping[str, Any], model: Any, optimizer: Any) 
         StateDictMismatchError: an entry of the optimizer is missing, or has another shape or dtype, or is distributed
             in this run; lists every problem.
         UnsupportedValueError: the optimizer's setter does not take all of its state (LBFGS, LookAhead).
-        TypeError: an argument is not what it should be.
+        TypeError: an argument is invalid.
     """
     from .paddle_adapter import replicas, run_names
 
