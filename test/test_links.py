@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = ("en", "cn")
@@ -38,3 +39,14 @@ def test_links_lead_to_files_and_to_places_in_them() -> None:
             if not target.is_file() or (anchor and anchor not in places[target]):
                 broken.append(f"{path.relative_to(ROOT)}: {link}")
     assert broken == []
+
+
+def test_a_package_index_is_shown_no_link_that_leads_nowhere() -> None:
+    setup: dict[str, Any] = {"__file__": str(ROOT / "setup.py")}
+    exec((ROOT / "setup.py").read_text("utf-8").partition("\nsetup(")[0], setup)
+    shown = setup["long_description"]()
+    assert "from paddle_dist_ckpt import load_state_dict" in shown
+    assert _markdown_links(shown) == []
+    setup["FILES_URL"] = "https://example.com/files"
+    assert "](https://example.com/files/docs_en/tutorial.rst)" in setup["long_description"]()
+    assert _markdown_links(setup["long_description"]()) == []
