@@ -20,7 +20,7 @@ PYTHON_2.6.2 := 3.12
 TRAINERS_VENV := .venv-trainers
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-compat test-trainers torture lint docs bench clean
+.PHONY: help demo test test-long test-compat test-trainers torture lint docs package bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -58,9 +58,20 @@ docs: $(INSTALLED_DOCS) ## build the documentation in both languages into build/
 		$(PYTHON) -m sphinx -q -W --keep-going -E -c docs -t $$language docs_$$language build/docs/$$language || exit 1; \
 	done
 	@cp docs/templates/first.html build/docs/index.html
+	@$(PYTHON) docs/check_links.py build/docs
 	@echo "Built build/docs/index.html"
 
-bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 9 minutes)
+package: $(INSTALLED) ## build wheel and sdist into dist, check them, try the wheel in an empty environment (3 minutes)
+	rm -rf build/package dist
+	$(PYTHON) -m venv build/package/tools
+	build/package/tools/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	build/package/tools/bin/python -m build
+	build/package/tools/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/package/user
+	build/package/user/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[cpu]"
+	cd build/package && user/bin/python ../../.ci/try-installed ../../README.md
+
+bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 10 minutes)
 	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.scale $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.curves $(BENCH_OPTIONS)

@@ -29,10 +29,22 @@ def version() -> str:
     return found[1]
 
 
+# Where the repository's files can be read, up to the path of a file; the only place where that is said. As long as it
+# is empty, a package index is told of no project pages.
+FILES_URL = ""
+
+
 def long_description() -> str:
-    """Return the README, if there is one."""
-    readme = ROOT / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    """Return the README as a package index shows it, where paths of the repository lead nowhere.
+
+    With FILES_URL links are made absolute. Without it, images and the choice of a language are left out, and of other
+    links to files the text is kept.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if FILES_URL:
+        return re.sub(r"(?<=\]\()(?!\w+:)", f"{FILES_URL}/", text)
+    text = re.sub(r"^(?:!\[.*\]\(.*\)|\*\*English\*\* \| .*)\n\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]*)\]\((?!\w+:)[^)]*\)", r"\1", text)
 
 
 setup(
@@ -41,7 +53,9 @@ setup(
     description="Distributed checkpoints for PaddlePaddle: save on one layout of ranks, load on any other",
     long_description=long_description(),
     long_description_content_type="text/markdown",
+    project_urls={"Documentation": f"{FILES_URL}/docs_en/index.rst"} if FILES_URL else {},
     license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=find_packages(include=["paddle_dist_ckpt", "paddle_dist_ckpt.*"]),
     package_data={"paddle_dist_ckpt": ["py.typed"], "paddle_dist_ckpt.report": ["assets/*"]},
     python_requires=">=3.10",

@@ -26,6 +26,7 @@ _LINK = re.compile(r"^(?!\w+:)(?P<page>[\w./-]*\w)\.rst(?P<anchor>#.*)?$")
 _SIGNATURE = re.compile(
     r"^(?P<kind>class |exception )?paddle_dist_ckpt\.(?P<name>[\w.]+)(\(.*\))?( -> .*)?$", re.DOTALL
 )
+_MEMBER = re.compile(r"^(?P<name>[a-z]\w*)(?P<call>\(.*\))?$", re.DOTALL)
 _SECTION = re.compile(r"^(?P<title>\S.*)\n([-:])\2{3,}\n(?P<text>(?:.*\n)*?)(?=^\S.*\n[-:]{4,}$|\Z)", re.MULTILINE)
 _LISTED = re.compile(r"<(?P<page>[\w/]+)\.rst>`__")
 _CJK = "[\u2e80-\u9fff\uff00-\uffef]"
@@ -41,6 +42,8 @@ html_title = f"paddle_dist_ckpt {__version__}"
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
+html_static_path = [str(ROOT / "docs" / "static")]
+html_css_files = ["site.css"]
 templates_path = [str(ROOT / "docs" / "templates")]
 html_context = {
     "other_language": "en" if chinese else "cn",
@@ -107,19 +110,51 @@ def link_pages(app: Sphinx, doctree: nodes.document, docname: str) -> None:
 
 
 def note_signatures(app: Sphinx, doctree: nodes.document) -> None:
-    """Tell Sphinx of each function, class and method whose signature is a block of code."""
+    """Tell Sphinx of each function and class whose signature is a block of code, and of its members that follow.
+
+    A member is what a list has in bold at the beginning of an item: a method, a parameter, an attribute. It can be
+    linked to as ``api/LoadOptions.rst#paddle_dist_ckpt.LoadOptions.strict``.
+    """
     domain: Any = app.env.get_domain("py")
-    for block in doctree.findall(nodes.literal_block):
-        found = _SIGNATURE.match(block.astext())
+    owner = kind = ""
+    for node in doctree.findall(lambda node: isinstance(node, (nodes.literal_block, nodes.strong))):
+        if isinstance(node, nodes.strong):
+            member = _MEMBER.match(node.astext())
+            in_item = isinstance(node.parent, nodes.paragraph) and isinstance(node.parent.parent, nodes.list_item)
+            if kind in ("class", "exception") and member is not None and in_item:
+                note(domain, f"{owner}.{member['name']}", "method" if member["call"] else "attribute", node)
+            continue
+        found = _SIGNATURE.match(node.astext())
         if found is None:
             continue
-        name = f"paddle_dist_ckpt.{found['name']}"
-        kind = (found["kind"] or "").strip() or ("method" if "." in found["name"] else "function")
-        if name in domain.objects:
-            raise ExtensionError(f"two pages have the signature of {name}")
-        block["ids"].append(name)
-        block["classes"].append("signature")
-        domain.note_object(name, kind, name, location=block)
+        owner = f"paddle_dist_ckpt.{found['name']}"
+        kind = (found["kind"] or "").strip() or "function"
+        node["classes"].append("signature")
+        note(domain, owner, kind, node)
+
+
+def note(domain: Any, name: str, kind: str, node: nodes.Element) -> None:
+    """Give a place in a page an object's name for its id, and tell Sphinx of it."""
+    known = domain.objects.get(name)
+    if known is not None and kind == "attribute":  # a list further down names it again, to explain it
+        return
+    if known is not None:
+        raise ExtensionError(f"{name} is described twice")
+    node["ids"].append(name)
+    domain.note_object(name, kind, name, location=node)
+
+
+def note_terms(app: Sphinx, doctree: nodes.document) -> None:
+    """Make each word of the glossary a place that can be linked to, by its English form: ``glossary.rst#flat-key``."""
+    if app.env.docname != "glossary":
+        return
+    for row in doctree.findall(nodes.row):
+        cell = row[0]
+        for term in cell.astext().partition("（")[0].replace("、", ",").split(","):
+            slug = nodes.make_id(term)
+            if slug and slug not in doctree.ids:
+                cell["ids"].append(slug)
+                doctree.ids[slug] = cell
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -128,5 +163,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     if chinese:
         app.connect("doctree-read", join_lines)
     app.connect("doctree-read", note_signatures)
+    app.connect("doctree-read", note_terms)
     app.connect("doctree-resolved", link_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

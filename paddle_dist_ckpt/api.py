@@ -19,15 +19,7 @@ from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_source, as_storage, bounded
-from .wiring import (
-    checked_id,
-    connected,
-    load_whole,
-    load_with,
-    paddles,
-    save_with,
-    source_of,
-)
+from .wiring import checked_id, connected, load_whole, load_with, paddles, save_with, source_of
 
 __all__ = [
     "copy_checkpoint",
@@ -37,9 +29,7 @@ __all__ = [
     "load_state_dict",
     "read_metadata",
     "rebuild_metadata",
-    "rng_state",
     "save_state_dict",
-    "set_rng_state",
     "verify",
 ]
 
@@ -82,32 +72,46 @@ def save_state_dict(
 ) -> SaveReport | AsyncSave:
     """Save a state_dict whose tensors are spread over ranks, together with the other ranks of the group.
 
-    Every rank of the group calls it with its own state_dict. Every byte of every global tensor is written once; the
-    checkpoint appears in the folder at once and whole, or not at all.
+    Every rank of the group calls it with its own state_dict. Every byte of every global tensor is written exactly once;
+    the checkpoint appears in the folder atomically, complete or not at all.
 
     Args:
-        state_dict: Nested dicts, lists and tuples of paddle Tensors (plain or DistTensor), numpy arrays and values:
-            None, bool, int, float, complex, str, bytes, numpy scalars, and lists, tuples and dicts of these.
+        state_dict: Dicts with str or int keys, lists and tuples, nested as you like, of: paddle Tensors (plain ones,
+            which are taken for replicas, and DistTensors), ShardedWeights and numpy arrays; values, which are None,
+            bool, int, float, complex, str, bytes, numpy scalars, and lists, tuples and dicts of these, and must be
+            equal on all ranks; :class:`PerRank` for a value of which each rank has its own; and objects with
+            ``state_dict()`` and ``set_state_dict()`` or ``load_state_dict()``, such as a layer, an optimizer, a
+            scheduler, a DistModel.
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         process_group: The Paddle group whose ranks save together; None for the default group.
-        coordinator_rank: Global rank of the one that plans and commits; the same on every rank, or all raise at once.
-        unique_id: The checkpoint's number in the folder. None takes the newest one + 1. One that exists is replaced.
-        async_save: Return as soon as what is to be written has been copied. Writing and the commit go on in the
-            background, without collectives; the process does not end before they have.
+        coordinator_rank: Global rank of the coordinator, which plans and commits; must be the same on every rank.
+        unique_id: The checkpoint's number in the folder. None takes the newest number + 1. An existing one is replaced
+            atomically.
+        async_save: Return as soon as the data to be written has been copied. Writing and the commit continue in the
+            background, without collectives; the process does not exit before they are done.
         options: See :class:`SaveOptions`.
 
     Returns:
-        What was saved, in bytes and seconds; with ``async_save`` a handle whose ``result()`` gives that, or raises what
-        went wrong.
+        What was saved, in bytes and seconds; with ``async_save`` a handle whose ``result()`` returns that report, or
+        raises what went wrong.
 
     Raises:
         UnsupportedValueError: the state_dict holds something that cannot be stored, or the ranks' parts do not make up
             whole tensors. Nothing was written.
         RankFailureError: a rank failed. The folder's checkpoints are as before; or, if the connection was lost at the
-            very end, the new one is committed: :func:`list_checkpoints` tells.
+            very end, the new one may be committed: :func:`list_checkpoints` tells.
         DurabilityUnknownError: the checkpoint is committed, but a crash of the machine might undo that.
-        CheckpointTimeoutError: a rank did not come, or fell silent.
-        TypeError, ValueError: an argument is not what it should be.
+        CheckpointTimeoutError: a rank did not join the call, or went silent.
+        TypeError, ValueError: an argument is invalid.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import save_state_dict
+        >>> model = paddle.nn.Linear(4, 2)
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> report = save_state_dict({"model": model, "optimizer": optimizer, "step": 100}, "checkpoint")
+        >>> report.unique_id
+        0
     """
     options = checked("options", options, SaveOptions) or SaveOptions()
     ranks = connected(process_group, coordinator_rank, options)
@@ -124,20 +128,21 @@ def load_state_dict(
     *,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Fill a state_dict in place from a checkpoint, whatever layout that was saved on.
+    """Fill a state_dict in place from a checkpoint, whatever layout it was saved with.
 
-    Every rank of the group calls it with its own state_dict, and reads what it needs and no more. Tensors and numpy
-    arrays are filled where they are. A target None takes the whole stored value, or subtree of values; any other value
-    is replaced by the stored one.
+    Every rank of the group calls it with its own state_dict, and reads only what it needs. Tensors and numpy arrays are
+    filled in place, and so are the tensors of layers, optimizers and DistModels; other objects get their stored state
+    through ``set_state_dict()`` or ``load_state_dict()``. None takes the whole stored value, or a subtree of values;
+    any other value is replaced by the stored one, and a :class:`PerRank` by what the rank of the same number has saved.
 
     Args:
-        state_dict: What to fill; may ask for a part of the checkpoint.
+        state_dict: What to fill: all that :func:`save_state_dict` takes. It may ask for only a part of the checkpoint.
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         process_group: The Paddle group whose ranks load together; None for the default group.
-        coordinator_rank: Global rank of the one that reads `.metadata`; the same on every rank, or all raise at once.
+        coordinator_rank: Global rank of the coordinator, which reads `.metadata`; must be the same on every rank.
         unique_id: Which checkpoint; None for the newest.
-        offload: Exchange data among ranks in host memory even if the group's collectives are a device's: by a gloo
-            group of the same ranks, the job's own or one that is made for it. Targets stay where they are.
+        offload: Exchange data between ranks in host memory even if the group's collectives run on a device: through a
+            gloo group of the same ranks, the job's own or one created for this. Targets stay where they are.
         options: See :class:`LoadOptions`.
 
     Returns:
@@ -149,8 +154,17 @@ def load_state_dict(
         CheckpointCorruptedError, RankFailureError: stored bytes are not what was written, or cannot be read. The
             message says whether targets were touched.
         CheckpointReplacedError: other saves replaced the checkpoint four times meanwhile. Nothing was touched.
-        CheckpointTimeoutError: a rank did not come, or fell silent.
-        TypeError, ValueError: an argument is not what it should be.
+        CheckpointTimeoutError: a rank did not join the call, or went silent.
+        TypeError, ValueError: an argument is invalid.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import load_state_dict, save_state_dict
+        >>> saved = save_state_dict({"model": paddle.nn.Linear(4, 2), "step": 100}, "checkpoint")
+        >>> state = {"model": paddle.nn.Linear(4, 2), "step": None}
+        >>> report = load_state_dict(state, "checkpoint")  # fills the layer's own tensors
+        >>> state["step"], report.unused_keys
+        (100, ())
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
     ranks = connected(process_group, coordinator_rank, options)
@@ -172,10 +186,10 @@ def load_merged_state_dict(
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
-        prefix: Load what is below these whole parts of the path, joined by dots; the result's keys are without them.
+        prefix: Load only what is below this path (whole parts joined by dots), which is left out of the result's keys.
         unique_id: Which checkpoint; None for the newest.
         offload: Put the tensors in host memory even if Paddle's current device is another.
-        keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
+        keys: Flat keys, or patterns as in fnmatch; if there is a prefix too, both must match.
         flat: Return flat keys instead of the nesting that was saved.
         options: See :class:`LoadOptions`.
 
@@ -186,7 +200,16 @@ def load_merged_state_dict(
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
         StateDictMismatchError: recipes do not fit the checkpoint.
-        ValueError: statements of an aoa_config cannot be done.
+        ValueError: statements of an aoa_config cannot be carried out.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import load_merged_state_dict, save_state_dict
+        >>> report = save_state_dict({"model": paddle.nn.Linear(4, 2), "step": 100}, "checkpoint")
+        >>> sorted(load_merged_state_dict("checkpoint", flat=True))
+        ['model.bias', 'model.weight', 'step']
+        >>> list(load_merged_state_dict("checkpoint", prefix="model")["weight"].shape)
+        [4, 2]
     """
     options = checked("options", options, LoadOptions) or LoadOptions()
     unique_id = checked_id(unique_id)
@@ -211,7 +234,7 @@ def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
 
 
 def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
-    """Make a lost `.metadata` again from the data files, after checking every byte of them.
+    """Recreate a lost `.metadata` from the data files, after checking every byte of them.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
@@ -231,8 +254,8 @@ def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
 def list_checkpoints(path: Any) -> list[int]:
     """The ids of the committed checkpoints in a folder, ascending.
 
-    Checkpoints of other formats (see :func:`load_state_dict`) count where there is none of this one. What has no number
-    in its format has the id 0.
+    If there is no checkpoint of this library's own format, those of other formats are listed. A checkpoint whose format
+    has no numbers has the id 0.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
@@ -244,7 +267,7 @@ def list_checkpoints(path: Any) -> list[int]:
 def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | None = None) -> VerifyReport:
     """Check every byte of a checkpoint against the checksums taken when it was written. Does not need paddle.
 
-    Values are decoded as a load decodes them. If the checkpoint is replaced meanwhile, it starts again as a load does.
+    Values are decoded just as a load decodes them. If the checkpoint is replaced meanwhile, the check starts over.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
@@ -317,32 +340,3 @@ def copy_checkpoint(
     bound, find_out = options.progress_timeout, functools.partial(as_storage, out)
     with bounded(functools.partial(as_storage, path), path, bound, 0) as source, bounded(find_out, out, bound, 0) as to:
         return copy(source, to, checked_id(unique_id), options.progress)
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of the random generators of Python, numpy (its global one) and Paddle, to be stored as a PerRank.
-
-    Returns:
-        A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, ``cpu`` always, one state for each
-        device) and ``fleet`` (by name, those of the tracker for model parallelism, if it has any).
-
-    Raises:
-        UnsupportedValueError: Paddle does not tell the state of its generator on the CPU. So it is in Paddle 2.6.
-    """
-    from .paddle_adapter import random_state
-
-    return random_state.rng_state()
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue with the random numbers that followed :func:`rng_state`.
-
-    Args:
-        state: What it returned, on as many devices of the same kind.
-
-    Raises:
-        ValueError: it is not such a state, or this process has other generators. Then nothing has changed.
-    """
-    from .paddle_adapter import random_state
-
-    random_state.set_rng_state(state)

@@ -79,7 +79,7 @@ def install(
         A context manager, which need not be used as one.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be. Nothing was replaced.
+        TypeError, ValueError: an argument is invalid. Nothing was replaced.
     """
     if unique_id_policy not in ("paddle", "next"):
         raise ValueError(f"unique_id_policy must be 'paddle' or 'next', not {unique_id_policy!r}")

@@ -9,7 +9,7 @@
     ├── CheckpointReplacedError     other saves replaced the checkpoint again and again while it was being read
     ├── RankFailureError            another rank (or several) failed; ``failures`` maps rank to its exception
     │   └── CollectiveError         ... in moving data from rank to rank
-    └── CheckpointTimeoutError      ranks, or their disks, kept still too long; ``missing_ranks`` names them
+    └── CheckpointTimeoutError      ranks were silent, or their disks hung, for too long; see ``missing_ranks``
 
 Errors about what all ranks share (the first six, when the coordinator finds them or when every rank's answers are
 merged) are raised with the same type on every rank. An error of one rank alone is raised as
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """Root of everything that this library raises on its own account."""
+    """The base class of all errors defined by this library."""
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -65,7 +65,7 @@ class UnsupportedValueError(CheckpointError):
 class DurabilityUnknownError(CheckpointError):
     """The save is committed, and readers see it, but the storage has not confirmed that a crash cannot undo that.
 
-    What it would have replaced or removed is still there. Raised on every rank.
+    Whatever it would have replaced or removed is still there. Raised on every rank.
 
     Attributes:
         path: The coordinator's folder.
@@ -78,9 +78,9 @@ class DurabilityUnknownError(CheckpointError):
 
 
 class CheckpointReplacedError(CheckpointError):
-    """Other saves replaced the checkpoint under the same id each time that it was being read, too often to go on.
+    """Other saves kept replacing the checkpoint under the same id while it was being read.
 
-    Nothing is damaged: to read it again may succeed.
+    Nothing is damaged: reading it again may succeed.
     """
 
 
@@ -99,9 +99,9 @@ class RankFailureError(CheckpointError):
 
 
 class CollectiveError(RankFailureError):
-    """Data did not get from rank to rank: a collective failed or hung, or delivered other bytes than were sent.
+    """Data could not be transferred between ranks: a collective failed, hung, or delivered the wrong bytes.
 
-    The group's communicator is not used any more. On a device, ``offload=True`` loads by a group of the host instead.
+    The group's communicator is no longer used. On a device, ``offload=True`` loads through a group on the host instead.
     """
 
 
@@ -109,7 +109,7 @@ class CheckpointTimeoutError(CheckpointError):
     """Some ranks stayed silent for longer than ``options.timeout``, or their files for ``options.progress_timeout``.
 
     Attributes:
-        missing_ranks: The silent ranks, or those whose files do not answer, ascending.
+        missing_ranks: The silent ranks, or those whose file operations hang, in ascending order.
     """
 
     def __init__(self, message: str, missing_ranks: Iterable[int] = ()) -> None:

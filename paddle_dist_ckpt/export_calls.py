@@ -59,8 +59,8 @@ def export(
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
         UnsupportedValueError: the format cannot hold something; or, with ``dtype``, a finite value.
-        TypeError, ValueError: an argument is not what it should be, or ``out`` is there already.
-        RankFailureError, CheckpointTimeoutError: another rank failed, or fell silent.
+        TypeError, ValueError: an argument is invalid, or ``out`` is there already.
+        RankFailureError, CheckpointTimeoutError: another rank failed or went silent.
         OSError: this process, alone, could not read or write.
 
     Whatever is raised, there is no ``out``; or, if the connection was lost at the very end, all of it.
@@ -128,7 +128,7 @@ def export_request(
     """What :func:`export` is asked for, checked; ``stem`` is what the names of safetensors files begin with.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument is invalid.
     """
     if not isinstance(stem, str) or not stem or stem.startswith(".") or "/" in stem or "\0" in stem:
         raise ValueError(f"the names of files cannot begin with {stem!r}")

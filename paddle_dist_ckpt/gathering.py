@@ -59,9 +59,9 @@ def gather_state_dict(
 
     Raises:
         UnsupportedValueError: see :func:`save_state_dict`.
-        RankFailureError, CheckpointTimeoutError: another rank failed, or did not come, or fell silent.
+        RankFailureError, CheckpointTimeoutError: another rank failed, did not join, or went silent.
         CheckpointError: a rank has no memory for it.
-        TypeError, ValueError: an argument is not what it should be, or ranks passed different ones.
+        TypeError, ValueError: an argument is invalid, or ranks passed different ones.
 
     Example:
         >>> whole = gather_state_dict({"model": model}, rank=0, offload=True)  # doctest: +SKIP
@@ -103,9 +103,9 @@ def scatter_state_dict(
     Raises:
         StateDictMismatchError: keys, shapes or dtypes do not fit; lists every problem. Nothing was touched.
         UnsupportedValueError: ``whole`` holds what cannot be passed on; see :func:`save_state_dict`.
-        RankFailureError, CheckpointTimeoutError: another rank failed, or did not come, or fell silent. The message says
+        RankFailureError, CheckpointTimeoutError: another rank failed, did not join, or went silent. The message says
             whether targets were touched.
-        TypeError, ValueError: an argument is not what it should be, or ranks passed different ones.
+        TypeError, ValueError: an argument is invalid, or ranks passed different ones.
 
     Example:
         >>> scatter_state_dict(whole, {"model": model}, rank=0)  # doctest: +SKIP

@@ -21,7 +21,7 @@ from .storage import Storage, as_source
 from .tree.state_dict import Adapter
 from .wiring import connected, load_whole, load_with, paddles, save_with
 
-__all__ = ["load", "model_state_dict", "optimizer_state_dict", "save"]
+__all__ = ["load", "model_state_dict", "optimizer_state_dict", "rng_state", "save", "set_rng_state"]
 
 _UNIQUE_ID = 0  # a folder holds one such checkpoint, which each save replaces
 _OURS = ("model", "optimizer")
@@ -34,11 +34,11 @@ def save(
     """Save models, optimizers and whatever else a training job needs, together with the other ranks of the group.
 
     Every rank of the group calls it. Models may be wrapped for data parallelism or not; keys have no prefix either way.
-    Tensors that are the same on all ranks, as parameters and what optimizers keep for them are in data parallelism, are
-    written by all of them, about equally many bytes by each: large tensors are cut. Of those that differ, as buffers
-    may, the first rank of the group saves its own, with a warning. DistTensors are saved as
-    :func:`paddle_dist_ckpt.save_state_dict` saves them. A checkpoint that an earlier call has saved there is replaced
-    when all of the new one is on the disk, and not before.
+    The ranks share the work of writing tensors that are equal on all of them, such as parameters and optimizer states
+    in data parallelism: each writes about the same number of bytes, and large tensors are split for that. For tensors
+    that differ, such as buffers, the copy of the group's first rank is saved, with a warning. DistTensors are saved as
+    by :func:`paddle_dist_ckpt.save_state_dict`. A checkpoint that an earlier call saved there is replaced once the new
+    one is completely on disk, not before.
 
     The idea is that of ``hfai.checkpoint.save``.
 
@@ -49,19 +49,27 @@ def save(
             accumulators that its first step would start from. Its entries are named after the parameters.
         others: A dict of anything else that :func:`paddle_dist_ckpt.save_state_dict` takes: values, tensors, objects
             such as a learning rate's scheduler, :class:`PerRank` values.
-        group: The Paddle group whose ranks save together; None for the default group, or for this process alone if
-            it is the only one.
+        group: The Paddle group whose ranks save together; None for the default group, or for this process if it is
+            the only one.
 
     Returns:
         What was saved, in bytes and seconds.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be, on any rank; or ``others`` has the key ``model`` or
+        TypeError, ValueError: an argument is invalid on some rank; or ``others`` has the key ``model`` or
             ``optimizer``. Nothing was written.
         UnsupportedValueError: something cannot be stored; or most tensors differ among the ranks, so that all but the
             first one's would be lost. Nothing was written.
-        RankFailureError: a rank failed. The checkpoint that was there before is as it was.
-        CheckpointTimeoutError: a rank did not come, or fell silent.
+        RankFailureError: a rank failed. The checkpoint that was there before is unchanged.
+        CheckpointTimeoutError: a rank did not join the call, or went silent.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import save
+        >>> model = paddle.nn.Linear(4, 2)
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> save("latest", model, optimizer, others={"epoch": 3}).unique_id  # a later save replaces it
+        0
     """
     from .paddle_adapter import replicas
 
@@ -84,13 +92,13 @@ def load(
     map_location: Any = None,
     nthreads: int = 8,
 ) -> dict[Any, Any]:
-    """Load what :func:`save` has saved, on whatever number of ranks that was, or a checkpoint of another format.
+    """Load what :func:`save` saved on any number of ranks, or a checkpoint of another format.
 
-    Each process loads for itself, and waits for no other. Without ``model`` and ``optimizer`` the whole state is
-    returned, as whole tensors. With them, what is stored for them is read right into their own tensors, and ``others``
-    are returned beside them; of a DistTensor only this rank's part is read. An optimizer needs its model beside it, for
-    its entries are named after the parameters. A checkpoint of another format that has neither ``model`` nor
-    ``optimizer`` at the top is taken to be that of a model alone.
+    Each process loads on its own and does not wait for others. Without ``model`` and ``optimizer``, the whole state is
+    returned, as whole tensors. With them, their data is read directly into their own tensors, and ``others`` are
+    returned as well; of a DistTensor only this rank's part is read. An optimizer needs its model too, since its entries
+    are named after the parameters. A checkpoint of another format that has neither ``model`` nor ``optimizer`` at the
+    top level is assumed to be that of a model.
 
     The idea is that of ``hfai.checkpoint.load``.
 
@@ -98,21 +106,31 @@ def load(
         path: The folder, or a file of another format: a str, a PathLike, or a :class:`Storage`.
         model: A ``paddle.nn.Layer``, or a list of them, as they were saved; wrapped for data parallelism or not.
         optimizer: One of Paddle's optimizers, or a list of them. One that has not taken a step gets its accumulators.
-        map_location: Where tensors that are returned shall be: None for Paddle's current device, ``"cpu"``, another
-            device's name, or a Place. A model's and an optimizer's own tensors stay where they are.
-        nthreads: How many threads read; 0 to read in this thread, one piece after the other.
+        map_location: Where to put returned tensors: None for Paddle's current device, ``"cpu"``, another device's name,
+            or a Place. The tensors of a model or optimizer that was passed stay where they are.
+        nthreads: How many threads read; 0 reads in the calling thread, one piece after another.
 
     Returns:
-        ``{"model": ..., "optimizer": ..., **others}``, without what was not saved. If ``model`` or ``optimizer`` was
-        given, their entries are the state_dicts of the objects given, and the other one, if not given, is left out.
+        ``{"model": ..., "optimizer": ..., **others}``, without what was not saved. If ``model`` or ``optimizer`` is
+        passed, its entry is the state_dict of that object; if only one of the two is passed, the other is left out.
 
     Raises:
         StateDictMismatchError: the checkpoint does not fit the objects; lists every problem. They were not touched.
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: stored bytes are not what was written. Objects may be partly filled then; the message
             says so.
-        CheckpointError: reading failed, or the checkpoint was replaced again and again meanwhile.
-        TypeError, ValueError: an argument is not what it should be.
+        CheckpointError: reading failed, or the checkpoint kept being replaced meanwhile.
+        TypeError, ValueError: an argument is invalid.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import load, save
+        >>> model = paddle.nn.Linear(4, 2)
+        >>> report = save("latest", model, others={"epoch": 3})
+        >>> list(load("latest")["model"]["weight"].shape)  # whole tensors
+        [4, 2]
+        >>> load("latest", paddle.nn.Linear(4, 2))["epoch"]  # fills the layer
+        3
     """
     from .paddle_adapter import replicas
 
@@ -147,7 +165,7 @@ def model_state_dict(
     Raises:
         StateDictMismatchError: an entry of the model is missing, or has another shape or dtype, or is distributed in
             this run; lists every problem.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument is invalid.
     """
     from .paddle_adapter import replicas, run_names
 
@@ -181,7 +199,7 @@ def optimizer_state_dict(loaded: Mapping[str, Any], model: Any, optimizer: Any) 
         StateDictMismatchError: an entry of the optimizer is missing, or has another shape or dtype, or is distributed
             in this run; lists every problem.
         UnsupportedValueError: the optimizer's setter does not take all of its state (LBFGS, LookAhead).
-        TypeError: an argument is not what it should be.
+        TypeError: an argument is invalid.
     """
     from .paddle_adapter import replicas, run_names
 
@@ -258,3 +276,32 @@ def _checked_threads(nthreads: int) -> int:
     if number < 0:
         raise ValueError(f"nthreads must not be negative, but is {nthreads}")
     return max(1, number)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the random generators of Python, numpy (its global one) and Paddle, to be saved as a PerRank.
+
+    Returns:
+        A dict of plain values: ``python``, ``numpy``, ``paddle`` (by kind of device, always including ``cpu``, with one
+        state per device) and ``fleet`` (by name, those of fleet's tracker for model parallelism, if it has any).
+
+    Raises:
+        UnsupportedValueError: this Paddle cannot report the state of its CPU generator, as in Paddle 2.6.
+    """
+    from .paddle_adapter import random_state
+
+    return random_state.rng_state()
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue with the random numbers that followed :func:`rng_state`.
+
+    Args:
+        state: What it returned, with the same number of devices of the same kind.
+
+    Raises:
+        ValueError: it is not such a state, or this process has other generators. Nothing has changed then.
+    """
+    from .paddle_adapter import random_state
+
+    random_state.set_rng_state(state)

@@ -26,34 +26,43 @@ class SaveOptions:
     """How to save.
 
     Attributes:
-        timeout: The longest silence of a rank, in seconds, before the others give up on it. Work of any length is
-            fine: a rank that works is not silent.
+        timeout: How long a rank may be silent, in seconds, before the others give up on it. A rank that is working is
+            not silent, however long the work takes.
         no_dist: Save this rank's state_dict alone, even in a job of many ranks.
         check_replicas: What to do when plain tensors or values that should be equal on every rank are not: ``"warn"``
-            logs their names, ``"error"`` raises before anything is written, ``"off"`` does not compare, ``"auto"``
-            raises if most of the tensors are not equal, which are no replicas then, and else logs the names. Also what
-            to do when copies of parts of distributed tensors are not: all but ``"error"`` and ``"off"`` log who has
-            which, ``"error"`` raises before the commit. ``"sampled"`` is ``"auto"`` with a tenth of these copies in
-            each save, another one each time; so much is compared of them in the background and on devices anyway.
-        user_metadata: Values to store in ``.metadata`` beside the state (the coordinator's are kept).
-        block_bytes: Bytes that share a checksum; a power of two. Smaller blocks let slices be read with less waste.
+            logs their names; ``"error"`` raises before anything is written; ``"off"`` does not compare; ``"auto"``
+            raises if most of the tensors differ, since they are not replicas then, and otherwise logs the names. It
+            also applies to copies of the same part of a distributed tensor: ``"error"`` raises before the commit if
+            they differ, ``"off"`` does not compare, and the others log which ranks differ. ``"sampled"`` is ``"auto"``
+            but compares only a tenth of these copies in each save, a different tenth each time, as background saves and
+            saves from devices always do.
+        user_metadata: Values to store in ``.metadata`` in addition to the state (those of the coordinator are stored).
+        block_bytes: How many bytes share a checksum; a power of two. With smaller blocks, reading slices wastes less.
         progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal and it takes more than
-            a second, but not for a save in the background.
-        when_busy: What a save does while an earlier one of this group still goes on in the background: ``"wait"`` for
-            its end, or ``"raise"``, on every rank.
-        snapshot_bytes: The most memory, in bytes on each rank, that the snapshot of a save in the background may take.
-            What does not fit in it is written before the call returns. None sets no bound.
-        progress_timeout: The longest, in seconds, that one operation on a file may take on any rank: making or opening
-            it, writing or reading a piece, an fsync. After that the disk, or the network to it, is taken to hang, and
-            every rank raises :class:`CheckpointTimeoutError`. None waits for as long as it takes. It bounds neither
-            files that an export writes, nor what a manager asks of folders themselves (whether one is a symlink, the
-            removal of an empty one), nor functions without options.
-        data_suffix: How the names of data files end: ``".safetensors"`` or ``".shards"``, the same on every rank. What
-            is in them is the same. Tools that walk through folders for ``*.safetensors`` do not find the second ones,
-            and so neither trip over names that repeat from step to step nor rename or remove them. None means the
-            first, but in saves by functions that :func:`install` has replaced the second.
+            a second, but not for a background save.
+        when_busy: What to do if an earlier save of this group is still running in the background: ``"wait"`` for it, or
+            ``"raise"`` on every rank.
+        snapshot_bytes: How much memory, in bytes on each rank, the snapshot of a background save may take. What does
+            not fit is written before the call returns. None sets no limit.
+        progress_timeout: How long, in seconds, a single file operation may take on any rank: creating or opening a
+            file, writing or reading a piece, an fsync. After that the disk, or the network to it, is considered to
+            hang, and every rank raises :class:`CheckpointTimeoutError`. None waits as long as it takes. It
+            does not cover files that an export writes, a manager's checks of folders themselves (whether one is a
+            symlink, the removal of an empty one), or functions without options.
+        data_suffix: How the names of data files end: ``".safetensors"`` or ``".shards"``, the same on every rank. The
+            contents are the same. Tools that search folders for ``*.safetensors`` do not find ``.shards``, so they
+            neither trip over tensor names that repeat from step to step nor rename or remove the files. None means
+            ``".safetensors"``, or ``".shards"`` in saves by functions that :func:`install` has put in place.
         separate_folders: Whether ranks of one host may save to several folders, each with a part of the checkpoint. If
-            not, that raises, for it is a mistake more often than not. (Hosts may always have folders of their own.)
+            False, that raises, since it is usually a mistake. (Different hosts may always have their own folders.)
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import SaveOptions, read_metadata, save_state_dict
+        >>> options = SaveOptions(timeout=60, check_replicas="error", user_metadata={"run": "baseline"})
+        >>> report = save_state_dict({"weight": paddle.ones([4, 2])}, "checkpoint", options=options)
+        >>> read_metadata("checkpoint").user_metadata
+        {'run': 'baseline'}
     """
 
     timeout: float = 300.0
@@ -91,43 +100,51 @@ class LoadOptions:
     """How to load.
 
     Attributes:
-        timeout: The longest silence of a rank, in seconds, before the others give up on it.
+        timeout: How long a rank may be silent, in seconds, before the others give up on it.
         no_dist: Load this rank's state_dict alone, even in a job of many ranks.
-        strict: Raise when a wanted key is missing or does not fit. With False, what fits is loaded and the report
-            names the rest. With ``"all"``, a stored key that nothing asks for raises, too, and so does a statement of
-            an ``aoa_config`` that changes nothing.
-        allow_missing: Patterns (as :func:`fnmatch.fnmatchcase` has them) of wanted flat keys that need not be stored.
-            Those that are not are left as they are, and the report names them.
-        allow_unused: Patterns of stored flat keys that nothing need ask for, if ``strict`` is ``"all"``, or if they
-            belong to an object of a user's own.
+        strict: Raise if a wanted key is missing or does not fit. With False, what fits is loaded and the report names
+            the rest. With ``"all"``, also raise for stored keys that nothing asks for, and for statements of an
+            ``aoa_config`` that have no effect.
+        allow_missing: Patterns (as in :func:`fnmatch.fnmatchcase`) of wanted flat keys that need not be stored. Those
+            that are not stored are left as they are, and the report names them.
+        allow_unused: Patterns of stored flat keys that need not be asked for, where ``strict`` is ``"all"``, or where
+            they belong to an object of a user-defined class.
         resize: Along which axis a wanted tensor may be longer or shorter than the stored one, by patterns of wanted
-            flat keys, of which the first counts: ``{"*embed.weight*": 0}``. A longer one keeps what it has beyond. With
-            ``(axis, n)`` it may be shorter, too, and both must be at least n long; what is stored beyond is left out.
+            flat keys, of which the first match counts: ``{"*embed.weight*": 0}``. A longer tensor keeps its contents
+            beyond the stored length. With ``(axis, n)`` it may also be shorter; both must be at least n long, and what
+            is stored beyond is left out.
         cast: Convert where dtypes differ: float to float, int to a wider int, bool to int, real to complex. A finite
             value that the target cannot hold is an error.
-        per_rank: What becomes of :class:`PerRank` values that another number of ranks has saved: ``"refuse"`` raises,
-            ``"by_rank"`` gives each rank that of the rank of its number and leaves ranks of higher numbers as they are,
-            ``"coordinator"`` gives all that of the lowest rank.
-        exchange: ``"auto"`` reads a file on every rank of a host that wants it, and sends data between ranks when some
-            cannot reach the file or when several hosts want it; ``"always"`` reads each byte once in the whole job;
-            ``"never"`` makes every rank read for itself.
-        key_map: Where wanted entries are stored, if not under their own keys: a mapping of wanted flat keys, or of
-            first parts of some (of which the longest counts), to stored ones; or a function of a wanted key that
-            returns the stored one. None instead of a key leaves the entry as it is.
-        recipes: What wanted tensors are made of, if not of the stored tensor of their key: a mapping of wanted flat
-            keys to expressions of stored tensors (see :func:`stored`). A key may have placeholders
-            (``layers.{i}.weight``), each of which stands for a text without dots that is put into the stored keys.
-        aoa_config: The same in Paddle's own language, as ``paddle.distributed.load_state_dict`` takes it: a mapping
-            with ``aoa_statements``, and ``aoa_config_reverse`` and ``enable_traceback`` if need be; the same on every
-            rank. Needs Paddle 3.3.
-        staging_bytes: The most host memory, in bytes on each rank, through which data go to tensors on a device at a
-            time, and the most memory of the device that an exchange uses; the same on every rank.
-        progress: Show a progress bar on the coordinator; None shows it when stderr is a terminal and it takes more than
-            a second.
-        progress_timeout: The longest, in seconds, that one operation on a file may take on any rank; see
-            :class:`SaveOptions`.
-        separate_folders: Whether ranks of one host may load from several folders, which hold parts of one checkpoint.
-            If not, that raises, for they might hold different ones.
+        per_rank: What to do with :class:`PerRank` values that another number of ranks saved: ``"refuse"`` raises,
+            ``"by_rank"`` gives each rank the value of the rank with the same number and leaves additional ranks as they
+            are, ``"coordinator"`` gives all ranks the value of the lowest rank.
+        exchange: ``"auto"`` lets each rank read what it needs, and sends data between ranks if some cannot reach a file
+            or if several hosts need it; ``"always"`` reads each byte only once in the whole job; ``"never"`` makes
+            every rank read for itself.
+        key_map: Where wanted entries are stored, if not under their own keys: a mapping from wanted flat keys, or
+            leading parts of them (the longest match counts), to stored ones; or a function from a wanted key to the
+            stored one. None instead of a stored key leaves the entry as it is.
+        recipes: What wanted tensors are made of, if not simply the stored tensor of the same key: a mapping from wanted
+            flat keys to expressions of stored tensors (see :func:`stored`). A key may have placeholders
+            (``layers.{i}.weight``), each of which matches a text without dots that is inserted in the stored keys.
+        aoa_config: The same in Paddle's own language, as for ``paddle.distributed.load_state_dict``: a mapping with
+            ``aoa_statements``, and optionally ``aoa_config_reverse`` and ``enable_traceback``; the same on every rank.
+            Needs Paddle 3.3.
+        staging_bytes: How much host memory, in bytes on each rank, may hold data on its way to a device at a time, and
+            how much device memory an exchange may use; the same on every rank.
+        progress: Show a progress bar on the coordinator; None shows it if stderr is a terminal and it takes more than a second.
+        progress_timeout: How long, in seconds, a single file operation may take on any rank; see :class:`SaveOptions`.
+        separate_folders: Whether ranks of one host may load from several folders that hold parts of one checkpoint. If
+            False, that raises, since the folders might hold different checkpoints.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
+        >>> report = save_state_dict({"body": paddle.ones([4])}, "checkpoint")
+        >>> state = {"body": paddle.zeros([4], dtype="float16"), "head": paddle.zeros([3])}
+        >>> options = LoadOptions(cast=True, allow_missing=["head"])
+        >>> load_state_dict(state, "checkpoint", options=options).skipped
+        ('head: left as it is, for the checkpoint does not have it',)
     """
 
     timeout: float = 300.0

@@ -11,9 +11,7 @@ from .api import (
     load_state_dict as load_state_dict,
     read_metadata as read_metadata,
     rebuild_metadata as rebuild_metadata,
-    rng_state as rng_state,
     save_state_dict as save_state_dict,
-    set_rng_state as set_rng_state,
     verify as verify,
 )
 from .drop_in import install as install, uninstall as uninstall
@@ -42,7 +40,9 @@ from .one_call import (
     load as load,
     model_state_dict as model_state_dict,
     optimizer_state_dict as optimizer_state_dict,
+    rng_state as rng_state,
     save as save,
+    set_rng_state as set_rng_state,
 )
 from .options import LoadOptions as LoadOptions, SaveOptions as SaveOptions
 from .recipes import Recipe as Recipe, concat as concat, split as split, stored as stored

@@ -246,7 +246,7 @@ def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
     """An expression cut into ``count`` equal parts along an axis, for recipes.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument is invalid.
     """
     _recipe(recipe)
     parts, axis = _number("count", count), _number("axis", axis)

@@ -28,9 +28,11 @@ class SaveReport:
         total_bytes: Bytes of tensor data that all ranks wrote together.
         bytes_written: Bytes of tensor data that this rank wrote.
         files: How many data files the checkpoint has.
-        seconds: Seconds per phase on this rank: ``plan``, ``write``, and ``commit`` where ranks see several folders
-            (otherwise it is a part of ``write``).
-        warnings: Keys of replicas that differ between ranks, each in a sentence.
+        seconds: Seconds per phase on this rank: ``plan``, ``write``, and ``commit`` if ranks see several folders
+            (otherwise the commit is part of ``write``). A background save also has ``snapshot``: reducing partial
+            tensors, copying, and writing what the snapshot had no room for; ``plan`` and ``snapshot`` passed in the
+            call, ``write`` and ``commit`` after it.
+        warnings: A sentence for each replica that differs between ranks, with its key and those ranks.
     """
 
     path: str
@@ -52,10 +54,10 @@ class LoadReport:
         bytes_read: Bytes that this rank read from data files, headers left out.
         bytes_received: Bytes that other ranks read for this one.
         files_opened: How many data files this rank opened.
-        skipped: With ``strict=False`` or ``allow_missing``, a line for every target that was not loaded, and why; with
-            ``resize``, what of a tensor was left as it is or left out.
+        skipped: With ``strict=False``, ``allow_missing`` or ``per_rank="by_rank"``, a line for every target that was
+            not loaded, and why; with ``resize``, which part of a tensor was left as it is or left out.
         unused_keys: Flat keys that the checkpoint has and no rank asked for.
-        seconds: Seconds per phase on this rank: ``plan``, ``read``, and ``open`` where ranks read for each other.
+        seconds: Seconds per phase on this rank: ``plan``, ``read``, and ``open`` if ranks read for each other.
     """
 
     path: str
@@ -79,8 +81,8 @@ class VerifyReport:
         problems: A line for everything that is not.
         files: How many data files were checked.
         total_bytes: Their bytes together.
-        verified_bytes: Bytes of tensors that were compared with checksums: all, or in a checkpoint of another format
-            those that it has checksums of. Of the others the sizes of files and the layout of tensors were checked.
+        verified_bytes: Bytes of tensors that were compared with checksums: all of them, or in a checkpoint of another
+            format those for which it has checksums. For the rest, file sizes and tensor layouts were checked.
     """
 
     path: str
@@ -102,7 +104,7 @@ class ExportReport:
         files: Names of its files.
         tensors: How many tensors they hold.
         total_bytes: Bytes of all files.
-        left_out: Flat keys of values, for which the format has no place, and of what cannot be read.
+        left_out: Flat keys of values that the format has no place for, and of what cannot be read.
         seconds: Seconds per phase on this rank: ``plan`` and ``write``.
     """
 

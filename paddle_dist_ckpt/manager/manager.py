@@ -3,9 +3,9 @@
     root/step-00000100/     a checkpoint of its own, which can be copied away; its unique_id is the step
     root/step-00000200/
 
-What has to be the same on all ranks is decided by the coordinator: which steps are there, which is the latest or the
-best one, which may go. So all ranks make the same calls in the same order. :meth:`CheckpointManager.should_save` alone
-waits for nobody; see :mod:`.control.appointment` for how it can know.
+The coordinator decides what must be the same on all ranks: which steps exist, which is the latest or the best one, and
+which may go. So all ranks make the same calls in the same order. Only :meth:`CheckpointManager.should_save` waits for
+nobody; :mod:`.control.appointment` explains how it can know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..core.protocols import ControlSession
 from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
 from ..folder.delete import Deletion
 from ..folder.nothing import steps_text
-from ..options import LoadOptions, SaveOptions, as_integer, checked
+from ..options import LoadOptions, SaveOptions, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage, bounded_folders
@@ -43,31 +43,42 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 
 
 class CheckpointManager:
-    """Saves a training job's state at some of its steps, keeps some of them, and finds the one to go on from.
+    """Saves a training job's state at some of its steps, keeps some of them, and finds the one to resume from.
 
-    Every rank makes one, with the same arguments, and makes the same calls in the same order. It can be used as a
-    context manager, which closes it.
+    Every rank creates one, with the same arguments, and makes the same calls in the same order. Leaving its ``with``
+    block closes it.
 
     Args:
         root: The folder of the steps' folders: a str or a PathLike. Hosts may have folders of their own.
         keep_last: How many of the latest steps to keep; None keeps all.
-        keep_every: Keep the steps that are multiples of this as well, for good.
-        best: Keep the best step as well: the name of a metric, and whether ``"min"`` or ``"max"`` is best.
+        keep_every: Also keep the steps that are multiples of this, for good.
+        best: Also keep the best step: the name of a metric, and whether ``"min"`` or ``"max"`` is best.
         save_interval_steps: Save at multiples of this.
-        save_interval_seconds: Save when so much time has passed since the last save. Given neither interval, every step
-            is saved.
+        save_interval_seconds: Save when this much time has passed since the last save. With neither interval, every
+            step is saved.
         async_save: Save in the background.
-        options: How to save; its ``user_metadata`` are stored beside the manager's own.
+        options: How to save. Its ``timeout`` applies to all of the manager's calls, except that ``restore`` loads with
+            the options passed to it. Its ``user_metadata`` is stored in addition to the manager's own.
         process_group: The Paddle group whose ranks train together; None for the default group.
-        coordinator_rank: Global rank of the one that decides; the same on every rank, or all raise at once.
-        save_on_sigterm: When a rank gets SIGTERM, save at the next step that all ranks can agree on, and set
-            :attr:`stopping`. Launchers repeat the signal; one that comes 10 seconds later or more ends the process as
-            if there were no manager. To be made on the main thread then.
+        coordinator_rank: Global rank of the coordinator, which decides; must be the same on every rank.
+        save_on_sigterm: If a rank gets SIGTERM, save at the next step that all ranks can agree on, and set
+            :attr:`stopping`. Launchers repeat the signal; one that arrives more than 10 seconds later ends the process
+            as if there were no manager. Such a manager must be created on the main thread.
 
     Raises:
-        ValueError: an argument is out of bounds, or not the same on every rank; or ``root`` is a file, the folder of
-            one of the steps, or that of another checkpoint.
-        CheckpointTimeoutError: a rank did not come.
+        ValueError: an argument is out of range, or not the same on every rank; or ``root`` is a file, a step's folder, or a
+            checkpoint's.
+        CheckpointTimeoutError: a rank did not join the call.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import CheckpointManager
+        >>> state = {"model": paddle.nn.Linear(4, 2)}
+        >>> with CheckpointManager("run", save_interval_steps=10, keep_last=2, async_save=False) as manager:
+        ...     for step in range((manager.restore(state) or 0) + 1, 41):
+        ...         saved = manager.save(step, state)  # None if the step is not due
+        ...     manager.all_steps()
+        [30, 40]
     """
 
     def __init__(
@@ -130,10 +141,10 @@ class CheckpointManager:
     # -- when
 
     def should_save(self, step: int) -> bool:
-        """Whether a save is due at this step, the same on every rank. To be called once a step, with rising steps.
+        """Whether a save is due at this step, the same on every rank. Call it once per step, with increasing steps.
 
-        It waits for nobody, and takes microseconds; where time or a signal decides, a rank that comes to its next step
-        while ranks are being asked how far they are waits until the decision is there.
+        It waits for nobody and takes microseconds. Only if time or a signal decides, a rank that reaches its next step
+        while the ranks are being asked how far they are waits for the decision.
         """
         step = checked_step(step)
         if self._decided is None or self._decided[0] != step:
@@ -144,7 +155,7 @@ class CheckpointManager:
 
     @property
     def stopping(self) -> bool:
-        """Whether a rank got SIGTERM, and the save that it asked for is due by now or done: time to leave the loop."""
+        """Whether a rank got SIGTERM and the resulting save is due or done: time to leave the loop."""
         return self._schedule.stopping
 
     # -- save
@@ -157,7 +168,7 @@ class CheckpointManager:
         Args:
             step: The step; not negative.
             state: What :func:`paddle_dist_ckpt.save_state_dict` takes.
-            metrics: Numbers that tell how good the step is; the coordinator's count.
+            metrics: Numbers by name that tell how good the step is; the coordinator's are used.
             force: Save even if it is not due; the same on every rank.
 
         Returns:
@@ -165,8 +176,8 @@ class CheckpointManager:
 
         Raises:
             DurabilityUnknownError: the step is committed, and counts, but a crash of the machine might undo that.
-            CheckpointError: see save_state_dict. Also what went wrong with an earlier save in the background, if nobody
-                has asked for its result.
+            CheckpointError: see save_state_dict. Also the failure of an earlier background save whose result nobody has
+                asked for.
         """
         if self._closed:
             raise CheckpointError("the manager is closed")
@@ -192,10 +203,10 @@ class CheckpointManager:
         return saved
 
     def prepare(self, state: dict[Any, Any]) -> None:
-        """Have a thread get memory ready for the first save in the background, which would stop training to get it.
+        """Let a thread prepare the memory for the first background save, which would stop training to allocate it.
 
-        It is about as much as this rank's part takes, at most ``snapshot_bytes`` of the options; none if the host has
-        not twice as much free, or the state is on a device. After :meth:`restore`, :meth:`should_save` does it once.
+        It takes as much as this rank's part, at most ``snapshot_bytes``, and nothing if the host has less than twice as
+        much free or the state is on a device. After :meth:`restore`, :meth:`should_save` does this by itself.
         """
         self._preparation.expect(state)
         self._preparation.begin()
@@ -224,10 +235,7 @@ class CheckpointManager:
         return self._ask("latest_step", lambda: max(self._steps.metrics, default=None))
 
     def best_step(self) -> int | None:
-        """The committed step that is best by the metric, the later one of equals; None if no step has it.
-
-        All ranks call it.
-        """
+        """The committed step that is best by the metric (of equals the later), or None. All ranks call it."""
         return self._ask("best_step", lambda: self._retention.best_of(self._steps.metrics))
 
     def _ask(self, what: str, choose: Callable[[], Any]) -> Any:
@@ -248,24 +256,23 @@ class CheckpointManager:
     ) -> int | None:
         """Fill a state from a step, or from a checkpoint elsewhere. All ranks call it.
 
-        If another manager removes the latest step just then, the latest that is left is restored.
+        If another manager removes the latest step at that moment, the latest remaining one is restored.
 
         Args:
             state: What :func:`paddle_dist_ckpt.load_state_dict` takes.
-            step: Which; None for the latest.
+            step: Which step; None for the latest.
             options: How to load.
-            path: Instead of a step of this folder: where the checkpoint is, of any format that can be loaded.
+            path: Load a checkpoint from elsewhere instead of a step, of any format that can be loaded.
 
         Returns:
-            The step; None if none was asked for and there is none, and then nothing is touched; None with ``path``.
+            The step; None if there is none and none was asked for (nothing is touched then); None with ``path``.
 
         Raises:
             CheckpointNotFoundError: there is no such step.
             CheckpointError: see load_state_dict.
         """
-        options = checked("options", options, LoadOptions) or LoadOptions(
-            separate_folders=self._options.separate_folders
-        )
+        separate = self._options.separate_folders
+        options = checked("options", options, LoadOptions) or LoadOptions(separate_folders=separate)
         find = paddles(self._ranks, state, options.staging_bytes)
         if path is not None:
             if step is not None:
@@ -288,9 +295,8 @@ class CheckpointManager:
                     break
                 except CheckpointNotFoundError as error:  # perhaps removed just now; nothing is touched
                     if step is not None:
-                        raise CheckpointNotFoundError(
-                            f"{error}; {self._root} has {steps_text(self.all_steps())}"
-                        ) from None
+                        there = steps_text(self.all_steps())
+                        raise CheckpointNotFoundError(f"{error}; {self._root} has {there}") from None
                     before, chosen = chosen, self._ask(what, choose)
                     if chosen in (None, before):
                         raise
@@ -308,17 +314,13 @@ class CheckpointManager:
     # -- the end
 
     def wait(self) -> None:
-        """Wait until the save in the background, if there is one, is committed.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Wait until the background save, if there is one, is committed; raises CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.raised:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the save in the background, and give SIGTERM back. The manager cannot save any more then.
+        """Restore the handling of SIGTERM, and wait for the background save. The manager cannot save any more then.
 
         Raises:
             CheckpointError: the save in the background failed.
@@ -344,10 +346,3 @@ class CheckpointManager:
 
     def _session(self, what: str) -> Any:
         return self._ranks.hub.session(what, self._options.timeout)
-
-
-def _checked_step(step: int) -> int:
-    number = as_integer(step)
-    if number is None or number < 0:
-        raise ValueError(f"step must be an integer from 0, not {step!r}")
-    return number

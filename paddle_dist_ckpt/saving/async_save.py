@@ -20,10 +20,21 @@ EARLIER = "an earlier save in the background"
 
 
 class AsyncSave:
-    """A save whose snapshot is taken, and which is written and committed in the background.
+    """A background save: its data has been copied, and is being written and committed.
 
-    A failure that nobody asks for is logged at once and raised by the group's next save. The process does not end
-    before the save has, unless it is killed; then nothing is committed.
+    A failure is logged at once, and raised by the group's next save if nobody has asked for the result by then. The
+    process does not exit before the save has ended, unless it is killed; then nothing is committed.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_dist_ckpt import list_checkpoints, save_state_dict
+        >>> weight = paddle.ones([1000])
+        >>> saving = save_state_dict({"weight": weight}, "checkpoint", async_save=True)
+        >>> weight = weight.zero_()  # training goes on
+        >>> saving.result().unique_id  # waits for the commit, or raises what went wrong
+        0
+        >>> list_checkpoints("checkpoint")
+        [0]
     """
 
     def __init__(self, path: str, finish: Callable[[], SaveReport]) -> None:

@@ -23,13 +23,20 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclass(slots=True)
 class PerRank:
-    """A value of which every rank keeps its own: a random generator's state, a position in the data.
+    """A value of which every rank keeps its own: the state of a random generator, a position in the data.
 
-    Other values are stored once for all ranks. Each rank's own is stored with its data, and comes back to the rank of
-    that number; see ``LoadOptions.per_rank`` for a job of another size.
+    Other values must be equal on all ranks and are stored once. This one is stored for each rank, and a load gives it
+    back to the rank of the same number, in a new ``PerRank``; for another number of ranks see ``LoadOptions.per_rank``.
 
     Attributes:
-        value: What can be a value in a state_dict; no tensors. (Numpy arrays are values here.)
+        value: Anything that can be a value in a state_dict, and numpy arrays; no paddle Tensors.
+
+    Examples:
+        >>> from paddle_dist_ckpt import PerRank, load_state_dict, rng_state, save_state_dict, set_rng_state
+        >>> report = save_state_dict({"rng": PerRank(rng_state())}, "checkpoint")
+        >>> state = {"rng": PerRank(None)}
+        >>> report = load_state_dict(state, "checkpoint")
+        >>> set_rng_state(state["rng"].value)
     """
 
     value: Any
