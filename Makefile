@@ -71,7 +71,7 @@ package: $(INSTALLED) ## build wheel and sdist into dist, check them, try the wh
 	build/package/user/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[cpu]"
 	cd build/package && user/bin/python ../../.ci/try-installed ../../README.md
 
-bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: 10 minutes)
+bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint libraries (BENCH_OPTIONS=--quick: in less time)
 	$(PYTHON) -m benchmark.run --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.scale $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.curves $(BENCH_OPTIONS)

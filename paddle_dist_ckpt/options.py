@@ -132,7 +132,8 @@ class LoadOptions:
             Needs Paddle 3.3.
         staging_bytes: How much host memory, in bytes on each rank, may hold data on its way to a device at a time, and
             how much device memory an exchange may use; the same on every rank.
-        progress: Show a progress bar on the coordinator; None shows it if stderr is a terminal and it takes more than a second.
+        progress: Show a progress bar on the coordinator; None shows it if stderr is a terminal and the load
+            takes more than a second.
         progress_timeout: How long, in seconds, a single file operation may take on any rank; see :class:`SaveOptions`.
         separate_folders: Whether ranks of one host may load from several folders that hold parts of one checkpoint. If
             False, that raises, since the folders might hold different checkpoints.

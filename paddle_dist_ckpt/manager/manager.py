@@ -66,8 +66,8 @@ class CheckpointManager:
             as if there were no manager. Such a manager must be created on the main thread.
 
     Raises:
-        ValueError: an argument is out of range, or not the same on every rank; or ``root`` is a file, a step's folder, or a
-            checkpoint's.
+        ValueError: an argument is out of range, or not the same on every rank; or ``root`` is a file, a step's
+            folder, or a checkpoint's.
         CheckpointTimeoutError: a rank did not join the call.
 
     Examples:
