@@ -31,6 +31,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_a_killed_job_ends_like_one_in_peace(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

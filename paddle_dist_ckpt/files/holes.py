@@ -38,7 +38,7 @@ class Holes:
         Raises:
             CheckpointCorruptedError: that is more than may be read.
         """
-        if not self._may_exceed:
+        if self._known is None or not self._may_exceed:
             return
         with self._lock:
             if offset not in self._seen:

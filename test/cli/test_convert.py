@@ -90,6 +90,7 @@ def test_a_place_that_is_taken(tmp_path: Path) -> None:
     assert "no folder" in fails("merge", tmp_path / "none", tmp_path / "out")
 
 
+@pytest.mark.long
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
     pytest.importorskip("paddle")
     save_model(tmp_path / "ckpt", ARRAYS, step=3)

@@ -57,7 +57,7 @@ def test_what_is_deleted_is_gone_and_nothing_else(tmp_path: Path) -> None:
     assert delete_checkpoint(tmp_path, 2).unique_id == 2
     (tmp_path / "notes.txt").unlink()
     check_holds(tmp_path, 1, 3)
-    with pytest.raises(CheckpointNotFoundError, match="with unique_id 2; there are 1, 3"):
+    with pytest.raises(CheckpointNotFoundError, match="with unique_id 2; it has those with the ids 1, 3"):
         delete_checkpoint(tmp_path, 2)
 
 

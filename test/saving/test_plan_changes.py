@@ -365,7 +365,7 @@ OTHER = (
 series = st.lists(st.lists(st.sampled_from(SAME * 2 + OTHER), max_size=3), min_size=2, max_size=7)
 
 
-@examples(8)
+@examples(4)
 @given(st.integers(1, 4), st.integers(0, 2**32), series)
 def test_any_series_of_saves(seen: Seen, ranks: int, seed: int, steps: list[list[str]]) -> None:
     job = new_job(ranks, seed)
