@@ -548,7 +548,7 @@ def test_bombs_are_refused_soon_and_with_little_memory(make: Callable[[DCPWriter
             tracemalloc.stop()
             assert peak < sum(map(len, files.values())) + (64 << 20)
         else:
-            assert time.process_time() - start < 1
+            assert time.process_time() - start < 3  # with other work beside, which takes the cache away
 
 
 def test_an_error_in_a_directory_of_a_zip_is_refused(tmp_path: Path) -> None:

@@ -219,8 +219,9 @@ def test_a_publication_that_is_given_up_before_its_last_step_does_not_happen(tmp
 
 def test_a_confirmation_has_a_bound_of_its_own(tmp_path: Path) -> None:
     """What it asks for may take as long as any operation; the publication does not hang meanwhile."""
-    with bounded(lambda: LocalStorage(tmp_path), tmp_path, BOUND, 0) as storage:
-        confirm = lambda: [threading.Event().wait(BOUND * 0.7) for _ in range(3)]  # noqa: E731
+    bound = 2 * BOUND
+    with bounded(lambda: LocalStorage(tmp_path), tmp_path, bound, 0) as storage:
+        confirm = lambda: [threading.Event().wait(bound * 0.7) for _ in range(2)]  # noqa: E731
         assert storage.publish("a", b"x", "a.tmp", replace=True, confirm=confirm)
     stall = hung(tmp_path, "names", lambda storage: storage.publish("b", b"x", "b.tmp", True, storage.names))
     stall.release()
