@@ -73,9 +73,9 @@ class MemberPort(Port):
             self._waiting.append((message, payload))
 
     def _forget(self, session: int) -> None:
-        others = deque(sent for sent in self._waiting if not _is_of(sent[0], session))
-        if not any(isinstance(sent[0], wire.Fail) and _is_of(sent[0], session) for sent in self._waiting):
-            self._waiting = others
+        """What was to be sent in a session, unless this rank's own error is among it: that the others have to hear."""
+        if not any(isinstance(message, wire.Fail) and message.session == session for message, _ in self._waiting):
+            self._waiting = deque(sent for sent in self._waiting if not _is_of(sent[0], session))
 
     def _drop(self, connection: Connection) -> None:
         super()._drop(connection)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ..core.columns import IntArray
 from ..core.memory import Bytes1D, address_of, bytes_at, copy_each, fresh_pages
 from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
@@ -161,12 +162,8 @@ class DeviceCopies:
         """Copy from a device to the host; straight to where it goes, if that stands together there."""
         parts = [memory.small_part(start, len(into), view=False) for memory, start, into in pack]
         addresses, sizes = _columns(pack)
-        nbytes, like = int(sizes.sum()), pack[0][0]
-        if stand_together(addresses, sizes):
-            data, scratch = bytes_at(int(addresses[0]), nbytes), None
-        else:
-            scratch = self._buffer()
-            data = scratch[:nbytes]
+        data, scratch = self._host_side(addresses, sizes)
+        nbytes, like = len(data), pack[0][0]
 
         def finish() -> None:
             if scratch is not None:
@@ -185,12 +182,9 @@ class DeviceCopies:
         parts = [memory.small_part(start, len(data), view=True) for memory, start, data in pack]
         expected = [memory.base + start for memory, start, _ in pack]
         addresses, sizes = _columns(pack)
-        nbytes, like = int(sizes.sum()), pack[0][0]
-        if stand_together(addresses, sizes):
-            data, scratch = bytes_at(int(addresses[0]), nbytes), None
-        else:
-            scratch = self._buffer()
-            data = scratch[:nbytes]
+        data, scratch = self._host_side(addresses, sizes)
+        nbytes, like = len(data), pack[0][0]
+        if scratch is not None:
             _copy_rows(_starts(sizes) + address_of(scratch), addresses, sizes)
 
         def finish() -> None:
@@ -208,6 +202,14 @@ class DeviceCopies:
             return [parts, packed, source, *(data for _, _, data in pack)], nbytes, finish
 
         return work
+
+    def _host_side(self, addresses: IntArray, sizes: IntArray) -> tuple[Bytes1D, Bytes1D | None]:
+        """A pack's bytes on the host: where they are if they stand together, else a part of a buffer, and that."""
+        nbytes = int(sizes.sum())
+        if stand_together(addresses, sizes):
+            return bytes_at(int(addresses[0]), nbytes), None
+        scratch = self._buffer()
+        return scratch[:nbytes], scratch
 
     def _buffer(self) -> Bytes1D:
         try:
