@@ -34,6 +34,7 @@ _logger = logging.getLogger(__name__)
 
 chinese = tags.has("cn")  # type: ignore[name-defined]  # noqa: F821  # Sphinx defines it
 language = "zh_CN" if chinese else "en"
+locale_dirs = [str(ROOT / "docs" / "locale")]
 project = "paddle_dist_ckpt"
 version = release = __version__
 exclude_patterns: list[str] = []

@@ -47,7 +47,7 @@ _SAYS = {
     },
     "cn": {
         "api, one_call, drop_in": "用户调用的函数",
-        "manager": "保存、保留、恢复哪些 step",
+        "manager": "保存、保留、恢复哪些步",
         "wiring": "组装一次保存、加载或导出",
         "paddle_adapter": "唯一导入 Paddle 的部分",
         "saving": "保存：从描述到提交",
