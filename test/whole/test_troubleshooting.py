@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointManager, LoadOptions, PerRank, SaveOptions, load_merged_state_dict, read_metadata
+from paddle_dist_ckpt import (
+    CheckpointManager,
+    LoadOptions,
+    PerRank,
+    SaveOptions,
+    list_checkpoints,
+    load_merged_state_dict,
+    read_metadata,
+)
 from paddle_dist_ckpt.control import failures
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.manager.agreement import agree
@@ -180,6 +188,9 @@ def logged(data: Path, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
         load_alone({"model": MODEL, "optimizer": {}}, data / "c")
         keys = ["bn.mean", *(f"n{i}" for i in range(7))]
         run_ranks(2, lambda rank: rank.save(dict.fromkeys(keys, rank.rank), data / "c"))
+        for step in (5, 10):
+            save_alone({"n": step}, step_folder(data / "run", step), step)
+        list_checkpoints(data / "run")
     for record in caplog.records:
         yield record.getMessage()
 
