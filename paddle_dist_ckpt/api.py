@@ -7,11 +7,10 @@ from collections.abc import Collection
 from typing import Any, Literal, overload
 
 from .files.metadata import Metadata
-from .folder.catalogs import foreign_ids
 from .folder.checkpoint import read_checkpoint
 from .folder.copy import copy
 from .folder.delete import delete
-from .folder.ids import committed_ids
+from .folder.nothing import listed_ids
 from .folder.rebuild import rebuild
 from .folder.selection import Selection, checked_keys
 from .folder.verify import verify_checkpoint
@@ -255,13 +254,13 @@ def list_checkpoints(path: Any) -> list[int]:
     """The ids of the committed checkpoints in a folder, ascending.
 
     If there is no checkpoint of this library's own format, those of other formats are listed. A checkpoint whose format
-    has no numbers has the id 0.
+    has no numbers has the id 0. Of a :class:`CheckpointManager`'s root, whose checkpoints are in the folders of its
+    steps, nothing is listed, and a warning in the log names the steps.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
     """
-    storage = as_source(path)
-    return committed_ids(storage) or foreign_ids(storage)
+    return listed_ids(as_source(path))
 
 
 def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | None = None) -> VerifyReport:

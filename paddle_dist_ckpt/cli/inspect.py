@@ -47,13 +47,17 @@ def inspect(
       paddle-dist-ckpt inspect checkpoints
       paddle-dist-ckpt inspect checkpoints 'model.*.weight' --id 3 --json
     """
-    from ..storage import as_source
+    from ..errors import CheckpointNotFoundError
+    from ..folder.nothing import managers_text
+    from ..storage import as_source, as_storage
     from .inspection import checkpoint_facts, steps_facts
 
     steps = steps_facts(path) if unique_id is None else None
     if steps is not None:
         if pattern is not None:
-            raise ValueError(f"{steps.path} is a folder of steps; to look for keys, name the folder of one of them")
+            raise CheckpointNotFoundError(
+                f"{steps.path} holds no keys itself; {managers_text(as_storage(path)) or 'it is a folder of steps'}"
+            )
         print_json(steps) if json else _print_steps(steps)
         return
     facts = replace(checkpoint_facts(as_source(path), unique_id, pattern), path=os.path.abspath(path))

@@ -13,8 +13,10 @@ from ..core.layouts import Layout
 from ..core.shards import Kind
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
+from ..files.names import step_of
 from ..folder.checkpoint import read_checkpoint
-from ..folder.ids import committed_ids
+from ..folder.ids import committed_ids, metadata_ids
+from ..folder.nothing import managers_text
 from ..storage import LocalStorage, local_path
 from ..storage.base import Storage
 from ..tree.paths import plain_key
@@ -25,6 +27,7 @@ __all__ = [
     "TensorFacts",
     "checkpoint_facts",
     "matches",
+    "no_steps_text",
     "steps_facts",
 ]
 
@@ -233,6 +236,20 @@ def steps_facts(path: str) -> StepsFacts | None:
         highest=best("max"),
         uncommitted=[step_folder(root, step).name for step in folders if step not in known],
     )
+
+
+def no_steps_text(path: str) -> str:
+    """Why a folder is not taken for a manager's folder of steps, in words, and which one to pass if that is known."""
+    root = Path(local_path(path)).absolute()
+    if not root.is_dir():
+        return f"{root} is a file; pass a folder of steps" if root.exists() else f"there is no folder {root}"
+    storage = LocalStorage(root)
+    if not metadata_ids(storage):
+        return f"{root} is no folder of steps: it has no folder such as step-00000100"
+    if step_of(root.name) is not None:
+        return f"{root} is the folder of one step; pass {root.parent}, that of all steps"
+    beside = managers_text(storage)
+    return f"{root} holds a checkpoint itself" + (", beside the steps" if beside else ", and is no folder of steps")
 
 
 def _steps(root: Path, metrics: Any, folder_of: Any) -> Iterable[StepFacts]:

@@ -45,7 +45,7 @@ def prune(
     from ..errors import CheckpointNotFoundError
     from ..manager.prune import carry_out, plan_prune
     from ..manager.steps import Retention
-    from .inspection import steps_facts
+    from .inspection import no_steps_text, steps_facts
 
     alone_only("prune")
     name, _, mode = (best or "").rpartition(":")
@@ -53,7 +53,7 @@ def prune(
         raise typer.BadParameter("pass a metric's name and min or max, such as loss:min", param_hint="--best")
     facts = steps_facts(root)
     if facts is None:
-        raise CheckpointNotFoundError(f"{root} is no folder of steps: it has no folder such as step-00000100")
+        raise CheckpointNotFoundError(no_steps_text(root))
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
     plan = plan_prune(Path(facts.path), retention)
     sizes = {step.step: step.bytes for step in facts.steps}

@@ -1,7 +1,8 @@
 """Errors on their way between ranks: exception -> record -> exception, and what a session's failures add up to.
 
-The rule that every rank applies: an error about what all ranks share is raised with its own type everywhere; an error
-of some ranks only is raised as RankFailureError that names them.
+The rule that every rank applies: an error about what all ranks share is raised with its own type everywhere, as is what
+all of them say in the same words of a path that is wrong; an error of some ranks only is raised as RankFailureError
+that names them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ __all__ = [
 ]
 
 _OURS: Mapping[str, type[errors.CheckpointError]] = {name: getattr(errors, name) for name in errors.__all__}
-_BUILTIN: Mapping[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+_BUILTIN: Mapping[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "FileExistsError": FileExistsError,
+}
 LOST = "connection lost"
 """What is said of a rank whose connection is lost."""
+_OF_A_PATH = frozenset({"CheckpointNotFoundError", "FileExistsError"})
+"""The errors about what all ranks share if all of them raise the same, word by word: the path leads nowhere, or to a
+file."""
+_MOST_RANKS = 4  # next to each other that are named one by one
 SHARED_IN_LOCAL = frozenset({"UnsupportedValueError", "StateDictMismatchError", "ValueError", "TypeError"})
 """The errors of one rank's own work that are about what all ranks share."""
 SHARED_IN_COMBINE = frozenset(
@@ -137,9 +146,16 @@ def _describe(error: ErrorRecord) -> str:
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 2`` or ``ranks 2, 3``, ascending."""
+    """``rank 2`` or ``ranks 2, 3, 8-63``, ascending."""
     numbers = sorted(ranks)
-    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    named = [f"{run[0]}-{run[-1]}" if len(run) > _MOST_RANKS else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(named)}"
 
 
 def timeout_error(
@@ -180,7 +196,7 @@ def failure_of_ranks(doing: str, failures: Mapping[int, ErrorRecord], ranks: tup
     kinds = {error.type_name for error in failures.values()}
     # Damage is each rank's own, even if all find the same.
     alike = set(failures) == set(ranks) and len({error.message for error in failures.values()}) == 1
-    shared = all(error.shared for error in failures.values()) or (alike and kinds == {"CheckpointNotFoundError"})
+    shared = all(error.shared for error in failures.values()) or (alike and kinds <= _OF_A_PATH)
     if len(kinds) > 1 or not (shared or kinds == {"CheckpointTimeoutError"}):
         text = f"{doing} {_by_text({rank: _describe(error) for rank, error in failures.items()})}"
         if any(error.message == LOST for error in failures.values()):

@@ -1,7 +1,8 @@
-"""Why there is nothing to load where somebody has looked for it, in words."""
+"""What there is to load in a folder, and why there is nothing where somebody has looked for it, in words."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -10,10 +11,22 @@ from ..storage.base import Storage
 from .catalogs import foreign_ids
 from .ids import committed_ids
 
-__all__ = ["nothing_text", "steps_text"]
+__all__ = ["listed_ids", "managers_text", "nothing_text", "steps_text"]
 
+_logger = logging.getLogger("paddle_dist_ckpt")
 _MOST = 10  # ids or steps that are named
 _MOST_LOOKS = 100  # into folders of steps
+
+
+def listed_ids(storage: Storage) -> list[int]:
+    """The ids of a folder's checkpoints, ascending. If it has none and is a manager's, a warning names the steps."""
+    ids = committed_ids(storage) or foreign_ids(storage)
+    if not ids and (managers := managers_text(storage)):
+        root = storage.location
+        _logger.warning(
+            "%s: no checkpoint is listed, for %s, or call CheckpointManager(%r).all_steps()", root, managers, root
+        )
+    return ids
 
 
 def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
@@ -42,18 +55,32 @@ def _reasons(storage: Storage, unique_id: int | None) -> Iterator[str]:
         and parsed.unique_id not in others
         and unique_id in (None, parsed.unique_id)
     ]
-    steps = _committed(storage, [step for name in names if (step := step_of(name)) is not None])
+    managers = managers_text(storage, unique_id)
     if incomplete and not refused:
         yield _incomplete_text(names, incomplete)
-    elif steps:
-        latest = f"{storage.location}/{step_name(steps[-1])}"
-        yield (
-            f"it is a CheckpointManager's folder with {steps_text(steps)}: load from {latest}, the latest, or call "
-            f"CheckpointManager({storage.location!r}).restore(state)"
-        )
+    elif managers:
+        yield f"{managers}, or call CheckpointManager({storage.location!r}).restore(state)"
     elif len(names) == 1 and not others and not refused:
         shown = names[0].encode(errors="backslashreplace").decode()  # it may be no text
         yield f"its file {shown} is of no format that is known"
+
+
+def managers_text(storage: Storage, unique_id: int | None = None) -> str:
+    """That a folder is a manager's, with which steps, and what to pass in its place; nothing if it has no steps.
+
+    Args:
+        storage: The folder.
+        unique_id: The step that was asked for; None for the latest.
+    """
+    steps = _committed(storage, [step for name in storage.names() if (step := step_of(name)) is not None])
+    if not steps:
+        return ""
+    step = unique_id if unique_id is not None and unique_id in steps else steps[-1]
+    which = "the latest" if step == steps[-1] else f"step {step}"
+    return (
+        f"it is a CheckpointManager's folder with {steps_text(steps)}: pass {storage.location}/{step_name(step)}, "
+        f"{which}"
+    )
 
 
 def steps_text(steps: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from .commit import publish_metadata
 from .delete import Deletion
 from .ids import metadata_ids, next_id, save_of
 from .lease import Lease, claimed_saves
+from .nothing import managers_text
 from .verify import problems_of
 
 __all__ = ["rebuild"]
@@ -44,8 +45,10 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     found, refused = _complete_saves(storage, save)
     if not found:
         reasons = "\n".join(f"  save {name}: {reason}" for name, reason in refused.items())
+        managers = "" if reasons else managers_text(storage)
         raise CheckpointNotFoundError(
-            f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}\n{reasons}".rstrip()
+            f"{storage.location} has no complete save without a .metadata{':' if reasons else ''}"
+            + (f"; {managers}" if managers else f"\n{reasons}".rstrip())
         )
     if len(found) > 1:
         raise CheckpointError(

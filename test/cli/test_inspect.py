@@ -104,7 +104,7 @@ def test_a_folder_of_steps(tmp_path: Path) -> None:
     assert found["uncommitted"] == ["step-00000400"]
     text = run("inspect", tmp_path)
     assert "loss is lowest at step 200, highest at step 300" in text
-    assert "name the folder of one of them" in fails("inspect", tmp_path, "a")
+    assert f"pass {step_folder(tmp_path, 300)}, the latest" in fails("inspect", tmp_path, "a")
 
 
 def test_other_formats_by_folder_and_by_file(tmp_path: Path) -> None:

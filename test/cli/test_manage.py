@@ -102,4 +102,37 @@ def test_wrong_use_of_prune(tmp_path: Path) -> None:
     assert "loss:min" in fails("prune", tmp_path, "--keep-last", 1, "--best", "loss")
     assert "--keep-last" in fails("prune", tmp_path)
     fails("prune", tmp_path, "--keep-last", 0)
-    assert "is no folder of steps" in fails("prune", step_folder(tmp_path, 100), "--keep-last", 1)
+
+
+def test_prune_says_what_is_no_folder_of_steps(tmp_path: Path) -> None:
+    steps(tmp_path / "run", s100=0.5)
+    save_model(tmp_path / "c", ARRAYS)
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+
+    def said(name: str) -> str:
+        return fails("prune", tmp_path / name, "--keep-last", 1)
+
+    assert f"is the folder of one step; pass {tmp_path}/run, that of all" in said("run/step-00000100")
+    assert "holds a checkpoint itself, and is no folder of steps" in said("c")
+    assert f"there is no folder {tmp_path}/nowhere" in said("nowhere")
+    assert "is a file; pass a folder" in said("file")
+    assert "it has no folder such as step-00000100" in said("empty")
+    save_model(tmp_path / "run", ARRAYS)
+    assert "holds a checkpoint itself, beside the steps" in said("run")
+    assert committed(tmp_path / "run") == ["step-00000100"]
+
+
+def test_commands_that_need_a_checkpoint_name_the_steps_of_a_managers_folder(tmp_path: Path) -> None:
+    root, out = tmp_path / "run", tmp_path / "out"
+    steps(root, s100=0.5, s200=0.6)
+    hint = f"it is a CheckpointManager's folder with steps 100, 200: pass {step_folder(root, 200)}, the latest"
+    for command in (
+        *(("inspect", root, "a"), ("cat", root, "a"), ("verify", root), ("report", root, "-o", out)),
+        *(("diff", root, step_folder(root, 100)), ("diff", step_folder(root, 100), root), ("copy", root, out)),
+        *(("delete", root, 7, "-y"), ("rebuild", root), ("merge", root, out), ("convert", root, out, "--to", "paddle")),
+    ):
+        assert hint in fails(*command)
+        assert not out.exists()
+    assert f"pass {step_folder(root, 100)}, step 100" in fails("inspect", root, "--id", 100)
+    assert len(answer("inspect", root)["steps"]) == 2

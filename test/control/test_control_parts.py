@@ -378,11 +378,26 @@ def test_ranks_that_have_never_connected_are_told_from_silent_ones() -> None:
     assert "does not reach the coordinator's port" in both
 
 
+def test_ranks_next_to_each_other_are_named_by_the_first_and_the_last() -> None:
+    one = failures.record("broken")
+    for ranks, text in (
+        (range(512), "on ranks 0-511: broken"),
+        ((0, 1, 2, 3), "on ranks 0, 1, 2, 3: broken"),
+        ((0, 2, 3, 4, 5, 6, 9), "on ranks 0, 2-6, 9: broken"),
+        ((7,), "on rank 7: broken"),
+    ):
+        found = failures.failure_of_ranks("save failed", dict.fromkeys(ranks, one), tuple(range(600)))
+        assert found.message == f"save failed {text}"
+
+
 def test_what_no_rank_finds_keeps_its_type() -> None:
     one = failures.record_of(CheckpointNotFoundError("nothing there"), failures.SHARED_IN_LOCAL)
     everywhere = failures.failure_of_ranks("load failed", {0: one, 1: one}, (0, 1))
     assert (everywhere.type_name, everywhere.message) == ("CheckpointNotFoundError", "nothing there")
     assert failures.failure_of_ranks("load failed", {1: one}, (0, 1)).type_name == "RankFailureError"
+    file = failures.record_of(FileExistsError("it is a file"), failures.SHARED_IN_LOCAL)
+    assert failures.failure_of_ranks("save failed", {0: file, 1: file}, (0, 1)).type_name == "FileExistsError"
+    assert failures.failure_of_ranks("save failed", {1: file}, (0, 1)).type_name == "RankFailureError"
     damage = failures.record_of(CheckpointCorruptedError("a byte"), failures.SHARED_IN_LOCAL)
     assert failures.failure_of_ranks("load failed", {0: damage, 1: damage}, (0, 1)).type_name == "RankFailureError"
     inner = failures.record_of(RankFailureError("", {3: CheckpointError("x")}), failures.SHARED_IN_LOCAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -38,7 +39,11 @@ def _text(rows: Sequence[Row]) -> str:
 def _rst(rows: Sequence[Row]) -> str:
     lines = [".. list-table::", "    :header-rows: 1", ""]
     for row in (_HEAD, *rows):
-        lines += [f"    {'* -' if not number else '  -'} {cell}" for number, cell in enumerate(row)]
+        for number, cell in enumerate(row):
+            glued = cell.replace(" ", "\0").replace(";\0", "; ")  # an outcome and its number stay in one line
+            start = f"    {'* -' if not number else '  -'} "
+            wrapped = textwrap.wrap(glued, 120, initial_indent=start, subsequent_indent=" " * 8, break_on_hyphens=False)
+            lines += [line.replace("\0", " ") for line in wrapped]
     return "\n".join(lines)
 
 

@@ -134,6 +134,11 @@ def test_a_table_for_each_form() -> None:
     assert table([kills], ledger, "text").splitlines()[1] == "kills     1,503       62  old 1,500; new 3"
     assert "| kills | 1,503 | 62 | old 1,500; new 3 |" in table([kills], ledger, "markdown")
     assert "    * - kills\n      - 1,503\n      - 62\n      - old 1,500; new 3" in table([kills], ledger, "rst")
+    ledger.add("kills", 1, Counter({f"saved under the strangest of all conditions {i}": 1 for i in range(9)}), 1.0, 1.0)
+    lines = table([kills], ledger, "rst").splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[-1].startswith("        saved under")
+    assert lines[-1].endswith(" 8 1")
 
 
 @pytest.mark.parametrize(("field", "most"), [("memory", 2 << 20), ("descriptors", 0), ("threads", 0)])

@@ -9,23 +9,28 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
     CheckpointManager,
     CheckpointNotFoundError,
     LocalStorage,
+    StateDictMismatchError,
+    UnsupportedValueError,
     delete_checkpoint,
     export,
     list_checkpoints,
     load_merged_state_dict,
     read_metadata,
+    rebuild_metadata,
     verify,
 )
 from paddle_dist_ckpt.core.progress import Progress
 from paddle_dist_ckpt.manager.steps import Steps, step_folder
 from paddle_dist_ckpt.storage import as_source, as_storage
-from test.jobs import errors_of, load_alone, save_alone, try_save
+from test.jobs import errors_of, load_alone, save_alone, try_load, try_save
 
 
 @pytest.mark.parametrize("path", ["hdfs:/x", "s3://bucket/x", "file:///x", "gs:/b", Path("hdfs:/x")])
@@ -61,8 +66,34 @@ def test_a_save_to_a_file(tmp_path: Path) -> None:
     for path in ("file", "file/x", "file/x/y"):
         with pytest.raises(FileExistsError, match=f"it is a file, and a folder is needed there: '{tmp_path}/file'"):
             save_alone({"n": 1}, tmp_path / path)
-        for error in errors_of(try_save([{"n": 1}] * 2, tmp_path / path), Exception):
-            assert f"it is a file, and a folder is needed there: '{tmp_path}/file'" in str(error)
+
+
+def test_a_mistake_of_all_ranks_is_raised_as_in_one_process(tmp_path: Path) -> None:
+    saved = {"model": {"w": np.zeros(3)}, "n": 1}
+    save_alone(saved, tmp_path / "c")
+    _steps(tmp_path / "run", 5)
+    for name in ("file", "cut/0.metadata"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    mistakes: tuple[tuple[Any, Any, Any, type[Exception], str], ...] = (
+        (try_load, saved, "nowhere", CheckpointNotFoundError, "there is no folder /d/nowhere"),
+        (try_load, saved, "file", CheckpointNotFoundError, "its file file is of no format that is known"),
+        (try_load, saved, "run", CheckpointNotFoundError, "with step 5: pass /d/run/step-00000005, the latest"),
+        (try_load, saved, "cut", CheckpointCorruptedError, "/d/cut/0.metadata is no paddle_dist_ckpt .metadata"),
+        (try_load, {"w": np.zeros(3)}, "c", StateDictMismatchError, "is 'model.w' meant?"),
+        (try_load, {"model": {"w": np.zeros(4)}}, "c", StateDictMismatchError, "shape [4], the checkpoint [3]"),
+        (try_load, [1], "c", TypeError, "state_dict must be a dict, not list"),
+        (try_save, [1], "x", TypeError, "state_dict must be a dict, not list"),
+        (try_save, {"loader": object()}, "x", UnsupportedValueError, "loader: an object cannot be stored"),
+        (try_save, saved, "file", FileExistsError, "it is a file, and a folder is needed there: '/d/file'"),
+        (try_save, saved, "file/x/y", FileExistsError, "it is a file, and a folder is needed there: '/d/file'"),
+    )
+    for call, state, name, kind, text in mistakes:
+        for error in errors_of(call([state] * 3, tmp_path / name), kind):
+            assert type(error) is kind
+            assert text in str(error).replace(str(tmp_path), "/d")
+            assert "failed in round" not in str(error)
+    assert not list(tmp_path.glob("x/*"))
 
 
 def _steps(root: Path, *steps: int) -> None:
@@ -76,11 +107,36 @@ def test_a_managers_folder_in_the_place_of_a_checkpoints_names_the_steps(tmp_pat
     for call in (lambda: load_alone({"n": 0}, tmp_path), lambda: verify(tmp_path), lambda: read_metadata(tmp_path, 0)):
         with pytest.raises(CheckpointNotFoundError) as caught:
             call()
-        latest = f"load from {tmp_path}/step-00000010, the latest, or call CheckpointManager('{tmp_path}').restore("
+        latest = f"pass {tmp_path}/step-00000010, the latest, or call CheckpointManager('{tmp_path}').restore("
         assert f"with steps 5, 10: {latest}" in str(caught.value)
     _steps(tmp_path / "one", 7)
     with pytest.raises(CheckpointNotFoundError, match="with step 7: "):
         load_alone({"n": 0}, tmp_path / "one")
+
+
+def test_the_checkpoint_of_a_step_that_was_asked_for_is_pointed_out(tmp_path: Path) -> None:
+    _steps(tmp_path, 5, 10)
+    with pytest.raises(CheckpointNotFoundError, match=f"pass {tmp_path}/step-00000005, step 5, or call"):
+        read_metadata(tmp_path, 5)
+    with pytest.raises(CheckpointNotFoundError, match=f"with steps 5, 10: pass {tmp_path}/step-00000010, the latest$"):
+        rebuild_metadata(tmp_path)
+
+
+def test_a_list_of_a_managers_folder_is_empty_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _steps(tmp_path / "run", 5, 10)
+    (tmp_path / "empty").mkdir()
+    step_folder(tmp_path / "began", 5).mkdir(parents=True)  # not committed
+    for name in ("empty", "began", "nowhere"):
+        assert list_checkpoints(tmp_path / name) == []
+    assert not caplog.records
+    assert list_checkpoints(tmp_path / "run") == []
+    (record,) = caplog.records
+    latest = f"pass {tmp_path}/run/step-00000010, the latest, or call CheckpointManager('{tmp_path}/run').all_steps()"
+    assert record.getMessage().endswith(f"it is a CheckpointManager's folder with steps 5, 10: {latest}")
+    save_alone({"n": 1}, tmp_path / "run")  # a checkpoint beside the steps
+    assert list_checkpoints(tmp_path / "run") == [0]
+    assert list_checkpoints(step_folder(tmp_path / "run", 10)) == [10]
+    assert len(caplog.records) == 1
 
 
 def test_a_manager_is_given_the_folder_of_the_steps(tmp_path: Path) -> None:
