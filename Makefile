@@ -77,6 +77,7 @@ bench: $(INSTALLED) $(BENCH_VENV)/.installed ## measure against other checkpoint
 	$(PYTHON) -m benchmark.curves $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.bytes_read $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.exchange $(BENCH_OPTIONS)
+	$(PYTHON) -m benchmark.replicas $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.export $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.foreign $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmark.async_save --torch-python $(BENCH_VENV)/bin/python $(BENCH_OPTIONS)

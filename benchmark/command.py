@@ -66,6 +66,9 @@ BENCHMARKS = {
     "exchange": Benchmark(
         "Measure a load in which ranks read for each other.", rounds=(15, 7), peers=("ours_exchange",), scratch_gb=1
     ),
+    "replicas": Benchmark(
+        "Measure comparing copies when they are saved.", rounds=(15, 7), peers=("ours_replicas",), scratch_gb=1
+    ),
     "export": Benchmark("Measure exports against a plain copy.", rounds=(9, 3), scratch_gb=3),
     "foreign": Benchmark(
         "Measure loads of checkpoints that are in other formats.",

@@ -54,7 +54,8 @@ def measure(session: Session) -> dict[str, Any]:
                 ranks.do("check", layout=_LAYOUT)
     ratio = paired_ratio(seconds["broadcast"], seconds["load"])
     checks = paired_ratio(seconds["load"], seconds["load_unchecked"])
-    assert ratio is not None and checks is not None
+    assert ratio is not None
+    assert checks is not None
     work = f"exchange: {ranks_count} ranks with folders of their own"
     return {
         "ranks": ranks_count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "long", "runs with --long only")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         _skip(items, "gpu", "needs a GPU and paddlepaddle-gpu")
+
+
+def pytest_collection_finish() -> None:
+    """Take what has been imported and collected out of the garbage collector's sight, or it looks at it for minutes."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -23,14 +23,17 @@ TABLES = {  # the first lines of each, in the order in which they take longest
     "device": "|  | copies as slow as the disk: ",
     "async_save": "|  | paddle_dist_ckpt |",
     "foreign": "|  | time | : own format (95 %) | on the cores |",
-    "exchange": "|  | load | broadcasts alone |",
+    "exchange": "|  | load | unchecked load |",
+    "replicas": "|  | save | times one that |",
     "scale": "| ranks | tensors | shards |",
     "curves": "| tensors | first save | save again | load |",
     "export": "|  | cached | times the copy |",
     "bytes_read": "| what is loaded | needed | read from files |",
 }
 # Those whose states or ranks are much like another's run with --long only.
-TRIED = [name for name in TABLES if strategies.long_run or name not in ("async_save", "bytes_read", "curves")]
+TRIED = [
+    name for name in TABLES if strategies.long_run or name not in ("async_save", "bytes_read", "curves", "replicas")
+]
 _AT_ONCE = 2
 _SECONDS = 600  # on a busy machine
 _WITH_TORCH = ("run", "async_save")
@@ -39,7 +42,7 @@ _CHARTS_PYTHON = ROOT / "benchmark" / ".venv" / "bin" / "python"
 Done = subprocess.CompletedProcess[str]
 
 
-_INTERNALS = {"scale.py"}  # what measures planning has to call it
+_INTERNALS = {"scale.py", "on_paddle.py"}  # what measures planning has to call it, and what leaves checks out
 
 
 def run(command: str, *options: str, python: str = sys.executable) -> Done:

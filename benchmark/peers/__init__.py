@@ -45,6 +45,7 @@ PEERS = {
         Peer("ours_device", "paddle_dist_ckpt", "paddle", "on_device:OursOnDevice"),
         Peer("ours_formats", "paddle_dist_ckpt", "paddle", "on_paddle:OursAndPaddle"),
         Peer("ours_exchange", "paddle_dist_ckpt", "paddle", "on_paddle:OursOnHosts"),
+        Peer("ours_replicas", "paddle_dist_ckpt", "paddle", "on_paddle:OursComparing"),
     )
 }
 PROBES = ("probe", "probe_range", "probe_direct")

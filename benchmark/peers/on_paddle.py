@@ -28,9 +28,11 @@ from benchmark.peers.base import (
     training,
 )
 from benchmark.states import Array, TensorSpec
+from paddle_dist_ckpt import SaveOptions
 from paddle_dist_ckpt.control import verified
+from paddle_dist_ckpt.loading import exchange
 
-__all__ = ["Ours", "OursAndPaddle", "OursInBackground", "OursOnHosts", "PaddleBuiltin"]
+__all__ = ["Ours", "OursAndPaddle", "OursComparing", "OursInBackground", "OursOnHosts", "PaddleBuiltin"]
 
 State = dict[str, Any]
 _BROADCAST_BYTES = 64 << 20
@@ -91,6 +93,18 @@ class Ours(_PaddleStates):
         return paddle_dist_ckpt.save_state_dict(state, path, async_save=True)
 
 
+class OursComparing(Ours):
+    """This library, told how to compare copies; ``save`` itself leaves that as it is by default."""
+
+    def save_off(self, state: State, path: Path) -> None:
+        """Compare nothing."""
+        paddle_dist_ckpt.save_state_dict(state, path, options=SaveOptions(check_replicas="off"))
+
+    def save_sampled(self, state: State, path: Path) -> None:
+        """Compare a tenth."""
+        paddle_dist_ckpt.save_state_dict(state, path, options=SaveOptions(check_replicas="sampled"))
+
+
 class OursInBackground(Ours):
     """This library beside a training."""
 
@@ -144,8 +158,8 @@ class OursOnHosts(Ours):
 
     def load_unchecked(self, state: State, path: Path) -> Numbers:
         """As :meth:`load`, but what the collectives deliver is neither hashed nor compared."""
-        never = mock.patch.object(verified.VerifiedTransfers, "_compare", lambda *_: [])
-        with never, mock.patch.object(verified, "digest_of", lambda *_: 0):
+        hashing = [mock.patch.object(module, "digest_of", return_value=0) for module in (verified, exchange)]
+        with hashing[0], hashing[1], mock.patch.object(verified.VerifiedTransfers, "_compare", return_value=[]):
             return self.load(state, path)
 
     def broadcast(self, state: State, path: Path) -> Numbers:
