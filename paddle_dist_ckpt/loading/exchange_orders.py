@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.box import flat_range
+from ..core.box import Box, flat_range
 from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray, all_of, pack_column
 from ..core.grouping import group_rows
@@ -47,6 +47,7 @@ class ExchangePlanner:
             for name in reach.get(rank, ()):
                 self._reach.setdefault(file_number[name], []).append(place)
         self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks])
+        self._layouts: dict[int, Boxes] = {}
         self._first_block, _ = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
 
     def unreached(self) -> list[str]:
@@ -70,7 +71,7 @@ class ExchangePlanner:
         for need in np.flatnonzero(chosen & ~is_small).tolist():
             shard = int(needs.shard[need])
             if shard not in shards:
-                tensor, box = table.shard_place(shard)
+                tensor, box = self._place(shard)
                 shards[shard] = ExchangeShard(int(table.shard_file[shard]), box.shape, table.dtypes[tensor].itemsize)
             box = needs.boxes.box(int(needs.box[need]), len(shards[shard].shape))
             large.setdefault(shard, []).append(Need(int(needs.rank[need]), int(needs.row[need]), box))
@@ -158,7 +159,7 @@ class ExchangePlanner:
         first, kind = group_rows(columns)
         kinds = []
         for i in part[first].tolist():
-            which, place = table.shard_place(int(needs.shard[i]))
+            which, place = self._place(int(needs.shard[i]))
             box = needs.boxes.box(int(needs.box[i]), len(place.shape))
             kinds.append(PackKind(place.shape, table.dtypes[which].name, box))
         return PackOrder(
@@ -172,6 +173,15 @@ class ExchangePlanner:
             kinds=kinds,
             keys=[self._metadata.key(table.paths[t]) for t in tensor.tolist()],
         )
+
+    def _place(self, shard: int) -> tuple[int, Box]:
+        """A shard's tensor and box; the boxes of a layout are made once."""
+        table = self._metadata.table
+        tensor = int(table.shard_tensor[shard])
+        layout = int(table.layout_of[tensor])
+        if layout not in self._layouts:
+            self._layouts[layout] = table.layouts[layout].boxes
+        return tensor, self._layouts[layout].box(shard - int(table.first_shard[tensor]))
 
     def _files(self, shard: IntArray) -> tuple[list[str], IntArray]:
         """The names of the files that shards are in, and in which each is."""
@@ -215,7 +225,7 @@ class ExchangePlanner:
 
     def _order(self, shard: int) -> ShardOrder:
         table = self._metadata.table
-        tensor, box = table.shard_place(shard)
+        tensor, box = self._place(shard)
         return ShardOrder(
             file=self._metadata.files[table.shard_file[shard]].name,
             start=int(table.data_offsets[shard]),
