@@ -22,8 +22,8 @@ from ..files.reader import Consumer, StoredEntry, entry_tasks
 from ..planning.exchange_plan import ALL
 from .exchange_messages import ALONE_BYTES, Address, Message, messages_of, needs_of
 from .fit import Fit
-from .items import Items, batches_of
 from .messages import ExchangeRound, ShardOrder
+from .small_items import SmallItems, batches_of
 from .staging import RoundStaging
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Exchange:
         me = self.session.rank
         outgoing: dict[Address, Bytes1D] = {}
         entries: dict[tuple[str, int], tuple[StoredEntry, list[Consumer]]] = {}
-        items: list[Items] = []
+        items: list[SmallItems] = []
         for address, message in messages.items():
             source, destination, _ = address
             if source != me:
@@ -121,7 +121,7 @@ class Exchange:
         return {address: (data, self._digest(messages[address], data)) for address, data in outgoing.items()}
 
     def _tasks(
-        self, entries: Iterable[tuple[StoredEntry, Sequence[Consumer]]], items: Sequence[Items]
+        self, entries: Iterable[tuple[StoredEntry, Sequence[Consumer]]], items: Sequence[SmallItems]
     ) -> Iterator[Callable[[], None]]:
         """Tasks that read entries and items, nothing between them: that may be what another rank reads."""
         buffers, block_bytes = Buffers(1), self.fit.answer.block_bytes

@@ -13,8 +13,8 @@ from ..core.dtypes import DTYPES
 from ..files.batches import ItemKind
 from ..planning.exchange_plan import ALL
 from .fit import Fit
-from .items import Items
 from .messages import ExchangeRound, PackOrder, ParcelOrder, UnitOrder
+from .small_items import SmallItems
 
 __all__ = ["ALONE_BYTES", "Address", "Message", "messages_of", "needs_of"]
 
@@ -48,7 +48,7 @@ class Message:
         sent = 0 if self.pack is None else int(_sizes(self.pack).sum())
         return self.parcel_bytes + fit.nbytes(self.kept) + sent
 
-    def sent(self, address: int) -> Items:
+    def sent(self, address: int) -> SmallItems:
         """What is read for the pack by whoever sends it, to an address."""
         order = self.pack
         assert order is not None, "there is one"
@@ -56,7 +56,7 @@ class Message:
         for one in order.kinds:
             dtype, box = DTYPES[one.dtype], whole(one.box.shape)
             kinds.append(ItemKind(dtype, dtype, one.shape, one.box, box.shape, box, None))
-        return Items(
+        return SmallItems(
             files=order.files,
             file=all_of(order.file),
             starts=all_of(order.start),

@@ -63,30 +63,38 @@ class ExchangePlanner:
 
     def _rounds(self, staged: bool) -> list[list[ExchangeRound]]:
         """Each rank's part in the rounds of one pass."""
-        table, needs = self._metadata.table, self._needs
+        needs, block_bytes = self._needs, self._metadata.block_bytes
         chosen = needs.staged == staged
-        is_small = table.shard_bytes[needs.shard] <= self._metadata.block_bytes
-        shards: dict[int, ExchangeShard] = {}
-        large: dict[int, list[Need]] = {}
-        for need in np.flatnonzero(chosen & ~is_small).tolist():
-            shard = int(needs.shard[need])
-            if shard not in shards:
-                tensor, box = self._place(shard)
-                shards[shard] = ExchangeShard(int(table.shard_file[shard]), box.shape, table.dtypes[tensor].itemsize)
-            box = needs.boxes.box(int(needs.box[need]), len(shards[shard].shape))
-            large.setdefault(shard, []).append(Need(int(needs.rank[need]), int(needs.row[need]), box))
+        is_small = self._metadata.table.shard_bytes[needs.shard] <= block_bytes
+        shards, large = self._large(np.flatnonzero(chosen & ~is_small))
         places = self._ordered(np.flatnonzero(chosen & is_small))
-        small, block_bytes = needs.small(self._metadata, places), self._metadata.block_bytes
+        small = needs.small(self._metadata, places)
         plan = plan_exchange(shards, large, self._reach, len(self._ranks), block_bytes, small)
         rounds: list[list[ExchangeRound]] = [[] for _ in self._ranks]
         for one in plan:
             units = [(unit, self._is_whole(unit, shards[unit.shard])) for unit in one if isinstance(unit, Unit)]
             packs = self._packs([pack for pack in one if isinstance(pack, Pack)], places)
             senders = self._senders([unit for unit, _ in units], shards, packs)
+            told: dict[int, list[PackOrder]] = {}
+            for place, order, _ in packs:
+                told.setdefault(place, []).append(order)
             for place, mine in enumerate(rounds):
-                told = [order for who, order, _ in packs if who == place]
-                mine.append(ExchangeRound(self._told(units, shards, place), senders, told))
+                mine.append(ExchangeRound(self._told(units, shards, place), senders, told.get(place, [])))
         return rounds
+
+    def _large(self, places: IntArray) -> tuple[dict[int, ExchangeShard], dict[int, list[Need]]]:
+        """Needs of large shards as objects, and the shards, by number."""
+        table, needs = self._metadata.table, self._needs
+        shards: dict[int, ExchangeShard] = {}
+        large: dict[int, list[Need]] = {}
+        for need in places.tolist():
+            shard = int(needs.shard[need])
+            if shard not in shards:
+                tensor, box = self._place(shard)
+                shards[shard] = ExchangeShard(int(table.shard_file[shard]), box.shape, table.dtypes[tensor].itemsize)
+            box = needs.boxes.box(int(needs.box[need]), len(shards[shard].shape))
+            large.setdefault(shard, []).append(Need(int(needs.rank[need]), int(needs.row[need]), box))
+        return shards, large
 
     def _ordered(self, places: IntArray) -> IntArray:
         """Needs of small shards in the order of :class:`SmallNeeds`."""
@@ -124,11 +132,10 @@ class ExchangePlanner:
         received: dict[tuple[int, int, int], list[IntArray]] = {}
         sent: dict[tuple[int, int], list[IntArray]] = {}
         for pack in packs:
-            all_of_them = places[pack.needs]
-            taker = needs.rank[all_of_them]
-            order = np.argsort(taker, kind="stable")
-            cuts = np.flatnonzero(np.diff(taker[order])) + 1
-            by_rank = {int(needs.rank[part[0]]): part for part in np.split(all_of_them[order], cuts)}
+            met = places[pack.needs]
+            met = met[np.argsort(needs.rank[met], kind="stable")]
+            parts_of = np.split(met, np.flatnonzero(np.diff(needs.rank[met])) + 1)
+            by_rank = {int(needs.rank[part[0]]): part for part in parts_of}
             for rank, part in by_rank.items():
                 destination = ALL if pack.to_all and rank != pack.reader else rank
                 received.setdefault((pack.reader, destination, rank), []).append(part)

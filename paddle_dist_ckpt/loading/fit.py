@@ -20,10 +20,10 @@ from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
-from .items import Items, batches_of
 from .messages import LoadAnswer, ShardNeeds
 from .recipes import expand
 from .resize import Rules
+from .small_items import SmallItems, batches_of
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
@@ -182,12 +182,12 @@ class Fit:
         """Which needs are read in batches: those of small entries, ``[needs]``."""
         return self._entry_bytes <= self.answer.block_bytes
 
-    def items(self, needs: IntArray) -> Items:
+    def items(self, needs: IntArray) -> SmallItems:
         """Needs that are read in batches, with where they go. Needs that are alike share a kind."""
         kinds, kind = self._kinds(needs)
         shard, rows = self._shard[needs], self._target[needs]
         files, file = np.unique(self._table.shard_file[shard], return_inverse=True)
-        return Items(
+        return SmallItems(
             files=[self.stored.file_name(i) for i in files.tolist()],
             file=file.reshape(-1),
             starts=self.stored.starts[shard],

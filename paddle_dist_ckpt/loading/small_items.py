@@ -13,11 +13,11 @@ from ..core.columns import IntArray, edges_of
 from ..files.batches import Batch, ItemKind, Kinds
 from ..files.runs import OpenFile
 
-__all__ = ["Items", "batches_of"]
+__all__ = ["SmallItems", "batches_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Items:
+class SmallItems:
     """Items of entries of one block at most.
 
     Attributes:
@@ -43,7 +43,7 @@ class Items:
     name: Callable[[int], str]
 
 
-def batches_of(parts: Sequence[Items], opened: Mapping[str, OpenFile], block_bytes: int) -> list[Batch]:
+def batches_of(parts: Sequence[SmallItems], opened: Mapping[str, OpenFile], block_bytes: int) -> list[Batch]:
     """All items file by file, in the order in which their entries stand there, so that each entry is read once."""
     parts = [part for part in parts if len(part.file)]
     if not parts:
@@ -63,7 +63,7 @@ def batches_of(parts: Sequence[Items], opened: Mapping[str, OpenFile], block_byt
     stops = starts + np.array([one.entry_bytes for one in kinds], np.int64)[kind]
     edges = first.tolist()
 
-    def named(which: Callable[[Items], Callable[[int], str]], base: int) -> Callable[[int], str]:
+    def named(which: Callable[[SmallItems], Callable[[int], str]], base: int) -> Callable[[int], str]:
         def name(i: int) -> str:
             item = int(order[base + i])
             part = bisect.bisect_right(edges, item) - 1
