@@ -11,6 +11,7 @@ from ..errors import CheckpointCorruptedError
 __all__ = [
     "Column",
     "IntArray",
+    "all_of",
     "column_size",
     "edges_of",
     "pack_column",
@@ -65,6 +66,11 @@ def unpack_column(column: Column, size: int, bound: int, what: str) -> IntArray:
     if raw.size and int(raw.max()) >= bound:
         raise CheckpointCorruptedError(f"{what}: a value of {int(raw.max())} where less than {bound} is allowed")
     return raw.astype(np.int64)
+
+
+def all_of(column: Column) -> IntArray:
+    """The integers of a column that a rank of this job has sent."""
+    return np.frombuffer(column.data, column.dtype).astype(np.int64)
 
 
 def edges_of(counts: IntArray) -> IntArray:

@@ -27,6 +27,7 @@ __all__ = [
     "bytes_at",
     "copy_bytes",
     "copy_each",
+    "copy_various",
     "free_memory",
     "fresh_pages",
     "gather",
@@ -41,6 +42,7 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", -1)
 # drops the mapping.
 _EMPTY_IN_CHILDREN = 18 if sys.platform == "linux" else -1
 _TINY = 4096  # up to it, numpy's copy to a place between costs less than a call of its own for each would
+_MANY = 32  # fewer are copied sooner by a call of its own for each
 _SMALL = 64 << 10  # below it, to let other threads run meanwhile costs more than the copy
 
 
@@ -75,6 +77,18 @@ def copy_each(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nb
             copy_bytes(target, source, nbytes)
         return
     _everywhere(targets, nbytes)[targets - targets.min()] = _everywhere(sources, nbytes)[sources - sources.min()]
+
+
+def copy_various(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
+    """Copy from addresses to others as :func:`copy_each` does, each its own number of bytes."""
+    _, kind, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+    kind = kind.reshape(-1)
+    for number in np.flatnonzero(counts >= _MANY).tolist():
+        some = np.flatnonzero(kind == number)
+        copy_each(targets[some], sources[some], int(sizes[some[0]]))
+    few = counts[kind] < _MANY
+    for row in zip(targets[few].tolist(), sources[few].tolist(), sizes[few].tolist(), strict=True):
+        copy_bytes(*row)
 
 
 def _everywhere(addresses: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,16 +12,18 @@ import numpy as np
 
 from ..control.verified import digest_of, digest_of_blocks
 from ..core.box import flat_range
-from ..core.columns import IntArray
+from ..core.buffers import Buffers
 from ..core.device_memory import Copies
 from ..core.dtypes import DTYPES
 from ..core.memory import Bytes1D, address_of, bytes_at, fresh_pages
 from ..core.protocols import ControlSession, Transfers
-from ..core.threads import Beside
-from ..files.reader import Consumer, StoredEntry, read_entries
+from ..core.threads import Beside, run_all
+from ..files.reader import Consumer, StoredEntry, entry_tasks
 from ..planning.exchange_plan import ALL
+from .exchange_messages import ALONE_BYTES, Address, Message, messages_of, needs_of
 from .fit import Fit
-from .messages import ExchangeRound, ParcelOrder, ShardOrder, UnitOrder
+from .messages import ExchangeRound, ShardOrder
+from .small_items import SmallItems, batches_of
 from .staging import RoundStaging
 
 if TYPE_CHECKING:
@@ -30,13 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange"]
 
-_ALONE_BYTES = 256 << 10
 _AHEAD = 8  # rounds that may be read before it is their turn
 _RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}
-_Address = tuple[int, int, int]
-"""A message: the rank that sends it, the one that it goes to, or ALL, and which of several."""
-_Part = tuple[UnitOrder, ParcelOrder]
-_Outgoing = Mapping[_Address, tuple[Bytes1D, int]]
+_Outgoing = Mapping[Address, tuple[Bytes1D, int]]
 """The messages that a rank sends in a round, with their digests."""
 
 
@@ -67,9 +64,9 @@ class Exchange:
 
         Not so with tensors on a device: their rows are in host memory only in rounds that bring something for them.
         """
-        rows = [self.fit.rows_on_device(_needs_of(one)) for one in rounds]
+        rows = [self.fit.rows_on_device(needs_of(one)) for one in rounds]
         staging = RoundStaging(self.fit.targets, self.copies, rows, self.staging_bytes)
-        messages = [_messages(one.units) for one in rounds]
+        messages = [messages_of(one) for one in rounds]
         self._on_host = not any(map(len, rows))
         ahead = _ReadingAhead([functools.partial(self._read, one, i) for i, one in enumerate(messages)])
         try:
@@ -85,22 +82,23 @@ class Exchange:
             ahead.wait()
             staging.finish()
 
-    def _read(self, messages: Mapping[_Address, Sequence[_Part]], number: int) -> _Outgoing:
+    def _read(self, messages: Mapping[Address, Message], number: int) -> _Outgoing:
         """Read the units of a round; returns the messages with the bytes to be sent, and their digests."""
         me = self.session.rank
-        outgoing: dict[_Address, Bytes1D] = {}
+        outgoing: dict[Address, Bytes1D] = {}
         entries: dict[tuple[str, int], tuple[StoredEntry, list[Consumer]]] = {}
-        for address, parts in messages.items():
+        items: list[SmallItems] = []
+        for address, message in messages.items():
             source, destination, _ = address
             if source != me:
                 continue
             is_sent, in_place, at = destination != me, None, 0
             if is_sent:
-                in_place = self._whole_target(parts)
+                in_place = self._whole_target(message)
                 outgoing[address] = (
-                    self._buffer((address, number % 2), _nbytes(parts)) if in_place is None else in_place
+                    self._buffer((address, number % 2), message.nbytes(self.fit)) if in_place is None else in_place
                 )
-            for unit, parcel in parts:
+            for unit, parcel in message.parts:
                 assert unit.shard is not None, "a reader is told what it reads"
                 box, shard = parcel.box, unit.shard
                 entry, consumers = entries.setdefault((shard.file, shard.start), (self._entry(shard), []))
@@ -111,19 +109,31 @@ class Exchange:
                     packed = np.frombuffer(outgoing[address], entry.dtype.raw, box.size, at).reshape(box.shape)
                     consumers.append(Consumer(box, packed))
                     at += packed.nbytes
+            if message.pack is not None:
+                items.append(
+                    message.sent(address_of(outgoing[address]) + at) if is_sent else self.fit.items(message.kept)
+                )
         try:
             if self.failure is None:
-                # What lies between may be what another rank reads.
-                check = self.session.check
-                read_entries(entries.values(), self.fit.answer.block_bytes, 1, check, self.progress, joined=False)
+                run_all(self._tasks(entries.values(), items), 1, self.session.check)
         except Exception as error:
             self.failure = error
         return {address: (data, self._digest(messages[address], data)) for address, data in outgoing.items()}
 
-    def _digest(self, parts: Sequence[_Part], data: Bytes1D) -> int:
+    def _tasks(
+        self, entries: Iterable[tuple[StoredEntry, Sequence[Consumer]]], items: Sequence[SmallItems]
+    ) -> Iterator[Callable[[], None]]:
+        """Tasks that read entries and items, nothing between them: that may be what another rank reads."""
+        buffers, block_bytes = Buffers(1), self.fit.answer.block_bytes
+        yield from entry_tasks(entries, block_bytes, buffers, self.progress, joined=False)
+        for batch in batches_of(items, self.files.opened, block_bytes):
+            yield from batch.tasks(buffers, self.progress, joined=False)
+
+    def _digest(self, message: Message, data: Bytes1D) -> int:
         """The digest of a message to be sent: of what the file says of its blocks, if that is what was read."""
-        block_bytes, (unit, parcel) = self._blocks(parts), parts[0]
+        block_bytes = self._blocks(message)
         if block_bytes and self.failure is None:
+            unit, parcel = message.parts[0]
             assert unit.shard is not None, "a reader is told what it reads"
             hashes, start = self.files.opened[unit.shard.file].hashes, flat_range(parcel.box, unit.shard.shape)
             if hashes is not None and start is not None:
@@ -131,11 +141,13 @@ class Exchange:
                 return digest_of_blocks(hashes[first : first + -(-len(data) // block_bytes)])
         return digest_of(data, block_bytes)
 
-    def _blocks(self, parts: Sequence[_Part]) -> int:
+    def _blocks(self, message: Message) -> int:
         """The size of the blocks of which a message for all consists; 0 if they are not whole, or of several units."""
-        unit, parcel = parts[0]
-        whole = unit.whole and parcel.destination == ALL and parts[-1][0] is unit
-        return self.fit.answer.block_bytes if whole and _nbytes(parts) >= _ALONE_BYTES else 0
+        if message.pack is not None:
+            return 0
+        unit, parcel = message.parts[0]
+        whole = unit.whole and parcel.destination == ALL and message.parts[-1][0] is unit
+        return self.fit.answer.block_bytes if whole and message.parcel_bytes >= ALONE_BYTES else 0
 
     def _entry(self, shard: ShardOrder) -> StoredEntry:
         file = self.files.opened[shard.file]
@@ -148,10 +160,12 @@ class Exchange:
             buffer = self._buffers[key] = fresh_pages(size)
         return buffer[:size]
 
-    def _whole_target(self, parts: Sequence[_Part]) -> Bytes1D | None:
+    def _whole_target(self, message: Message) -> Bytes1D | None:
         """The target's memory if a message can be sent from it, or received in it, as it is."""
         start = stop = 0
-        for i, (_, parcel) in enumerate(parts):
+        if message.pack is not None:
+            return None
+        for i, (_, parcel) in enumerate(message.parts):
             if parcel.row < 0:
                 return None
             consumer = self.fit.consumer(parcel.row, parcel.box)
@@ -162,56 +176,59 @@ class Exchange:
             stop += consumer.target.nbytes
         return bytes_at(start, stop - start)
 
-    def _is_sent_in_place(self, messages: Mapping[_Address, Sequence[_Part]]) -> bool:
+    def _is_sent_in_place(self, messages: Mapping[Address, Message]) -> bool:
         """Whether this rank needs no buffers for what it sends in a round."""
         me = self.session.rank
-        sent = [parts for (source, destination, _), parts in messages.items() if source == me != destination]
-        return all(self._whole_target(parts) is not None for parts in sent)
+        sent = [message for (source, destination, _), message in messages.items() if source == me != destination]
+        return all(self._whole_target(message) is not None for message in sent)
 
-    def _broadcast(self, messages: Mapping[_Address, Sequence[_Part]], outgoing: _Outgoing) -> None:
+    def _broadcast(self, messages: Mapping[Address, Message], outgoing: _Outgoing) -> None:
         """Send and receive what is for all."""
         for address in sorted(messages):
             source, destination, _ = address
             if destination != ALL:
                 continue
-            parts, sends = messages[address], source == self.session.rank
-            in_place, digest = outgoing[address] if sends else (self._whole_target(parts), None)
-            data = self._buffer("incoming", _nbytes(parts)) if in_place is None else in_place
-            what, kept = functools.partial(self._keys, parts), self._on_host and in_place is not None
-            self.transfers.broadcast(data, source, self.staging_bytes, what, digest, self._blocks(parts), kept)
+            message, sends = messages[address], source == self.session.rank
+            in_place, digest = outgoing[address] if sends else (self._whole_target(message), None)
+            data = self._buffer("incoming", message.nbytes(self.fit)) if in_place is None else in_place
+            what, kept = functools.partial(self._keys, message), self._on_host and in_place is not None
+            self.transfers.broadcast(data, source, self.staging_bytes, what, digest, self._blocks(message), kept)
             if in_place is None:
-                self._unpack(parts, data)
+                self._unpack(message, data)
             elif not sends:
                 self.files.tally.bytes_received += len(data)
 
     def _exchange(
         self,
         senders: Sequence[tuple[int, int]],
-        messages: Mapping[_Address, Sequence[_Part]],
+        messages: Mapping[Address, Message],
         outgoing: _Outgoing,
     ) -> None:
         """Send and receive what is for single ranks, packed in one message for each pair of them."""
         if not senders:
             return
         me = self.session.rank
-        mine = {source: parts for (source, to, _), parts in messages.items() if to == me != source}
-        incoming = {source: self._buffer(source, _nbytes(parts)) for source, parts in mine.items()}
+        mine = {source: message for (source, to, _), message in messages.items() if to == me != source}
+        incoming = {source: self._buffer(source, message.nbytes(self.fit)) for source, message in mine.items()}
         single = {to: data for (_, to, _), (data, _) in outgoing.items() if to != ALL}
         digests = {to: digest for (_, to, _), (_, digest) in outgoing.items() if to != ALL}
         most, what = self.staging_bytes, lambda source: self._keys(mine[source])
         self.transfers.exchange(single, incoming, senders, most, what, digests)
-        for source, parts in mine.items():
-            self._unpack(parts, incoming[source])
+        for source, message in mine.items():
+            self._unpack(message, incoming[source])
 
-    def _keys(self, parts: Sequence[_Part]) -> str:
+    def _keys(self, message: Message) -> str:
         """What a message has for this rank."""
-        return ", ".join(dict.fromkeys(self.fit.wanted_key(parcel.row) for _, parcel in parts if parcel.row >= 0))
+        rows = [parcel.row for _, parcel in message.parts if parcel.row >= 0] + message.kept.tolist()
+        return ", ".join(dict.fromkeys(map(self.fit.wanted_key, rows)))
 
-    def _unpack(self, parts: Sequence[_Part], data: Bytes1D) -> None:
+    def _unpack(self, message: Message, data: Bytes1D) -> None:
         """Hand out what has come in a message; after a failure it means nothing."""
         at = 0
         try:
-            for unit, parcel in parts if self.failure is None else ():
+            if self.failure is not None:
+                return
+            for unit, parcel in message.parts:
                 size, box = parcel.box.size * unit.itemsize, parcel.box
                 if parcel.row >= 0:
                     items = np.frombuffer(data[at : at + size], _RAW_OF[unit.itemsize]).reshape(box.shape)
@@ -222,6 +239,9 @@ class Exchange:
                         consumer.target[...] = items
                     self.files.tally.bytes_received += size
                 at += size
+            if len(kept := message.kept):
+                self.fit.unpack(kept, data[at:])
+                self.files.tally.bytes_received += self.fit.nbytes(kept)
         except Exception as error:
             self.failure = error
 
@@ -245,30 +265,3 @@ class _ReadingAhead:
     def wait(self) -> None:
         """Wait until nothing is read any more."""
         wait(self._begun)
-
-
-def _messages(units: Sequence[UnitOrder]) -> dict[_Address, list[_Part]]:
-    """What is sent together in a round, as far as this rank has a part in it.
-
-    What a unit has for all is sent alone if it is large, so that it can be sent from its target and received in its
-    target.
-    """
-    messages: dict[_Address, list[_Part]] = {}
-    large: Counter[int] = Counter()
-    for unit in units:
-        size = sum(parcel.box.size for parcel in unit.parcels if parcel.destination == ALL) * unit.itemsize
-        large[unit.reader] += size >= _ALONE_BYTES
-        for parcel in unit.parcels:
-            number = large[unit.reader] if parcel.destination == ALL and size >= _ALONE_BYTES else 0
-            messages.setdefault((unit.reader, parcel.destination, number), []).append((unit, parcel))
-    return messages
-
-
-def _needs_of(one: ExchangeRound) -> IntArray:
-    """The needs that a round brings something for."""
-    rows = [parcel.row for unit in one.units for parcel in unit.parcels if parcel.row >= 0]
-    return np.array(rows, np.int64)
-
-
-def _nbytes(parts: Sequence[_Part]) -> int:
-    return sum(parcel.box.size * unit.itemsize for unit, parcel in parts)

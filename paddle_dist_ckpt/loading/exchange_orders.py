@@ -5,11 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from ..core.box import flat_range
+import numpy as np
+
+from ..core.box import Box, flat_range
+from ..core.boxes import Boxes, Mask
+from ..core.columns import IntArray, all_of, pack_column
+from ..core.grouping import group_rows
 from ..files.metadata import Metadata
+from ..planning.exchange_packs import Pack, SmallNeeds
 from ..planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
-from .messages import ExchangeAnswer, ExchangeRound, ParcelOrder, ShardNeed, ShardOrder, UnitOrder
+from .messages import (
+    ExchangeAnswer,
+    ExchangeRound,
+    PackKind,
+    PackOrder,
+    ParcelOrder,
+    ShardNeeds,
+    ShardOrder,
+    UnitOrder,
+)
 
 __all__ = ["ExchangePlanner"]
 
@@ -22,89 +38,191 @@ class ExchangePlanner:
         metadata: Metadata,
         ranks: Sequence[int],
         reach: Mapping[int, Sequence[str]],
-        needs: Mapping[int, Sequence[ShardNeed]],
+        needs: Mapping[int, ShardNeeds],
     ) -> None:
         self._metadata, self._ranks = metadata, ranks
-        self._place = {rank: i for i, rank in enumerate(ranks)}
         file_number = {info.name: i for i, info in enumerate(metadata.files)}
         self._reach: dict[int, list[int]] = {}
-        for rank in ranks:
+        for place, rank in enumerate(ranks):
             for name in reach.get(rank, ()):
-                self._reach.setdefault(file_number[name], []).append(self._place[rank])
-        self._needs: dict[bool, dict[int, list[Need]]] = {False: {}, True: {}}
-        table = metadata.table
-        for rank in ranks:
-            for need in needs[rank]:
-                shard = int(table.first_shard[table.index[need.path]]) + need.shard
-                wanted = Need(self._place[rank], need.row, need.box)
-                self._needs[need.staged].setdefault(shard, []).append(wanted)
-        self._shards: dict[int, ExchangeShard] = {}
-        for shard in (*self._needs[False], *self._needs[True]):
-            tensor, box = table.shard_place(shard)
-            self._shards[shard] = ExchangeShard(int(table.shard_file[shard]), box.shape, table.dtypes[tensor].itemsize)
-        self._first_block, _ = table.blocks(metadata.block_bytes, len(metadata.files))
+                self._reach.setdefault(file_number[name], []).append(place)
+        self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks])
+        self._layouts: dict[int, Boxes] = {}
+        self._first_block, _ = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
 
     def unreached(self) -> list[str]:
         """Files that are needed and that no rank can read."""
-        missing = {shard.file for shard in self._shards.values()} - set(self._reach)
+        missing = set(self._metadata.table.shard_file[self._needs.shard].tolist()) - set(self._reach)
         return [self._metadata.files[i].name for i in sorted(missing)]
 
     def orders(self) -> dict[int, ExchangeAnswer]:
         """Each rank's order, by global rank."""
-        staged, main = self._rounds(self._needs[True]), self._rounds(self._needs[False])
-        return {
-            rank: ExchangeAnswer(
-                staged=[ExchangeRound(self._told(units, place), senders) for units, senders in staged],
-                main=[ExchangeRound(self._told(units, place), senders) for units, senders in main],
-            )
-            for rank, place in self._place.items()
-        }
+        staged, main = self._rounds(True), self._rounds(False)
+        columns = zip(self._ranks, staged, main, strict=True)
+        return {rank: ExchangeAnswer(staged=first, main=second) for rank, first, second in columns}
 
-    def _rounds(
-        self, needs: Mapping[int, Sequence[Need]]
-    ) -> list[tuple[list[tuple[Unit, bool]], list[tuple[int, int]]]]:
-        """The rounds of one pass, each unit with whether it is sent as whole blocks, and who sends in each."""
-        plan = plan_exchange(self._shards, needs, self._reach, len(self._ranks), self._metadata.block_bytes)
-        return [([(unit, self._is_whole(unit)) for unit in units], self._senders(units)) for units in plan]
+    def _rounds(self, staged: bool) -> list[list[ExchangeRound]]:
+        """Each rank's part in the rounds of one pass."""
+        needs, block_bytes = self._needs, self._metadata.block_bytes
+        chosen = needs.staged == staged
+        is_small = self._metadata.table.shard_bytes[needs.shard] <= block_bytes
+        shards, large = self._large(np.flatnonzero(chosen & ~is_small))
+        places = self._ordered(np.flatnonzero(chosen & is_small))
+        small = needs.small(self._metadata, places)
+        plan = plan_exchange(shards, large, self._reach, len(self._ranks), block_bytes, small)
+        rounds: list[list[ExchangeRound]] = [[] for _ in self._ranks]
+        for one in plan:
+            units = [(unit, self._is_whole(unit, shards[unit.shard])) for unit in one if isinstance(unit, Unit)]
+            packs = self._packs([pack for pack in one if isinstance(pack, Pack)], places)
+            senders = self._senders([unit for unit, _ in units], shards, packs)
+            told: dict[int, list[PackOrder]] = {}
+            for place, order, _ in packs:
+                told.setdefault(place, []).append(order)
+            for place, mine in enumerate(rounds):
+                mine.append(ExchangeRound(self._told(units, shards, place), senders, told.get(place, [])))
+        return rounds
 
-    def _senders(self, units: Sequence[Unit]) -> list[tuple[int, int]]:
+    def _large(self, places: IntArray) -> tuple[dict[int, ExchangeShard], dict[int, list[Need]]]:
+        """Needs of large shards as objects, and the shards, by number."""
+        table, needs = self._metadata.table, self._needs
+        shards: dict[int, ExchangeShard] = {}
+        large: dict[int, list[Need]] = {}
+        for need in places.tolist():
+            shard = int(needs.shard[need])
+            if shard not in shards:
+                tensor, box = self._place(shard)
+                shards[shard] = ExchangeShard(int(table.shard_file[shard]), box.shape, table.dtypes[tensor].itemsize)
+            box = needs.boxes.box(int(needs.box[need]), len(shards[shard].shape))
+            large.setdefault(shard, []).append(Need(int(needs.rank[need]), int(needs.row[need]), box))
+        return shards, large
+
+    def _ordered(self, places: IntArray) -> IntArray:
+        """Needs of small shards in the order of :class:`SmallNeeds`."""
+        needs, table = self._needs, self._metadata.table
+        shard = needs.shard[places]
+        of_need = needs.row[places], needs.box[places], needs.rank[places]
+        order = np.lexsort((*of_need, shard, table.data_offsets[shard], table.shard_file[shard]))
+        return places[order]
+
+    def _senders(
+        self,
+        units: Sequence[Unit],
+        shards: Mapping[int, ExchangeShard],
+        packs: Sequence[tuple[int, PackOrder, int]],
+    ) -> list[tuple[int, int]]:
         """The readers that send to single ranks in a round, each with the size of its largest message."""
         sizes: dict[tuple[int, int], int] = {}
         for unit in units:
             for parcel in unit.parcels:
                 if parcel.destination not in (ALL, unit.reader):
-                    pair = (unit.reader, parcel.destination)
-                    sizes[pair] = sizes.get(pair, 0) + parcel.box.size * self._shards[unit.shard].itemsize
+                    pair = (self._ranks[unit.reader], self._ranks[parcel.destination])
+                    sizes[pair] = sizes.get(pair, 0) + parcel.box.size * shards[unit.shard].itemsize
+        for _, order, nbytes in packs:
+            if order.keys and order.destination != ALL:
+                pair = (order.reader, order.destination)
+                sizes[pair] = sizes.get(pair, 0) + nbytes
         largest: dict[int, int] = {}
         for (source, _), size in sizes.items():
             largest[source] = max(largest.get(source, 0), size)
-        return [(self._ranks[source], size) for source, size in sorted(largest.items())]
+        return sorted(largest.items())
 
-    def _told(self, units: Sequence[tuple[Unit, bool]], place: int) -> list[UnitOrder]:
-        """What the rank at a position is told of a round."""
+    def _packs(self, packs: Sequence[Pack], places: IntArray) -> list[tuple[int, PackOrder, int]]:
+        """What is told of the packs of a round: who is told, what, and how many bytes that is."""
+        needs = self._needs
+        received: dict[tuple[int, int, int], list[IntArray]] = {}
+        sent: dict[tuple[int, int], list[IntArray]] = {}
+        for pack in packs:
+            met = places[pack.needs]
+            met = met[np.argsort(needs.rank[met], kind="stable")]
+            parts_of = np.split(met, np.flatnonzero(np.diff(needs.rank[met])) + 1)
+            by_rank = {int(needs.rank[part[0]]): part for part in parts_of}
+            for rank, part in by_rank.items():
+                destination = ALL if pack.to_all and rank != pack.reader else rank
+                received.setdefault((pack.reader, destination, rank), []).append(part)
+            others = [(rank, part) for rank, part in by_rank.items() if rank != pack.reader]
+            for rank, part in others[:1] if pack.to_all else others:
+                sent.setdefault((pack.reader, ALL if pack.to_all else rank), []).append(part)
+        told = []
+        for (reader, destination, rank), parts in received.items():
+            told.append((rank, self._for_taker(reader, destination, rank, np.concatenate(parts)), 0))
+        for (reader, destination), parts in sent.items():
+            part = np.concatenate(parts)
+            told.append((reader, self._for_sender(reader, destination, part), int(needs.nbytes[part].sum())))
+        return told
+
+    def _for_taker(self, reader: int, destination: int, rank: int, part: IntArray) -> PackOrder:
+        """What a rank is told of needs of its own."""
+        files = self._files(self._needs.shard[part])[0] if rank == reader else []
+        rows = pack_column(self._needs.row[part])
+        return PackOrder(self._ranks[reader], self._global(destination), rows, files)
+
+    def _for_sender(self, reader: int, destination: int, part: IntArray) -> PackOrder:
+        """What a reader is told of others' needs."""
+        needs, table = self._needs, self._metadata.table
+        shard = needs.shard[part]
+        files, file = self._files(shard)
+        tensor = table.shard_tensor[shard]
+        columns = np.column_stack([table.shard_layout_row[shard], table.dtype_of[tensor], needs.box[part]])
+        first, kind = group_rows(columns)
+        kinds = []
+        for i in part[first].tolist():
+            which, place = self._place(int(needs.shard[i]))
+            box = needs.boxes.box(int(needs.box[i]), len(place.shape))
+            kinds.append(PackKind(place.shape, table.dtypes[which].name, box))
+        return PackOrder(
+            reader=self._ranks[reader],
+            destination=self._global(destination),
+            files=files,
+            file=pack_column(file),
+            start=pack_column(table.data_offsets[shard]),
+            block=pack_column(self._first_block[shard]),
+            kind=pack_column(kind),
+            kinds=kinds,
+            keys=[self._metadata.key(table.paths[t]) for t in tensor.tolist()],
+        )
+
+    def _place(self, shard: int) -> tuple[int, Box]:
+        """A shard's tensor and box; the boxes of a layout are made once."""
+        table = self._metadata.table
+        tensor = int(table.shard_tensor[shard])
+        layout = int(table.layout_of[tensor])
+        if layout not in self._layouts:
+            self._layouts[layout] = table.layouts[layout].boxes
+        return tensor, self._layouts[layout].box(shard - int(table.first_shard[tensor]))
+
+    def _files(self, shard: IntArray) -> tuple[list[str], IntArray]:
+        """The names of the files that shards are in, and in which each is."""
+        files, file = np.unique(self._metadata.table.shard_file[shard], return_inverse=True)
+        return [self._metadata.files[i].name for i in files.tolist()], file.reshape(-1)
+
+    def _global(self, destination: int) -> int:
+        return ALL if destination == ALL else self._ranks[destination]
+
+    def _told(
+        self, units: Sequence[tuple[Unit, bool]], shards: Mapping[int, ExchangeShard], place: int
+    ) -> list[UnitOrder]:
+        """What the rank at a position is told of the units of a round."""
         told = []
         for unit, is_whole in units:
             reads = unit.reader == place
             parcels = [
                 ParcelOrder(
-                    ALL if p.destination == ALL else self._ranks[p.destination],
-                    p.row if p.destination == place else p.rows.get(place, -1),
-                    p.box,
+                    self._global(p.destination), p.row if p.destination == place else p.rows.get(place, -1), p.box
                 )
                 for p in unit.parcels
                 if reads or p.destination in (ALL, place)
             ]
             if parcels:
                 shard = self._order(unit.shard) if reads else None
-                itemsize = self._shards[unit.shard].itemsize
+                itemsize = shards[unit.shard].itemsize
                 told.append(UnitOrder(self._ranks[unit.reader], itemsize, parcels, shard, is_whole))
         return told
 
-    def _is_whole(self, unit: Unit) -> bool:
+    def _is_whole(self, unit: Unit, shard: ExchangeShard) -> bool:
         """Whether the parcels are for all, and whole blocks, one behind the other."""
         if unit.parcels[0].destination != ALL:  # then all are
             return False
-        shard, block_bytes = self._shards[unit.shard], self._metadata.block_bytes
+        block_bytes = self._metadata.block_bytes
         ranges = [flat_range(parcel.box, shard.shape) for parcel in unit.parcels]
         found = [span for span in ranges if span is not None]
         if not found or len(found) < len(ranges) or any(a[1] != b[0] for a, b in itertools.pairwise(found)):
@@ -114,7 +232,7 @@ class ExchangePlanner:
 
     def _order(self, shard: int) -> ShardOrder:
         table = self._metadata.table
-        tensor, box = table.shard_place(shard)
+        tensor, box = self._place(shard)
         return ShardOrder(
             file=self._metadata.files[table.shard_file[shard]].name,
             start=int(table.data_offsets[shard]),
@@ -123,3 +241,52 @@ class ExchangePlanner:
             dtype=table.dtypes[tensor].name,
             key=self._metadata.key(table.paths[tensor]),
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Needs:
+    """What all ranks need, in columns with a row for each need.
+
+    Attributes:
+        shard, rank, row: The shard, who needs some of it, and that rank's own number for it, ``[needs]``.
+        box: Which of ``boxes`` it is in the shard's coordinates, ``[needs]``.
+        staged: Whether its target is looked at before it is used, ``[needs]``.
+        nbytes: Its size, ``[needs]``.
+        boxes: The different boxes.
+    """
+
+    shard: IntArray
+    rank: IntArray
+    row: IntArray
+    box: IntArray
+    staged: Mask
+    nbytes: IntArray
+    boxes: Boxes
+
+    @classmethod
+    def joined(cls, metadata: Metadata, messages: Sequence[ShardNeeds]) -> _Needs:
+        """What ranks said, one behind the other."""
+        table = metadata.table
+        columns: list[IntArray] = []
+        boxes: list[Boxes] = []
+        for rank, message in enumerate(messages):
+            tensors = np.array([table.index[path] for path in message.tensors], np.int64)
+            tensor = tensors[all_of(message.tensor)]
+            shard, row = table.first_shard[tensor] + all_of(message.shard), np.arange(len(tensor))
+            box = all_of(message.box) + sum(map(len, boxes))
+            columns.append(np.stack([shard, np.full_like(shard, rank), row, box, all_of(message.staged)]))
+            flat, size = all_of(message.boxes), message.dimensions
+            rows = flat.reshape(-1, 2 * size)
+            boxes.append(Boxes(rows[:, :size], rows[:, size:]))
+        shard, rank, row, box, staged = np.hstack(columns)
+        every = Boxes.joined(boxes, max(part.dimensions for part in boxes))
+        first, alike = group_rows(every.table)
+        box, found = alike[box], every.take(first)
+        nbytes = found.volumes[box] * table.itemsizes[table.shard_tensor[shard]]
+        return cls(shard, rank, row, box, staged == 1, nbytes, found)
+
+    def small(self, metadata: Metadata, places: IntArray) -> SmallNeeds:
+        """Some needs, all of small shards, for the plan."""
+        table, shard = metadata.table, self.shard[places]
+        file, sizes = table.shard_file[shard], table.shard_bytes[shard]
+        return SmallNeeds(shard, file, sizes, self.rank[places], self.box[places], self.nbytes[places])

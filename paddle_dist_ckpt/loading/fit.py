@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
+import dataclasses
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
 
-from ..core.box import Box
+from ..core.box import Box, whole
 from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray
+from ..core.columns import IntArray, edges_of, pack_column
 from ..core.device_memory import DeviceAccess
 from ..core.grouping import group_rows
-from ..files.reader import Batch, Consumer, ItemKind, StoredEntry
+from ..core.memory import Bytes1D
+from ..files.batches import Batch, ItemKind, Kinds, hand_out
+from ..files.reader import Consumer, StoredEntry
 from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
-from .messages import LoadAnswer, ShardNeed
+from .messages import LoadAnswer, ShardNeeds
 from .recipes import expand
 from .resize import Rules
+from .small_items import SmallItems, batches_of
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
@@ -176,45 +177,57 @@ class Fit:
                 total += min(stop * size, entry_bytes) - start * size
         return total
 
-    @cached_property
+    @property
     def _is_batched(self) -> Mask:
-        """Which needs are read in batches: not those of large entries, or with a cast, ``[needs]``."""
-        number = {dtype.name: i for i, dtype in enumerate(self._table.dtype_list)}
-        wanted = np.array([number.get(geometry.dtype.name, -1) for geometry, _ in self.targets.cells], np.int64)
-        stored = self._table.dtype_of[self._table.shard_tensor[self._shard]]
-        alike = stored == wanted[self.targets.cell[self._target]]
-        return alike & (self._entry_bytes <= self.answer.block_bytes)
+        """Which needs are read in batches: those of small entries, ``[needs]``."""
+        return self._entry_bytes <= self.answer.block_bytes
+
+    def items(self, needs: IntArray) -> SmallItems:
+        """Needs that are read in batches, with where they go. Needs that are alike share a kind."""
+        kinds, kind = self._kinds(needs)
+        shard, rows = self._shard[needs], self._target[needs]
+        files, file = np.unique(self._table.shard_file[shard], return_inverse=True)
+        return SmallItems(
+            files=[self.stored.file_name(i) for i in files.tolist()],
+            file=file.reshape(-1),
+            starts=self.stored.starts[shard],
+            blocks=self.stored.blocks[shard],
+            addresses=self.targets.address[rows],
+            kind=kind,
+            kinds=kinds,
+            key=lambda i: self.stored.key(int(shard[i])),
+            name=lambda i: self.wanted_key(int(needs[i])),
+        )
 
     def batches(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[Batch]:
-        """Those of these needs that are read in batches, file by file, in the order in which they stand there. Needs
-        that are alike share a kind."""
-        needs = needs[self._is_batched[needs]]
-        file, start = self._table.shard_file[self._shard[needs]], self.stored.starts[self._shard[needs]]
-        needs = needs[np.lexsort((start, file))]
+        """Those of these needs that are read in batches, file by file, in the order in which they stand there."""
+        return batches_of([self.items(needs[self._is_batched[needs]])], opened, self.answer.block_bytes)
+
+    def unpack(self, needs: IntArray, data: Bytes1D) -> None:
+        """Hand out what was sent for needs, the boxes one behind the other.
+
+        Raises:
+            CheckpointError: a finite value would become infinite.
+        """
         kinds, kind = self._kinds(needs)
-        shard, addresses = self._shard[needs], self.targets.address[self._target[needs]]
-        file, starts, blocks = self._table.shard_file[shard], self.stored.starts[shard], self.stored.blocks[shard]
-        stops = starts + self._entry_bytes[needs]
-        cuts = (np.flatnonzero(file[1:] != file[:-1]) + 1).tolist()
-        batches = []
-        for a, b in itertools.pairwise([0, *cuts, len(needs)] if len(needs) else []):
-            key = functools.partial(self._key, shard[a:b])
-            source = opened[self.stored.file_name(file[a])]
-            columns = starts[a:b], stops[a:b], blocks[a:b]
-            batches.append(Batch(source, self.answer.block_bytes, *columns, key, kind[a:b], addresses[a:b], kinds))
-        return batches
+        packed = [
+            dataclasses.replace(one, entry_shape=one.entry_box.shape, entry_box=whole(one.entry_box.shape))
+            for one in kinds
+        ]
+        starts, addresses = edges_of(self._nbytes[needs])[:-1], self.targets.address[self._target[needs]]
+        hand_out(Kinds(packed), kind, starts, addresses, data, lambda i: self.wanted_key(int(needs[i])))
 
     def _kinds(self, needs: IntArray) -> tuple[list[ItemKind], IntArray]:
         """The different kinds of needs, and which kind each is."""
-        row = self._target[needs]
-        columns = np.column_stack([self.targets.cell[row], self.targets.staged[row], self._like[needs]])
-        first, kind = group_rows(columns)
+        row, stored = self._target[needs], self._table.shard_tensor[self._shard[needs]]
+        columns = [self.targets.cell[row], self.targets.staged[row], self._like[needs], self._table.dtype_of[stored]]
+        first, kind = group_rows(np.column_stack(columns))
         kinds = []
-        for i in needs[first].tolist():
+        for i, tensor in zip(needs[first].tolist(), stored[first].tolist(), strict=True):
             target, box, entry_box, entry_shape = self._boxes(i)
             geometry, piece = self.targets.cells[self.targets.cell[target]]
-            strides = self.targets.strides(target)
-            kinds.append(ItemKind(geometry.dtype, entry_shape, entry_box, piece.box.shape, box, strides))
+            dtypes, strides = (self._table.dtypes[tensor], geometry.dtype), self.targets.strides(target)
+            kinds.append(ItemKind(*dtypes, entry_shape, entry_box, piece.box.shape, box, strides))
         return kinds, kind
 
     def _boxes(self, need: int) -> tuple[int, Box, Box, tuple[int, ...]]:
@@ -236,19 +249,19 @@ class Fit:
             found[shard][1].append(self.targets.consumer(row, box, entry_box))
         return list(found.values())
 
-    def _key(self, shards: IntArray, i: int) -> str:
-        return self.stored.key(int(shards[i]))
-
-    def shard_needs(self) -> list[ShardNeed]:
+    def shard_needs(self) -> ShardNeeds:
         """What other ranks may read for this one."""
-        first = self._table.first_shard
-        needs = []
-        for need, shard in enumerate(self._shard.tolist()):
-            row, _, entry_box, _ = self._boxes(need)
-            number = shard - int(first[self.targets.tensor[row]])
-            path = self._table.paths[self.targets.tensor[row]]
-            needs.append(ShardNeed(path, number, need, entry_box, bool(self.targets.staged[row])))
-        return needs
+        tensor, like = self.targets.tensor[self._target], self._like
+        tensors, number = np.unique(tensor, return_inverse=True)
+        return ShardNeeds(
+            tensors=[self._table.paths[t] for t in tensors.tolist()],
+            tensor=pack_column(number),
+            shard=pack_column(self._shard - self._table.first_shard[tensor]),
+            box=pack_column(like),
+            staged=pack_column(self.targets.staged[self._target]),
+            dimensions=self._shape.shape[1],
+            boxes=pack_column(np.hstack([self._in_entry, self._shape]).reshape(-1)),
+        )
 
     def consumer(self, need: int, entry_part: Box) -> Consumer:
         """The consumer of a part of a need; the part is counted from the shard's corner."""

@@ -24,13 +24,18 @@ __all__ = [
     "GoOnAnswer",
     "LoadAnswer",
     "LoadRequest",
+    "PackKind",
+    "PackOrder",
     "ParcelOrder",
-    "ShardNeed",
+    "ShardNeeds",
     "ShardOrder",
     "UnitOrder",
     "WantedPaths",
     "WantedRecord",
 ]
+
+
+_EMPTY = Column("<u1", b"")
 
 
 class WantedRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -149,24 +154,29 @@ class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
     unused: list[str] = []
 
 
-class ShardNeed(msgspec.Struct, frozen=True, array_like=True):
-    """A box that a rank needs of a tensor's shard, in the shard's own coordinates; ``row`` is the rank's number for it.
+class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
+    """The boxes that a rank needs of tensors' shards, in columns with a row for each need, in the order of the rank's
+    own numbers for them.
 
-    ``shard`` counts the shards of the tensor.
+    ``tensors`` are paths; ``tensor`` says of which of them a need is, and ``shard`` counts that tensor's shards.
+    ``box`` is which of ``boxes`` it needs of the shard, in the shard's own coordinates: ``dimensions`` offsets and as
+    many lengths each. ``staged`` is 0 or 1.
     """
 
-    path: str
-    shard: int
-    row: int
-    box: Box
-    staged: bool
+    tensors: list[str]
+    tensor: Column
+    shard: Column
+    box: Column
+    staged: Column
+    dimensions: int
+    boxes: Column
 
 
 class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
     """Round ``exchange``: which of the asked files are in a rank's folder, if it was to find out, and what it needs."""
 
     files: list[str]
-    needs: list[ShardNeed]
+    needs: ShardNeeds
 
 
 class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -201,14 +211,44 @@ class UnitOrder(msgspec.Struct, frozen=True, array_like=True):
     whole: bool
 
 
+class PackKind(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Small shards, and boxes of them, that are alike."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+
+
+class PackOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of small shards that one rank reads for one rank (``ALL``: for all others), in columns.
+
+    The rank that they are for, which may be the reader, is told its own needs, ``rows``. A reader that sends them is
+    told of each in which of the ``files`` its shard is, where, with which block and key, and which of the ``kinds`` it
+    is. A reader that keeps them is told the files.
+    """
+
+    reader: int
+    destination: int
+    rows: Column = _EMPTY
+    files: list[str] = []
+    file: Column = _EMPTY
+    start: Column = _EMPTY
+    block: Column = _EMPTY
+    kind: Column = _EMPTY
+    kinds: list[PackKind] = []
+    keys: list[str] = []
+
+
 class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part in one round of an exchange, the units in the same order on all ranks.
 
-    ``senders`` are the ranks that send to single ranks, each with the size of its largest message.
+    ``senders`` are the ranks that send to single ranks, each with the size of its largest message. ``packs`` are what
+    is sent of small shards, one at most from each rank to each, behind what the units have for the same message.
     """
 
     units: list[UnitOrder]
     senders: list[tuple[int, int]]
+    packs: list[PackOrder] = []
 
 
 class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -221,8 +261,9 @@ class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
     @property
     def files(self) -> set[str]:
         """The files that the rank reads."""
-        units = (unit for one in (*self.staged, *self.main) for unit in one.units)
-        return {unit.shard.file for unit in units if unit.shard is not None}
+        rounds = [*self.staged, *self.main]
+        units = {unit.shard.file for one in rounds for unit in one.units if unit.shard is not None}
+        return units.union(*(pack.files for one in rounds for pack in one.packs))
 
 
 class DoneRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from ..core.box import Box, cut_flat_range, intersect
 from .blocks import touched_blocks
+from .exchange_packs import Pack, SmallNeeds, plan_packs
 
-__all__ = ["ALL", "ExchangeShard", "Need", "Unit", "plan_exchange"]
+__all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
 
 ALL = -1
 _UNIT_BYTES = 8 << 20
@@ -20,7 +21,7 @@ _ROUND_BYTES = 32 << 20  # of one round; the next one is read meanwhile
 
 @dataclass(frozen=True, slots=True)
 class ExchangeShard:
-    """A stored shard that somebody needs: its file, shape and item size."""
+    """A stored shard of several blocks that somebody needs: its file, shape and item size."""
 
     file: int
     shape: tuple[int, ...]
@@ -61,26 +62,32 @@ def plan_exchange(
     reach: Mapping[int, Sequence[int]],
     ranks: int,
     block_bytes: int,
-) -> list[list[Unit]]:
+    small: SmallNeeds,
+) -> list[list[Unit | Pack]]:
     """Divide what is needed into units of whole blocks, give each a reader, and order them in rounds.
+
+    Of shards of one block many make a unit together, a :class:`Pack`: an object for each would cost more than to move
+    it.
 
     A unit's reader is a rank that reaches the file, one that needs the unit itself if there is one, and among those the
     one with the least to read so far. The rounds bound how much any rank sends and receives at once.
 
     Args:
-        shards: The shards, by number.
+        shards: The shards of several blocks, by number.
         needs: Who needs which boxes of each.
         reach: For each file the ranks that can read it; none may be empty for a file that is needed.
         ranks: How many ranks there are.
         block_bytes: Bytes that share a checksum.
+        small: Who needs what of all other shards.
 
     Returns:
         Rounds of units, the same for all ranks.
     """
     total = sum(math.prod(shards[number].shape) * shards[number].itemsize for number in needs)
+    total += small.total
     unit_bytes = min(_UNIT_BYTES, max(block_bytes, total // (_UNITS_PER_RANK * ranks)))
     loads = [0] * ranks
-    units: list[tuple[Unit, int]] = []
+    units: list[tuple[Unit | Pack, list[int]]] = []
     for number in sorted(needs, key=lambda n: (shards[n].file, n)):
         shard, wanted = shards[number], needs[number]
         blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
@@ -92,8 +99,9 @@ def plan_exchange(
             candidates = [r for r in reach[shard.file] if r in takers] or list(reach[shard.file])
             reader = min(candidates, key=lambda r: (loads[r], r))
             loads[reader] += min(stop, math.prod(shard.shape) * shard.itemsize) - start
-            units.append((Unit(number, reader, _as_broadcast(parcels, reader, ranks)), shard.itemsize))
-    return _in_rounds(units, ranks)
+            unit = Unit(number, reader, _as_broadcast(parcels, reader, ranks))
+            units.append((unit, _traffic(unit, shard.itemsize, ranks)))
+    return _in_rounds([*units, *plan_packs(small, reach, ranks, unit_bytes, loads)])
 
 
 def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
@@ -131,17 +139,19 @@ def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parce
     return tuple(Parcel(ALL, 0, column[0].box, {p.destination: p.row for p in column}) for column in columns)
 
 
-def _in_rounds(units: list[tuple[Unit, int]], ranks: int) -> list[list[Unit]]:
-    """Take the readers' units in turn, and start a new round before a rank would send or receive too much in one."""
-    queues: dict[int, list[tuple[Unit, int]]] = {}
+def _in_rounds(units: Sequence[tuple[Unit | Pack, list[int]]]) -> list[list[Unit | Pack]]:
+    """Take the readers' units in turn, and start a new round before a rank would send or receive too much in one.
+
+    Each unit comes with how much each rank sends and receives for it.
+    """
+    queues: dict[int, list[tuple[Unit | Pack, list[int]]]] = {}
     for pair in units:
         queues.setdefault(pair[0].reader, []).append(pair)
     turns = itertools.zip_longest(*(queue for _, queue in sorted(queues.items())))
-    rounds: list[list[Unit]] = []
-    traffic = [0] * ranks
-    for unit, itemsize in filter(None, itertools.chain.from_iterable(turns)):
-        moved = _traffic(unit, itemsize, ranks)
-        traffic = [a + b for a, b in zip(traffic, moved, strict=True)]
+    rounds: list[list[Unit | Pack]] = []
+    traffic: list[int] = []
+    for unit, moved in filter(None, itertools.chain.from_iterable(turns)):
+        traffic = [a + b for a, b in zip(traffic, moved, strict=True)] if rounds else []
         if not rounds or max(traffic) > _ROUND_BYTES:
             rounds.append([])
             traffic = moved

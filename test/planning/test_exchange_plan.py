@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from paddle_dist_ckpt.core.box import Box, cut_flat_range, intersect, whole
 from paddle_dist_ckpt.planning import exchange_plan
 from paddle_dist_ckpt.planning.blocks import touched_blocks
-from paddle_dist_ckpt.planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
+from paddle_dist_ckpt.planning.exchange_packs import Pack, SmallNeeds
+from paddle_dist_ckpt.planning.exchange_plan import ALL, ExchangeShard, Need, Parcel, Unit, plan_exchange
 from test.strategies import boxes_in, examples, paint, shapes
 
 BLOCK = 64
@@ -51,12 +52,53 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(shards, needs, reach, ranks)
 
 
-def small_plan(job: Job) -> list[list[Unit]]:
+def planned(job: Job, block_bytes: int) -> list[list[list[Unit]]]:
+    """The plan: rounds of units, each of which has a unit for each of its shards."""
+    boxes = sorted({need.box for wanted in job.needs.values() for need in wanted})
+    small = []
+    for number, wanted in job.needs.items():
+        file, shape, itemsize = job.shards[number].file, job.shards[number].shape, job.shards[number].itemsize
+        nbytes = math.prod(shape) * itemsize
+        for need in wanted if nbytes <= block_bytes else ():
+            place = boxes.index(need.box)
+            small.append((file, number, need.rank, place, need.row, nbytes, need.box.size * itemsize))
+    small.sort()
+    file, shard, rank, box, row, entry, nbytes = np.array(small, np.int64).reshape(-1, 7).T
+    columns = SmallNeeds(shard, file, entry, rank, box, nbytes)
+    large = {n: wanted for n, wanted in job.needs.items() if n not in shard}
+    shards = {number: job.shards[number] for number in large}
+    rounds = plan_exchange(shards, large, job.reach, job.ranks, block_bytes, columns)
+
+    def units(one: Unit | Pack) -> list[Unit]:
+        if isinstance(one, Unit):
+            return [one]
+        found = []
+        for number in dict.fromkeys(shard[one.needs].tolist()):
+            here = [n for n in one.needs.tolist() if shard[n] == number]
+            rows = [(int(rank[n]), int(row[n]), boxes[box[n]]) for n in here]
+            parcels = tuple(Parcel(*taker) for taker in rows)
+            if one.to_all:
+                by_rank = [[taker for taker in rows if taker[0] == r] for r in sorted({r for r, _, _ in rows})]
+                turns = zip(*by_rank, strict=True)
+                parcels = tuple(Parcel(ALL, 0, turn[0][2], {r: n for r, n, _ in turn}) for turn in turns)
+                assert all(len({taker[2] for taker in turn}) == 1 for turn in zip(*by_rank, strict=True))
+            found.append(Unit(number, one.reader, parcels))
+        return found
+
+    return [[units(one) for one in turn] for turn in rounds]
+
+
+def small_plan(job: Job) -> list[list[list[Unit]]]:
     """The plan with small units and rounds, so that small tensors have many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_plan, "_UNIT_BYTES", UNIT_BYTES)
         patch.setattr(exchange_plan, "_ROUND_BYTES", ROUND_BYTES)
-        return plan_exchange(*job, BLOCK)
+        return planned(job, BLOCK)
+
+
+def units_of(rounds: list[list[list[Unit]]]) -> list[Unit]:
+    """All units."""
+    return [unit for turn in rounds for together in turn for unit in together]
 
 
 def deliveries(units: list[Unit]) -> list[tuple[int, int, int, int, Box]]:
@@ -72,7 +114,7 @@ def deliveries(units: list[Unit]) -> list[tuple[int, int, int, int, Box]]:
 @examples(100)
 @given(jobs())
 def test_each_need_is_met_once(job: Job) -> None:
-    units = [unit for turn in small_plan(job) for unit in turn]
+    units = units_of(small_plan(job))
     arrived = deliveries(units)
     for number, wanted in job.needs.items():
         for need in wanted:
@@ -87,7 +129,7 @@ def test_each_need_is_met_once(job: Job) -> None:
 @given(jobs())
 def test_each_block_is_read_by_one_rank_that_reaches_it(job: Job) -> None:
     readers: dict[tuple[int, int], int] = {}
-    for unit in (unit for turn in small_plan(job) for unit in turn):
+    for unit in units_of(small_plan(job)):
         shard = job.shards[unit.shard]
         assert unit.reader in job.reach[shard.file]
         boxes = [parcel.box for parcel in unit.parcels]
@@ -115,7 +157,7 @@ def test_each_block_is_read_by_one_rank_that_reaches_it(job: Job) -> None:
 @examples(100)
 @given(jobs())
 def test_readers_read_for_themselves_where_they_can(job: Job) -> None:
-    for unit in (unit for turn in small_plan(job) for unit in turn):
+    for unit in units_of(small_plan(job)):
         takers = {rank for _, _, rank, _, _ in deliveries([unit])}
         assert unit.reader in takers or not takers & set(job.reach[job.shards[unit.shard].file])
 
@@ -123,7 +165,7 @@ def test_readers_read_for_themselves_where_they_can(job: Job) -> None:
 @examples(100)
 @given(jobs())
 def test_broadcasts_are_for_what_all_others_need(job: Job) -> None:
-    for unit in (unit for turn in small_plan(job) for unit in turn):
+    for unit in units_of(small_plan(job)):
         for parcel in unit.parcels:
             if parcel.destination != ALL:
                 continue
@@ -139,9 +181,9 @@ def test_broadcasts_are_for_what_all_others_need(job: Job) -> None:
 def test_rounds_bound_what_a_rank_sends_and_receives(job: Job) -> None:
     rounds = small_plan(job)
     assert all(rounds)
-    for units in rounds:
+    for turn in rounds:
         moved = [0] * job.ranks
-        for unit in units:
+        for unit in units_of([turn]):
             for parcel in unit.parcels:
                 nbytes = parcel.box.size * job.shards[unit.shard].itemsize
                 if parcel.destination == ALL:
@@ -149,7 +191,7 @@ def test_rounds_bound_what_a_rank_sends_and_receives(job: Job) -> None:
                 elif parcel.destination != unit.reader:
                     moved[unit.reader] += nbytes
                     moved[parcel.destination] += nbytes
-        assert max(moved) <= ROUND_BYTES or len(units) == 1
+        assert max(moved) <= ROUND_BYTES or len(turn) == 1
 
 
 @examples(50)
@@ -162,8 +204,8 @@ def test_the_same_needs_make_the_same_plan(job: Job) -> None:
 def test_what_all_ranks_need_is_broadcast() -> None:
     shard = ExchangeShard(0, (2 << 20, 16), 4)
     needs = {0: [Need(rank, 7, whole(shard.shape)) for rank in range(4)]}
-    rounds = plan_exchange({0: shard}, needs, {0: [0, 1, 2, 3]}, 4, 1 << 20)
-    units = [unit for turn in rounds for unit in turn]
+    rounds = planned(Job({0: shard}, needs, {0: [0, 1, 2, 3]}, 4), 1 << 20)
+    units = units_of(rounds)
     assert all(
         parcel.destination == ALL and parcel.rows == dict.fromkeys(range(4), 7) for u in units for parcel in u.parcels
     )
@@ -176,7 +218,7 @@ def test_reading_is_spread_over_the_ranks_that_can() -> None:
     needs = {0: [Need(rank, 0, whole(shard.shape)) for rank in range(4)]}
     for reach, shares in (([0, 1, 2, 3], 1 / 4), ([1, 3], 1 / 2), ([2], 1)):
         loads: dict[int, int] = {}
-        for unit in (unit for turn in plan_exchange({0: shard}, needs, {0: reach}, 4, 1 << 20) for unit in turn):
+        for unit in units_of(planned(Job({0: shard}, needs, {0: reach}, 4), 1 << 20)):
             loads[unit.reader] = loads.get(unit.reader, 0) + sum(p.box.size for p in unit.parcels) * 4
         assert loads == dict.fromkeys(reach, int(shares * (256 << 20)))
 
@@ -184,10 +226,24 @@ def test_reading_is_spread_over_the_ranks_that_can() -> None:
 def test_two_ranks_send_to_each_other_rather_than_broadcast() -> None:
     shard = ExchangeShard(0, (100,), 4)
     needs = {0: [Need(rank, rank, whole((100,))) for rank in range(2)]}
-    ((unit,),) = plan_exchange({0: shard}, needs, {0: [1]}, 2, 4096)
+    (((unit,),),) = planned(Job({0: shard}, needs, {0: [1]}, 2), 4096)
     assert unit.reader == 1
     assert {(parcel.destination, parcel.row) for parcel in unit.parcels} == {(0, 0), (1, 1)}
 
 
 def test_no_needs_make_no_rounds() -> None:
-    assert plan_exchange({0: ExchangeShard(0, (4,), 4)}, {}, {0: [0]}, 2, 4096) == []
+    assert planned(Job({0: ExchangeShard(0, (4,), 4)}, {}, {0: [0]}, 2), 4096) == []
+
+
+@pytest.mark.parametrize(("ranks", "reach"), [(2, [0]), (3, [0, 1, 2]), (4, [1, 3])])
+def test_many_small_shards_are_few_units(ranks: int, reach: list[int]) -> None:
+    shards = {number: ExchangeShard(number % 2, (256,), 4) for number in range(2000)}
+    needs = {number: [Need(rank, number, whole((256,))) for rank in range(ranks)] for number in shards}
+    rounds = planned(Job(shards, needs, {0: reach, 1: reach}, ranks), 1 << 20)
+    together = [units for turn in rounds for units in turn]
+    assert len(together) <= 4
+    assert sorted(unit.shard for units in together for unit in units) == list(range(2000))
+    loads = [sum(len(units) for units in together if units[0].reader == rank) for rank in range(ranks)]
+    assert all(loads[rank] == 0 for rank in range(ranks) if rank not in reach)
+    if ranks > 2:
+        assert {parcel.destination for units in together for unit in units for parcel in unit.parcels} == {ALL}

@@ -1,0 +1,207 @@
+"""Reads many small entries in one go, without an object for each.
+
+What is contiguous in its entry and in its target is copied by address. Other items of one kind, that is with equal
+boxes in entries and targets of equal shapes, are cut out of all entries of a run in one numpy operation. What has to be
+cast is cast in one operation for all items of a run that are alike in their types.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.box import Box, flat_range
+from ..core.columns import IntArray, edges_of
+from ..core.dtypes import DType, cast_array
+from ..core.memory import Bytes1D, address_of, array_at, copy_each, copy_various
+from ..errors import CheckpointError
+from .reader import clear, view_at
+from .runs import Segments
+
+__all__ = ["Batch", "ItemKind", "Kinds", "hand_out"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemKind:
+    """What items that are alike have in common.
+
+    Attributes:
+        dtype: Element type of the entry.
+        wanted: Element type of the target.
+        entry_shape: Shape of the stored shard.
+        entry_box: The item, counted from the shard's corner.
+        target_shape: Shape of the target.
+        target_box: The item, counted from the target's corner.
+        strides: The target's, in bytes; None if it is contiguous.
+    """
+
+    dtype: DType
+    wanted: DType
+    entry_shape: tuple[int, ...]
+    entry_box: Box
+    target_shape: tuple[int, ...]
+    target_box: Box
+    strides: tuple[int, ...] | None
+
+    @property
+    def entry_bytes(self) -> int:
+        """Size of the entry."""
+        return Box((), self.entry_shape).size * self.dtype.itemsize
+
+
+class Kinds:
+    """Different kinds of items.
+
+    Attributes:
+        each: The kinds.
+        pairs: The different types of entry and target of kinds that are in one piece in both: these are moved together,
+            whatever their shapes.
+        columns: Of each kind: which of ``pairs`` it is, or a number behind them, its own, if it is not in one piece;
+            where it starts in entry and target, in bytes, and how many elements it has, ``[kinds, 4]``.
+    """
+
+    def __init__(self, each: Sequence[ItemKind]) -> None:
+        self.each = each
+        numbers: dict[tuple[DType, DType], int] = {}
+        rows = []
+        for i, kind in enumerate(each):
+            source = flat_range(kind.entry_box, kind.entry_shape)
+            target = flat_range(kind.target_box, kind.target_shape) if kind.strides is None else None
+            if source is None or target is None:
+                rows.append((-1 - i, 0, 0, 0))
+                continue
+            number = numbers.setdefault((kind.dtype, kind.wanted), len(numbers))
+            places = source[0] * kind.dtype.itemsize, target[0] * kind.wanted.itemsize
+            rows.append((number, *places, kind.entry_box.size))
+        self.pairs = list(numbers)
+        self.columns: IntArray = np.array(rows, np.int64).reshape(-1, 4)
+        group = self.columns[:, 0]
+        self.columns[:, 0] = np.where(group < 0, len(self.pairs) - 1 - group, group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Segments):
+    """Items of one file, in the order of their entries.
+
+    The segments are the items' entries, of one block each; one of which several items are wanted is there repeatedly.
+
+    Attributes:
+        kind: Which of ``kinds`` each item is, ``[items]``.
+        addresses: Where each item's target starts in memory, ``[items]``. The memory must stay alive.
+        kinds: The kinds.
+        name: What to call an item's target in errors.
+    """
+
+    kind: IntArray
+    addresses: IntArray
+    kinds: Kinds
+    name: Callable[[int], str]
+
+    def take(self, first: int, last: int, data: Bytes1D) -> None:
+        """See :class:`Segments`."""
+        starts, addresses = self.starts[first:last] - self.starts[first], self.addresses[first:last]
+        hand_out(self.kinds, self.kind[first:last], starts, addresses, data, lambda i: self.name(first + i))
+
+    def take_zeros(self, first: int, last: int) -> None:
+        """See :class:`Segments`."""
+        for number, address in zip(self.kind[first:last].tolist(), self.addresses[first:last].tolist(), strict=True):
+            kind = self.kinds.each[number]
+            array = array_at(address, kind.target_shape, kind.strides, kind.wanted.raw, None)
+            clear(view_at(array, kind.target_box.slices))
+
+
+def hand_out(
+    kinds: Kinds,
+    kind: IntArray,
+    starts: IntArray,
+    targets: IntArray,
+    buffer: Bytes1D,
+    name: Callable[[int], str],
+) -> None:
+    """Copy items from a buffer to their targets, many together, cast where the kind says so.
+
+    Args:
+        kinds: The kinds.
+        kind: Which of them each item is, ``[items]``.
+        starts: Where each item's entry starts in the buffer, ``[items]``.
+        targets: Where each item's target starts in memory, ``[items]``.
+        buffer: What was read, or received.
+        name: What to call an item in errors.
+
+    Raises:
+        CheckpointError: a finite value would become infinite.
+    """
+    group, source, target, size = kinds.columns[kind].T
+    for number in np.unique(group).tolist():
+        items = np.flatnonzero(group == number)
+        if number < len(kinds.pairs):
+            sources, places = starts[items] + source[items], targets[items] + target[items]
+            dtypes = kinds.pairs[number]
+            too_large = _hand_out_rows(dtypes, sources + address_of(buffer), places, size[items])
+        else:
+            one = kinds.each[number - len(kinds.pairs)]
+            dtypes = one.dtype, one.wanted
+            too_large = _hand_out_boxes(one, starts[items], targets[items], buffer)
+        if too_large is not None:
+            key, (stored, wanted) = name(int(items[too_large])), dtypes
+            raise CheckpointError(f"{key}: a finite {stored.name} value is too large for {wanted.name}")
+
+
+def _hand_out_rows(dtypes: tuple[DType, DType], sources: IntArray, targets: IntArray, sizes: IntArray) -> int | None:
+    """Copy items that are so many elements in a row here and there; returns the first of which a value is too large."""
+    stored, wanted = dtypes
+    if stored is wanted:
+        copy_various(targets, sources, sizes * stored.itemsize)
+        return None
+    edges = edges_of(sizes)
+    raw, cast = np.empty(int(edges[-1]), stored.raw), np.empty(int(edges[-1]), wanted.raw)
+    copy_various(address_of(raw) + edges[:-1] * stored.itemsize, sources, sizes * stored.itemsize)
+    fits = cast_array(raw, stored, cast, wanted)
+    copy_various(targets, address_of(cast) + edges[:-1] * wanted.itemsize, sizes * wanted.itemsize)
+    return None if fits else _too_large([raw[a:b] for a, b in itertools.pairwise(edges.tolist())], stored, wanted)
+
+
+def _hand_out_boxes(kind: ItemKind, starts: IntArray, targets: IntArray, buffer: Bytes1D) -> int | None:
+    """Copy items of one kind, of any strides; returns the first of which a value is too large."""
+    parts, too_large = _cut_out(kind, starts, buffer), None
+    if kind.dtype is not kind.wanted:
+        raw, parts = parts, np.empty(parts.shape, kind.wanted.raw)
+        if not cast_array(raw, kind.dtype, parts, kind.wanted):
+            too_large = _too_large(raw, kind.dtype, kind.wanted)
+    target = flat_range(kind.target_box, kind.target_shape) if kind.strides is None else None
+    if target is not None:
+        nbytes = kind.target_box.size * kind.wanted.itemsize
+        places = targets + target[0] * kind.wanted.itemsize
+        copy_each(places, address_of(parts) + np.arange(len(places)) * nbytes, nbytes)
+        return too_large
+    for i, address in enumerate(targets.tolist()):
+        array = array_at(address, kind.target_shape, kind.strides, kind.wanted.raw, None)
+        view_at(array, kind.target_box.slices)[...] = parts[i]
+    return too_large
+
+
+def _too_large(parts: Iterable[Array], stored: DType, wanted: DType) -> int:
+    """The first of some parts, not all of which can be cast, that cannot."""
+    parts = map(np.atleast_1d, parts)
+    return next(
+        i for i, part in enumerate(parts) if not cast_array(part, stored, np.empty(part.shape, wanted.raw), wanted)
+    )
+
+
+def _cut_out(kind: ItemKind, starts: IntArray, buffer: Bytes1D) -> Array:
+    """The items of some entries as one contiguous array, ``[items, *box]``.
+
+    The buffer is looked at as an array that has an entry at each of its bytes.
+    """
+    raw, shape = kind.dtype.raw, kind.entry_shape
+    size = Box((), shape).size * kind.dtype.itemsize
+    inner = np.empty(shape, raw).strides
+    entries: Array = np.ndarray((len(buffer) - size + 1, *shape), raw, buffer.data, 0, (1, *inner))
+    return np.ascontiguousarray(view_at(entries, (slice(None), *kind.entry_box.slices))[starts])

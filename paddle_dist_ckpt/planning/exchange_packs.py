@@ -1,0 +1,121 @@
+"""Who reads what of small shards for whom: in columns, many shards of one file and for the same ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.boxes import Mask
+from ..core.columns import IntArray, places_within
+from ..core.grouping import group_blocks
+
+__all__ = ["Pack", "SmallNeeds", "plan_packs"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SmallNeeds:
+    """What ranks need of shards of one block at most, each need a row of the columns.
+
+    They are ordered by file, by the place of the shard in it, by rank and by box.
+
+    Attributes:
+        shard: The shard's number, ``[needs]``.
+        file: The file that it is in, ``[needs]``.
+        entry_bytes: Its size, ``[needs]``.
+        rank: Who needs it, ``[needs]``.
+        box: Which box of it, a number that equal boxes have in common, ``[needs]``.
+        nbytes: The box's size, ``[needs]``.
+    """
+
+    shard: IntArray
+    file: IntArray
+    entry_bytes: IntArray
+    rank: IntArray
+    box: IntArray
+    nbytes: IntArray
+
+    @property
+    def total(self) -> int:
+        """Bytes of all the shards."""
+        return int(self.entry_bytes[_edges(self.shard)[:-1]].sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """Whole small shards that one rank reads for the same ranks.
+
+    Attributes:
+        reader: The rank.
+        needs: The needs that this meets, in their order.
+        to_all: Whether all ranks but perhaps the reader need the very same boxes; they are broadcast.
+    """
+
+    reader: int
+    needs: IntArray
+    to_all: bool
+
+
+def plan_packs(
+    needs: SmallNeeds, reach: Mapping[int, Sequence[int]], ranks: int, most: int, loads: list[int]
+) -> Iterator[tuple[Pack, list[int]]]:
+    """Divide the shards into packs of about ``most`` bytes, and give each a reader as :func:`.plan_exchange` does.
+
+    Args:
+        needs: The needs.
+        reach: For each file the ranks that can read it.
+        ranks: How many ranks there are.
+        most: Bytes of a pack; one shard may be more.
+        loads: What each rank has to read so far, to which this adds.
+
+    Returns:
+        Each pack, with how much each rank sends and receives for it.
+    """
+    edges = _edges(needs.shard)
+    first = edges[:-1]
+    same = _same_for_all(needs, first)
+    _, group = group_blocks(edges, needs.rank[:, None], np.column_stack([needs.file[first], same]))
+    order, sizes = np.argsort(group, kind="stable"), needs.entry_bytes[first]
+    for shards in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
+        turn = (np.cumsum(sizes[shards]) - 1) // most
+        for part in np.split(shards, np.flatnonzero(np.diff(turn)) + 1):
+            one = int(part[0])
+            takers = set(needs.rank[edges[one] : edges[one + 1]].tolist())
+            readers = reach[int(needs.file[edges[one]])]
+            reader = min([r for r in readers if r in takers] or readers, key=lambda r: (loads[r], r))
+            loads[reader] += int(sizes[part].sum())
+            rows = places_within(edges[part + 1] - edges[part], edges[part])
+            pack = Pack(reader, rows, ranks > 2 and bool(same[one]) and len(takers | {reader}) == ranks)
+            yield pack, _traffic(pack, needs, ranks)
+
+
+def _same_for_all(needs: SmallNeeds, first: IntArray) -> Mask:
+    """Whether all who need some of a shard need the very same boxes of it, ``[shards]``."""
+    runs = _edges(needs.shard, needs.rank)
+    _, group = group_blocks(runs, needs.box[:, None], np.zeros((len(runs) - 1, 1), np.int64))
+    starts = np.searchsorted(runs, first)
+    if not len(starts):
+        return np.zeros(0, bool)
+    same: Mask = np.minimum.reduceat(group, starts) == np.maximum.reduceat(group, starts)
+    return same
+
+
+def _edges(*columns: IntArray) -> IntArray:
+    """Where runs of rows that are equal in these columns start, and behind the last the end, ``[runs + 1]``."""
+    size = len(columns[0])
+    if not size:
+        return np.zeros(1, np.int64)
+    changes = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return np.concatenate([[0], np.flatnonzero(changes) + 1, [size]])
+
+
+def _traffic(pack: Pack, needs: SmallNeeds, ranks: int) -> list[int]:
+    """How much each rank sends and receives."""
+    moved = np.zeros(ranks, np.int64)
+    np.add.at(moved, needs.rank[pack.needs], needs.nbytes[pack.needs])
+    moved[pack.reader] = 0
+    if pack.to_all:
+        return [int(moved.max())] * ranks
+    moved[pack.reader] = moved.sum()
+    return [int(n) for n in moved]
