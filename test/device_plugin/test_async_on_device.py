@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from test.paddle.outcomes import Outcome
 from test.paddle.tensors import to_array
 from test.paddle.test_async_save import assert_numbers, results_of
 from test.ranks.fresh import FreshRanks, logs_of
+from test.strategies import some
 from test.waiting import until
 
 pytestmark = pytest.mark.skipif(build.reason_to_skip() is not None, reason=str(build.reason_to_skip()))
@@ -44,8 +46,7 @@ def check_rich(folder: Path, unique_id: int) -> None:
     assert merged["values"] == {"large": list(range(5000)), "small": [1, {"a": 2}], "text": "x"}
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "queued"])
-@pytest.mark.parametrize("bound", [None, 0, 50_000])
+@pytest.mark.parametrize(("bound", "later"), some(itertools.product([None, 0, 50_000], [False, True]), 3), ids=str)
 def test_what_was_there_at_the_call_is_saved(
     devices: DevicePool, tmp_path: Path, bound: int | None, later: bool
 ) -> None:

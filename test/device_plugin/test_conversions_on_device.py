@@ -62,15 +62,17 @@ def assert_loads(
     assert pool.run(cases.load, where, destination, str(path), exchange, False, called, ranks=ranks) == [[]] * ranks
 
 
-# Every pair is tried on the host, too; a third of them meets each layout on either side.
-@pytest.mark.parametrize(("source", "destination"), some(itertools.product(NAMES, NAMES), len(NAMES) ** 2 // 3))
+# Every pair is tried on the host, too; a fifth of them meets each layout on either side.
+@pytest.mark.parametrize(("source", "destination"), some(itertools.product(NAMES, NAMES), len(NAMES) ** 2 // 5))
 def test_every_pair(ready: DevicePool, saved: Saved, source: str, destination: str) -> None:
     assert_loads(ready, destination, saved(source), "auto")
 
 
-@pytest.mark.parametrize("exchange", ["always", "never"])
-@pytest.mark.parametrize(("source", "destination"), PAIRS)
-def test_exchange(either: DevicePool, saved: Saved, source: str, destination: str, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("pair", "exchange"), some(itertools.product(PAIRS, ["always", "never"]), 2 * len(PAIRS) // 2 + 1), ids=str
+)
+def test_exchange(either: DevicePool, saved: Saved, pair: tuple[str, str], exchange: str) -> None:
+    source, destination = pair
     assert_loads(either, destination, saved(source), exchange)
 
 
@@ -90,7 +92,7 @@ def test_every_rank_has_a_disk_of_its_own(either: DevicePool, tmp_path: Path, so
 def test_between_host_and_device(
     either: DevicePool, saved: Saved, saved_on: str, loaded_on: str, exchange: str
 ) -> None:
-    for source, destination in PAIRS[::2]:
+    for source, destination in some(PAIRS[::2], 1):
         assert_loads(either, destination, saved(source, saved_on), exchange, loaded_on)
 
 
@@ -98,7 +100,7 @@ def test_between_host_and_device(
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_the_host_is_the_current_device(either: DevicePool, tmp_path: Path, where: str, exchange: str) -> None:
     """Tensors are where they are, whatever Paddle's current device is."""
-    for source, destination in PAIRS[-2:]:
+    for source, destination in some(PAIRS[-2:], 1):
         path, ranks = str(tmp_path / source), LAYOUTS[source].ranks
         either.run(cases.save, "device", source, path, False, "host", ranks=ranks)
         assert_loads(either, destination, tmp_path / source, exchange, where, "host")

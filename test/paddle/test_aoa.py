@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,7 +240,7 @@ CUTS = [
     ("columns", "flat columns"), ("whole", "flat"),
 ]  # fmt: skip
 # Each case with some of the cuts, the next with others.
-TRIED = some([(name, *cut) for name in CASES for cut in CUTS], len(CASES) * len(CUTS) // 5)
+TRIED = some([(name, *cut) for name in CASES for cut in CUTS], len(CASES) * len(CUTS) // 6)
 
 
 @pytest.mark.parametrize(("name", "source", "target"), TRIED)
@@ -263,7 +264,7 @@ def test_as_paddles_engine(tmp_path: Path, name: str, source: str, target: str) 
     assert {line.partition(":")[0] for line in reports[0].skipped} == kept
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, 13))
 def test_as_paddles_load(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     monkeypatch.setattr(paddle.Tensor, "cuda", lambda self, *_, **__: self)  # as there is none
@@ -458,8 +459,15 @@ def saved_by_paddle(path: Path, arrays: dict[str, Array], parts: dict[str, list[
     paddle.save(metadata, str(path / "0.metadata"))
 
 
-@pytest.mark.parametrize("how", ["columns", "rows", "flat", "flat columns"])
-@pytest.mark.parametrize("statement", ["ffn -> gate, up, fused_ffn", "ffn -> t, fused_ffn, axis=0"])
+@pytest.mark.parametrize(
+    ("how", "statement"),
+    some(
+        itertools.product(
+            ["columns", "rows", "flat", "flat columns"], ["ffn -> gate, up, fused_ffn", "ffn -> t, fused_ffn, axis=0"]
+        ),
+        3,
+    ),
+)
 def test_paddles_checkpoints_tell_in_how_many_parts_tensors_were(
     tmp_path: Path, how: str, statement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,7 +612,7 @@ def merges(tmp_path: Path, statements: list[str], **more: Any) -> tuple[dict[str
     return theirs, ours
 
 
-@pytest.mark.parametrize("statements", MERGED)
+@pytest.mark.parametrize("statements", some(MERGED, 3))
 def test_merges_are_those_of_paddle(
     tmp_path: Path, statements: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
