@@ -32,7 +32,9 @@ TABLES = {  # the first lines of each, in the order in which they take longest
 }
 # Those whose states or ranks are much like another's run with --long only.
 TRIED = [
-    name for name in TABLES if strategies.long_run or name not in ("async_save", "bytes_read", "curves", "replicas")
+    name
+    for name in TABLES
+    if strategies.long_run or name not in ("async_save", "bytes_read", "curves", "foreign", "replicas")
 ]
 _AT_ONCE = 2
 _SECONDS = 600  # on a busy machine

@@ -24,7 +24,7 @@ def test_a_box_says_where_it_is() -> None:
     assert whole(()).size == 1
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_intersect_has_the_common_elements(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -36,7 +36,7 @@ def test_intersect_has_the_common_elements(data: st.DataObject) -> None:
     assert common == intersect(b, a)
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_subtract_leaves_the_rest_once(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -48,7 +48,7 @@ def test_subtract_leaves_the_rest_once(data: st.DataObject) -> None:
     assert all(piece.size for piece in pieces)
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_flat_range_is_where_the_elements_stand(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1))
@@ -58,7 +58,7 @@ def test_flat_range_is_where_the_elements_stand(data: st.DataObject) -> None:
     assert flat_range(box, shape) == ((places[0], places[-1] + 1) if contiguous else None)
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_cut_flat_range_is_the_range_in_order(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1))
@@ -73,7 +73,7 @@ def test_cut_flat_range_is_the_range_in_order(data: st.DataObject) -> None:
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-@examples(50)
+@examples(25)
 @given(shapes())
 def test_cut_flat_range_of_everything_is_one_box(shape: tuple[int, ...]) -> None:
     assume(math.prod(shape))

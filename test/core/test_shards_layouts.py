@@ -39,7 +39,7 @@ def tables(draw: st.DrawFn) -> ShardTable:
     return table_of(layouts, layout_of, draw(st.lists(st.integers(0, 3), min_size=shards, max_size=shards)))
 
 
-@examples(120)
+@examples(60)
 @given(tables())
 def test_columns_are_what_loops_find(table: ShardTable) -> None:
     boxes = [(t, i, row) for t, i in enumerate(table.layout_of.tolist()) for row in range(len(table.layouts[i].boxes))]
@@ -67,7 +67,7 @@ def test_columns_are_what_loops_find(table: ShardTable) -> None:
     assert table.file_bytes(5).tolist() == ends
 
 
-@examples(50)
+@examples(25)
 @given(tables(), st.integers(4, 6))
 def test_boxes_of_all_layouts_stand_one_behind_the_other(table: ShardTable, dimensions: int) -> None:
     boxes = table.layout_boxes(dimensions)

@@ -169,7 +169,7 @@ def test_a_file_of_no_entries_is_a_safetensors_file(tmp_path: Path) -> None:
     file.close()
 
 
-@examples(40)
+@examples(20)
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes(most=40, dimensions=3)), max_size=6))
 def test_entries_stand_without_gaps_aligned_to_their_items(drawn: list[tuple[str, tuple[int, ...]]]) -> None:
     entries = by_item_size([Entry(f"e{i}", DTYPES[d], s, np.zeros(0)) for i, (d, s) in enumerate(drawn)])
@@ -244,7 +244,7 @@ def entry_name(key: str, box: Box, global_shape: tuple[int, ...]) -> str:
     return escaped_key(key) + slice_suffix(box, global_shape)
 
 
-@examples(120)
+@examples(60)
 @given(st.lists(named_shards(), max_size=8))
 def test_different_shards_have_different_names(drawn: list[tuple[str, Box, tuple[int, ...]]]) -> None:
     global_shapes: dict[str, tuple[int, ...]] = {}
@@ -262,7 +262,7 @@ def test_names_are_as_documented() -> None:
     assert entry_name("__metadata__", whole((2,)), (2,)) == "%__metadata__"
 
 
-@examples(50)
+@examples(25)
 @given(st.lists(st.tuples(st.text(max_size=30), st.integers(0, 50 * BLOCK)), max_size=30), st.integers(0, 5000))
 def test_parts_keep_order_and_their_headers_small(drawn: list[tuple[str, int]], limit: int) -> None:
     entries = [Entry(f"{name}{i}", DTYPES["uint8"], (n,), np.zeros(0)) for i, (name, n) in enumerate(drawn)]

@@ -147,7 +147,7 @@ def same_table(a: ShardTable, b: ShardTable) -> bool:
 FIELDS = [name for name in Metadata.__struct_fields__ if name != "table"]
 
 
-@examples(50)
+@examples(25)
 @given(
     tables(), st.dictionaries(st.text(max_size=3).map(lambda t: f"/v/{t}".replace("~", "")), st.floats(), max_size=3)
 )
@@ -499,7 +499,7 @@ def mutated(draw: st.DrawFn) -> Body:
         return body
 
 
-@examples(100)
+@examples(50)
 @given(mutated())
 def test_any_change_of_the_body_is_refused_or_harmless(body: Body) -> None:
     try:

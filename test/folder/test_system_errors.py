@@ -57,7 +57,7 @@ def numbers(calls: Sequence[Call], shift: int) -> Sequence[int]:
     if strategies.long_run:
         return range(len(calls))
     commit = next(i for i, (name, file) in enumerate(calls) if name in ("link", "replace") and "metadata" in file)
-    return sorted({*range(shift, len(calls), 16), *range(commit - 1, commit + 6)})
+    return sorted({*range(shift, len(calls), 24), *range(commit - 1, commit + 6)})
 
 
 def attempt(work: Callable[[], Any]) -> Any:

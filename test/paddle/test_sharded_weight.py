@@ -171,7 +171,7 @@ def layouts(shape: tuple[int, ...]) -> st.SearchStrategy[Layout]:
 
 
 @given(data=st.data())
-@examples(40)
+@examples(20)
 def test_every_layout_to_every_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=7))
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int8", "complex128"]))

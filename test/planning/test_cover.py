@@ -33,7 +33,7 @@ def check(shapes_and_boxes: list[tuple[tuple[int, ...], list[Box]]], dimensions:
     return [bool(exact) for exact in found]
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_tilings_cover_and_anything_else_does_not(data: st.DataObject) -> None:
     """Tilings with a box added, left out, moved or doubled, several tensors at a time."""
@@ -53,7 +53,7 @@ def test_tilings_cover_and_anything_else_does_not(data: st.DataObject) -> None:
     assert check(cases) == expected
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_random_heaps_of_boxes(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=3, dimensions=3))
@@ -85,7 +85,7 @@ def test_regions_need_not_start_at_zero() -> None:
     assert covers_exactly(np.zeros(1, np.int64), halves.take(slice(1)), region).tolist() == [False]
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_first_gap_is_a_region_that_no_box_has(data: st.DataObject) -> None:
     shape = data.draw(shapes(most=4, dimensions=3))
@@ -98,7 +98,7 @@ def test_first_gap_is_a_region_that_no_box_has(data: st.DataObject) -> None:
         assert all(intersect(gap, box) is None for box in boxes)
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_tensors_that_are_cut_alike_are_judged_alike(data: st.DataObject) -> None:
     """Several tensors of a few kinds, whole or not, against painting each by itself."""

@@ -67,7 +67,7 @@ def replica_sets(draw: st.DrawFn) -> tuple[list[int], list[ReplicaSet]]:
     return fixed, [ReplicaSet(np.array(m, np.int64), nbytes) for m, nbytes in sets]
 
 
-@examples(75)
+@examples(37)
 @given(replica_sets())
 def test_sets_poured_at_once_get_what_they_get_in_turn(problem: tuple[list[int], list[ReplicaSet]]) -> None:
     fixed, sets = problem
@@ -112,7 +112,7 @@ def some_lines(draw: st.DrawFn) -> list[Line]:
     return found
 
 
-@examples(50)
+@examples(25)
 @given(some_lines(), st.sampled_from([0, 1000, MEBI]))
 def test_several_lines_are_dealt_as_if_each_were_alone(lines: list[Line], tolerance: int) -> None:
     def dealt(shares: list[int], nbytes: list[int], boxes: list[Box], itemsizes: list[int]) -> tuple[list, list]:
@@ -208,7 +208,7 @@ def replicated_states(draw: st.DrawFn) -> State:
     return state
 
 
-@examples(50)
+@examples(25)
 @given(replicated_states(), st.data())
 def test_plans_are_those_made_set_by_set(state: State, data: st.DataObject) -> None:
     coordinator = data.draw(st.integers(0, state.ranks - 1))

@@ -59,7 +59,7 @@ def found_grid(boxes: Boxes, region: Box) -> list[list[int]] | None:
     return None if starts is None else [places.tolist() for places in starts]
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_a_grid_is_found_wherever_its_region_starts(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1))
@@ -77,7 +77,7 @@ def test_a_grid_is_found_wherever_its_region_starts(data: st.DataObject) -> None
 CHANGES = ("none", "missing", "twice", "moved", "resized", "permuted", "region", "two permuted")
 
 
-@examples(75)
+@examples(37)
 @given(st.data())
 def test_what_is_no_grid_is_not_taken_for_one(data: st.DataObject) -> None:
     """A grid with one thing changed, against the definition: some changes leave a grid (a box cut off at the end)."""
@@ -113,7 +113,7 @@ def test_what_is_no_grid_is_not_taken_for_one(data: st.DataObject) -> None:
     assert found_grid(boxes, region) == is_grid(boxes, region)
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_heaps_and_tilings_are_grids_by_the_definition_only(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=3, dimensions=3))
@@ -198,7 +198,7 @@ def plans(table: ShardTable, wanted: WantedBoxes, many: int, few: int) -> Overla
         return plan_load(table, wanted)
 
 
-@examples(75)
+@examples(37)
 @given(loads())
 def test_plans_are_the_same_with_grids_and_without(problem: tuple[ShardTable, WantedBoxes]) -> None:
     """By grids, by comparing all pairs, by search: the very same columns."""
@@ -277,7 +277,7 @@ def covered(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     return inside and bool((paint(shape, boxes) == 1).all())
 
 
-@examples(50)
+@examples(25)
 @given(covers())
 def test_covers_are_judged_alike_with_grids_and_without(problem: tuple[list[tuple[int, ...]], list[list[Box]]]) -> None:
     all_shapes, heaps = problem
@@ -296,7 +296,7 @@ def test_covers_are_judged_alike_with_grids_and_without(problem: tuple[list[tupl
 
 
 @pytest.mark.parametrize("collide", [False, True])
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_tensors_are_covered_as_painting_says(collide: bool, data: st.DataObject) -> None:
     """Tensors of a few kinds, many of them alike, some but for the shape or one box; also if all hashes collide."""
@@ -346,7 +346,7 @@ def by_keys(*keys: IntArray) -> list[int]:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_orders_are_those_of_sorting_by_columns(outside: bool, data: st.DataObject) -> None:
     s = data.draw(unordered(outside))
@@ -357,7 +357,7 @@ def test_orders_are_those_of_sorting_by_columns(outside: bool, data: st.DataObje
     assert file_order(shapes, s["itemsize"], tensor, boxes, rank).tolist() == by_size
 
 
-@examples(50)
+@examples(25)
 @given(unordered(outside=False))
 def test_each_place_has_a_number_of_its_own(s: dict[str, Any]) -> None:
     offset = s["boxes"].offset

@@ -100,7 +100,7 @@ def problems(draw: st.DrawFn, exact: bool) -> tuple[Stored, Wanted]:
 
 
 @pytest.mark.parametrize("few", [0, 4])
-@examples(50)
+@examples(25)
 @given(problems(exact=True))
 def test_from_any_layout_to_any_other(few: int, problem: tuple[Stored, Wanted]) -> None:
     """With both ways to find the overlaps."""
@@ -109,7 +109,7 @@ def test_from_any_layout_to_any_other(few: int, problem: tuple[Stored, Wanted]) 
         check(*problem)
 
 
-@examples(60)
+@examples(30)
 @given(problems(exact=False))
 def test_gaps_and_doubles_in_what_is_stored_are_reported(problem: tuple[Stored, Wanted]) -> None:
     check(*problem)

@@ -88,13 +88,13 @@ def thresholds(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@examples(50)
+@examples(25)
 @given(problems())
 def test_items_are_all_overlaps_in_order(problem: Problem) -> None:
     check(*problem)
 
 
-@examples(50)
+@examples(25)
 @given(problems())
 def test_items_found_by_search_are_all_overlaps_in_order(problem: Problem) -> None:
     with pytest.MonkeyPatch.context() as patch:

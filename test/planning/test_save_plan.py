@@ -145,19 +145,19 @@ def states(draw: st.DrawFn, overlapping: bool = False) -> State:
     return state
 
 
-@examples(50)
+@examples(25)
 @given(states(), st.data())
 def test_every_element_is_written_once_by_a_rank_that_has_it(state: State, data: st.DataObject) -> None:
     check(state, state.plan(data.draw(st.integers(0, state.ranks - 1))))
 
 
-@examples(50)
+@examples(25)
 @given(states(overlapping=True))
 def test_overlapping_boxes_are_cut_so_that_every_element_is_written_once(state: State) -> None:
     check(state, state.plan())
 
 
-@examples(50)
+@examples(25)
 @given(states(overlapping=True), st.randoms(use_true_random=False))
 def test_the_plan_is_a_function_of_what_the_ranks_have(state: State, random: Any) -> None:
     first, second = state.plan(), state.plan()
@@ -168,7 +168,7 @@ def test_the_plan_is_a_function_of_what_the_ranks_have(state: State, random: Any
     assert boxes_by_rank(shuffled, shuffled.plan()) == boxes_by_rank(state, first)
 
 
-@examples(50)
+@examples(25)
 @given(states(), st.data())
 def test_gaps_are_named(state: State, data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=5))
@@ -249,7 +249,7 @@ def test_what_all_ranks_have_is_divided_evenly(tensors: list[tuple[tuple[int, ..
     assert max(loads) <= 1.05 * sum(loads) / ranks
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_crossing_replicas_are_divided_nearly_as_well_as_can_be(data: st.DataObject) -> None:
     state = State(data.draw(st.integers(2, 6)))
@@ -300,7 +300,7 @@ def test_a_rank_may_have_one_box_twice() -> None:
     assert max(state.loads(plan)) <= 1.1 * sum(state.loads(plan)) / 2
 
 
-@examples(50)
+@examples(25)
 @given(st.data())
 def test_every_writer_of_a_partial_tensor_gets_every_other_addend_once(data: st.DataObject) -> None:
     state = State(data.draw(st.integers(2, 6)))

@@ -50,7 +50,7 @@ def regions(draw: st.DrawFn) -> list[Region]:
     return found
 
 
-@examples(150)
+@examples(75)
 @given(regions(), st.integers(-3, 2**40))
 def test_covers_are_those_of_painting(found: list[Region], start: int) -> None:
     groups = np.array([g for g, (_, boxes) in enumerate(found) for _ in boxes], np.int64)
@@ -65,7 +65,7 @@ def test_covers_are_those_of_painting(found: list[Region], start: int) -> None:
     assert (covered | ~sliced).all()
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_slices_are_recognised(data: st.DataObject) -> None:
     shape = data.draw(shapes(least=1, most=6, dimensions=DIMENSIONS).filter(len))

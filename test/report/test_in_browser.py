@@ -15,6 +15,7 @@ from paddle_dist_ckpt.report.page import page_of
 from paddle_dist_ckpt.report.report import report
 from test.report.browser import Browser, chromium
 from test.report.samples import hostile_metadata, large_metadata, metadata_of, save_model
+from test.strategies import some
 
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium is installed (apt-get install chromium)")
@@ -184,8 +185,8 @@ def test_screen_readers_are_told_what_things_are(browser: Browser, pages: dict[s
     browser.call("Accessibility.disable")
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, False), (1440, True)])
 @pytest.mark.parametrize("name", ["model", "large", "hostile", "empty", "huge"])
+@pytest.mark.parametrize(("width", "dark"), some([(390, False), (1440, True)], 1))
 def test_it_fits_the_window(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.look(width, 900, dark)
     browser.open(pages[name])

@@ -80,7 +80,7 @@ trees = st.recursive(
 )
 
 
-@examples(50)
+@examples(25)
 @given(st.dictionaries(state_keys, trees, max_size=4))
 def test_a_state_dict_comes_back_from_its_leaves(state: dict[Any, Any]) -> None:
     found = flatten(state, ADAPTER)
@@ -90,7 +90,7 @@ def test_a_state_dict_comes_back_from_its_leaves(state: dict[Any, Any]) -> None:
     assert equal(in_order(build_tree(pairs(found))), in_order(state))
 
 
-@examples(50)
+@examples(25)
 @given(st.dictionaries(state_keys, trees, max_size=4))
 def test_assign_sets_every_leaf_where_it_was(state: dict[Any, Any]) -> None:
     found = flatten(state, ADAPTER)

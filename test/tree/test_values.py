@@ -96,7 +96,7 @@ values = st.recursive(
 )
 
 
-@examples(120)
+@examples(60)
 @given(values)
 def test_drawn_values_come_back(value: Any) -> None:
     assert equal(decode_value(encode_value(value, "key")), value)
@@ -312,7 +312,7 @@ json_trees = st.recursive(
 )
 
 
-@examples(200)
+@examples(100)
 @given(json_trees)
 def test_any_json_is_decoded_or_refused(tree: Any) -> None:
     try:
@@ -322,7 +322,7 @@ def test_any_json_is_decoded_or_refused(tree: Any) -> None:
     assert equal(decode_value(encode_value(value, "key")), value)
 
 
-@examples(120)
+@examples(60)
 @given(st.text(st.sampled_from("<>|=biufcSUMmOV(),0123456789[]snD'/-{}: "), max_size=8), st.binary(max_size=8))
 def test_any_dtype_string_is_decoded_or_refused(name: str, data: bytes) -> None:
     for tree in (numpy_tag(name, data), array_tag(name, [1], data), array_tag(name, [0])):

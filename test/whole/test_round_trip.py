@@ -190,7 +190,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, list[Item]]:
 
 
 @given(jobs(), st.sampled_from(("auto", "always", "never")), st.booleans())
-@examples(40)
+@examples(20)
 def test_any_state_dict_on_any_layout_comes_back(
     job: tuple[int, int, list[Item]], exchange: Any, on_hosts: bool
 ) -> None:
