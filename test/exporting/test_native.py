@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from test.jobs import (
     save_on,
     split_rows,
 )
+from test.strategies import some
 
 ARRAYS = {dtype: make_array((20, 30), dtype) for dtype in DTYPES} | {
     "large": make_array((700, 9000)),  # 25 MB: several windows, and blocks that are in two of them
@@ -131,8 +133,7 @@ def test_variable_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_metadata(tmp_path / "part").variable_names == {"b": "w_1"}
 
 
-@pytest.mark.parametrize("most", [1, 3000, 1 << 30])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("most", "ranks"), some(itertools.product([1, 3000, 1 << 30], [1, 3]), 3))
 def test_files_and_ranks(tmp_path: Path, most: int, ranks: int) -> None:
     saved(tmp_path / "ckpt")
     request = ExportRequest(str(tmp_path / "out"), "native", None, None, None, None, most)

@@ -416,7 +416,7 @@ def test_files_follow_the_umask(tmp_path: Path) -> None:
 def test_the_path_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")
-    errors_of(try_save([state(1)] * 2, path), CheckpointError)
+    errors_of(try_save([state(1)] * 2, path), FileExistsError)
     errors_of(try_load([state(1)] * 2, path), CheckpointNotFoundError)
     assert path.read_bytes() == b"x"
 

@@ -301,9 +301,10 @@ def test_unused_keys_are_those_that_no_rank_asked_for(tmp_path: Path) -> None:
 # -- memory
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("target_layout", LAYOUTS)
-@pytest.mark.parametrize("source_layout", ["c", "fortran", "window"])
+@pytest.mark.parametrize(
+    ("source_layout", "target_layout", "exchange"),
+    some(itertools.product(["c", "fortran", "window"], LAYOUTS, EXCHANGES), 19),
+)
 def test_memory_of_any_layout(tmp_path: Path, source_layout: str, target_layout: str, exchange: Any) -> None:
     array = make_array((37, 90), "bfloat16")
     save_on([{"a": laid_out(array, source_layout), "b": sharded(array, everything(array), source_layout)}], tmp_path)

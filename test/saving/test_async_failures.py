@@ -29,6 +29,7 @@ from test.background import (
     versions_in,
 )
 from test.jobs import errors_of, files_in
+from test.strategies import some
 from test.waiting import until
 
 FAULTS = [
@@ -39,8 +40,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "bound"), [(errno.ENOSPC, None), (errno.EIO, 0)])
-@pytest.mark.parametrize(("operation", "name", "victim"), FAULTS)
+@pytest.mark.parametrize(
+    ("operation", "name", "victim", "number", "bound"),
+    some([(*fault, *how) for fault in FAULTS for how in ((errno.ENOSPC, None), (errno.EIO, 0))], len(FAULTS) + 1),
+)
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
     tmp_path: Path, operation: str, name: str, victim: int, number: int, bound: int | None
 ) -> None:
