@@ -127,7 +127,6 @@ def slow(self, buffers, offset, once=False):
 
 LocalReadable.read_into = slow
 from paddle_dist_ckpt.cli.main import main
-from test.strategies import some
 main()
 """
 
