@@ -193,6 +193,14 @@ def test_what_others_wrote(tmp_path: Path) -> None:
         load(tmp_path / "hf", linear(0.0), optimizer)
 
 
+def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = paddle.nn.Linear(3, 2)
+    with caplog.at_level("INFO", "paddle_dist_ckpt"):
+        save(tmp_path, model)
+        load(tmp_path, paddle.nn.Linear(3, 2))
+    assert [record.message.split()[0] for record in caplog.records] == ["saved", "loaded"]
+
+
 def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
     for number in (1.0, 2.0):
         assert save(tmp_path, linear(number)).unique_id == 0
