@@ -67,7 +67,8 @@ def plan_packs(
         reach: For each file the ranks that can read it.
         ranks: How many ranks there are.
         most: Bytes of a pack; one shard may be more.
-        most_sent: Bytes that are sent of a pack to all ranks together; of one shard it may be more.
+        most_sent: Bytes that a pack is for all ranks together, a copy for each need unless it is broadcast; and at most
+            what one shard is more.
         loads: What each rank has to read so far, to which this adds.
 
     Returns:
@@ -95,7 +96,7 @@ def plan_packs(
 
 
 def _turns(sizes: IntArray, most: int) -> IntArray:
-    """A number for each size that rises wherever those of one number would otherwise be more than ``most``."""
+    """A number for each size, ascending; those of one number are together at most ``most`` and one of them."""
     turns: IntArray = (np.cumsum(sizes) - 1) // most
     return turns
 
