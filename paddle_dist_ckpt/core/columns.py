@@ -16,6 +16,7 @@ __all__ = [
     "edges_of",
     "pack_column",
     "pack_signed",
+    "places_of_equals",
     "places_within",
     "unpack_column",
     "unpack_signed",
@@ -71,6 +72,12 @@ def unpack_column(column: Column, size: int, bound: int, what: str) -> IntArray:
 def all_of(column: Column) -> IntArray:
     """The integers of a column that a rank of this job has sent."""
     return np.frombuffer(column.data, column.dtype).astype(np.int64)
+
+
+def places_of_equals(values: IntArray) -> list[IntArray]:
+    """The places of each different value, ascending, the smallest value first. Time is O(n log n)."""
+    order = np.argsort(values, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(values[order])) + 1) if len(order) else []
 
 
 def edges_of(counts: IntArray) -> IntArray:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError
 from .box import cut_flat_range
+from .columns import places_of_equals
 
 __all__ = [
     "Bytes1D",
@@ -81,14 +82,12 @@ def copy_each(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nb
 
 def copy_various(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
     """Copy from addresses to others as :func:`copy_each` does, each its own number of bytes."""
-    _, kind, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-    kind = kind.reshape(-1)
-    for number in np.flatnonzero(counts >= _MANY).tolist():
-        some = np.flatnonzero(kind == number)
-        copy_each(targets[some], sources[some], int(sizes[some[0]]))
-    few = counts[kind] < _MANY
-    for row in zip(targets[few].tolist(), sources[few].tolist(), sizes[few].tolist(), strict=True):
-        copy_bytes(*row)
+    for some in places_of_equals(sizes):
+        if len(some) >= _MANY:
+            copy_each(targets[some], sources[some], int(sizes[some[0]]))
+            continue
+        for row in zip(targets[some].tolist(), sources[some].tolist(), sizes[some].tolist(), strict=True):
+            copy_bytes(*row)
 
 
 def _everywhere(addresses: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[Any]:

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, flat_range
-from ..core.columns import IntArray, edges_of
+from ..core.columns import IntArray, edges_of, places_of_equals
 from ..core.dtypes import DType, cast_array
 from ..core.memory import Bytes1D, address_of, array_at, copy_each, copy_various
 from ..errors import CheckpointError
 from .reader import clear, view_at
-from .runs import Segments
+from .runs import CHUNK_BYTES, Segments
 
 __all__ = ["Batch", "ItemKind", "Kinds", "hand_out"]
 
@@ -75,7 +75,7 @@ class Kinds:
             source = flat_range(kind.entry_box, kind.entry_shape)
             target = flat_range(kind.target_box, kind.target_shape) if kind.strides is None else None
             if source is None or target is None:
-                rows.append((-1 - i, 0, 0, 0))
+                rows.append((-1 - i, 0, 0, kind.entry_box.size))
                 continue
             number = numbers.setdefault((kind.dtype, kind.wanted), len(numbers))
             places = source[0] * kind.dtype.itemsize, target[0] * kind.wanted.itemsize
@@ -139,19 +139,25 @@ def hand_out(
         CheckpointError: a finite value would become infinite.
     """
     group, source, target, size = kinds.columns[kind].T
-    for number in np.unique(group).tolist():
-        items = np.flatnonzero(group == number)
-        if number < len(kinds.pairs):
-            sources, places = starts[items] + source[items], targets[items] + target[items]
-            dtypes = kinds.pairs[number]
-            too_large = _hand_out_rows(dtypes, sources + address_of(buffer), places, size[items])
-        else:
-            one = kinds.each[number - len(kinds.pairs)]
-            dtypes = one.dtype, one.wanted
-            too_large = _hand_out_boxes(one, starts[items], targets[items], buffer)
-        if too_large is not None:
-            key, (stored, wanted) = name(int(items[too_large])), dtypes
-            raise CheckpointError(f"{key}: a finite {stored.name} value is too large for {wanted.name}")
+    for alike in places_of_equals(group):
+        number = int(group[alike[0]])
+        one = None if number < len(kinds.pairs) else kinds.each[number - len(kinds.pairs)]
+        stored, wanted = dtypes = kinds.pairs[number] if one is None else (one.dtype, one.wanted)
+        for items in _in_chunks(alike, size[alike] * max(stored.itemsize, wanted.itemsize)):
+            if one is None:
+                sources, places = starts[items] + source[items], targets[items] + target[items]
+                too_large = _hand_out_rows(dtypes, sources + address_of(buffer), places, size[items])
+            else:
+                too_large = _hand_out_boxes(one, starts[items], targets[items], buffer)
+            if too_large is not None:
+                key = name(int(items[too_large]))
+                raise CheckpointError(f"{key}: a finite {stored.name} value is too large for {wanted.name}")
+
+
+def _in_chunks(items: IntArray, sizes: IntArray) -> list[IntArray]:
+    """Items of so many bytes each, cut so that what is between buffer and targets takes bounded memory."""
+    chunk = (np.cumsum(sizes) - 1) // CHUNK_BYTES
+    return np.split(items, np.flatnonzero(np.diff(chunk)) + 1)
 
 
 def _hand_out_rows(dtypes: tuple[DType, DType], sources: IntArray, targets: IntArray, sizes: IntArray) -> int | None:

@@ -63,7 +63,8 @@ class _Checks(Segments):
         """See :class:`Segments`."""
 
     def _read(self, first: int, last: int, buffers: Buffers, progress: Callable[[int], None]) -> None:
-        start, stop = int(self.starts[first]), int(self.stops[last - 1])
+        start = int(self.starts[first])
+        stop = start + self._span(first, last)
         try:
             if not self._are_zeros(first, last):
                 with buffers.borrow(min(stop - start, CHUNK_BYTES)) as buffer:
@@ -76,7 +77,8 @@ class _Checks(Segments):
         progress(stop - start)
 
     def _digests(self, first: int, last: int, buffer: np.ndarray) -> list[int]:
-        start, stop = int(self.starts[first]), int(self.stops[last - 1])
+        start = int(self.starts[first])
+        stop = start + self._span(first, last)
         if stop - start <= CHUNK_BYTES:
             self._read_into(first, [buffer])
             low, high, _ = self._blocks(first, last)

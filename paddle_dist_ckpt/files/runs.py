@@ -117,7 +117,7 @@ class Segments:
     def take_zeros(self, first: int, last: int) -> None:
         """Hand out segments ``first:last``, of which every byte is zero. Memory that is zero already is not touched, so
         that pages which nobody has used yet need not be there."""
-        self.take(first, last, np.zeros(int(self.stops[last - 1] - self.starts[first]), np.uint8))
+        self.take(first, last, np.zeros(self._span(first, last), np.uint8))
 
     def tasks(
         self, buffers: Buffers, progress: Callable[[int], None], joined: bool = True
@@ -139,10 +139,11 @@ class Segments:
     def _runs(self, gap: int) -> Iterator[tuple[int, int]]:
         """Neighbours that are read together: no further apart than ``gap``, and together no more than a chunk.
 
-        Segments that are the same stay together.
+        Segments that are the same stay together. In files that others wrote, segments may lie within others.
         """
-        ends = [*(np.flatnonzero(self.starts[1:] - self.stops[:-1] > gap) + 1).tolist(), len(self.starts)]
-        low, high = self.starts.tolist(), self.stops.tolist()
+        stops = np.maximum.accumulate(self.stops)
+        ends = [*(np.flatnonzero(self.starts[1:] - stops[:-1] > gap) + 1).tolist(), len(self.starts)]
+        low, high = self.starts.tolist(), stops.tolist()
         first = 0
         for end in ends:
             while first < end:
@@ -155,8 +156,12 @@ class Segments:
         """Whether all segments are holes, and zeros are what was written."""
         return all(self._are_zeros(first, last) for first, last in self._runs(0))
 
+    def _span(self, first: int, last: int) -> int:
+        """How many bytes segments ``first:last`` have from the start of the first to where the furthest ends."""
+        return int(self.stops[first:last].max()) - int(self.starts[first])
+
     def _read(self, first: int, last: int, buffers: Buffers, progress: Callable[[int], None]) -> None:
-        size = int(self.stops[last - 1]) - int(self.starts[first])
+        size = self._span(first, last)
         if self._are_zeros(first, last):
             self.take_zeros(first, last)
             progress(size)
@@ -177,7 +182,8 @@ class Segments:
         Raises:
             CheckpointCorruptedError: they have to be read, and are holes for the most part, as too much was before.
         """
-        start, stop = int(self.starts[first]), int(self.stops[last - 1])
+        start = int(self.starts[first])
+        stop = start + self._span(first, last)
         if stop - start < _LEAST_HOLE:
             return False
         if self.file.is_hole(start, stop - start):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.boxes import Mask
-from ..core.columns import IntArray, places_within
+from ..core.columns import IntArray, places_of_equals, places_within
 from ..core.grouping import group_blocks
 
 __all__ = ["Pack", "SmallNeeds", "plan_packs"]
@@ -58,7 +58,7 @@ class Pack:
 
 
 def plan_packs(
-    needs: SmallNeeds, reach: Mapping[int, Sequence[int]], ranks: int, most: int, loads: list[int]
+    needs: SmallNeeds, reach: Mapping[int, Sequence[int]], ranks: int, most: int, most_sent: int, loads: list[int]
 ) -> Iterator[tuple[Pack, list[int]]]:
     """Divide the shards into packs of about ``most`` bytes, and give each a reader as :func:`.plan_exchange` does.
 
@@ -67,6 +67,8 @@ def plan_packs(
         reach: For each file the ranks that can read it.
         ranks: How many ranks there are.
         most: Bytes of a pack; one shard may be more.
+        most_sent: Bytes that a pack is for all ranks together, a copy for each need unless it is broadcast; and at most
+            what one shard is more.
         loads: What each rank has to read so far, to which this adds.
 
     Returns:
@@ -76,18 +78,27 @@ def plan_packs(
     first = edges[:-1]
     same = _same_for_all(needs, first)
     _, group = group_blocks(edges, needs.rank[:, None], np.column_stack([needs.file[first], same]))
-    order, sizes = np.argsort(group, kind="stable"), needs.entry_bytes[first]
-    for shards in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
-        turn = (np.cumsum(sizes[shards]) - 1) // most
+    sizes, wanted = needs.entry_bytes[first], np.add.reduceat(needs.nbytes, first) if len(first) else first
+    for shards in places_of_equals(group):
+        one = int(shards[0])
+        takers = set(needs.rank[edges[one] : edges[one + 1]].tolist())
+        readers = reach[int(needs.file[edges[one]])]
+        readers = [r for r in readers if r in takers] or readers
+        to_all = ranks > 2 and bool(same[one]) and len({*takers, readers[0]}) == ranks  # whichever of them reads
+        sent = wanted[shards] // (len(takers) if to_all else 1)
+        turn = _turns(sizes[shards], most) + _turns(sent, most_sent)
         for part in np.split(shards, np.flatnonzero(np.diff(turn)) + 1):
-            one = int(part[0])
-            takers = set(needs.rank[edges[one] : edges[one + 1]].tolist())
-            readers = reach[int(needs.file[edges[one]])]
-            reader = min([r for r in readers if r in takers] or readers, key=lambda r: (loads[r], r))
+            reader = min(readers, key=lambda r: (loads[r], r))
             loads[reader] += int(sizes[part].sum())
             rows = places_within(edges[part + 1] - edges[part], edges[part])
-            pack = Pack(reader, rows, ranks > 2 and bool(same[one]) and len(takers | {reader}) == ranks)
+            pack = Pack(reader, rows, to_all)
             yield pack, _traffic(pack, needs, ranks)
+
+
+def _turns(sizes: IntArray, most: int) -> IntArray:
+    """A number for each size, ascending; those of one number are together at most ``most`` and one of them."""
+    turns: IntArray = (np.cumsum(sizes) - 1) // most
+    return turns
 
 
 def _same_for_all(needs: SmallNeeds, first: IntArray) -> Mask:

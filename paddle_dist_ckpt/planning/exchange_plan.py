@@ -101,7 +101,7 @@ def plan_exchange(
             loads[reader] += min(stop, math.prod(shard.shape) * shard.itemsize) - start
             unit = Unit(number, reader, _as_broadcast(parcels, reader, ranks))
             units.append((unit, _traffic(unit, shard.itemsize, ranks)))
-    return _in_rounds([*units, *plan_packs(small, reach, ranks, unit_bytes, loads)])
+    return _in_rounds([*units, *plan_packs(small, reach, ranks, unit_bytes, _ROUND_BYTES // 2, loads)])
 
 
 def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:

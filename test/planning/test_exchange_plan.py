@@ -247,3 +247,18 @@ def test_many_small_shards_are_few_units(ranks: int, reach: list[int]) -> None:
     assert all(loads[rank] == 0 for rank in range(ranks) if rank not in reach)
     if ranks > 2:
         assert {parcel.destination for units in together for unit in units for parcel in unit.parcels} == {ALL}
+
+
+@pytest.mark.parametrize("takers", [range(1, 6), [1]])
+def test_a_pack_is_small_if_many_need_it(takers: range | list[int]) -> None:
+    """Its reader keeps a copy for each rank, and of each need, until it is sent."""
+    shards = {number: ExchangeShard(0, (1 << 18,), 4) for number in range(640)}
+    times = 5 // len(takers)
+    needs = {
+        number: [Need(rank, times * number + i, whole((1 << 18,))) for rank in takers for i in range(times)]
+        for number in shards
+    }
+    rounds = planned(Job(shards, needs, {0: [0]}, 8), 1 << 20)
+    sent = [sum(parcel.box.size * 4 for unit in units_of([turn]) for parcel in unit.parcels) for turn in rounds]
+    assert sum(sent) == 3200 << 20
+    assert 16 << 20 < max(sent) <= 32 << 20
