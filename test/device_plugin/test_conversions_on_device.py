@@ -76,7 +76,7 @@ def test_exchange(either: DevicePool, saved: Saved, pair: tuple[str, str], excha
     assert_loads(either, destination, saved(source), exchange)
 
 
-@pytest.mark.parametrize(("source", "destination"), PAIRS)
+@pytest.mark.parametrize(("source", "destination"), some(PAIRS, len(PAIRS) // 2))
 def test_every_rank_has_a_disk_of_its_own(either: DevicePool, tmp_path: Path, source: str, destination: str) -> None:
     either.run(cases.save, "device", source, str(tmp_path), True, ranks=LAYOUTS[source].ranks)
     assert [path.parent.name for path in tmp_path.glob("*/*.metadata")] == ["rank0"]
