@@ -7,6 +7,8 @@ process. What is stored is a checkpoint like any other: ``{"model": ..., "optimi
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +18,7 @@ from .files.metadata import Metadata
 from .folder.checkpoint import Restarts, read_checkpoint
 from .folder.selection import Selection
 from .options import LoadOptions, SaveOptions, as_integer
-from .reports import SaveReport
+from .reports import SaveReport, loaded_line
 from .storage import Storage, as_source
 from .tree.state_dict import Adapter
 from .wiring import connected, load_whole, load_with, paddles, save_with
@@ -24,6 +26,7 @@ from .wiring import connected, load_whole, load_with, paddles, save_with
 __all__ = ["load", "model_state_dict", "optimizer_state_dict", "rng_state", "save", "set_rng_state"]
 
 _UNIQUE_ID = 0  # a folder holds one such checkpoint, which each save replaces
+_logger = logging.getLogger("paddle_dist_ckpt")
 _OURS = ("model", "optimizer")
 _ADVICE = "An optimizer's entries are named after the parameters: pass model beside optimizer."
 
@@ -240,7 +243,10 @@ def _fill(objects: dict[str, Any], storage: Storage, threads: int, is_model: boo
     options = LoadOptions(no_dist=True, key_map=(lambda key: key.removeprefix("model.")) if is_model else None)
     ranks = connected(None, 0, options)
     find = paddles(ranks, objects, options.staging_bytes)
-    load_with(ranks, find, storage, _UNIQUE_ID, options, kind="load", threads=threads)
+    report = load_with(ranks, find, storage, _UNIQUE_ID, options, kind="load", threads=threads, is_part=True)
+    # The others have been loaded before.
+    unused = tuple(key for key in report.unused_keys if is_model or key.partition(".")[0] in _OURS)
+    _logger.info("%s", loaded_line(dataclasses.replace(report, unused_keys=unused)))
 
 
 def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
@@ -248,7 +254,7 @@ def _load_others(metadata: Metadata, storage: Storage, place: str | None, thread
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
     if not keys:
         return {}
-    return load_whole(storage, _UNIQUE_ID, Selection(keys=keys), False, LoadOptions(), place, threads)
+    return load_whole(storage, _UNIQUE_ID, Selection(keys=keys), False, LoadOptions(), place, threads, is_part=True)
 
 
 def _objects(model: Any, optimizer: Any) -> dict[str, Any]:

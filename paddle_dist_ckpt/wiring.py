@@ -126,12 +126,14 @@ def load_with(
     offload: bool = False,
     kind: str = "load_state_dict",
     threads: int | None = None,
+    is_part: bool = False,
 ) -> LoadReport:
     """Load into what is found together with other ranks. See :func:`paddle_dist_ckpt.load_state_dict`.
 
     Args:
         kind: What the session is called.
         threads: How many threads read; None for all that the host offers.
+        is_part: Whether the caller logs what is loaded.
     """
     with ranks.hub.session(kind, options.timeout) as session:
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
@@ -140,7 +142,7 @@ def load_with(
         transport = ranks.host_transport if offload else ranks.transport
         arranger = arranger_of(options)
         with source_of(path, options, ranks.rank) as storage:
-            context = LoadContext(storage, session, transport, adapter, options, threads, offload, arranger)
+            context = LoadContext(storage, session, transport, adapter, options, threads, offload, arranger, is_part)
             return load(state_dict, context, unique_id)
 
 
@@ -166,18 +168,22 @@ def load_whole(
     options: LoadOptions,
     place: str | None = None,
     threads: int | None = None,
+    is_part: bool = False,
 ) -> dict[Any, Any]:
     """Load whole Paddle tensors into this process alone. See :func:`paddle_dist_ckpt.load_merged_state_dict`.
 
     Args:
         place: Where the tensors shall be; None for Paddle's current device.
         threads: How many threads read; None for all that the host offers.
+        is_part: Whether the caller logs what is loaded.
     """
     from .paddle_adapter import PaddleAdapter
 
     adapter = PaddleAdapter(0, piece_bytes(options.staging_bytes), place)
     with source_of(path, options) as storage:
-        return load_merged(storage, adapter, unique_id, selection, flat, options, threads, arranger_of(options))
+        return load_merged(
+            storage, adapter, unique_id, selection, flat, options, threads, arranger_of(options), is_part
+        )
 
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:

@@ -134,7 +134,7 @@ class LeavesLoad:
                 except _Replaced:
                     self._files.forget()
                     continue
-                level = logging.INFO if context.is_coordinator else logging.DEBUG
+                level = logging.INFO if context.is_coordinator and not context.is_part else logging.DEBUG
                 _logger.log(level, "%s", loaded_line(report))
                 return report
 

@@ -44,6 +44,7 @@ def load_merged(
     options: LoadOptions,
     threads: int | None = None,
     rest: Arranger | None = None,
+    is_part: bool = False,
 ) -> dict[Any, Any]:
     """See :func:`paddle_dist_ckpt.load_merged_state_dict`. ``rest`` says what is made without ``options.recipes``."""
     arranger = RecipeArranger(options.recipes or {}, rest) if options.recipes or rest is not None else None
@@ -76,7 +77,9 @@ def load_merged(
     with SoloHub().session("load", options.timeout) as session:
         # Whole tensors are loaded under the keys that they have, and those that are not chosen are not asked for.
         options = dataclasses.replace(options, key_map=None, recipes=None, strict=bool(options.strict))
-        context = LoadContext(storage, session, NoTransport(), adapter, options, threads, arranger=arranger)
+        context = LoadContext(
+            storage, session, NoTransport(), adapter, options, threads, arranger=arranger, is_part=is_part
+        )
         restore, read = (lambda found, _: values.update(found)), (lambda _: metadata)
         LeavesLoad(scan, restore, context, unique_id, read=read).run()
     values.update(zip(leaves.tensor_paths, leaves.tensors, strict=True))

@@ -46,12 +46,14 @@ class LoadContext(Context):
         threads: How many threads it reads with; None for this rank's part of the host's cores.
         offload: Whether its transport was chosen for host memory.
         arranger: Says what tensors are made of, if the framework does.
+        is_part: Whether this is a part of what a caller has asked for, who logs the whole.
     """
 
     options: LoadOptions
     threads: int | None = None
     offload: bool = False
     arranger: Arranger | None = None
+    is_part: bool = False
 
 
 @dataclass(slots=True)

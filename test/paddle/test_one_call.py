@@ -196,9 +196,12 @@ def test_what_others_wrote(tmp_path: Path) -> None:
 def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = paddle.nn.Linear(3, 2)
     with caplog.at_level("INFO", "paddle_dist_ckpt"):
-        save(tmp_path, model)
+        save(tmp_path, model, others={"epoch": 3})
         load(tmp_path, paddle.nn.Linear(3, 2))
-    assert [record.message.split()[0] for record in caplog.records] == ["saved", "loaded"]
+        load(tmp_path)
+    saved, filled, whole = (record.message for record in caplog.records)
+    assert [line.split()[0] for line in (saved, filled, whole)] == ["saved", "loaded", "loaded"]
+    assert "not asked for" not in filled
 
 
 def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
