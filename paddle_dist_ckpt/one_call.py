@@ -252,8 +252,6 @@ def _fill(objects: dict[str, Any], storage: Storage, threads: int, is_model: boo
 def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
-    if not keys:
-        return {}
     return load_whole(storage, _UNIQUE_ID, Selection(keys=keys), False, LoadOptions(), place, threads, is_part=True)
 
 

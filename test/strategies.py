@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -28,9 +29,24 @@ def draws(normal: int, long: int | None = None) -> int:
 
 
 def some(cases: Iterable[T], count: int) -> list[T]:
-    """Cases to try of many that are much alike: so many, evenly spread over them; all with ``--long``."""
+    """Cases to try of many that are much alike: so many; all with ``--long``.
+
+    Of tuples, as a grid has them, those are taken in which each value in each place comes about equally often, so that
+    each comes at all if ``count`` allows that. Others are evenly spread.
+    """
     every = list(cases)
-    return every if long_run else [every[i * len(every) // count] for i in range(count)]
+    if long_run or count >= len(every):
+        return every
+    if not isinstance(every[0], tuple):
+        return [every[i * len(every) // count] for i in range(count)]
+    values = [[(place, str(value)) for place, value in enumerate(case)] for case in every]  # type: ignore[arg-type]
+    used, left, chosen = Counter[tuple[int, str]](), list(range(len(every))), []
+    for _ in range(count):
+        best = min(left, key=lambda i: sum(used[value] for value in values[i]))
+        left.remove(best)
+        chosen.append(best)
+        used.update(values[best])
+    return [every[i] for i in sorted(chosen)]
 
 
 def examples(normal: int, long: int | None = None) -> settings:

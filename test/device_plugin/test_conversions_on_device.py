@@ -62,21 +62,21 @@ def assert_loads(
     assert pool.run(cases.load, where, destination, str(path), exchange, False, called, ranks=ranks) == [[]] * ranks
 
 
-# Every pair is tried on the host, too; a fifth of them meets each layout on either side.
+# A fifth of all pairs, in which each layout comes on either side; more of them are tried on the host.
 @pytest.mark.parametrize(("source", "destination"), some(itertools.product(NAMES, NAMES), len(NAMES) ** 2 // 5))
 def test_every_pair(ready: DevicePool, saved: Saved, source: str, destination: str) -> None:
     assert_loads(ready, destination, saved(source), "auto")
 
 
 @pytest.mark.parametrize(
-    ("pair", "exchange"), some(itertools.product(PAIRS, ["always", "never"]), 2 * len(PAIRS) // 2 + 1), ids=str
+    ("pair", "exchange"), some(itertools.product(PAIRS, ["always", "never"]), len(PAIRS) + 1), ids=str
 )
 def test_exchange(either: DevicePool, saved: Saved, pair: tuple[str, str], exchange: str) -> None:
     source, destination = pair
     assert_loads(either, destination, saved(source), exchange)
 
 
-@pytest.mark.parametrize(("source", "destination"), some(PAIRS, len(PAIRS) // 2))
+@pytest.mark.parametrize(("source", "destination"), PAIRS)
 def test_every_rank_has_a_disk_of_its_own(either: DevicePool, tmp_path: Path, source: str, destination: str) -> None:
     either.run(cases.save, "device", source, str(tmp_path), True, ranks=LAYOUTS[source].ranks)
     assert [path.parent.name for path in tmp_path.glob("*/*.metadata")] == ["rank0"]

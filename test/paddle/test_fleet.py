@@ -62,7 +62,7 @@ def table(saved: Folders) -> Table:
 
 # Two of three: every strategy is among them, and what it saved is looked at whole below.
 @pytest.mark.parametrize(
-    ("source", "target"), some([*CONVERSIONS, *SHARDED], 10), ids=lambda name: name.replace(" ", "_")
+    ("source", "target"), some([*CONVERSIONS, *SHARDED], 20), ids=lambda name: name.replace(" ", "_")
 )
 def test_conversion(pool: RankPool, saved: Folders, source: str, target: str) -> None:
     path, _ = saved(source)

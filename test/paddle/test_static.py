@@ -78,7 +78,7 @@ def test_programs_compute_what_layers_do(train: Train, layout: str) -> None:
     assert np.abs(np.subtract(fresh, losses[0][3:])).min() > 0.01  # so that what was not loaded is noticed
 
 
-@pytest.mark.parametrize(("source", "destination", "layout"), some(ROTATED, 3))
+@pytest.mark.parametrize(("source", "destination", "layout"), some(ROTATED, 5))
 def test_training_goes_on(train: Train, saved: Saved, source: str, destination: str, layout: str) -> None:
     losses = go_on(train, destination, saved(source), layout)
     np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
