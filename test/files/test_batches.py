@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.files.batches import Batch, ItemKind, Kinds, hand_out
-from paddle_dist_ckpt.files.runs import OpenFile
+from paddle_dist_ckpt.files.runs import CHUNK_BYTES, OpenFile
 
 
 class Bytes:
@@ -63,6 +64,39 @@ def test_entries_within_others_are_read_whole(inner: int, box: Box | None) -> No
         assert (outer == (expected if box is None else expected[box.slices])).all()
         assert (small == content[inner : inner + 16].view(np.int64)).all()
         assert len(starts) < 3 or (last == content[16_384:16_400].view(np.int64)).all()
+
+
+def test_entries_within_others_make_no_run_longer() -> None:
+    """Where a short entry ends is no sign of where those before it end."""
+    length = CHUNK_BYTES - 100
+    content = np.random.default_rng(1).integers(0, 256, 2 * CHUNK_BYTES).astype(np.uint8)
+    starts = np.array([0, length, length + 10, length + 20, length + 30])
+    sizes = np.array([4, length, 4, 4, 4])
+    targets = [np.zeros(size, np.uint8) for size in sizes]
+    taken: list[int] = []
+
+    class Counted(Buffers):
+        def borrow(self, size: int) -> Any:
+            taken.append(size)
+            return super().borrow(size)
+
+    batch = Batch(
+        OpenFile("file", Bytes(content), 0, None),
+        CHUNK_BYTES,
+        starts,
+        starts + sizes,
+        np.arange(5),
+        str,
+        np.array([0, 1, 0, 0, 0]),
+        np.array([address_of(target) for target in targets]),
+        Kinds([kind_of("uint8", "uint8", (4,)), kind_of("uint8", "uint8", (length,))]),
+        str,
+    )
+    for task in batch.tasks(Counted(1), lambda _: None):
+        task()
+    for start, target in zip(starts, targets, strict=True):
+        assert (target == content[start : start + len(target)]).all()
+    assert max(taken) <= CHUNK_BYTES
 
 
 @pytest.mark.parametrize("strided", [False, True])
