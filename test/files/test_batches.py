@@ -71,7 +71,7 @@ def test_entries_within_others_make_no_run_longer() -> None:
     length = CHUNK_BYTES - 100
     content = np.random.default_rng(1).integers(0, 256, 2 * CHUNK_BYTES).astype(np.uint8)
     starts = np.array([0, length, length + 10, length + 20, length + 30])
-    sizes = np.array([4, length, 4, 4, 4])
+    sizes = np.array([length, length, 4, 4, 4])
     targets = [np.zeros(size, np.uint8) for size in sizes]
     taken: list[int] = []
 
@@ -87,7 +87,7 @@ def test_entries_within_others_make_no_run_longer() -> None:
         starts + sizes,
         np.arange(5),
         str,
-        np.array([0, 1, 0, 0, 0]),
+        np.array([1, 1, 0, 0, 0]),
         np.array([address_of(target) for target in targets]),
         Kinds([kind_of("uint8", "uint8", (4,)), kind_of("uint8", "uint8", (length,))]),
         str,
