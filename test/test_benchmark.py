@@ -24,7 +24,7 @@ TABLES = {  # the first lines of each, in the order in which they take longest
     "async_save": "|  | paddle_dist_ckpt |",
     "foreign": "|  | time | : own format (95 %) | on the cores |",
     "exchange": "|  | load | unchecked load |",
-    "replicas": "|  | save | times one that |",
+    "replicas": "|  | save | times one that compares nothing (95 %) |",
     "scale": "| ranks | tensors | shards |",
     "curves": "| tensors | first save | save again | load |",
     "export": "|  | cached | times the copy |",
