@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ..core.garbage import no_collections
 from ..core.layouts import shared_layouts
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
@@ -61,7 +61,7 @@ def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
                 titles = ", ".join(other.title for other, _ in seen)
                 _logger.warning("%s holds several formats: %s; %s is taken", storage.location, titles, reader.title)
             number = ids[-1] if unique_id is None else unique_id
-            with _only_our_errors(f"{storage.location}: {reader.title}"), _no_collections():
+            with _only_our_errors(f"{storage.location}: {reader.title}"), no_collections():
                 return _as_metadata(reader.read(storage, names, number), reader.title)
     return None
 
@@ -84,22 +84,6 @@ def _only_our_errors(where: str) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         raise CheckpointCorruptedError(f"{where}, which cannot be read ({kind}: {str(error)[:200]})") from error
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """A block in which Python does not look for garbage in cycles.
-
-    Very many objects are made there that stay, and none in cycles; to look through all of them again and again, and
-    through all that a framework has, would take as long as to make them.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _names(storage: Storage) -> list[str]:

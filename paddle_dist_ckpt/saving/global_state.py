@@ -39,6 +39,7 @@ class GlobalState:
         value_owner: Which rank's value is kept, by path.
         keys: Flat key of each path.
         compared: For each rank its plain tensors, whose digests it sends, in order: their numbers, ``[digests]``.
+        holders: How many ranks have each as a plain tensor, ``[tensors]``.
     """
 
     ranks: tuple[int, ...]
@@ -53,6 +54,7 @@ class GlobalState:
     value_owner: dict[str, int]
     keys: dict[str, str]
     compared: list[IntArray]
+    holders: IntArray
 
 
 def in_charge(ranks: int, coordinator: int) -> list[int]:
@@ -192,6 +194,7 @@ class _Merging:
         dtypes, shapes = [DTYPES[d.dtype] for d in described], [d.shape for d in described]
         is_plain = np.array([d.plain for d in self._descriptions], bool) & ~self._is_value
         compared = {id(listed): place[listed.path[is_plain[listed.description]]] for listed in self._different}
+        in_order = [compared[id(listed)] for listed in self._lists]
         keyed = paths + sorted(self._owner.keys() - set(paths))
         keys = dict(zip(keyed, flat_keys(keyed), strict=True))
         dimensions = max([1, *(structure.dimensions for structure in self._structures)])
@@ -213,7 +216,8 @@ class _Merging:
             value_paths=[[path for path, _ in structure.values] for structure in self._structures],
             value_owner=self._owner,
             keys=keys,
-            compared=[compared[id(listed)] for listed in self._lists],
+            compared=in_order,
+            holders=np.bincount(np.concatenate(in_order), minlength=len(order)),
         )
         return state, self._shards(place, dimensions)
 

@@ -54,11 +54,14 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
     compared = np.zeros(count, np.int64)
     for i in in_charge(len(state.ranks), state.coordinator):
         rank = state.ranks[i]
-        for path, value in zip(state.value_paths[i], requests[rank].values, strict=True):
+        request = requests[rank]
+        if not request.values and not request.digests:  # as of nearly all of very many ranks
+            continue
+        for path, value in zip(state.value_paths[i], request.values, strict=True):
             if kept.setdefault(path, value).digest != value.digest:
                 differing.setdefault(path, []).append(rank)
-        if requests[rank].digests:  # none: that rank was not to compare
-            digests = np.frombuffer(requests[rank].digests, "<u8").reshape(-1, 2)
+        if request.digests:  # none: that rank was not to compare
+            digests = np.frombuffer(request.digests, "<u8").reshape(-1, 2)
             tensor = state.compared[i]
             fresh = ~has_seen[tensor]
             seen[tensor[fresh]], has_seen[tensor] = digests[fresh], True
@@ -68,9 +71,9 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
             for t in unequal.tolist():
                 differing.setdefault(state.paths[t], []).append(rank)
     value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
-    holders = np.bincount(np.concatenate(state.compared), minlength=count)
     minority = _minorities(state, requests, differing) if differing else {}
-    return Comparison(value_json, differing, minority, differs, ~differs & (holders > 1) & (compared == holders), seen)
+    alike = ~differs & (state.holders > 1) & (compared == state.holders)
+    return Comparison(value_json, differing, minority, differs, alike, seen)
 
 
 def _minorities(

@@ -6,6 +6,8 @@ import errno
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+
 from ..storage.base import FolderIdentity
 from .messages import SaveRequest
 from .planned_save import PlannedSave
@@ -44,16 +46,21 @@ def leaders_of(folders: Mapping[int, FolderIdentity], coordinator: int) -> froze
 
 def check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> None:
     """Raises OSError (ENOSPC): a filesystem has less room than the plan needs."""
-    need = Counter[tuple[str, int]]()
-    for rank, nbytes in zip(planned.state.ranks, planned.rank_bytes.tolist(), strict=True):
-        need[requests[rank].folder.identity[:2]] += nbytes
-    for rank in planned.state.ranks:
-        folder = requests[rank].folder
-        wanted = need[folder.identity[:2]]  # host and device
-        if folder.free_bytes is not None and wanted > folder.free_bytes:
+    ranks = planned.state.ranks
+    folders = [requests[rank].folder for rank in ranks]
+    numbers: dict[FolderIdentity, int] = {}
+    number = [numbers.setdefault(folder.identity, len(numbers)) for folder in folders]
+    by_folder = np.zeros(len(numbers), np.int64)
+    np.add.at(by_folder, number, planned.rank_bytes)
+    need = Counter[tuple[str, int]]()  # by host and device
+    for identity, nbytes in zip(numbers, by_folder.tolist(), strict=True):
+        need[identity[:2]] += nbytes
+    needs = [need[identity[:2]] for identity in numbers]
+    for rank, folder, i in zip(ranks, folders, number, strict=True):
+        if folder.free_bytes is not None and needs[i] > folder.free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the filesystem of rank {rank}'s folder has {folder.free_bytes:,} bytes free, and {wanted:,} are to "
+                f"the filesystem of rank {rank}'s folder has {folder.free_bytes:,} bytes free, and {needs[i]:,} are to "
                 "be written to it",
                 requests[rank].location,
             )

@@ -14,6 +14,7 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
+from ..core.garbage import no_collections
 from ..core.messages import decode, encode
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
@@ -90,6 +91,7 @@ class SaveCoordinator:
         self._differing = ""  # what is to be said of copies that differ, if the save is aborted for it
         self._settled = True  # whether no rank can have files of this save, now or later, that nobody would remove
 
+    @no_collections()
     def plan(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
         requests = self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
@@ -108,6 +110,7 @@ class SaveCoordinator:
             return dict.fromkeys(messages, b"")
         return self._plan_and_order(structures)
 
+    @no_collections()
     def described(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``describe``, if round ``plan`` has asked: an order for every rank."""
         return self._plan_and_order(messages)
@@ -186,6 +189,7 @@ class SaveCoordinator:
             self._context.memory.given_up.add(lease.save_id)
         lease.stop()  # after a commit, what is left to do is left to a later save
 
+    @no_collections()
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: abort if a rank failed, commit if there is one folder, else have each folder sealed."""
         ordered = self._ordered
@@ -260,21 +264,22 @@ def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: st
 
 
 def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
-    """What each rank is to do, encoded."""
+    """What each rank is to do, encoded; what is the same for many ranks, as if all have their plans, only once."""
     planned, hosts = ordered.planned, Counter(request.folder.identity.host for request in requests.values())
-    return {
-        rank: encode(
-            PlanAnswer(
-                plan_id=planned.plan_id,
-                plan=None if request.plan_id == planned.plan_id else planned.rank_plans[rank],
-                save=ordered.save,
-                ranks_on_host=hosts[request.folder.identity.host],
-                clean=ordered.lease.doomed if rank in ordered.leaders else [],
-                compared=ordered.compared,
-            )
-        )
-        for rank, request in requests.items()
-    }
+
+    def order(plan: bytes | None, ranks_on_host: int, leads: bool) -> bytes:
+        clean = ordered.lease.doomed if leads else []
+        return encode(PlanAnswer(planned.plan_id, plan, ordered.save, ranks_on_host, clean, ordered.compared))
+
+    order_of_known = functools.cache(functools.partial(order, None))
+    orders = {}
+    for rank, request in requests.items():
+        ranks_on_host, leads = hosts[request.folder.identity.host], rank in ordered.leaders
+        if request.plan_id == planned.plan_id:
+            orders[rank] = order_of_known(ranks_on_host, leads)
+        else:
+            orders[rank] = order(planned.rank_plans[rank], ranks_on_host, leads)
+    return orders
 
 
 def _check_written(planned: PlannedSave, written: Mapping[int, WriteRequest]) -> None:
