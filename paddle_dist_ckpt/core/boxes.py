@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from .box import Box
-from .columns import IntArray
+from .columns import IntArray, Mask, all_in_row
 
 __all__ = ["Boxes", "Mask"]
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +67,7 @@ class Boxes:
     @property
     def volumes(self) -> IntArray:
         """Elements of each, ``[n]``."""
-        volumes: IntArray = np.prod(self.shape, axis=1, dtype=np.int64)
-        return volumes
+        return functools.reduce(np.multiply, self.shape.T, np.ones(len(self), np.int64))
 
     @property
     def table(self) -> IntArray:
@@ -80,11 +77,15 @@ class Boxes:
     @property
     def filled(self) -> Mask:
         """Which of them have elements, ``[n]``."""
-        return np.asarray((self.shape > 0).all(axis=1))
+        return all_in_row(self.shape > 0)
 
     def take(self, rows: IntArray | Mask | slice) -> Boxes:
         """Some of them."""
-        return Boxes(self.offset[rows], self.shape[rows])
+        if isinstance(rows, slice):
+            return Boxes(self.offset[rows], self.shape[rows])
+        if rows.dtype == bool:
+            rows = np.flatnonzero(rows)
+        return Boxes(self.offset.take(rows, axis=0), self.shape.take(rows, axis=0))  # 3 times as fast as an index
 
     def first(self, dimensions: int) -> Boxes:
         """The same without the padding behind so many dimensions."""
@@ -105,8 +106,7 @@ class Boxes:
 
     def same_as_before(self) -> Mask:
         """Whether each but the first is equal to the one before it, ``[n - 1]``."""
-        same: Mask = (self.offset[1:] == self.offset[:-1]).all(axis=1)
-        return same & (self.shape[1:] == self.shape[:-1]).all(axis=1)
+        return all_in_row(self.offset[1:] == self.offset[:-1]) & all_in_row(self.shape[1:] == self.shape[:-1])
 
     def box(self, row: int, ndim: int | None = None) -> Box:
         """One of them as an object, of its first ``ndim`` dimensions or of all."""

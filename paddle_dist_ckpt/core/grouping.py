@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,7 @@ __all__ = ["group_blocks", "group_rows", "mixed"]
 
 _U64 = npt.NDArray[np.uint64]
 _GOLDEN = 0x9E3779B97F4A7C15
+_PIECE = 1 << 14  # rows that are worked on at a time, so that what comes between stays in the processor's cache
 
 
 def group_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
@@ -28,7 +31,7 @@ def group_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
     """
     _, first, group = np.unique(_row_hashes(rows), return_index=True, return_inverse=True)
     group = group.reshape(-1)
-    if not (rows[first][group] == rows).all():
+    if not (rows.take(first[group], axis=0) == rows).all():
         _, first, group = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         group = group.reshape(-1)
     order = np.argsort(first, kind="stable")
@@ -50,19 +53,28 @@ def group_blocks(starts: IntArray, rows: IntArray, heads: IntArray) -> tuple[Int
     """
     counts = np.diff(starts)
     sums = np.zeros(len(rows) + 1, np.uint64)
-    np.cumsum(mixed(_row_hashes(rows) + mixed(places_within(counts).astype(np.uint64))), out=sums[1:])
+    hashes, places = _row_hashes(rows), places_within(counts).view(np.uint64)
+    for piece in _pieces(len(rows)):
+        hashes[piece] = mixed(hashes[piece] + mixed(places[piece]))
+    np.cumsum(hashes, out=sums[1:])
     keys = np.column_stack([heads, counts, (sums[starts[1:]] - sums[starts[:-1]]).view(np.int64)])
     first, group = group_rows(keys)
     same = places_within(counts, starts[first][group])
-    if len(rows) and not (rows[same] == rows).all():  # different runs of one hash
+    if not all((rows.take(same[piece], axis=0) == rows[piece]).all() for piece in _pieces(len(rows))):
+        # different runs of one hash
         return np.arange(len(counts)), np.arange(len(counts))
     return first, group
 
 
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(start, start + _PIECE) for start in range(0, count, _PIECE))
+
+
 def _row_hashes(rows: IntArray) -> _U64:
     hashes = np.zeros(len(rows), np.uint64)
-    for column in range(rows.shape[1]):
-        hashes = mixed(hashes + rows[:, column].astype(np.uint64))
+    for piece in _pieces(len(rows)):
+        for column in range(rows.shape[1]):
+            hashes[piece] = mixed(hashes[piece] + rows[piece, column].astype(np.uint64))
     return hashes
 
 

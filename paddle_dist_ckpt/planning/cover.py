@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
 from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray, places_within
+from ..core.columns import IntArray, all_in_row, places_within
 from ..core.grouping import group_blocks, mixed
 from ..core.layouts import grid_starts
 
@@ -106,7 +106,7 @@ def _are_grids(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
 def _measures_agree(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """:func:`covers_exactly` for tilings of any kind."""
     low, high, region_low, region_high = boxes.offset, boxes.high, regions.offset, regions.high
-    inside = (low >= region_low[groups]).all(axis=1) & (high <= region_high[groups]).all(axis=1)
+    inside = all_in_row(low >= region_low.take(groups, axis=0)) & all_in_row(high <= region_high.take(groups, axis=0))
     exact: Mask = np.bincount(groups[~inside], minlength=len(regions)) == 0
     bounds = np.searchsorted(groups, np.arange(len(regions) + 1))
     sums = np.zeros(len(groups) + 1, np.uint64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray, edges_of, places_within
+from ..core.columns import IntArray, all_in_row, edges_of, places_within
 from ..core.grouping import group_rows
 from ..core.shards import ShardTable
 from .cover import covers_exactly
@@ -119,7 +119,7 @@ def _candidates(
 def _are_inside(shape: Sequence[int], boxes: Boxes) -> Mask:
     ndim = len(shape)
     fits = (boxes.offset[:, :ndim] >= 0) & (boxes.high[:, :ndim] <= np.array(shape, np.int64))
-    return np.asarray(fits.all(axis=1) & boxes.filled)
+    return all_in_row(fits) & boxes.filled
 
 
 def _in_grid(cuts: Sequence[Sequence[int]], asked: Boxes) -> tuple[IntArray, IntArray]:

@@ -53,7 +53,7 @@ def shard_order(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> IntArray:
     if place is not None:
         order = np.argsort(place, kind="stable")
         again = np.flatnonzero(np.diff(place[order]) == 0)
-        if (boxes.shape[order[again]] == boxes.shape[order[again + 1]]).all():
+        if (boxes.shape.take(order[again], axis=0) == boxes.shape.take(order[again + 1], axis=0)).all():
             return order
     return np.lexsort([*reversed(boxes.shape.T), *reversed(boxes.offset.T), tensor])
 
@@ -61,7 +61,7 @@ def shard_order(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> IntArray:
 def _places(shapes: IntArray, tensor: IntArray, offset: IntArray) -> IntArray | None:
     """Where each box begins in the line; None if a box begins outside of its tensor, or the line is too long."""
     shapes = np.maximum(shapes, 1)
-    outside = (offset < 0).any() or (offset >= shapes[tensor]).any()
+    outside = (offset < 0).any() or (offset >= shapes.take(tensor, axis=0)).any()
     if outside or np.prod(shapes, axis=1, dtype=np.float64).sum() >= _LONGEST_LINE:
         return None
     elements = np.prod(shapes, axis=1, dtype=np.int64)

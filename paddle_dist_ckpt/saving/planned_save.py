@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box
-from ..core.columns import IntArray, pack_column, pack_signed
+from ..core.columns import IntArray, Mask, any_in_row, pack_column, pack_signed
 from ..core.grouping import group_blocks
 from ..core.layouts import Layout
 from ..core.messages import encode
@@ -113,16 +114,17 @@ def _rank_plans(
     writers = sorted({*np.unique(plan.rank).tolist(), state.coordinator, *values})
     everything = np.arange(len(plan.shard))
     ends = np.searchsorted(shared, bounds).tolist()
+    items = _Items.of(shards, plan, plan.shard, everything)
+    copied = _Items.of(shards, plan, plan.copies, plan.copied)
     of_copies = np.searchsorted(shards.rank[plan.copies], np.arange(len(state.ranks) + 1)).tolist()
     transfers = [_transfer(state, shards, *transfer) for transfer in plan.transfers]
     plans = {}
     for i, (rank, start, stop) in enumerate(zip(state.ranks, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-        copies = slice(of_copies[i], of_copies[i + 1])
         plans[rank] = encode(
             RankPlan(
-                items=_item_list(shards, plan, plan.shard[start:stop], everything[start:stop]),
+                items=items.listed(start, stop),
                 copied=pack_column(shared[ends[i] : ends[i + 1]] - start),
-                copies=_item_list(shards, plan, plan.copies[copies], plan.copied[copies]),
+                copies=copied.listed(of_copies[i], of_copies[i + 1]),
                 keys=plain_keys,
                 values=values.get(i, []),
                 transfers=transfers,
@@ -133,15 +135,33 @@ def _rank_plans(
     return plans
 
 
-def _item_list(shards: HeldShards, plan: SavePlan, held: IntArray, written: IntArray) -> ItemList:
-    """What is written, as it lies in shards of one rank; ``held`` are these, ``[items]``."""
-    cut = np.flatnonzero((shards.boxes.shape[held] != plan.boxes.shape[written]).any(axis=1))
-    return ItemList(
-        row=pack_column(shards.row[held]),
-        cut=pack_column(cut),
-        dimensions=plan.boxes.dimensions,
-        boxes=pack_signed(plan.boxes.take(written[cut]).table),
-    )
+class _Items(NamedTuple):
+    """What is written, as it lies in shards of all ranks, rank by rank.
+
+    ``row`` are the numbers of these shards among their ranks'; ``is_cut`` says of which a box is written that is not
+    all of it, ``[n]`` both; ``written`` are the numbers of what is written.
+    """
+
+    row: IntArray
+    is_cut: Mask
+    written: IntArray
+    plan: SavePlan
+
+    @classmethod
+    def of(cls, shards: HeldShards, plan: SavePlan, held: IntArray, written: IntArray) -> _Items:
+        """What is ``written``, as it lies in the shards ``held``, ``[n]`` both."""
+        shapes = shards.boxes.shape.take(held, axis=0), plan.boxes.shape.take(written, axis=0)
+        return cls(shards.row[held], any_in_row(shapes[0] != shapes[1]), written, plan)
+
+    def listed(self, start: int, stop: int) -> ItemList:
+        """Those from ``start`` to ``stop``, which are one rank's."""
+        cut = np.flatnonzero(self.is_cut[start:stop])
+        return ItemList(
+            row=pack_column(self.row[start:stop]),
+            cut=pack_column(cut),
+            dimensions=self.plan.boxes.dimensions,
+            boxes=pack_signed(self.plan.boxes.take(self.written[start:stop][cut]).table if len(cut) else ()),
+        )
 
 
 def _transfer(state: GlobalState, shards: HeldShards, source: int, writer: int, box: Box) -> Transfer:
