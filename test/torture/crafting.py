@@ -22,6 +22,7 @@ __all__ = [
     "column",
     "digest_around",
     "dumped",
+    "metadata_around",
     "write_checkpoint",
     "write_data_file",
     "write_metadata",
@@ -72,12 +73,17 @@ def digest_around(data: bytes, at: int) -> str:
 
 
 def write_metadata(folder: Path, body: bytes, save: str = SAVE) -> None:
+    """A file `.metadata` with this second line."""
+    (folder / "0.metadata").write_bytes(metadata_around(body, save))
+
+
+def metadata_around(body: bytes, save: str = SAVE) -> bytes:
     """A `.metadata` with this second line."""
     features = ["per_rank"] if b"/~r" in body else []
     head = {"format": "paddle_dist_ckpt.metadata", "version": [1, 0], "required_features": features, "save": save}
     data = dumped({**head, "body_bytes": len(body), "xxh3_64": "0" * 16}) + b"\n" + body + b"\n"
     at = data.index(b"\n") - 18
-    (folder / "0.metadata").write_bytes(data[:at] + digest_around(data, at).encode() + data[at + 16 :])
+    return data[:at] + digest_around(data, at).encode() + data[at + 16 :]
 
 
 def write_data_file(path: Path, hashes: Sequence[int] | np.ndarray, info: bytes, entries: bytes, size: int) -> str:

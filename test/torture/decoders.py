@@ -12,12 +12,13 @@ import functools
 import json
 import random
 import resource
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,13 +30,16 @@ from paddle_dist_ckpt.tree.state_dict import PerRank
 from paddle_dist_ckpt.tree.values import decode_value, encode_value
 from test.jobs import data_files, files_in, load_whole, make_array, save_on, split_rows
 
-from .crafting import digest_around, dumped, write_metadata
+from .crafting import digest_around, dumped, metadata_around, write_metadata
 
 __all__ = ["NAME", "attempt"]
 
 NAME = "fuzzed files"
 BATCH = 200
-_WHOLE = 8  # mutants of each batch are files that are loaded, verified and rebuilt
+_WHOLE = 3  # mutants of each batch are files that are loaded, verified and rebuilt
+_ALL = 0.25
+"""How often it is the checkpoint, or the value, with everything in it that is changed, and not a small one: of that a
+change is sooner somewhere where it matters, and it takes less time."""
 _MEMORY = 64 << 20
 _SECONDS = 2.0
 VALUE: dict[Any, Any] = {
@@ -79,26 +83,56 @@ class _Bytes:
         pass
 
 
-@functools.cache
-def _originals() -> dict[str, bytes]:
-    """The files of a checkpoint."""
-    import tempfile
+class _Original(NamedTuple):
+    """The files of a checkpoint, those that hold data, the id of its save, and the second line of its `.metadata`."""
 
+    files: dict[str, bytes]
+    data: tuple[str, ...]
+    save: str
+    body: bytes
+
+
+@functools.cache
+def _originals() -> tuple[_Original, ...]:
+    """The checkpoint with everything in it, and small ones."""
     array, small = make_array((9, 7)), make_array((6,), "complex128")
+
+    def everything(rank: int) -> dict[Any, Any]:
+        return {
+            "model": {
+                "w": split_rows(array, 2)[rank],
+                "empty": np.zeros((0, 2)),
+                "list": [small, {"b": make_array((3, 3), "bfloat16")}],
+            },
+            "epoch": 3,
+            5: "five",
+            "large": list(range(2000)),
+            "own": PerRank({"seed": rank}),
+            "value": VALUE,
+        }
+
+    states: list[Callable[[int], dict[Any, Any]]] = [
+        everything,
+        lambda rank: {"w": split_rows(array, 2)[rank]},
+        lambda rank: {"model": {"list": [small, {"b": make_array((3, 3), "bfloat16")}]}, "empty": np.zeros((0, 2))},
+        lambda rank: {"epoch": 3, 5: "five", "own": PerRank({"seed": rank}), "w": small},
+        lambda rank: {"large": list(range(2000)), "w": [split_rows(array, 2)[rank], split_rows(array, 2)[rank]]},
+    ]
+    return tuple(map(_saved, states))
+
+
+def _saved(state_of: Callable[[int], dict[Any, Any]]) -> _Original:
     with tempfile.TemporaryDirectory() as name:
-        states: list[dict[str, Any]] = [
-            {
-                "model": {"w": part, "empty": np.zeros((0, 2)), "list": [small, {"b": make_array((3, 3), "bfloat16")}]},
-                "epoch": 3,
-                5: "five",
-                "large": list(range(2000)),
-                "own": PerRank({"seed": rank}),
-                "value": VALUE,
-            }
-            for rank, part in enumerate(split_rows(array, 2))
-        ]
-        save_on(states, Path(name))
-        return files_in(Path(name))
+        save_on([state_of(rank) for rank in range(2)], Path(name))
+        files = files_in(Path(name))
+    head, body = files["0.metadata"].split(b"\n")[:2]
+    data = tuple(name for name in files if name.endswith(".safetensors"))
+    return _Original(files, data, str(json.loads(head)["save"]), body)
+
+
+def _one_of(rng: random.Random) -> _Original:
+    everything, *small = _originals()
+    return everything if rng.random() < _ALL else rng.choice(small)
 
 
 def _nodes(tree: Any, found: list[tuple[Any, Any]]) -> None:
@@ -169,26 +203,26 @@ def _mutant(rng: random.Random, text: bytes) -> bytes:
 
 def _metadata(rng: random.Random, folder: Path) -> None:
     """A `.metadata` is decoded."""
-    files = _originals()
-    write_metadata(folder, _mutant(rng, files["0.metadata"].split(b"\n")[1]), save=_save_id(files))
-    metadata = decode_metadata((folder / "0.metadata").read_bytes(), "0.metadata", 0)
+    original = _one_of(rng)
+    metadata = decode_metadata(metadata_around(_mutant(rng, original.body), original.save), "0.metadata", 0)
     _ = metadata.values, metadata.user_metadata, metadata.flat_mapping
-    again = decode_metadata(encode_metadata(metadata), "0.metadata", 0)
-    assert encode_metadata(again) == encode_metadata(metadata), "it is another one when it is decoded again"
+    text = encode_metadata(metadata)
+    assert encode_metadata(decode_metadata(text, "0.metadata", 0)) == text, "it is another one when it is decoded again"
     sizes = metadata.table.file_bytes(len(metadata.files)).tolist()
     assert all(info.size > size for info, size in zip(metadata.files, sizes, strict=True)), "larger than its file"
 
 
 def _header(rng: random.Random, folder: Path) -> None:
     """A data file's header is decoded."""
-    files = _originals()
-    name = rng.choice([name for name in files if name.endswith(".safetensors")])
-    read_info(_Bytes(_with_header(files[name], functools.partial(_changed_header, rng))), name)
+    original = _one_of(rng)
+    name = rng.choice(original.data)
+    read_info(_Bytes(_with_header(original.files[name], functools.partial(_changed_header, rng))), name)
 
 
 def _value(rng: random.Random, folder: Path) -> None:
     """A value is decoded."""
-    value = decode_value(_mutant(rng, encode_value(VALUE, "v")))
+    keys = list(VALUE) if rng.random() < _ALL else rng.sample(list(VALUE), 2)
+    value = decode_value(_mutant(rng, encode_value({key: VALUE[key] for key in keys}, "v")))
     try:
         text = encode_value(value, "v")
     except CheckpointError as error:
@@ -200,12 +234,12 @@ def _value(rng: random.Random, folder: Path) -> None:
 
 def _files(rng: random.Random, folder: Path) -> None:
     """A checkpoint is loaded, verified and rebuilt."""
-    files = _originals()
-    for name, data in files.items():
-        if name.endswith(".safetensors"):
-            (folder / name).write_bytes(data)
+    original = _one_of(rng)
+    folder.mkdir()
+    for name in original.data:
+        (folder / name).write_bytes(original.files[name])
     if rng.random() < 0.5:
-        write_metadata(folder, _mutant(rng, files["0.metadata"].split(b"\n")[1]), save=_save_id(files))
+        write_metadata(folder, _mutant(rng, original.body), original.save)
         calls: list[Callable[[], Any]] = [lambda: verify(folder), lambda: load_whole(folder)]
     else:
         file = rng.choice(data_files(folder))
@@ -244,21 +278,15 @@ def _with_header(data: bytes, change: Callable[[dict[str, Any]], bytes]) -> byte
     return bytes(header) + data[size:]
 
 
-def _save_id(files: dict[str, bytes]) -> str:
-    return str(json.loads(files["0.metadata"].split(b"\n")[0])["save"])
-
-
 def attempt(seed: int, folder: Path) -> Counter[str]:
     """A batch of mutants, each as little different from the original as can be."""
     rng, outcomes = random.Random(seed), Counter[str]()
     _originals()
     for number in range(BATCH):
         kind = _files if number < _WHOLE else rng.choice((_metadata, _metadata, _header, _value))
-        place = folder / f"{number}"
-        place.mkdir()
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         try:
-            kind(rng, place)
+            kind(rng, folder / f"{number}")
             outcomes["read"] += 1
         except CheckpointError:
             outcomes["refused"] += 1
