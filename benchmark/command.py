@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from benchmark import machine
 from benchmark.peers import PEERS, PROBES, Peer
 from benchmark.ranks import BenchmarkError
 from benchmark.rates import measure_rates
+from benchmark.report import with_machine
 from benchmark.session import NothingToMeasureError, Session, say
 from benchmark.states import LAYOUTS
 
@@ -134,10 +136,17 @@ def main(
         say("")
         command = " ".join([f"python -m benchmark.{name}", *arguments])
         load = round(os.getloadavg()[0], 2)
-        found = {"machine": about, "load_after": load, "command": command, "settings": settings, **found}
+        found = {
+            "machine": about,
+            "load_after": load,
+            "command": command,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "settings": settings,
+            **found,
+        }
         if args.smoke:
             found["goals"] = [{**goal, "met": None} for goal in found["goals"]]
-        report, files = report_of(found), benchmark.files or name
+        report, files = with_machine(report_of(found), found), benchmark.files or name
         (args.out / f"{files}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         (args.out / f"{files}.md").write_text(report, encoding="utf-8")
     print(report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,14 @@ def run(command: str, *options: str, python: str = sys.executable) -> Done:
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
 
 
+def tells_where_it_ran(report: str) -> None:
+    """See that the machine and what it can do stand above each table."""
+    blocks = report.split("\n\n")
+    above = [blocks[i - 1] for i, block in enumerate(blocks) if block.startswith("| ")]
+    assert above
+    assert all(re.search(r"^\S.*cores, .* GiB of memory; GB/s of one thread: .*memcpy [\d.]+", line) for line in above)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder for all results."""
@@ -78,6 +87,7 @@ def test_a_benchmark_runs_and_prints_its_table(command: str, done: dict[str, Fut
     ended = done[command].result()
     assert ended.returncode == 0, ended.stderr
     assert TABLES[command] in ended.stdout
+    tells_where_it_ran(ended.stdout)
     files = "benchmark" if command == "run" else command
     assert (results / f"{files}.md").read_text("utf-8") == ended.stdout.removesuffix("\n")
     found = json.loads((results / f"{files}.json").read_text("utf-8"))
@@ -91,6 +101,7 @@ def test_the_summary_has_all_goals(done: dict[str, Future[Done]], results: Path)
     ended = run("summary", "--results", str(results))
     assert ended.returncode == 0, ended.stderr
     assert "| work | goal | found |" in ended.stdout
+    tells_where_it_ran(ended.stdout)
     goals = [goal for path in results.glob("*.json") for goal in json.loads(path.read_text("utf-8"))["goals"]]
     assert all(f"| {goal['work']} | {goal['goal']} |" in ended.stdout for goal in goals)
     assert not (results / "goals.md").exists()

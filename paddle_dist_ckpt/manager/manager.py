@@ -303,7 +303,8 @@ class CheckpointManager:
                     _logger.warning("step %d is gone, so step %d is restored", before, chosen)
         finally:
             self._reading = None
-        if chosen is None:
+        if chosen is None:  # a new job, whose first save is to come as well
+            self._preparation.expect(state)
             return None
         if self._decided is not None:  # the steps begin anew
             self._schedule.restart()

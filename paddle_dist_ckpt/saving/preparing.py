@@ -6,6 +6,7 @@ is in nobody's way does it while the job gets ready to train.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,7 @@ class Touching:
 
     def _run(self) -> None:
         lower_priority()
+        importlib.import_module("numpy.ma")  # numpy would load it in the first plan
         for start in range(0, len(self._memory), _AT_ONCE):
             with self._lock:
                 if self._ended:
