@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,26 @@ def test_restored_states_are_prepared_for_when_training_begins(tmp_path: Path, r
         before = ranks.memory["save"]._buffer
         steps.save(2, STATE)
         assert ranks.memory["save"]._buffer is before
+
+
+def test_a_new_job_is_prepared_for_too(tmp_path: Path, ranks: Ranks) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=2) as steps:
+        assert steps.restore(STATE) is None
+        assert not steps.should_save(1)
+        assert NBYTES <= prepared(ranks) < 1.1 * NBYTES + 4096
+
+
+def test_what_numpy_loads_late_is_there_before_the_first_plan() -> None:
+    code = """
+import sys, numpy as np
+from paddle_dist_ckpt.saving.preparing import Touching
+touching = Touching(np.zeros(1, np.uint8))
+assert "numpy.ma" not in sys.modules
+touching.start()
+touching.join()
+assert "numpy.ma" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_state_is_prepared_for_when_asked(tmp_path: Path, ranks: Ranks) -> None:
