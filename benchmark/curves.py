@@ -1,6 +1,6 @@
 """Measures how time and memory of saves and loads grow: with tensors, with bytes, with ranks.
 
-    python -m benchmark.curves [--quick] [--smoke] [--out DIR]
+    python -m benchmark.curves [--quick] [--smoke] [--states tensors "simulated ranks"] [--out DIR]
 
 Prints tables with slopes, and writes them and all numbers to benchmark/results/. Takes about 10 minutes, with --quick
 about 3. Each point is measured in processes of its own.
@@ -98,7 +98,7 @@ Point = dict[str, float]
 def measure(session: Session) -> dict[str, Any]:
     """Everything; ``curves`` with their ``points`` and ``slopes``, ``goals``, ``versions``."""
     curves, versions = [], dict[str, str]()
-    for curve in CURVES:
+    for curve in (one for one in CURVES if one.name in session.states):
         points: list[Point] = []
         for size in curve.sizes[2 if session.smoke else session.quick]:
             if curve.name == "bytes" and not _has_room(session, size):
