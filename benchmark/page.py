@@ -14,7 +14,7 @@ import importlib
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from benchmark.page_words import chinese
 from benchmark.report import with_machine
 from benchmark.summary import summary
 
-__all__ = ["LANGUAGES", "put", "tables"]
+__all__ = ["LANGUAGES", "main", "put", "tables"]
 
 LANGUAGES = ("en", "cn")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -104,14 +104,14 @@ def _image(machine: str, language: str) -> str:
     return f".. image:: images/curves-{machine}.png\n    :alt: {alt}\n"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Replace the tables in the pages, or print them; returns the exit code."""
     parser = argparse.ArgumentParser(description="Put the tables of a folder of results into the pages on performance.")
     parser.add_argument("--machine", default="here", help="whose tables they are, as the marks in the pages say")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the JSON files, and curves.png")
     parser.add_argument("--docs", type=Path, default=_ROOT, help="where docs_en and docs_cn are")
     parser.add_argument("--smoke", action="store_true", help="print the tables, and touch no page")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     found, _ = summary(args.results)
     for language in LANGUAGES:
         text, folder = tables(found, language), args.docs / f"docs_{language}"

@@ -158,9 +158,8 @@ def test_tables_of_results_stand_between_the_marks_of_their_machine(tmp_path: Pa
         (folder / "performance.rst").write_text(
             "before\n\n.. tables of one\n\nold\n\n.. end of the tables of one\n\nafter\n", "utf-8"
         )
-    words = [sys.executable, "-m", "benchmark.page", "--machine", "one", "--results", str(tmp_path)]
     for _ in range(2):  # the second time changes nothing
-        subprocess.run([*words, "--docs", str(tmp_path)], cwd=ROOT, check=True, timeout=_SECONDS)
+        page.main(["--machine", "one", "--results", str(tmp_path), "--docs", str(tmp_path)])
     assert (
         (tmp_path / "docs_en" / "performance.rst").read_text("utf-8")
         == """before
@@ -201,6 +200,14 @@ def test_a_page_without_marks_and_a_word_without_translation_are_errors() -> Non
         page.put("nothing\n", "one", "text")
     with pytest.raises(ValueError, match="no Chinese for 'a new column'"):
         chinese("a new column")
+
+
+def test_one_curve_can_be_measured_alone(tmp_path: Path) -> None:
+    ended = run("curves", "--states", "simulated ranks", "--out", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "curves.json").read_text("utf-8"))
+    assert [curve["name"] for curve in found["curves"]] == ["simulated ranks"]
+    assert found["command"].startswith("python -m benchmark.curves --smoke --states 'simulated ranks' --out ")
 
 
 def test_a_smoke_test_leaves_nothing_behind() -> None:
