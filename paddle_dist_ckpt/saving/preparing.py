@@ -19,6 +19,7 @@ from .describe import describe
 __all__ = ["Touching", "snapshot_bytes_of"]
 
 _PAGE, _AT_ONCE = 4096, 8 << 20
+_NICE = 10  # the lowest priority gets too little of a core that always trains to be done before the first save
 _SLACK = 1.02  # ranks' parts of what is replicated differ a little
 
 
@@ -45,7 +46,7 @@ class Touching:
         self._thread.join()
 
     def _run(self) -> None:
-        lower_priority()
+        lower_priority(_NICE)
         importlib.import_module("numpy.ma")  # numpy would load it in the first plan
         for start in range(0, len(self._memory), _AT_ONCE):
             with self._lock:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,23 @@ def test_a_new_job_is_prepared_for_too(tmp_path: Path, ranks: Ranks) -> None:
         assert steps.restore(STATE) is None
         assert not steps.should_save(1)
         assert NBYTES <= prepared(ranks) < 1.1 * NBYTES + 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_memory_is_touched_also_where_training_leaves_no_core_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    lower = preparing.lower_priority
+
+    def lowered(nice: int) -> None:
+        lower(nice)
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(preparing, "lower_priority", lowered)
+    touching = Touching(np.zeros(1, np.uint8))
+    touching.start()
+    touching.join()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [max(own, 10)], "neither as an equal, nor as what hardly ever runs"
 
 
 def test_what_numpy_loads_late_is_there_before_the_first_plan() -> None:
