@@ -233,6 +233,9 @@ def _growth(curves: Sequence[Mapping[str, Any]]) -> Figure:
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.grid(color="#dddddd", linewidth=0.6)
+            if x[-1] < 100 * x[0]:  # the axis would have only one label in large letters, and many in small ones
+                axes.set_xticks(x, [f"{size:,}" for size in x])
+                axes.minorticks_off()
             axes.tick_params(labelbottom=True, labelleft=True)
             axes.set_xlabel(curve["name"])
             axes.set_ylabel(unit)

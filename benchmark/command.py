@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from benchmark import machine
 from benchmark.peers import PEERS, PROBES, Peer
 from benchmark.ranks import BenchmarkError
 from benchmark.rates import measure_rates
+from benchmark.report import with_machine
 from benchmark.session import NothingToMeasureError, Session, say
 from benchmark.states import LAYOUTS
 
@@ -38,7 +41,7 @@ class Benchmark:
         files: How the files are called that it writes, if not as its module.
         rounds: How often it measures, in full and in quick runs; None if that cannot be chosen.
         peers: Who can take part.
-        states: Which states can be measured; none if that cannot be chosen.
+        states: Which states, or curves, can be measured; none if that cannot be chosen.
         scratch_gb: How large the checkpoints get; 0 if that is nothing to speak of.
     """
 
@@ -61,7 +64,13 @@ BENCHMARKS = {
         scratch_gb=6,
     ),
     "scale": Benchmark("Measure planning at scale."),
-    "curves": Benchmark("Measure how time and memory grow.", rounds=(3, 1), peers=("ours",), scratch_gb=4),
+    "curves": Benchmark(
+        "Measure how time and memory grow.",
+        rounds=(3, 1),
+        peers=("ours",),
+        states=("tensors", "bytes", "ranks", "simulated ranks"),
+        scratch_gb=4,
+    ),
     "bytes_read": Benchmark("Count the bytes that are read for slices of a tensor."),
     "exchange": Benchmark(
         "Measure a load in which ranks read for each other.", rounds=(15, 7), peers=("ours_exchange",), scratch_gb=1
@@ -132,12 +141,19 @@ def main(
             print(f"\n{error}", file=sys.stderr)
             return 1
         say("")
-        command = " ".join([f"python -m benchmark.{name}", *arguments])
+        command = shlex.join(["python", "-m", f"benchmark.{name}", *arguments])
         load = round(os.getloadavg()[0], 2)
-        found = {"machine": about, "load_after": load, "command": command, "settings": settings, **found}
+        found = {
+            "machine": about,
+            "load_after": load,
+            "command": command,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "settings": settings,
+            **found,
+        }
         if args.smoke:
             found["goals"] = [{**goal, "met": None} for goal in found["goals"]]
-        report, files = report_of(found), benchmark.files or name
+        report, files = with_machine(report_of(found), found), benchmark.files or name
         (args.out / f"{files}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         (args.out / f"{files}.md").write_text(report, encoding="utf-8")
     print(report)
@@ -182,7 +198,7 @@ def _parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
         size = f"existing folder for checkpoints, {benchmark.scratch_gb} GB; default: that of --out"
         add("--scratch", type=Path, help=size)
     if benchmark.states:
-        add("--states", nargs="+", choices=benchmark.states, default=list(benchmark.states))
+        add("--states", nargs="+", choices=benchmark.states, default=list(benchmark.states), help="only these")
     if len(benchmark.peers) > 1:
         add("--peers", nargs="+", choices=benchmark.peers, default=list(benchmark.peers))
         default = _HERE / ".venv" / "bin" / "python"

@@ -1,6 +1,6 @@
 """Measures how time and memory of saves and loads grow: with tensors, with bytes, with ranks.
 
-    python -m benchmark.curves [--quick] [--smoke] [--out DIR]
+    python -m benchmark.curves [--quick] [--smoke] [--states tensors "simulated ranks"] [--out DIR]
 
 Prints tables with slopes, and writes them and all numbers to benchmark/results/. Takes about 10 minutes, with --quick
 about 3. Each point is measured in processes of its own.
@@ -84,7 +84,8 @@ Every point is measured in new processes: three, but for the largest sizes one. 
 once (*first save*: the ranks get connected and the save is planned), saved {_REPEATS} times again, and loaded
 {_REPEATS} times from the page cache; a point is the median of the processes' medians. *Memory* is the growth of the
 worse rank's resident set to its peak in one more save and one more load, so without the state itself. Simulated ranks
-are as in `benchmark.scale`: *given* is the coordinator's time for one loading rank, *rank's plan* that rank's.
+are as in `benchmark.scale`, each plan the best of {_REPEATS}: *given* is the coordinator's time for one loading rank,
+*rank's plan* that rank's.
 
 The *slope* is that of a line through the points in logarithmic axes, from the largest size down to a
 {_FITTED:g}th of it: 0 is a time that stays, 1 one that grows as the size does. Points below {duration(_LEAST_SECONDS)}
@@ -97,7 +98,7 @@ Point = dict[str, float]
 def measure(session: Session) -> dict[str, Any]:
     """Everything; ``curves`` with their ``points`` and ``slopes``, ``goals``, ``versions``."""
     curves, versions = [], dict[str, str]()
-    for curve in CURVES:
+    for curve in (one for one in CURVES if one.name in session.states):
         points: list[Point] = []
         for size in curve.sizes[2 if session.smoke else session.quick]:
             if curve.name == "bytes" and not _has_room(session, size):
@@ -160,7 +161,7 @@ def _saved_and_loaded(ranks: Ranks, state: str, session: Session) -> Point:
 def _simulated(ranks: int, smoke: bool, folder: Path) -> Point:
     """In a process of its own: what one coordinator plans."""
     tensors = 10 if smoke else _SIMULATED_TENSORS
-    row, plan = measure_plan(ranks, tensors, 1 if ranks > 4096 else 3)
+    row, plan = measure_plan(ranks, tensors, _REPEATS)
     cached, load = measure_cached(plan, folder), measure_load(plan)
     numbers = (row["seconds"], cached["seconds"], load["give_seconds"], load["plan_seconds"], row["peak_bytes"])
     return dict(zip(_PLANNED, map(float, numbers), strict=True))
@@ -202,7 +203,7 @@ def as_markdown(found: Mapping[str, Any]) -> str:
     """The report."""
     lines = heading("How time and memory grow", found)
     for curve in found["curves"]:
-        lines += [f"## Over {curve['name']}", "", f"Over {curve['title']}.", "", *_table(curve), ""]
+        lines += [f"## Over {curve['title']}", "", *_table(curve), ""]
     return "\n".join([*lines, *goals_section(found["goals"]), *notes(_NOTES)])
 
 

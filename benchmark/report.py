@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ __all__ = [
     "percent",
     "table",
     "times",
+    "with_machine",
 ]
 
 _RESAMPLES = 4000
+_TABLE = re.compile(r"^(?<!\|\n)(?=\|)", re.MULTILINE)  # where one begins
 
 
 def median_of(samples: Mapping[int, float]) -> float:
@@ -95,25 +98,30 @@ def goals_section(goals: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def heading(title: str, found: Mapping[str, Any]) -> list[str]:
-    """The title, and on which machine and how it was measured."""
+    """The title, and how it was measured; on which machine is said above each table, by :func:`with_machine`."""
     about, settings = found["machine"], found["settings"]
-    cores = f"{settings['cores']} of {about['cores']} cores" if "cores" in settings else f"{about['cores']} cores"
     versions = "".join(f", {name} {version}" for name, version in found.get("versions", {}).items())
     rounds = f" Rounds: {settings['rounds']}." if "rounds" in settings else ""
-    rates = ", ".join(f"{name} {rate:.3g} GB/s" for name, rate in about["rates"].items())
+    day = f" Measured on {found['date']}." if "date" in found else ""
     lines = [
         f"# {title}",
         "",
-        f"{about['cpu']}, {cores}, {about['memory_gib']} GiB of memory, {about['filesystem']}, {about['kernel']}, "
-        f"Python {about['python']}{versions}. Load average before the run: {about['load_before']}, after it: "
-        f"{found['load_after']}.{rounds} Command: `{found['command']}`.",
-        "",
-        f"One thread, before the run: {rates}.",
+        f"{about['filesystem']}, {about['kernel']}, Python {about['python']}{versions}. Load average before the run: "
+        f"{about['load_before']}, after it: {found['load_after']}.{rounds} Command: `{found['command']}`.{day}",
         "",
     ]
     if settings["smoke"]:
         lines += ["**This was to see that all works, with tiny states: the numbers mean nothing.**", ""]
     return lines
+
+
+def with_machine(report: str, found: Mapping[str, Any]) -> str:
+    """A report with a line above each table: on which machine it was measured, and what one thread can do there."""
+    about, settings = found["machine"], found["settings"]
+    cores = f"{settings['cores']} of {about['cores']} cores" if "cores" in settings else f"{about['cores']} cores"
+    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in about["rates"].items())
+    line = f"{about['cpu']}, {cores}, {about['memory_gib']} GiB of memory; GB/s of one thread: {rates}"
+    return _TABLE.sub(f"{line}\n\n", report)
 
 
 def notes(text: str) -> list[str]:

@@ -32,7 +32,7 @@ class Session:
         seed: Of the order within the rounds.
         quick: Whether the slowest works are left out.
         smoke: Whether it is to be seen only that all works, with tiny states.
-        states: Which states.
+        states: Which states, or curves.
     """
 
     scratch: Path

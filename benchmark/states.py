@@ -97,7 +97,8 @@ def _layers(layers: int, h: int) -> Iterator[TensorSpec]:
 
 
 def _small(tensors: int) -> Iterator[TensorSpec]:
-    return (TensorSpec(f"tensors.{i:05}", i, (8, 8), 0) for i in range(tensors))
+    # Names of one length, however many there are: the order of the state is then that in which tensors are stored.
+    return (TensorSpec(f"tensors.{i:07}", i, (8, 8), 0) for i in range(tensors))
 
 
 def _even(nbytes: int) -> Iterator[TensorSpec]:

@@ -2,8 +2,8 @@
 
     python -m benchmark.summary [--results DIR] [--smoke]
 
-Reads what the other benchmarks wrote, prints a table with a row for every goal, and writes it to goals.md (with --smoke
-it does not). Works of benchmark.run that were not measured have no row.
+Reads what the other benchmarks wrote, prints tables with a row for every goal, and writes them to goals.md (with
+--smoke it does not). Works of benchmark.run that were not measured have no row.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.command import BENCHMARKS, RESULTS
-from benchmark.report import goals_section
+from benchmark.report import goals_section, with_machine
 
 _FILES = [benchmark.files or name for name, benchmark in BENCHMARKS.items()]
 
 
-def summary(results: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """All goals with what was found, and the names of the files that are missing."""
+def summary(results: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What was found, by the names of the files, and the names of the files that are missing."""
     files = {name: results / f"{name}.json" for name in _FILES}
     found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items() if path.exists()}
-    return [row for one in found.values() for row in one["goals"]], [name for name in _FILES if name not in found]
+    return found, [name for name in _FILES if name not in found]
 
 
-def as_markdown(goals: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> str:
-    """The table, and how many goals are met."""
+def as_markdown(found: Mapping[str, Mapping[str, Any]], missing: Sequence[str]) -> str:
+    """How many goals are met, and a table for each of the files, which may be of different machines."""
+    goals = [row for one in found.values() for row in one["goals"]]
     met, missed, unknown = (sum(row["met"] is verdict for row in goals) for verdict in (True, False, None))
-    text = f"{met} met, {missed} missed, {unknown} not measured."
-    absent = [f"Not there: {', '.join(f'{name}.json' for name in missing)}.", ""] if missing else []
-    return "\n".join(["# Goals", "", text, "", *absent, *goals_section(goals)[2:]])
+    lines = ["# Goals", "", f"{met} met, {missed} missed, {unknown} not measured.", ""]
+    if missing:
+        lines += [f"Not there: {', '.join(f'{name}.json' for name in missing)}.", ""]
+    for name, one in found.items():
+        lines += [f"## {name}", "", *with_machine("\n".join(goals_section(one["goals"])[2:]), one).split("\n")]
+    return "\n".join(lines)
 
 
 def main() -> int:

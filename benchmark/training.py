@@ -42,6 +42,12 @@ class Training:
         self._train(steps)
         self._copy()
 
+    def train_for(self, seconds: float) -> None:
+        """Train until this much time has passed on all ranks."""
+        start = time.perf_counter()
+        while not self._step(time.perf_counter() - start >= seconds):
+            pass
+
     def turn(
         self, meet: Callable[[], None], path: str, steps: int, steps_between: int, steps_after: int
     ) -> dict[str, float]:

@@ -157,15 +157,24 @@ class Worker:
         if not _KNOWN_BYTES * 0.95 < found < _KNOWN_BYTES * 1.3:  # the kernel counts in batches of pages
             raise ValueError(f"{_KNOWN_BYTES} bytes were allocated, and {found} were measured")
 
-    def save_first(self, path: str) -> float:
-        """Save in the background, and have the state's values gone as soon as the call returns; the call's seconds."""
+    def save_first(self, path: str) -> dict[str, float]:
+        """Save in the background, and have the state's values gone as soon as the call returns.
+
+        Returns:
+            ``seconds`` and ``cpu``, those of this thread on a core, of the call.
+        """
         self._meet()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         pending = self._peer.start_save(self._states["same"], Path(path))
-        seconds = time.perf_counter() - start
+        found = {"seconds": time.perf_counter() - start, "cpu": time.thread_time() - cpu}
         self.zero("same")
         pending.result()
-        return seconds
+        return found
+
+    def get_ready(self, how: str, path: str, seconds: float) -> None:
+        """Do what comes before the first save in the background, by a method of the peer, and train for a while."""
+        getattr(self._peer, how)(self._states["same"], Path(path))
+        self._training.train_for(seconds)
 
     def prepare_training(self, steps: int) -> None:
         """Make what is trained and the memory that is copied to, and use both."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmark import page
 from benchmark.curves import slope
+from benchmark.page_words import chinese
 from test import strategies
 from test.device_plugin import build
 
@@ -54,6 +57,14 @@ def run(command: str, *options: str, python: str = sys.executable) -> Done:
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
 
 
+def tells_where_it_ran(report: str) -> None:
+    """See that the machine and what it can do stand above each table."""
+    blocks = report.split("\n\n")
+    above = [blocks[i - 1] for i, block in enumerate(blocks) if block.startswith("| ")]
+    assert above
+    assert all(re.search(r"^\S.*cores, .* GiB of memory; GB/s of one thread: .*memcpy [\d.]+", line) for line in above)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder for all results."""
@@ -78,6 +89,7 @@ def test_a_benchmark_runs_and_prints_its_table(command: str, done: dict[str, Fut
     ended = done[command].result()
     assert ended.returncode == 0, ended.stderr
     assert TABLES[command] in ended.stdout
+    tells_where_it_ran(ended.stdout)
     files = "benchmark" if command == "run" else command
     assert (results / f"{files}.md").read_text("utf-8") == ended.stdout.removesuffix("\n")
     found = json.loads((results / f"{files}.json").read_text("utf-8"))
@@ -91,6 +103,7 @@ def test_the_summary_has_all_goals(done: dict[str, Future[Done]], results: Path)
     ended = run("summary", "--results", str(results))
     assert ended.returncode == 0, ended.stderr
     assert "| work | goal | found |" in ended.stdout
+    tells_where_it_ran(ended.stdout)
     goals = [goal for path in results.glob("*.json") for goal in json.loads(path.read_text("utf-8"))["goals"]]
     assert all(f"| {goal['work']} | {goal['goal']} |" in ended.stdout for goal in goals)
     assert not (results / "goals.md").exists()
@@ -113,6 +126,88 @@ def test_charts_are_drawn(done: dict[str, Future[Done]], results: Path) -> None:
         "scale.png",
     } | ({"curves.png"} if "curves" in TRIED else set())
     assert not list(results.glob("*.png"))
+
+
+def test_the_tables_of_all_benchmarks_can_be_put_in_pages(done: dict[str, Future[Done]], results: Path) -> None:
+    for command in done.values():
+        command.result()
+    ended = run("page", "--results", str(results))
+    assert ended.returncode == 0, ended.stderr
+    for title in ("Planning at scale", "大规模的规划"):
+        assert f".. list-table:: {title}\n    :header-rows: 1\n" in ended.stdout
+
+
+def test_tables_of_results_stand_between_the_marks_of_their_machine(tmp_path: Path) -> None:
+    rows = [{"case": "1/8 of the columns on one rank", "needed": 1e6, "read": 2e6, "received": 0}]
+    found = {
+        "machine": {"cpu": "CPU", "cores": 4, "memory_gib": 8, "rates": {"memcpy": 12.34}, "load_before": 0.5}
+        | dict.fromkeys(("filesystem", "kernel", "python"), "any"),
+        "settings": {"smoke": False, "cores": 2},
+        "load_after": 1.5,
+        "command": "python -m benchmark.bytes_read --out /somewhere --quick",
+        "date": "2030-01-02",
+        "shape": [8, 8],
+        "bytes_read": rows,
+        "goals": [{"work": "a", "goal": "b", "found": "c", "met": True}],
+    }
+    (tmp_path / "bytes_read.json").write_text(json.dumps(found), "utf-8")
+    (tmp_path / "curves.png").write_bytes(b"drawn")
+    for language in page.LANGUAGES:
+        folder = tmp_path / f"docs_{language}"
+        (folder / "images").mkdir(parents=True)
+        (folder / "performance.rst").write_text(
+            "before\n\n.. tables of one\n\nold\n\n.. end of the tables of one\n\nafter\n", "utf-8"
+        )
+    for _ in range(2):  # the second time changes nothing
+        page.main(["--machine", "one", "--results", str(tmp_path), "--docs", str(tmp_path)])
+    assert (
+        (tmp_path / "docs_en" / "performance.rst").read_text("utf-8")
+        == """before
+
+.. tables of one
+
+``python -m benchmark.bytes_read --quick``, 2030-01-02 (load average 0.5 before, 1.5 after). CPU, 2 of 4 cores, 8 GiB of
+memory; GB/s of one thread: memcpy 12.3.
+
+.. list-table:: Bytes read for slices
+    :header-rows: 1
+
+    * - what is loaded
+      - needed
+      - read from files
+      - sent between ranks
+    * - 1/8 of the columns on one rank
+      - 1.0 MB
+      - 2.0 MB
+      - 0.0 MB
+
+.. image:: images/curves-one.png
+    :alt: curves of time and memory
+
+.. end of the tables of one
+
+after
+"""
+    )
+    translated = (tmp_path / "docs_cn" / "performance.rst").read_text("utf-8")
+    assert "（系统平均负载：之前 0.5，之后 1.5）。CPU，4 核中的 2 核，8 GiB 内存；" in translated
+    assert "    * - 一个 rank 上八分之一的列\n      - 1.0 MB\n" in translated
+    assert (tmp_path / "docs_cn" / "images" / "curves-one.png").read_bytes() == b"drawn"
+
+
+def test_a_page_without_marks_and_a_word_without_translation_are_errors() -> None:
+    with pytest.raises(ValueError, match="'.. tables of one'"):
+        page.put("nothing\n", "one", "text")
+    with pytest.raises(ValueError, match="no Chinese for 'a new column'"):
+        chinese("a new column")
+
+
+def test_one_curve_can_be_measured_alone(tmp_path: Path) -> None:
+    ended = run("curves", "--states", "simulated ranks", "--out", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "curves.json").read_text("utf-8"))
+    assert [curve["name"] for curve in found["curves"]] == ["simulated ranks"]
+    assert found["command"].startswith("python -m benchmark.curves --smoke --states 'simulated ranks' --out ")
 
 
 def test_a_smoke_test_leaves_nothing_behind() -> None:

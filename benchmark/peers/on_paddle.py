@@ -108,10 +108,24 @@ class OursComparing(Ours):
 class OursInBackground(Ours):
     """This library beside a training."""
 
+    _manager: paddle_dist_ckpt.CheckpointManager | None = None
+
     def setup(self, rank: int, world_size: int) -> None:
         # Paddle's MKL takes its slow path on AMD, up to eight times as slow as torch's, unless told not to.
         os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
         super().setup(rank, world_size)
+
+    def manage(self, state: State, path: Path) -> None:
+        """Have a manager prepare for the saves, and make them."""
+        self._manager = paddle_dist_ckpt.CheckpointManager(path)
+        self._manager.prepare(state)
+
+    def save_before(self, state: State, path: Path) -> None:
+        """Save, and wait until that has ended."""
+        paddle_dist_ckpt.save_state_dict(state, path)
+
+    def start_save(self, state: State, path: Path) -> Pending:
+        return super().start_save(state, path) if self._manager is None else self._manager.save(1, state)
 
     def copier(self, state: State) -> Callable[[], None]:
         """By address, into huge pages."""

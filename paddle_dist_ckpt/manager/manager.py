@@ -206,7 +206,8 @@ class CheckpointManager:
         """Let a thread prepare the memory for the first background save, which would stop training to allocate it.
 
         It takes as much as this rank's part, at most ``snapshot_bytes``, and nothing if the host has less than twice as
-        much free or the state is on a device. After :meth:`restore`, :meth:`should_save` does this by itself.
+        much free or the state is on a device. After :meth:`restore`, :meth:`should_save` does this by itself, for what
+        the state had then: optimizers may make their variables in their first step.
         """
         self._preparation.expect(state)
         self._preparation.begin()
@@ -303,7 +304,8 @@ class CheckpointManager:
                     _logger.warning("step %d is gone, so step %d is restored", before, chosen)
         finally:
             self._reading = None
-        if chosen is None:
+        if chosen is None:  # a new job, whose first save is to come as well
+            self._preparation.expect(state)
             return None
         if self._decided is not None:  # the steps begin anew
             self._schedule.restart()

@@ -6,6 +6,7 @@ is in nobody's way does it while the job gets ready to train.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from .describe import describe
 __all__ = ["Touching", "snapshot_bytes_of"]
 
 _PAGE, _AT_ONCE = 4096, 8 << 20
+_NICE = 10  # the lowest priority gets too little of a core that always trains to be done before the first save
 _SLACK = 1.02  # ranks' parts of what is replicated differ a little
 
 
@@ -44,7 +46,8 @@ class Touching:
         self._thread.join()
 
     def _run(self) -> None:
-        lower_priority()
+        lower_priority(_NICE)
+        importlib.import_module("numpy.ma")  # numpy would load it in the first plan
         for start in range(0, len(self._memory), _AT_ONCE):
             with self._lock:
                 if self._ended:

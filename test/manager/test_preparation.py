@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,43 @@ def test_restored_states_are_prepared_for_when_training_begins(tmp_path: Path, r
         before = ranks.memory["save"]._buffer
         steps.save(2, STATE)
         assert ranks.memory["save"]._buffer is before
+
+
+def test_a_new_job_is_prepared_for_too(tmp_path: Path, ranks: Ranks) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=2) as steps:
+        assert steps.restore(STATE) is None
+        assert not steps.should_save(1)
+        assert NBYTES <= prepared(ranks) < 1.1 * NBYTES + 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_memory_is_touched_also_where_training_leaves_no_core_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    lower = preparing.lower_priority
+
+    def lowered(nice: int) -> None:
+        lower(nice)
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(preparing, "lower_priority", lowered)
+    touching = Touching(np.zeros(1, np.uint8))
+    touching.start()
+    touching.join()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [max(own, 10)], "neither as an equal, nor as what hardly ever runs"
+
+
+def test_what_numpy_loads_late_is_there_before_the_first_plan() -> None:
+    code = """
+import sys, numpy as np
+from paddle_dist_ckpt.saving.preparing import Touching
+touching = Touching(np.zeros(1, np.uint8))
+assert "numpy.ma" not in sys.modules
+touching.start()
+touching.join()
+assert "numpy.ma" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_state_is_prepared_for_when_asked(tmp_path: Path, ranks: Ranks) -> None:
