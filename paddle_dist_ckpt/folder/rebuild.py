@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -19,6 +20,7 @@ from ..files.codec import check_room, decode_metadata, encode_metadata, table_fr
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
+from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
 from .commit import publish_metadata
 from .delete import Deletion
@@ -59,7 +61,8 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
     metadata = _merge(files, _free_id(storage, files[0].info))
     name = metadata_name(metadata.unique_id)
     data = encode_metadata(metadata)
-    decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
+    # Or else nobody could read it.
+    metadata = decode_metadata(data, name, metadata.unique_id, functools.partial(bytes_on_disk, storage))
     problems = problems_of(storage, metadata, progress)
     if problems:
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
@@ -104,12 +107,13 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
     complete: dict[str, list[_DataFile]] = {}
     refused: dict[str, str] = {}
     claimed = claimed_saves(storage)
+    room = Room(lambda: sum(bytes_on_disk(storage, save_id) for save_id in names))
     for save_id, files in sorted(names.items()):
         if save_id in claimed:
             refused[save_id] = f"the claim {claimed[save_id]} says that it is being written, or to be removed"
             continue
         try:
-            found = _read_files(storage, files)
+            found = _read_files(storage, files, room)
             _check_complete([file.info for file in found])
             complete[save_id] = found
         except (OSError, CheckpointCorruptedError) as error:
@@ -126,11 +130,11 @@ def _is_damaged(storage: Storage, unique_id: int) -> bool:
     return False
 
 
-def _read_files(storage: Storage, names: Sequence[str]) -> list[_DataFile]:
+def _read_files(storage: Storage, names: Sequence[str], room: Room) -> list[_DataFile]:
     found = []
     for name in names:
         with closing(storage.open(name)) as file:
-            info, _, known, _ = read_info(file, name)
+            info, _, known, _ = read_info(file, name, room)
         parsed = parse_data_file(name)
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
@@ -170,7 +174,7 @@ def _free_id(storage: Storage, info: DataFileInfo) -> int:
 
 
 def _merge(files: Sequence[_DataFile], unique_id: int) -> Metadata:
-    """What `.metadata` has said of these files."""
+    """What `.metadata` has said of these files; its values are still JSON."""
     infos = [file.info for file in files]
     first = next(info for info in infos if info.writers is not None)
     values = sorted((value for info in infos for value in info.values), key=lambda value: value[0])
