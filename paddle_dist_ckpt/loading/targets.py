@@ -149,6 +149,13 @@ class Targets:
         """Bytes from one element to the next where a row's data go; None if that is contiguous."""
         return None if row in self._buffers else self.cells[self.cell[row]][1].strides
 
+    def are_in_one_piece(self, rows: IntArray) -> Mask:
+        """Where the data of some rows go to contiguous memory, ``[n]``."""
+        are: Mask = np.array([piece.strides is None for _, piece in self.cells], bool)[self.cell[rows]]
+        if self._buffers and not are.all():
+            are |= np.array([row in self._buffers for row in rows.tolist()], bool)
+        return are
+
     def place(self, row: int, memory: Bytes1D) -> None:
         """Let a row be filled in host memory for the time being."""
         self._buffers[row] = memory

@@ -65,4 +65,3 @@ def test_files_that_describe_more_than_they_hold_cost_what_they_hold(tmp_path: P
 )
 def test_what_is_not_allowed_is_found(cost: Cost, problem: str | None) -> None:
     assert problem_of(cost, 1 << 20) == problem
-
