@@ -62,8 +62,8 @@ class Fit:
         devices: DeviceAccess | None,
         resize: Rules = MappingProxyType({}),
     ) -> None:
-        self.answer, self.wanted = answer, wanted
         self.stored = StoredShards(answer)
+        self.answer, self.wanted = answer.without_table(), wanted
         self._table = self.stored.table
         self.problems = wanted.problems + _unfit(answer, wanted)
         self.problems += [f"{key}: a recipe, and no rank has such a tensor" for key in answer.unmatched]

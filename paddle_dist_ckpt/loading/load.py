@@ -147,6 +147,7 @@ class LeavesLoad:
             wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
             plan = functools.partial(self._plan, wanted, answer)
             fit, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
+            del plan, answer  # of which the fit keeps what is still needed
         if decision.restart:
             raise _Replaced
         self._files.look_into_cache(decision.shared)
@@ -161,7 +162,7 @@ class LeavesLoad:
         def read() -> tuple[dict[str, Any], DoneRequest]:
             reading.run(False)
             fit.targets.finish(reading.copies)
-            return _values(fit, Room(lambda: self._bytes_there(answer), answer.cost)), DoneRequest()
+            return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
 
         def restore() -> tuple[None, DoneRequest]:
             self.restore(values, fit.untouched)
@@ -184,7 +185,7 @@ class LeavesLoad:
             raise CheckpointError(f"reading failed: {error}{self.warning}") from error
         return LoadReport(
             path=self.context.storage.location,
-            unique_id=answer.unique_id,
+            unique_id=fit.answer.unique_id,
             skipped=tuple(skipped),
             unused_keys=tuple(decision.unused),
             **asdict(tally),

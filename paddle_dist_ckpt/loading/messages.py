@@ -126,6 +126,11 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     save_id: str = ""
     cost: int = 0
 
+    def without_table(self) -> LoadAnswer:
+        """The same without the columns, which take as much memory again where there are many shards."""
+        table = TableRecord([], [], _EMPTY, _EMPTY, [], _EMPTY, _EMPTY)
+        return msgspec.structs.replace(self, tensors=table, starts=_EMPTY, blocks=_EMPTY)
+
 
 class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
     """Round ``decide``: what a rank found when it planned: problems, the files that it needs and how many bytes of each
