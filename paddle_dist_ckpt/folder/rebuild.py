@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..core.boxes import Boxes
@@ -16,7 +17,7 @@ from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record
+from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record, table_to_record
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
@@ -59,6 +60,7 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         )
     files = next(iter(found.values()))
     metadata = _merge(files, _free_id(storage, files[0].info))
+    del found, files
     name = metadata_name(metadata.unique_id)
     data = encode_metadata(metadata)
     # Or else nobody could read it.
@@ -141,6 +143,7 @@ def _read_files(storage: Storage, names: Sequence[str], room: Room) -> list[_Dat
         try:
             table = table_from_record(info.tensors, 1)
             check_room(table, [known])
+            info = msgspec.structs.replace(info, tensors=table_to_record(table.select([])[0]))  # it is large
             found.append(_DataFile(info, known, table))
         except CheckpointCorruptedError as error:
             raise CheckpointCorruptedError(f"{name}: {error}") from error
