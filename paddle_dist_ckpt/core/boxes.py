@@ -134,7 +134,7 @@ def _padded(parts: Sequence[IntArray], dimensions: int, fill: int) -> IntArray:
     """Matrices one below the other, each with columns of ``fill`` behind its own."""
     widths = [part.shape[1] for part in parts]
     if len(parts) and set(widths) == {dimensions}:
-        return np.concatenate(parts)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
     rows = np.repeat(np.array(widths, np.int64), [len(part) for part in parts])
     padded = np.full((len(rows), dimensions), fill, np.int64)
     for width in set(widths):

@@ -162,6 +162,8 @@ def read_json(
     storage: Storage, metadata: Metadata, rows: Sequence[int]
 ) -> Iterator[Bytes1D | CheckpointCorruptedError]:
     """The same, as JSON."""
+    if not rows:
+        return
     table = metadata.table
     shapes = [table.layouts[table.layout_of[row]].shape for row in rows]
     with BoxReader(storage, metadata, rows, list(map(whole, shapes))) as reader:
