@@ -99,6 +99,18 @@ class Boxes:
         column = layer[:, None]
         return Boxes(np.hstack([column, self.offset]), np.hstack([np.ones_like(column), self.shape]))
 
+    def flat_starts(self, shapes: IntArray) -> IntArray:
+        """Where each is in a tensor of its row of ``shapes``, ``[n, d]``: its first element in row-major order, and -1
+        if its elements are not one range there, ``[n]``."""
+        starts, strides = np.zeros(len(self), np.int64), np.ones(len(self), np.int64)
+        is_cut, is_one = np.zeros(len(self), bool), np.ones(len(self), bool)
+        for d in range(self.dimensions - 1, -1, -1):
+            is_one &= ~is_cut | (self.shape[:, d] == 1)
+            is_cut |= self.shape[:, d] != shapes[:, d]
+            starts += self.offset[:, d] * strides
+            strides *= shapes[:, d]
+        return np.where(is_one, starts, -1)
+
     def common(self, others: Boxes) -> Boxes:
         """What each has in common with the other of its row; of rows that do, only."""
         low = np.maximum(self.offset, others.offset)
@@ -122,7 +134,7 @@ def _padded(parts: Sequence[IntArray], dimensions: int, fill: int) -> IntArray:
     """Matrices one below the other, each with columns of ``fill`` behind its own."""
     widths = [part.shape[1] for part in parts]
     if len(parts) and set(widths) == {dimensions}:
-        return np.concatenate(parts)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
     rows = np.repeat(np.array(widths, np.int64), [len(part) for part in parts])
     padded = np.full((len(rows), dimensions), fill, np.int64)
     for width in set(widths):

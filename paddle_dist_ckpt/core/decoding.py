@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import CheckpointCorruptedError
 from .memory import Bytes1D
 
-__all__ = ["decoding", "has_few_of_one_hash", "is_too_dense"]
+__all__ = ["MOST_COST", "decoding", "has_few_of_one_hash", "json_cost"]
 
 _ENDURED = (
     *(msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -20,9 +20,9 @@ _ENDURED = (
 )
 _COSTS = {ord("["): 72, ord("{"): 240, ord(","): 40, ord('"'): 12}
 """Bytes of memory that each of these characters of JSON stands for, at the most: for an object, and a place for it."""
-_RATIO = 26.5  # bytes of memory for each of JSON; lists of tuples or of dicts of numbers need up to 26
-_MORE = 3 << 20
-_SHORT = 16 << 10
+MOST_COST = 96
+"""Bytes of memory that a byte of JSON stands for at the most, which is one of a list of empty objects."""
+_SHORT = 4 << 10
 _PIECE = 1 << 20
 _MOST_OF_ONE_HASH = 64  # numbers that differ by a factor of 2**61 have one hash; there are 34 of such
 
@@ -46,36 +46,44 @@ def decoding(what: str) -> Iterator[None]:
         raise CheckpointCorruptedError(f"{what}: {str(error) or type(error).__name__}"[:1000]) from error
 
 
-def is_too_dense(json: bytes | memoryview) -> bool:
-    """Whether JSON makes so many objects of so few bytes that it is refused, by readers and by writers: nothing but
-    brackets, say, of which 3 bytes make a list of 72.
+def json_cost(json: bytes | memoryview) -> int:
+    """Bytes of memory that the objects take at the most which JSON makes, but for the texts in it: of nothing but
+    brackets, say, 3 bytes make a list of 72. Always the same for the same JSON, since writers and readers count alike.
+
+    Where that is more than the JSON has bytes, signs in strings are not counted.
 
     Raises:
         CheckpointCorruptedError: there is a zero byte in it, of which files with holes have any number.
     """
-    data = np.frombuffer(json, np.uint8)
-    most = _MORE + _RATIO * len(data)
-    if len(data) <= _SHORT:
-        return False
-    cost = 0
-    for start in range(0, len(data), _PIECE):
-        piece = data[start : start + _PIECE]
-        if not piece.all():
-            raise CheckpointCorruptedError("a zero byte in JSON")
-        cost += _cost(piece)
-    return cost > most and _cost_outside_strings(data) > most
+    if len(json) <= _SHORT:
+        text = bytes(json)
+        cost = sum(weight * text.count(sign) for sign, weight in _COSTS.items())
+    else:
+        data, cost = np.frombuffer(json, np.uint8), 0
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            if not piece.all():
+                raise CheckpointCorruptedError("a zero byte in JSON")
+            cost += _cost(piece)
+    return cost if cost <= len(json) else _cost_outside_strings(json)
 
 
-def _cost_outside_strings(json: Bytes1D) -> int:
-    """The same sum, of signs that are not in strings."""
-    text = np.frombuffer(json.tobytes().replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    cost, inside = 0, False
-    for start in range(0, len(text), _PIECE):
-        piece = text[start : start + _PIECE]
-        quotes = piece == ord('"')
+def _cost_outside_strings(json: bytes | memoryview) -> int:
+    """The same sum, of signs that are not in strings. A text that ends in one of the backslashes of a pair is told from
+    one that ends in a pair, also where these lie on both sides of a piece's end."""
+    cost, inside, left = 0, False, b""
+    for start in range(0, len(json), _PIECE):
+        text = (left + bytes(json[start : start + _PIECE])).replace(rb"\\", b"")
+        left = b"\\" if text.endswith(b"\\") else b""
+        text = text[: len(text) - len(left)].replace(rb"\"", b"")
+        if not inside and b'"' not in text:
+            cost += sum(weight * text.count(sign) for sign, weight in _COSTS.items())
+            continue
+        signs = np.frombuffer(text, np.uint8)
+        quotes = signs == ord('"')
         within = np.logical_xor.accumulate(quotes) ^ inside
-        inside = bool(within[-1])
-        cost += _cost(piece[~within | quotes])
+        inside = bool(within[-1]) if len(within) else inside
+        cost += _cost(signs[~within | quotes])
     return cost
 
 

@@ -163,6 +163,8 @@ def grid_starts(boxes: Boxes, region: Box) -> list[IntArray] | None:
 
 def _row_major(columns: Sequence[IntArray]) -> IntArray:
     """All combinations of the columns' numbers, the last column's changing fastest, ``[product, columns]``."""
+    if len(columns) == 1:
+        return columns[0][:, None]
     mesh = np.meshgrid(*columns, indexing="ij")
     return np.stack([m.reshape(-1) for m in mesh], axis=1) if mesh else np.zeros((1, 0), np.int64)
 

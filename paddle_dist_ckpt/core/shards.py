@@ -91,16 +91,21 @@ class ShardTable:
         """Where each path stands."""
         return {path: i for i, path in enumerate(self.paths)}
 
-    @cached_property
+    @property
     def shard_layout_row(self) -> IntArray:
         """For each shard the place of its box among the boxes of all layouts, one after the other, ``[shards]``."""
         return places_within(np.diff(self.first_shard), self.first_layout_row[self.layout_of])
+
+    def layout_row_of(self, shards: IntArray) -> IntArray:
+        """The same of some shards."""
+        tensor = self.shard_tensor[shards]
+        return shards - self.first_shard[tensor] + self.first_layout_row[self.layout_of[tensor]]
 
     @cached_property
     def shard_bytes(self) -> IntArray:
         """Size of each shard, ``[shards]``."""
         volumes = np.concatenate([np.zeros(0, np.int64), *(layout.parts.volumes for layout in self.layouts)])
-        return volumes[self.shard_layout_row] * np.repeat(self.itemsizes, np.diff(self.first_shard))
+        return volumes[self.shard_layout_row] * self._shard_itemsizes
 
     @cached_property
     def dtype_list(self) -> list[DType]:
@@ -118,6 +123,10 @@ class ShardTable:
         """Item size of each tensor, ``[tensors]``."""
         return np.array([dtype.itemsize for dtype in self.dtype_list], np.int64)[self.dtype_of]
 
+    @property
+    def _shard_itemsizes(self) -> IntArray:
+        return np.repeat(self.itemsizes, np.diff(self.first_shard))
+
     def layout_boxes(self, dimensions: int) -> Boxes:
         """The boxes of all layouts, one layout after the other, in so many dimensions."""
         return Boxes.joined([layout.boxes for layout in self.layouts], dimensions)
@@ -129,7 +138,7 @@ class ShardTable:
     @cached_property
     def file_order(self) -> IntArray:
         """The shards by file and, within a file, in the order in which they stand in it, ``[shards]``."""
-        key = file_key(self.shard_file, self.itemsizes[self.shard_tensor])
+        key = file_key(self.shard_file, self._shard_itemsizes)
         return np.argsort(key, kind="stable").astype(np.int64)
 
     @cached_property

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..core.decoding import MOST_COST, json_cost
 from ..core.dtypes import dtype_named
 from ..core.messages import prepare
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..files.metadata import Metadata, SaveInfo
-from ..folder.boxes import read_values
+from ..files.room import check_values_fit, is_too_much
+from ..folder.boxes import read_json, read_values
 from ..folder.checkpoint import check_sizes
 from ..folder.selection import Selection, select, unread
 from ..storage.base import Storage
@@ -176,8 +178,22 @@ def _pdparams(chosen: _Selected, job: _Job) -> ExportPlan:
 def _native(chosen: _Selected, job: _Job) -> ExportPlan:
     stored, user = [*chosen.tensors, *chosen.large], job.metadata.user_tree
     files, draft = plan_native(stored, chosen.values, job.request.max_shard_bytes, job.ranks, job.save, user)
+    _check_values(job, files, draft)
     shares = [[i for i, file in enumerate(files) if file.own and file.own.info.rank == r] for r in range(job.ranks)]
     return ExportPlan(job.metadata, files, shares, [], draft)
+
+
+def _check_values(job: _Job, files: Sequence[ExportFile], draft: Metadata) -> None:
+    """See that there is room for the values when they are loaded; those that are stored like tensors in the checkpoint
+    are read for it only if there may be none."""
+    parts = (part for file in files for part in file.parts if isinstance(part, ExportTensor))
+    large, nbytes = [part for part in parts if part.kind == Kind.VALUE], sum(file.nbytes for file in files)
+    stored = [part for part in large if part.data is None]
+    cost = draft.cost + sum(json_cost(part.data) for part in large if part.data is not None)
+    if is_too_much(cost + MOST_COST * sum(part.nbytes for part in stored), nbytes):
+        found = read_json(job.source, job.metadata, [part.row for part in stored])
+        cost += sum(json_cost(data.data) for data in found if not isinstance(data, CheckpointCorruptedError))
+        check_values_fit(cost, nbytes)
 
 
 def _read_values(source: Storage, metadata: Metadata, large: Sequence[ExportTensor]) -> list[tuple[str, Any]]:

@@ -67,7 +67,7 @@ def plan_native(
                 part=part,
                 parts=len(shares[rank]),
                 tensors=table_to_record(_table([(tensor, 0) for tensor in group])),
-                values=[] if files else values,
+                values=[] if files else [(path, msgspec.Raw(msgspec.json.encode(tree))) for path, tree in values],
                 writers=None if files else writers,
                 user_metadata=None if files else user_tree,
             )
@@ -80,11 +80,13 @@ def plan_native(
         table=_table([(part, i) for i, file in enumerate(files) for part in file.parts]),
         value_records=values,
     )
+    nbytes = sum(file.nbytes for file in files)
     try:
-        decode_metadata(encode_metadata(metadata), metadata_name(save.unique_id), save.unique_id)
+        data = encode_metadata(metadata)
+        cost = decode_metadata(data, metadata_name(save.unique_id), save.unique_id, lambda save_id: nbytes).cost
     except CheckpointCorruptedError as error:
         raise UnsupportedValueError(f"what is selected makes up no checkpoint: {error}") from error
-    return files, metadata
+    return files, msgspec.structs.replace(metadata, cost=cost)
 
 
 def _small_and_large(

@@ -7,6 +7,7 @@ cast is cast in one operation for all items of a run that are alike in their typ
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -57,33 +58,95 @@ class ItemKind:
 
 
 class Kinds:
-    """Different kinds of items.
+    """Different kinds of items, in columns. There may be a kind for each item, so objects are made of few of them.
 
     Attributes:
-        each: The kinds.
-        pairs: The different types of entry and target of kinds that are in one piece in both: these are moved together,
-            whatever their shapes.
-        columns: Of each kind: which of ``pairs`` it is, or a number behind them, its own, if it is not in one piece;
+        one: Makes an object of one of the kinds.
+        pairs: The different types of entry and target. Items of kinds that are in one piece in both are moved together
+            if they have the same, whatever their shapes.
+        columns: Of each kind: which of ``pairs`` it has, or a number behind them, its own, if it is not in one piece;
             where it starts in entry and target, in bytes, and how many elements it has, ``[kinds, 4]``.
+        entry_bytes: The size of its entry, ``[kinds]``.
     """
 
-    def __init__(self, each: Sequence[ItemKind]) -> None:
-        self.each = each
+    def __init__(
+        self,
+        one: Callable[[int], ItemKind],
+        pairs: Sequence[tuple[DType, DType]],
+        columns: IntArray,
+        entry_bytes: IntArray,
+    ) -> None:
+        self.one, self.pairs, self.columns, self.entry_bytes = one, list(pairs), columns, entry_bytes
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @classmethod
+    def of(cls, each: Sequence[ItemKind]) -> Kinds:
+        """These kinds."""
         numbers: dict[tuple[DType, DType], int] = {}
-        rows = []
-        for i, kind in enumerate(each):
-            source = flat_range(kind.entry_box, kind.entry_shape)
-            target = flat_range(kind.target_box, kind.target_shape) if kind.strides is None else None
-            if source is None or target is None:
-                rows.append((-1 - i, 0, 0, kind.entry_box.size))
-                continue
-            number = numbers.setdefault((kind.dtype, kind.wanted), len(numbers))
-            places = source[0] * kind.dtype.itemsize, target[0] * kind.wanted.itemsize
-            rows.append((number, *places, kind.entry_box.size))
-        self.pairs = list(numbers)
-        self.columns: IntArray = np.array(rows, np.int64).reshape(-1, 4)
-        group = self.columns[:, 0]
-        self.columns[:, 0] = np.where(group < 0, len(self.pairs) - 1 - group, group)
+        pair = [numbers.setdefault((kind.dtype, kind.wanted), len(numbers)) for kind in each]
+        rows = [
+            (
+                _start_in(kind.entry_box, kind.entry_shape),
+                _start_in(kind.target_box, kind.target_shape) if kind.strides is None else -1,
+                kind.entry_box.size,
+                kind.entry_bytes,
+            )
+            for kind in each
+        ]
+        columns = np.array(rows, np.int64).reshape(-1, 4).T
+        return cls.of_columns(each.__getitem__, list(numbers), np.array(pair, np.int64), *columns)
+
+    @classmethod
+    def of_columns(
+        cls,
+        one: Callable[[int], ItemKind],
+        pairs: Sequence[tuple[DType, DType]],
+        pair: IntArray,
+        source: IntArray,
+        target: IntArray,
+        size: IntArray,
+        entry_bytes: IntArray,
+    ) -> Kinds:
+        """Kinds of which each has one of ``pairs``; ``source`` and ``target`` say which element of its entry and its
+        target it starts with, -1 if it is not in one piece there, all ``[kinds]``."""
+        pieces = (source < 0) | (target < 0)
+        stored, wanted = np.array([[a.itemsize, b.itemsize] for a, b in pairs], np.int64).reshape(-1, 2)[pair].T
+        columns = np.empty((len(pair), 4), np.int64)
+        columns[:, 0] = np.where(pieces, len(pairs) + np.arange(len(pair)), pair)
+        columns[:, 1] = np.where(pieces, 0, source * stored)
+        columns[:, 2] = np.where(pieces, 0, target * wanted)
+        columns[:, 3] = size
+        return cls(one, pairs, columns, entry_bytes)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Kinds]) -> Kinds:
+        """All of these, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        first = edges_of(np.array([len(part) for part in parts], np.int64)).tolist()
+        numbers: dict[tuple[DType, DType], int] = {}
+        for pair in (pair for part in parts for pair in part.pairs):
+            numbers.setdefault(pair, len(numbers))
+        columns = np.concatenate([part.columns for part in parts])
+        for part, start in zip(parts, first[:-1], strict=True):
+            mine, group = columns[start : start + len(part)], part.columns[:, 0]
+            own = len(numbers) + start + group - len(part.pairs)
+            known = np.array([*(numbers[pair] for pair in part.pairs), 0], np.int64)
+            mine[:, 0] = np.where(group < len(part.pairs), known[np.minimum(group, len(part.pairs))], own)
+
+        def one(number: int) -> ItemKind:
+            part = bisect.bisect_right(first, number) - 1
+            return parts[part].one(number - first[part])
+
+        return cls(one, list(numbers), columns, np.concatenate([part.entry_bytes for part in parts]))
+
+
+def _start_in(box: Box, shape: Sequence[int]) -> int:
+    """The first element of a box in a tensor of this shape, -1 if it is not in one piece there."""
+    found = flat_range(box, shape)
+    return -1 if found is None else found[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +175,7 @@ class Batch(Segments):
     def take_zeros(self, first: int, last: int) -> None:
         """See :class:`Segments`."""
         for number, address in zip(self.kind[first:last].tolist(), self.addresses[first:last].tolist(), strict=True):
-            kind = self.kinds.each[number]
+            kind = self.kinds.one(number)
             array = array_at(address, kind.target_shape, kind.strides, kind.wanted.raw, None)
             clear(view_at(array, kind.target_box.slices))
 
@@ -141,7 +204,7 @@ def hand_out(
     group, source, target, size = kinds.columns[kind].T
     for alike in places_of_equals(group):
         number = int(group[alike[0]])
-        one = None if number < len(kinds.pairs) else kinds.each[number - len(kinds.pairs)]
+        one = None if number < len(kinds.pairs) else kinds.one(number - len(kinds.pairs))
         stored, wanted = dtypes = kinds.pairs[number] if one is None else (one.dtype, one.wanted)
         for items in _in_chunks(alike, size[alike] * max(stored.itemsize, wanted.itemsize)):
             if one is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,13 +19,14 @@ import numpy as np
 import xxhash
 
 from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
-from ..core.decoding import decoding, is_too_dense
+from ..core.decoding import decoding
 from ..core.dtypes import DTYPES
 from ..core.layouts import Layout, LayoutRecord
 from ..core.shards import Kind, ShardTable
-from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
+from ..errors import CheckpointCorruptedError, CheckpointError
 from ..tree.paths import Containers, ListIndex, TupleIndex, own_among, parse_path
 from .metadata import FileInfo, Metadata, SaveInfo, save_members
+from .room import Room, check_values_fit, record_cost
 from .times import SaveTimes
 
 __all__ = [
@@ -222,13 +223,20 @@ def _bounded_layouts(records: list[LayoutRecord], layout_of: IntArray, shards: i
     return layouts
 
 
-def encode_metadata(metadata: Metadata) -> bytes:
-    """The content of the `.metadata` file."""
+def encode_metadata(metadata: Metadata, value_cost: int = 0) -> bytes:
+    """The content of the `.metadata` file.
+
+    Args:
+        metadata: What it says.
+        value_cost: What the values take to be decoded that are entries of data files, see :mod:`.room`.
+
+    Raises:
+        UnsupportedValueError: its values are so many and so small that it would be refused.
+    """
     same = save_members(metadata) | {"user_metadata": metadata.user_tree, "files": metadata.files}
     tensors = _table_json(metadata.table)
     body = msgspec.json.encode(_Body(**same, tensors=tensors, values=metadata.value_records, times=metadata.times))
-    if is_too_dense(body):
-        raise UnsupportedValueError("a great many very small values, too many for one .metadata")
+    check_values_fit(value_cost + record_cost(body), len(body) + sum(info.size for info in metadata.files))
     features = [PER_RANK] if own_among(metadata.table.paths) else []
     head = Head(FORMAT, VERSION, features, metadata.save_id, len(body), NO_DIGEST)
     blank = msgspec.json.encode(head) + b"\n" + body + b"\n"
@@ -276,8 +284,16 @@ def decode_head(data: bytes, name: str) -> Head | None:
     return head
 
 
-def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
+def decode_metadata(
+    data: bytes, name: str, unique_id: int, on_disk: Callable[[str], int] = lambda save_id: 0
+) -> Metadata:
     """The checkpoint that a `.metadata` file describes.
+
+    Args:
+        data: The file's content.
+        name: Its name, for errors.
+        unique_id: The checkpoint's number.
+        on_disk: How many bytes the data files of a save have that are really there; asked if there are many values.
 
     Raises:
         CheckpointError: see :func:`decode_head`.
@@ -294,15 +310,15 @@ def decode_metadata(data: bytes, name: str, unique_id: int) -> Metadata:
     if data[at:start] != digest_around(data, at).encode() + b'"}\n':
         raise CheckpointCorruptedError(f"{name}: its checksum does not match; it was damaged after it was written")
     with decoding(name):
-        if is_too_dense(body):
-            raise CheckpointCorruptedError("more objects than its size has room for")
+        cost = record_cost(body) - len(body)
+        Room(lambda: on_disk(head.save)).spend(cost, 0)
         record = _BODY_DECODER.decode(body)
         if record.save_id != head.save:
             raise CheckpointCorruptedError("its two lines name different saves")
-        return _metadata_of(record, unique_id)
+        return _metadata_of(record, unique_id, cost)
 
 
-def _metadata_of(body: _Body, unique_id: int) -> Metadata:
+def _metadata_of(body: _Body, unique_id: int, cost: int) -> Metadata:
     if body.unique_id != unique_id:
         raise CheckpointCorruptedError(f"it says that its id is {body.unique_id}; was it renamed?")
     check_block_bytes(body.block_bytes)
@@ -322,6 +338,7 @@ def _metadata_of(body: _Body, unique_id: int) -> Metadata:
         table=table,
         value_records=body.values,
         times=body.times,
+        cost=cost,
     )
     _ = metadata.user_metadata  # raises if it is damaged
     return metadata

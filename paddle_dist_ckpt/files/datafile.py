@@ -26,13 +26,14 @@ import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.columns import IntArray
-from ..core.decoding import decoding, is_too_dense
+from ..core.decoding import decoding
 from ..core.dtypes import DType
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from .codec import NO_DIGEST, VERSION, TableRecord, check_block_bytes, digest_around
 from .metadata import FileInfo
+from .room import Room, record_cost
 
 __all__ = [
     "FORMAT",
@@ -136,7 +137,7 @@ class DataFileInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         rank: Who wrote it.
         part: Its number among the files of that rank, of which there are ``parts``.
         tensors: The tensors and shards that are in it.
-        values: Values of the rank; in its part 0 only.
+        values: Values of the rank, by path, in their JSON; in its part 0 only.
         writers: All ranks that wrote files; like ``user_metadata`` in the coordinator's part 0 only.
     """
 
@@ -153,7 +154,7 @@ class DataFileInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     library: str
     paddle_version: str | None = msgspec.field(name="paddle")
     tensors: TableRecord
-    values: list[tuple[str, Any]] = []
+    values: list[tuple[str, msgspec.Raw]] = []
     writers: list[int] | None = None
     user_metadata: Any = None
 
@@ -275,8 +276,13 @@ def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Ha
     return np.frombuffer(hashes, "<u8"), data_start
 
 
-def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, FileInfo, int]:
+def read_info(file: ReadableFile, name: str, room: Room | None = None) -> tuple[DataFileInfo, Hashes, FileInfo, int]:
     """What a data file says of itself, without a `.metadata` to compare it with.
+
+    Args:
+        file: The file.
+        name: Its name.
+        room: For what this and other files say of themselves; None if there are no others.
 
     Returns:
         The information, the blocks' digests, the file's record for `.metadata`, and where its data start.
@@ -287,8 +293,7 @@ def read_info(file: ReadableFile, name: str) -> tuple[DataFileInfo, Hashes, File
     record, data_start = _read_metadata(file, name)
     with decoding(f"{name}: its header cannot be understood"):
         text = record.info.encode()
-        if is_too_dense(text):
-            raise CheckpointCorruptedError("more objects than its size has room for")
+        (room or Room()).spend(record_cost(text), len(text))
         info = _INFO_DECODER.decode(text)
     if info.format != FORMAT or info.version[0] != VERSION[0] or len(record.hashes) % 8:
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")

@@ -120,6 +120,8 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
             how many there are, and their CRC-32.
         left_out: What it has beside that and is not read, by path, with the reason.
         times: How long the save took on each rank; None if that is not known.
+        cost: Bytes of memory that the objects of `.metadata` take at the most, more than it has itself, see
+            :mod:`.room`.
         job_offsets: Where the boxes start that ranks had of a tensor, by path, where that format tells it and the
             boxes that are stored do not.
     """
@@ -132,6 +134,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     checksums: Sequence[tuple[int, int, int, int]] = ()
     left_out: dict[str, str] = {}
     times: SaveTimes | None = None
+    cost: int = 0
     job_offsets: dict[str, list[tuple[int, ...]]] = {}
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from .metadata import FileInfo
 __all__ = ["CHUNK_BYTES", "OpenFile", "Segments", "digest_of_zeros", "open_data_file"]
 
 CHUNK_BYTES = 2 << 20  # so that a block is hashed while it is still in the cache
+_MOST_SEGMENTS = 1 << 16
 _LEAST_HOLE = 64 << 10  # less is read sooner than looked at
 GAP_BYTES = 4096  # a page: what lies between closer segments is read from the disk anyway
 
@@ -137,20 +139,24 @@ class Segments:
             yield functools.partial(self._read, first, last, buffers, progress)
 
     def _runs(self, gap: int) -> Iterator[tuple[int, int]]:
-        """Neighbours that are read together: no further apart than ``gap``, and together no more than a chunk.
+        """Neighbours that are read together: no further apart than ``gap``, and together no more than a chunk, and no
+        more than a thread has memory to look at.
 
         Segments that are the same stay together. In files that others wrote, segments may lie within others.
         """
-        stops = np.maximum.accumulate(self.stops)
-        ends = [*(np.flatnonzero(self.starts[1:] - stops[:-1] > gap) + 1).tolist(), len(self.starts)]
-        low, high = self.starts.tolist(), stops.tolist()
-        first = 0
-        for end in ends:
-            while first < end:
-                fitting = bisect.bisect_right(high, low[first] + CHUNK_BYTES, first, end)
-                last = max(fitting, bisect.bisect_right(low, low[first], first, end))
-                yield first, last
-                first = last
+        count, stops = len(self.starts), np.maximum.accumulate(self.stops)
+        apart = np.append(np.flatnonzero(self.starts[1:] - stops[:-1] > gap) + 1, count)
+        pieces = np.unique(np.searchsorted(self.starts, self.starts[::_MOST_SEGMENTS])).tolist()
+        for start, stop in itertools.pairwise([*pieces, count]):
+            low, high = self.starts[start:stop].tolist(), stops[start:stop].tolist()
+            within = apart[np.searchsorted(apart, start, side="right") : np.searchsorted(apart, stop)]
+            first = 0
+            for end in [*(within - start).tolist(), stop - start]:
+                while first < end:
+                    fitting = bisect.bisect_right(high, low[first] + CHUNK_BYTES, first, end)
+                    last = max(fitting, bisect.bisect_right(low, low[first], first, end))
+                    yield start + first, start + last
+                    first = last
 
     def are_zeros(self) -> bool:
         """Whether all segments are holes, and zeros are what was written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,18 @@ import numpy.typing as npt
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
 from ..core.decoding import decoding
-from ..core.memory import zeros_of
+from ..core.memory import Bytes1D, zeros_of
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, are_holes, read_entries, view_at
+from ..files.room import Room, bytes_on_disk
 from ..files.runs import OpenFile, open_data_file
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..storage.base import Storage
 from ..tree.values import decode_value
 from .checkpoint import check_sizes
 
-__all__ = ["BoxReader", "read_values"]
+__all__ = ["BoxReader", "read_json", "read_values"]
 
 Array = npt.NDArray[Any]
 
@@ -141,6 +143,27 @@ def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> It
         CheckpointCorruptedError: not all of them are stored, or a file is not there.
         OSError: reading failed.
     """
+    table, room = metadata.table, Room(partial(bytes_on_disk, storage, metadata.save_id), metadata.cost)
+    for row, data in zip(rows, read_json(storage, metadata, rows), strict=True):
+        if isinstance(data, CheckpointCorruptedError):
+            yield data
+            continue
+        try:
+            with decoding(metadata.key(table.paths[row])):
+                room.take(data.data)
+                value = decode_value(data.data)
+        except CheckpointCorruptedError as error:
+            yield error
+        else:
+            yield value
+
+
+def read_json(
+    storage: Storage, metadata: Metadata, rows: Sequence[int]
+) -> Iterator[Bytes1D | CheckpointCorruptedError]:
+    """The same, as JSON."""
+    if not rows:
+        return
     table = metadata.table
     shapes = [table.layouts[table.layout_of[row]].shape for row in rows]
     with BoxReader(storage, metadata, rows, list(map(whole, shapes))) as reader:
@@ -151,8 +174,7 @@ def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> It
                 if dtype.name != "uint8" or len(shape) != 1:
                     raise CheckpointCorruptedError(f"{key}: a stored value that is not a row of bytes")
                 reader.read([place], [data])
-                with decoding(key):
-                    value = decode_value(data.data)
-                yield value
             except CheckpointCorruptedError as error:
                 yield error
+            else:
+                yield data

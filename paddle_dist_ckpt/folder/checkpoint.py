@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 
 from ..errors import (
     CheckpointCorruptedError,
@@ -16,6 +17,7 @@ from ..errors import (
 from ..files.codec import decode_metadata
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
+from ..files.room import bytes_on_disk
 from ..storage.base import Storage
 from .catalogs import foreign_ids, read_foreign
 from .foreign import Format, foreign_id, look
@@ -54,7 +56,8 @@ def _read(storage: Storage, unique_id: int | None) -> Metadata:
         return metadata
     name = metadata_name(chosen)
     try:
-        metadata = decode_metadata(data, f"{storage.location}/{name}", chosen)
+        on_disk = partial(bytes_on_disk, storage)
+        metadata = decode_metadata(data, f"{storage.location}/{name}", chosen, on_disk)
     except CheckpointCorruptedError as error:
         raise CheckpointCorruptedError(f"{error}. {_ADVICE}") from None
     _warn_of_paddles(storage, chosen)

@@ -79,8 +79,13 @@ def seal(storage: Storage, files: Sequence[FileInfo]) -> None:
     storage.sync()
 
 
-def publish(lease: Lease, metadata: Metadata) -> int:
+def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:
     """Commit. Returns the id under which it was done; an automatic one may be later than the one planned.
+
+    Args:
+        lease: The save's.
+        metadata: What is committed.
+        value_cost: See :func:`.files.codec.encode_metadata`.
 
     Raises:
         CheckpointError: the lease is lost: another save took this one for dead.
@@ -88,7 +93,7 @@ def publish(lease: Lease, metadata: Metadata) -> int:
     """
     storage, unique_id = lease.storage, lease.unique_id
     while True:
-        data = encode_metadata(msgspec.structs.replace(metadata, unique_id=unique_id))
+        data = encode_metadata(msgspec.structs.replace(metadata, unique_id=unique_id), value_cost)
         # IMPORTANT: the claim is looked at when the content has its temporary name, and not before. Who takes this
         # save for dead removes first the claim and then that name, so one of the two stops the commit.
         replace = not lease.automatic

@@ -17,6 +17,7 @@ from ..files.datafile import header_digest, read_header
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..files.reader import Consumer, StoredEntry, read_entries
+from ..files.room import bytes_on_disk
 from ..files.runs import OpenFile
 from ..storage.base import Storage, WritableFile
 from .checkpoint import check_sizes, read_checkpoint
@@ -34,7 +35,8 @@ def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | 
     check_native(chosen, source.location)
     name = metadata_name(chosen.unique_id)
     data = source.read(name)
-    metadata = decode_metadata(data, f"{source.location}/{name}", chosen.unique_id)
+    on_disk = functools.partial(bytes_on_disk, source)
+    metadata = decode_metadata(data, f"{source.location}/{name}", chosen.unique_id, on_disk)
     check_sizes(source, metadata, range(len(metadata.files)))
     out.prepare()
     lease = Lease(out, metadata.unique_id, automatic=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from ..files.codec import decode_head, decode_metadata
 from ..files.names import MOST_IDS, metadata_id, metadata_name
+from ..files.room import bytes_on_disk
 from ..storage.base import Storage
 from .foreign import Format, foreign_id, look
 
@@ -40,7 +42,7 @@ def save_of(storage: Storage, unique_id: int, whole: bool = False) -> str | None
     found, data = look(storage, name, whole)
     head = decode_head(data, name)
     if head is not None:
-        return decode_metadata(data, name, unique_id).save_id if whole else head.save
+        return decode_metadata(data, name, unique_id, partial(bytes_on_disk, storage)).save_id if whole else head.save
     if found is not Format.UNKNOWN:
         return None
     raise CheckpointCorruptedError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..core.boxes import Boxes
@@ -15,10 +17,11 @@ from ..core.dtypes import DType
 from ..core.layouts import Layout
 from ..core.shards import ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record
+from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record, table_to_record
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
+from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
 from .commit import publish_metadata
 from .delete import Deletion
@@ -57,9 +60,11 @@ def rebuild(storage: Storage, save: str | None, progress: bool | None) -> Metada
         )
     files = next(iter(found.values()))
     metadata = _merge(files, _free_id(storage, files[0].info))
+    del found, files
     name = metadata_name(metadata.unique_id)
     data = encode_metadata(metadata)
-    decode_metadata(data, name, metadata.unique_id)  # or else nobody could read it
+    # Or else nobody could read it.
+    metadata = decode_metadata(data, name, metadata.unique_id, functools.partial(bytes_on_disk, storage))
     problems = problems_of(storage, metadata, progress)
     if problems:
         raise CheckpointCorruptedError("the data files cannot be trusted:\n" + "\n".join(problems[:50]))
@@ -104,12 +109,13 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
     complete: dict[str, list[_DataFile]] = {}
     refused: dict[str, str] = {}
     claimed = claimed_saves(storage)
+    room = Room(lambda: sum(bytes_on_disk(storage, save_id) for save_id in names))
     for save_id, files in sorted(names.items()):
         if save_id in claimed:
             refused[save_id] = f"the claim {claimed[save_id]} says that it is being written, or to be removed"
             continue
         try:
-            found = _read_files(storage, files)
+            found = _read_files(storage, files, room)
             _check_complete([file.info for file in found])
             complete[save_id] = found
         except (OSError, CheckpointCorruptedError) as error:
@@ -126,17 +132,18 @@ def _is_damaged(storage: Storage, unique_id: int) -> bool:
     return False
 
 
-def _read_files(storage: Storage, names: Sequence[str]) -> list[_DataFile]:
+def _read_files(storage: Storage, names: Sequence[str], room: Room) -> list[_DataFile]:
     found = []
     for name in names:
         with closing(storage.open(name)) as file:
-            info, _, known, _ = read_info(file, name)
+            info, _, known, _ = read_info(file, name, room)
         parsed = parse_data_file(name)
         if parsed is None or (parsed.rank, parsed.save_id, parsed.part) != (info.rank, info.save_id, info.part):
             raise CheckpointCorruptedError(f"{name} says inside that it is another file; was it renamed?")
         try:
             table = table_from_record(info.tensors, 1)
             check_room(table, [known])
+            info = msgspec.structs.replace(info, tensors=table_to_record(table.select([])[0]))  # it is large
             found.append(_DataFile(info, known, table))
         except CheckpointCorruptedError as error:
             raise CheckpointCorruptedError(f"{name}: {error}") from error
@@ -170,7 +177,7 @@ def _free_id(storage: Storage, info: DataFileInfo) -> int:
 
 
 def _merge(files: Sequence[_DataFile], unique_id: int) -> Metadata:
-    """What `.metadata` has said of these files."""
+    """What `.metadata` has said of these files; its values are still JSON."""
     infos = [file.info for file in files]
     first = next(info for info in infos if info.writers is not None)
     values = sorted((value for info in infos for value in info.values), key=lambda value: value[0])

@@ -313,13 +313,12 @@ class Answering:
         metadata = self._metadata
         table, shards = metadata.table.select(sorted(found.tensors))
         used, renumbered = np.unique(table.shard_file, return_inverse=True)
-        record = table_to_record(table)
         special = metadata.special_keys
         return LoadAnswer(
             unique_id=metadata.unique_id,
             block_bytes=metadata.block_bytes,
             files=[self.files[i] for i in used.tolist()],
-            tensors=msgspec.structs.replace(record, shard_file=pack_column(renumbered.reshape(-1))),
+            tensors=msgspec.structs.replace(table_to_record(table), shard_file=pack_column(renumbered.reshape(-1))),
             starts=pack_column(metadata.table.data_offsets[shards]),
             blocks=pack_column(self._first_block[shards]),
             keys={path: special[path] for path in table.paths if path in special} if special else {},
@@ -336,6 +335,8 @@ class Answering:
             unread=sorted(path for path in found.sources.values() if path not in found.renamed),
             unmatched=list(self._unmatched),
             hints={path: [(hint.key, hint.shape) for hint in hints] for path, hints in found.hints.items()},
+            save_id=metadata.save_id if metadata.format == "native" else "",
+            cost=metadata.cost,
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..core.box import whole
 from ..core.columns import IntArray, all_of, edges_of
 from ..core.dtypes import DTYPES
-from ..files.batches import ItemKind
+from ..files.batches import ItemKind, Kinds
 from ..planning.exchange_plan import ALL
 from .fit import Fit
 from .messages import ExchangeRound, PackOrder, ParcelOrder, UnitOrder
@@ -63,7 +63,7 @@ class Message:
             blocks=all_of(order.block),
             addresses=address + edges_of(_sizes(order))[:-1],
             kind=all_of(order.kind),
-            kinds=kinds,
+            kinds=Kinds.of(kinds),
             key=order.keys.__getitem__,
             name=order.keys.__getitem__,
         )

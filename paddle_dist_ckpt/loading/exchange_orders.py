@@ -162,7 +162,7 @@ class ExchangePlanner:
         shard = needs.shard[part]
         files, file = self._files(shard)
         tensor = table.shard_tensor[shard]
-        columns = np.column_stack([table.shard_layout_row[shard], table.dtype_of[tensor], needs.box[part]])
+        columns = np.column_stack([table.layout_row_of(shard), table.dtype_of[tensor], needs.box[part]])
         first, kind = group_rows(columns)
         kinds = []
         for i in part[first].tolist():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
@@ -12,6 +11,7 @@ from ..core.box import Box, whole
 from ..core.boxes import Boxes, Mask
 from ..core.columns import IntArray, edges_of, pack_column
 from ..core.device_memory import DeviceAccess
+from ..core.dtypes import DTYPES
 from ..core.grouping import group_rows
 from ..core.memory import Bytes1D
 from ..files.batches import Batch, ItemKind, Kinds, hand_out
@@ -29,6 +29,9 @@ from .targets import Targets
 from .wanted import WantedState
 
 __all__ = ["NO_ENTRY", "Fit"]
+
+_TOGETHER = 1 << 16  # kinds that are looked at together
+_CODES = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 
 
 class Fit:
@@ -59,8 +62,8 @@ class Fit:
         devices: DeviceAccess | None,
         resize: Rules = MappingProxyType({}),
     ) -> None:
-        self.answer, self.wanted = answer, wanted
         self.stored = StoredShards(answer)
+        self.answer, self.wanted = answer.without_table(), wanted
         self._table = self.stored.table
         self.problems = wanted.problems + _unfit(answer, wanted)
         self.problems += [f"{key}: a recipe, and no rank has such a tensor" for key in answer.unmatched]
@@ -77,7 +80,8 @@ class Fit:
         targets, table = self.targets, self._table
         boxes = [piece.box for _, piece in targets.cells]
         dimensions = max([1, *(len(box.shape) for box in boxes), *(len(x.shape) for x in table.layouts)])
-        wanted = WantedBoxes(targets.tensor, Boxes.of(boxes, dimensions).take(targets.cell))
+        cells = Boxes.of(boxes, dimensions)
+        wanted, self._cell_shape = WantedBoxes(targets.tensor, cells.take(targets.cell)), cells.shape
         plan = plan_load(table, wanted)
         filled = np.ones(len(targets), bool)
         filled[plan.uncovered] = False
@@ -209,26 +213,50 @@ class Fit:
         Raises:
             CheckpointError: a finite value would become infinite.
         """
-        kinds, kind = self._kinds(needs)
-        packed = [
-            dataclasses.replace(one, entry_shape=one.entry_box.shape, entry_box=whole(one.entry_box.shape))
-            for one in kinds
-        ]
+        kinds, kind = self._kinds(needs, packed=True)
         starts, addresses = edges_of(self._nbytes[needs])[:-1], self.targets.address[self._target[needs]]
-        hand_out(Kinds(packed), kind, starts, addresses, data, lambda i: self.wanted_key(int(needs[i])))
+        hand_out(kinds, kind, starts, addresses, data, lambda i: self.wanted_key(int(needs[i])))
 
-    def _kinds(self, needs: IntArray) -> tuple[list[ItemKind], IntArray]:
-        """The different kinds of needs, and which kind each is."""
+    def _kinds(self, needs: IntArray, packed: bool = False) -> tuple[Kinds, IntArray]:
+        """The different kinds of needs, and which kind each is; of ``packed`` ones the entries are what is needed."""
         row, stored = self._target[needs], self._table.shard_tensor[self._shard[needs]]
         columns = [self.targets.cell[row], self.targets.staged[row], self._like[needs], self._table.dtype_of[stored]]
         first, kind = group_rows(np.column_stack(columns))
-        kinds = []
-        for i, tensor in zip(needs[first].tolist(), stored[first].tolist(), strict=True):
-            target, box, entry_box, entry_shape = self._boxes(i)
+        needs, row, stored = needs[first], row[first], stored[first]
+        cell, like = self.targets.cell[row], self._like[needs]
+        wanted = np.array([_CODES[geometry.dtype] for geometry, _ in self.targets.cells], np.int64)[cell]
+        of_pair, pair = group_rows(np.column_stack([self._table.dtype_of[stored], wanted]))
+        pairs = [
+            (self._table.dtypes[t], self.targets.cells[c][0].dtype)
+            for t, c in zip(stored[of_pair].tolist(), cell[of_pair].tolist(), strict=True)
+        ]
+        places = np.empty((len(needs), 4), np.int64)
+        for start in range(0, len(needs), _TOGETHER):
+            some = slice(start, start + _TOGETHER)
+            places[some] = self._places(like[some], cell[some], packed)
+        places[~self.targets.are_in_one_piece(row), 1] = -1
+        places[:, 3] *= np.array([stored.itemsize for stored, _ in pairs], np.int64)[pair]
+
+        def one(number: int) -> ItemKind:
+            need, tensor = int(needs[number]), int(stored[number])
+            target, box, entry_box, entry_shape = self._boxes(need)
             geometry, piece = self.targets.cells[self.targets.cell[target]]
             dtypes, strides = (self._table.dtypes[tensor], geometry.dtype), self.targets.strides(target)
-            kinds.append(ItemKind(*dtypes, entry_shape, entry_box, piece.box.shape, box, strides))
-        return kinds, kind
+            if packed:
+                entry_box, entry_shape = whole(box.shape), box.shape
+            return ItemKind(*dtypes, entry_shape, entry_box, piece.box.shape, box, strides)
+
+        return Kinds.of_columns(one, pairs, pair, *places.T), kind
+
+    def _places(self, like: IntArray, cell: IntArray, packed: bool) -> IntArray:
+        """Of needs that are alike: with which element of its entry and of its target each starts, -1 if it is not in
+        one piece there; how many elements it has, and its entry, ``[n, 4]``."""
+        shape, entry_shape = self._shape[like], self._shape[like] if packed else self._entry_shape[like]
+        in_entry = np.zeros_like(shape) if packed else self._in_entry[like]
+        source = Boxes(in_entry, shape).flat_starts(entry_shape)
+        target = Boxes(self._in_target[like], shape).flat_starts(self._cell_shape[cell])
+        volumes = np.prod(shape, axis=1, dtype=np.int64), np.prod(entry_shape, axis=1, dtype=np.int64)
+        return np.column_stack([source, target, *volumes])
 
     def _boxes(self, need: int) -> tuple[int, Box, Box, tuple[int, ...]]:
         """A need's target, its box as counted from the target's corner and from the shard's, the shard's shape."""

@@ -30,6 +30,7 @@ from ..control.verified import agree_on_collectives
 from ..core.messages import encode
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
+from ..files.room import Room, bytes_on_disk
 from ..folder.checkpoint import read_checkpoint
 from ..reports import LoadReport, loaded_line
 from ..tree.paths import is_own, parent_of, plain_key
@@ -57,6 +58,7 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 _PARTLY = "\nTargets are partly written: load again, or do not use them."
 # Options that are the same on all ranks, some of them as sequences of any kind.
 _COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")
+_NO_END = 1 << 62
 _SEQUENCES = ("allow_missing", "allow_unused")
 T = TypeVar("T")
 A = TypeVar("A", bound=msgspec.Struct)
@@ -145,6 +147,7 @@ class LeavesLoad:
             wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
             plan = functools.partial(self._plan, wanted, answer)
             fit, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
+            del plan, answer  # of which the fit keeps what is still needed
         if decision.restart:
             raise _Replaced
         self._files.look_into_cache(decision.shared)
@@ -159,7 +162,7 @@ class LeavesLoad:
         def read() -> tuple[dict[str, Any], DoneRequest]:
             reading.run(False)
             fit.targets.finish(reading.copies)
-            return _values(fit), DoneRequest()
+            return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
 
         def restore() -> tuple[None, DoneRequest]:
             self.restore(values, fit.untouched)
@@ -182,11 +185,22 @@ class LeavesLoad:
             raise CheckpointError(f"reading failed: {error}{self.warning}") from error
         return LoadReport(
             path=self.context.storage.location,
-            unique_id=answer.unique_id,
+            unique_id=fit.answer.unique_id,
             skipped=tuple(skipped),
             unused_keys=tuple(decision.unused),
             **asdict(tally),
         )
+
+    def _bytes_there(self, answer: LoadAnswer) -> int:
+        """What the checkpoint has on the disk, as far as this rank sees it. One that sees nothing, for which others
+        read, has to believe what is said of the files that these have opened."""
+        if not answer.save_id:
+            return _NO_END
+        try:
+            there = bytes_on_disk(self.context.storage, answer.save_id)
+        except OSError:
+            there = 0
+        return there or sum(info.size for info, _ in answer.files)
 
     def _ask(
         self,
@@ -266,7 +280,7 @@ def _digest(config: Mapping[str, Any] | None) -> str:
     )
 
 
-def _values(fit: Fit) -> dict[str, Any]:
+def _values(fit: Fit, room: Room) -> dict[str, Any]:
     """The values by path: those of `.metadata`, and those that were read from entries of data files.
 
     Where the state_dict has None at a path below which values are stored, they become one tree.
@@ -274,7 +288,7 @@ def _values(fit: Fit) -> dict[str, Any]:
     values = {path: from_jsonable(tree) for path, tree in fit.answer.values.items()}
     values |= {
         path: value if i == 0 else copy.deepcopy(value)
-        for stored, value in fit.targets.entries().items()
+        for stored, value in fit.targets.entries(room).items()
         for i, path in enumerate(fit.answer.renamed.get(stored, [stored]))
     }
     for path in [path for path in values if is_own(path) and path not in fit.wanted.values]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
+import numpy as np
 
 from ..core.messages import counted, decode, encode
 from ..core.parts import Arranged, IdleStatement, WantedTensor
@@ -93,7 +94,7 @@ class LoadCoordinator:
             metadata = self._metadata = self._read(ours.unique_id)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(f"{error}{folders_text(self._folders, self._locations)}") from None
-        values = metadata.table.kinds[metadata.table.shard_tensor] != Kind.TENSOR
+        values = np.repeat(metadata.table.kinds != Kind.TENSOR, np.diff(metadata.table.first_shard))
         check_sizes(self._storage, metadata, sorted(set(metadata.table.shard_file[values].tolist())), all_here=False)
         self._groups = {}
         for rank, folder in self._folders.items():

@@ -99,6 +99,8 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     such keys instead, ``parts`` the parts of wanted paths for which the rank has no recipe. ``unread`` are stored paths
     that are there for these alone, ``unmatched`` the keys of recipes that no rank has a tensor for.
     ``hints`` are stored flat keys that may be meant by wanted paths where nothing is, with the shapes of tensors.
+    ``save_id`` is the save's, empty if it is not in files of this format; ``cost`` what the values of `.metadata` cost,
+    see :class:`.files.metadata.Metadata`.
     """
 
     unique_id: int
@@ -121,6 +123,13 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     unread: list[str] = []
     unmatched: list[str] = []
     hints: dict[str, list[tuple[str, tuple[int, ...] | None]]] = {}
+    save_id: str = ""
+    cost: int = 0
+
+    def without_table(self) -> LoadAnswer:
+        """The same without the columns, which take as much memory again where there are many shards."""
+        table = TableRecord([], [], _EMPTY, _EMPTY, [], _EMPTY, _EMPTY)
+        return msgspec.structs.replace(self, tensors=table, starts=_EMPTY, blocks=_EMPTY)
 
 
 class DecideRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.columns import IntArray, edges_of
-from ..files.batches import Batch, ItemKind, Kinds
+from ..files.batches import Batch, Kinds
 from ..files.runs import OpenFile
 
 __all__ = ["SmallItems", "batches_of"]
@@ -38,7 +38,7 @@ class SmallItems:
     blocks: IntArray
     addresses: IntArray
     kind: IntArray
-    kinds: Sequence[ItemKind]
+    kinds: Kinds
     key: Callable[[int], str]
     name: Callable[[int], str]
 
@@ -52,7 +52,7 @@ def batches_of(parts: Sequence[SmallItems], opened: Mapping[str, OpenFile], bloc
     places = {name: i for i, name in enumerate(names)}
     first = edges_of(np.array([len(part.file) for part in parts], np.int64))
     first_kind = edges_of(np.array([len(part.kinds) for part in parts], np.int64)).tolist()
-    kinds = [kind for part in parts for kind in part.kinds]
+    kinds = Kinds.joined([part.kinds for part in parts])
     file = np.concatenate([np.array([places[name] for name in part.files], np.int64)[part.file] for part in parts])
     starts = np.concatenate([part.starts for part in parts])
     order = np.lexsort((starts, file))
@@ -60,7 +60,7 @@ def batches_of(parts: Sequence[SmallItems], opened: Mapping[str, OpenFile], bloc
     blocks = np.concatenate([part.blocks for part in parts])[order]
     addresses = np.concatenate([part.addresses for part in parts])[order]
     kind = np.concatenate([part.kind + at for part, at in zip(parts, first_kind[:-1], strict=True)])[order]
-    stops = starts + np.array([one.entry_bytes for one in kinds], np.int64)[kind]
+    stops = starts + kinds.entry_bytes[kind]
     edges = first.tolist()
 
     def named(which: Callable[[SmallItems], Callable[[int], str]], base: int) -> Callable[[int], str]:
@@ -71,7 +71,6 @@ def batches_of(parts: Sequence[SmallItems], opened: Mapping[str, OpenFile], bloc
 
         return name
 
-    all_kinds = Kinds(kinds)
     cuts = [0, *(np.flatnonzero(file[1:] != file[:-1]) + 1).tolist(), len(file)]
     return [
         Batch(
@@ -83,7 +82,7 @@ def batches_of(parts: Sequence[SmallItems], opened: Mapping[str, OpenFile], bloc
             named(lambda part: part.key, a),
             kind[a:b],
             addresses[a:b],
-            all_kinds,
+            kinds,
             named(lambda part: part.name, a),
         )
         for a, b in itertools.pairwise(cuts)

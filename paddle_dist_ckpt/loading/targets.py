@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..core.box import Box, whole
 from ..core.boxes import Mask
 from ..core.columns import IntArray
+from ..core.decoding import decoding
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
@@ -20,6 +21,7 @@ from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..errors import CheckpointError
 from ..files.reader import Consumer, view_at
+from ..files.room import Room
 from ..tree.paths import plain_key
 from ..tree.values import decode_value
 from .recipes import PartTargets
@@ -147,6 +149,13 @@ class Targets:
         """Bytes from one element to the next where a row's data go; None if that is contiguous."""
         return None if row in self._buffers else self.cells[self.cell[row]][1].strides
 
+    def are_in_one_piece(self, rows: IntArray) -> Mask:
+        """Where the data of some rows go to contiguous memory, ``[n]``."""
+        are: Mask = np.array([piece.strides is None for _, piece in self.cells], bool)[self.cell[rows]]
+        if self._buffers and not are.all():
+            are |= np.array([row in self._buffers for row in rows.tolist()], bool)
+        return are
+
     def place(self, row: int, memory: Bytes1D) -> None:
         """Let a row be filled in host memory for the time being."""
         self._buffers[row] = memory
@@ -169,15 +178,21 @@ class Targets:
         owners = [self._tensors.owners[tensor] for tensor in self._owner[where].tolist()]
         return device_arrays(self.cells, self.cell[where], owners, self._address[where].tolist(), self._devices)
 
-    def entries(self) -> dict[str, Any]:
-        """The values that were stored as entries, and the arrays of objects, after they are read, by path."""
-        table = self._table
-        return {
-            table.paths[t]: decode_value(buffer.data)
-            if table.kinds[t] == Kind.VALUE
-            else buffer.view(arithmetic_dtype(table.dtypes[t]))
-            for t, buffer in self._values
-        }
+    def entries(self, room: Room) -> dict[str, Any]:
+        """The values that were stored as entries, and the arrays of objects, after they are read, by path.
+
+        Raises:
+            CheckpointCorruptedError: a value is damaged, or there is no room for all of them.
+        """
+        table, found = self._table, dict[str, Any]()
+        for t, buffer in self._values:
+            if table.kinds[t] != Kind.VALUE:
+                found[table.paths[t]] = buffer.view(arithmetic_dtype(table.dtypes[t]))
+                continue
+            with decoding(plain_key(table.paths[t])):
+                room.take(buffer.data)
+                found[table.paths[t]] = decode_value(buffer.data)
+        return found
 
     def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:
         """The consumer of a part, a box from the target's corner, and the same from the stored shard's corner."""

@@ -16,6 +16,7 @@ import xxhash
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
 from ..core.columns import IntArray, pack_column, pack_signed
+from ..core.decoding import json_cost
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies, Request, Scattered
 from ..core.dtypes import DTYPES
 from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
@@ -180,7 +181,12 @@ class LocalState:
 
     def records(self) -> list[ValueRecord]:
         """The values as the coordinator wants them."""
-        return [ValueRecord(xxhash.xxh3_64_intdigest(v.json), v.json if v.nbytes < 0 else None) for v in self.values]
+        return [
+            ValueRecord(xxhash.xxh3_64_intdigest(v.json), v.json)
+            if v.nbytes < 0
+            else ValueRecord(xxhash.xxh3_64_intdigest(v.json), None, json_cost(v.json))
+            for v in self.values
+        ]
 
     def structure(self) -> bytes:
         """The encoded :class:`Structure`."""

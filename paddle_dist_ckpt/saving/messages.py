@@ -27,10 +27,12 @@ __all__ = [
 
 
 class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A value's digest, and its JSON, or None where it is kept as an entry of a data file."""
+    """A value's digest, and its JSON, or None where it is kept as an entry of a data file; what it then costs to be
+    decoded, see :func:`.core.decoding.json_cost`."""
 
     digest: int
     json: bytes | None
+    cost: int = 0
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):

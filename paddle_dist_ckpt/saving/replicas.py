@@ -30,6 +30,7 @@ class Comparison:
 
     Attributes:
         value_json: The JSON of the small values that are kept, by path.
+        cost: What the other values that are kept take to be decoded, see :mod:`.files.room`.
         differing: For each path whose replicas are not equal the ranks that differ from the one that is saved.
         minority: For each of these paths the ranks that have not what more than a half have, if so many agree.
         differs: Which tensors are among those, ``[tensors]``.
@@ -38,6 +39,7 @@ class Comparison:
     """
 
     value_json: dict[str, bytes]
+    cost: int
     differing: dict[str, list[int]]
     minority: dict[str, list[int]]
     differs: npt.NDArray[np.bool_]
@@ -71,9 +73,10 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
             for t in unequal.tolist():
                 differing.setdefault(state.paths[t], []).append(rank)
     value_json = {path: json for path in state.value_owner if (json := kept[path].json) is not None}
+    cost = sum(kept[path].cost for path in state.value_owner)
     minority = _minorities(state, requests, differing) if differing else {}
     alike = ~differs & (state.holders > 1) & (compared == state.holders)
-    return Comparison(value_json, differing, minority, differs, alike, seen)
+    return Comparison(value_json, cost, differing, minority, differs, alike, seen)
 
 
 def _minorities(

@@ -14,10 +14,12 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
+from ..core.decoding import json_cost
 from ..core.garbage import no_collections
 from ..core.messages import decode, encode
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
+from ..files.room import check_values_fit
 from ..files.times import SaveTimes
 from ..folder import commit
 from ..folder.context import check_folders
@@ -49,6 +51,7 @@ class _Ordered:
     Attributes:
         planned: The plan that each rank has its part of.
         value_json: The JSON of the small values that are kept, by path.
+        value_cost: What the others take to be decoded.
         lease: This save's right to its files in the coordinator's folder.
         save: What all files of this save say of it.
         ours: What the coordinator itself has asked for.
@@ -60,6 +63,7 @@ class _Ordered:
 
     planned: PlannedSave
     value_json: dict[str, bytes]
+    value_cost: int
     lease: Lease
     save: SaveInfo
     ours: SaveRequest
@@ -132,6 +136,8 @@ class SaveCoordinator:
     def _order(self, planned: PlannedSave, contents: Comparison, warnings: list[str]) -> dict[int, bytes]:
         requests, context = self._requests, self._context
         ours = requests[context.session.coordinator]
+        inline = [ours.user_metadata or b"", *contents.value_json.values()]
+        check_values_fit(contents.cost + 2 * json_cost(b",".join(inline)), int(planned.rank_bytes.sum()))
         folders = {rank: request.folder.identity for rank, request in requests.items()}
         if warnings:
             _logger.warning("%s: %s", context.storage.location, logged(warnings))
@@ -140,6 +146,7 @@ class SaveCoordinator:
         self._ordered = _Ordered(
             planned=planned,
             value_json=contents.value_json,
+            value_cost=contents.cost,
             lease=lease,
             save=_save_info(lease, len(requests), ours.block_bytes, self._context.adapter.version),
             ours=ours,
@@ -230,7 +237,7 @@ class SaveCoordinator:
     def _publish(self) -> CommitAnswer:
         ordered = self._ordered
         metadata = _build_metadata(ordered, self._written)
-        unique_id = commit.publish(ordered.lease, metadata)
+        unique_id = commit.publish(ordered.lease, metadata, ordered.value_cost)
         return CommitAnswer(
             unique_id=unique_id,
             files=len(metadata.files),

@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.decoding import decoding, has_few_of_one_hash, is_too_dense
-from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from ..core.decoding import decoding, has_few_of_one_hash
+from ..errors import UnsupportedValueError
 
 __all__ = ["DECODE_ERRORS", "decode_value", "encode_value", "from_jsonable", "to_jsonable"]
 
@@ -46,26 +46,19 @@ def encode_value(value: object, key: str) -> bytes:
         key: Names the value in errors.
 
     Raises:
-        UnsupportedValueError: the value, or one inside it, is of another type, or of too many too small parts.
+        UnsupportedValueError: the value, or one inside it, is of another type.
             Subclasses are other types, but for those of dict, which come back as dicts.
     """
-    data = msgspec.json.encode(to_jsonable(value, key))
-    if is_too_dense(data):
-        raise UnsupportedValueError(
-            f"{key}: {len(data):,} bytes are a great many small lists, tuples or dicts; store them as numpy arrays"
-        )
-    return data
+    return msgspec.json.encode(to_jsonable(value, key))
 
 
 def decode_value(data: bytes | memoryview) -> Any:
-    """The value that :func:`encode_value` wrote.
+    """The value that :func:`encode_value` wrote. Who reads it of a file sees before that there is room for it.
 
     Raises:
         CheckpointCorruptedError: the data are not such a value.
     """
     with decoding("a stored value cannot be decoded"):
-        if is_too_dense(data):
-            raise CheckpointCorruptedError("more objects than its size has room for")
         return _value(msgspec.json.decode(data), 0, False)
 
 

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from paddle_dist_ckpt.core.decoding import decoding, has_few_of_one_hash, is_too_dense
+from paddle_dist_ckpt.core.decoding import MOST_COST, decoding, has_few_of_one_hash, json_cost
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError
 
 
@@ -15,38 +15,45 @@ def dumped(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-@pytest.mark.parametrize("unit", [[], [[]], {}, {"tuple": []}, [1]])
-def test_brackets_and_nothing_else_are_too_dense(unit: object) -> None:
-    assert is_too_dense(dumped([unit] * 2_000_000))
-    assert not is_too_dense(dumped([unit] * 10_000)), "few of them do no harm"
-
-
 @pytest.mark.parametrize(
-    "value",
+    ("value", "cost"),
     [
-        list(range(1_000_000)),
-        [0] * 1_000_000,
-        [1.5] * 1_000_000,
-        ["ab"] * 500_000,
-        [[i, i] for i in range(300_000)],
-        [{"tuple": [i, i]} for i in range(300_000)],
-        [{"dict": [["a", i], ["b", i]]} for i in range(200_000)],
-        "[" * 2_000_000,
-        ['"[{,\\' * 1000] * 500,
+        ([], 72),
+        ([[], []], 72 * 3 + 40),
+        ("a text", 24),
+        ({"tuple": [1, 2]}, 240 + 24 + 72 + 40),
+        ([0] * 1_000_000, 72 + 40 * 999_999),
+        ("[" * 2_000_000, 24),
+        (["[{,"] * 100_000, 72 + 40 * 99_999 + 24 * 100_000),
     ],
-    ids=["ints", "digits", "floats", "texts", "pairs", "tuples", "dicts", "a text", "texts of brackets"],
+    ids=["a list", "lists", "a text", "a tuple", "digits", "a text of brackets", "texts of brackets"],
 )
-def test_large_values_of_all_kinds_are_not(value: object) -> None:
-    assert not is_too_dense(dumped(value))
+def test_the_objects_of_json_are_counted_before_they_are_made(value: object, cost: int) -> None:
+    assert json_cost(dumped(value)) == cost
 
 
-def test_strings_that_end_in_backslashes_hide_nothing() -> None:
-    assert is_too_dense(dumped(["\\", '\\"', *[[]] * 1_000_000]))
+def test_of_a_text_more_is_not_counted_than_it_has_bytes() -> None:
+    assert json_cost(dumped("a comma," * 100_000)) == 24
+    assert json_cost(dumped("a comma, now and then, in words" * 100_000)) <= 3_200_000
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 20])
+def test_strings_that_end_in_backslashes_hide_nothing(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.core.decoding._PIECE", piece)
+    many = 1000 if piece < 1000 else 1_000_000
+    texts = ["\\", '\\"', '"', '[\\\\"[', ""]
+    lists = 72 + 72 * many + 40 * (many + 4) + 24 * 5
+    assert json_cost(dumped([*texts, *[[]] * many])) == lists
+
+
+def test_no_json_costs_more_than_the_most() -> None:
+    dense = (b"[" + b",".join([b"{}"] * 100_000) + b"]", b"[" * 100, b'[["",""],[{}]]')
+    assert all(json_cost(json) <= MOST_COST * len(json) for json in dense)
 
 
 def test_a_zero_byte_ends_it() -> None:
     with pytest.raises(CheckpointCorruptedError, match="zero byte"):
-        is_too_dense(b"[" + b" " * 2_000_000 + b"\0")
+        json_cost(b"[" + b" " * 2_000_000 + b"\0")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_entries_within_others_are_read_whole(inner: int, box: Box | None) -> No
             str,
             np.array([0, 1, 1][: len(starts)]),
             np.array([address_of(target) for target in targets]),
-            Kinds(kinds),
+            Kinds.of(kinds),
             str,
         )
         for task in batch.tasks(Buffers(1), lambda _: None):
@@ -89,7 +89,7 @@ def test_entries_within_others_make_no_run_longer() -> None:
         str,
         np.array([1, 1, 0, 0, 0]),
         np.array([address_of(target) for target in targets]),
-        Kinds([kind_of("uint8", "uint8", (4,)), kind_of("uint8", "uint8", (length,))]),
+        Kinds.of([kind_of("uint8", "uint8", (4,)), kind_of("uint8", "uint8", (length,))]),
         str,
     )
     for task in batch.tasks(Counted(1), lambda _: None):
@@ -111,7 +111,7 @@ def test_a_cast_of_many_items_takes_little_memory(strided: bool) -> None:
     which = np.zeros(count, np.int64)
     tracemalloc.start()
     try:
-        hand_out(Kinds([kind]), which, np.arange(count) * length, targets, values, str)
+        hand_out(Kinds.of([kind]), which, np.arange(count) * length, targets, values, str)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -133,7 +133,7 @@ def test_time_is_no_square_of_the_kinds() -> None:
 
     count = 400
     box = whole((1,))
-    kinds = Kinds([ItemKind(DTYPES["uint8"], DTYPES["uint8"], (1,), box, (1,), box, (2 + i,)) for i in range(count)])
+    kinds = Kinds.of([ItemKind(DTYPES["uint8"], DTYPES["uint8"], (1,), box, (1,), box, (2 + i,)) for i in range(count)])
     kinds.columns = kinds.columns.view(Counted)
     memory, values = np.zeros(count, np.uint8), np.arange(count).astype(np.uint8)
     places = np.arange(count)

@@ -57,7 +57,7 @@ INFO = DataFileInfo(
     library="paddle_dist_ckpt 1.0",
     paddle_version=None,
     tensors=EMPTY,
-    values=[("/lr", 0.5), ('/quote"\u00e9', {"bytes": "AA=="})],
+    values=[("/lr", msgspec.Raw(b"0.5")), ('/quote"\u00e9', msgspec.Raw(b'{"bytes":"AA=="}'))],
 )
 
 
@@ -408,9 +408,9 @@ def test_hostile_information_is_refused(change: dict[str, Any], tmp_path: Path) 
         {"hashes": "", "info": "["},
         {"hashes": "", "info": "[" * 100_000},
         {"hashes": "", "info": {}},
-        {"hashes": "AAAA", "info": json.dumps(msgspec.to_builtins(INFO))},
-        {"hashes": "!", "info": json.dumps(msgspec.to_builtins(INFO))},
-        {"info": json.dumps(msgspec.to_builtins(INFO))},
+        {"hashes": "AAAA", "info": json.dumps(msgspec.json.decode(msgspec.json.encode(INFO)))},
+        {"hashes": "!", "info": json.dumps(msgspec.json.decode(msgspec.json.encode(INFO)))},
+        {"info": json.dumps(msgspec.json.decode(msgspec.json.encode(INFO)))},
         [],
         None,
     ],

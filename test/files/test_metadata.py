@@ -144,7 +144,7 @@ def same_table(a: ShardTable, b: ShardTable) -> bool:
     )
 
 
-FIELDS = [name for name in Metadata.__struct_fields__ if name != "table"]
+FIELDS = [name for name in Metadata.__struct_fields__ if name not in ("table", "cost")]
 
 
 @examples(25)
