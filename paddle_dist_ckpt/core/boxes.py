@@ -11,7 +11,7 @@ import numpy as np
 from .box import Box
 from .columns import IntArray, Mask, all_in_row
 
-__all__ = ["Boxes", "Mask"]
+__all__ = ["Boxes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

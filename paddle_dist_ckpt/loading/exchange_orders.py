@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.box import Box, flat_range
-from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray, all_of, pack_column
+from ..core.boxes import Boxes
+from ..core.columns import IntArray, Mask, all_of, pack_column
 from ..core.grouping import group_rows
 from ..files.metadata import Metadata
 from ..planning.exchange_packs import Pack, SmallNeeds

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..core.box import Box, whole
-from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray, edges_of, pack_column
+from ..core.boxes import Boxes
+from ..core.columns import IntArray, Mask, edges_of, pack_column
 from ..core.device_memory import DeviceAccess
 from ..core.dtypes import DTYPES
 from ..core.grouping import group_rows

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, whole
-from ..core.boxes import Mask
-from ..core.columns import IntArray
+from ..core.columns import IntArray, Mask
 from ..core.decoding import decoding
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
-from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray, all_in_row, places_within
+from ..core.boxes import Boxes
+from ..core.columns import IntArray, Mask, all_in_row, places_within
 from ..core.grouping import group_blocks, mixed
 from ..core.layouts import grid_starts
 

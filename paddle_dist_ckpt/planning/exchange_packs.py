@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.boxes import Mask
-from ..core.columns import IntArray, places_of_equals, places_within
+from ..core.columns import IntArray, Mask, places_of_equals, places_within
 from ..core.grouping import group_blocks
 
 __all__ = ["Pack", "SmallNeeds", "plan_packs"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.boxes import Boxes, Mask
-from ..core.columns import IntArray, all_in_row, edges_of, places_within
+from ..core.boxes import Boxes
+from ..core.columns import IntArray, Mask, all_in_row, edges_of, places_within
 from ..core.grouping import group_rows
 from ..core.shards import ShardTable
 from .cover import covers_exactly

@@ -6,8 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from ..core.boxes import Mask
-from ..core.columns import IntArray
+from ..core.columns import IntArray, Mask
 from ..core.local_tensors import LocalShards, LocalTensors, reach_of
 from ..core.memory import Bytes1D, address_of
 from ..core.tensors import LocalShard, TensorView

@@ -114,8 +114,8 @@ def _rank_plans(
     writers = sorted({*np.unique(plan.rank).tolist(), state.coordinator, *values})
     everything = np.arange(len(plan.shard))
     ends = np.searchsorted(shared, bounds).tolist()
-    items = _Items.of(shards, plan, plan.shard, everything)
-    copied = _Items.of(shards, plan, plan.copies, plan.copied)
+    items = _WrittenItems.of(shards, plan, plan.shard, everything)
+    copied = _WrittenItems.of(shards, plan, plan.copies, plan.copied)
     of_copies = np.searchsorted(shards.rank[plan.copies], np.arange(len(state.ranks) + 1)).tolist()
     transfers = [_transfer(state, shards, *transfer) for transfer in plan.transfers]
     plans = {}
@@ -135,7 +135,7 @@ def _rank_plans(
     return plans
 
 
-class _Items(NamedTuple):
+class _WrittenItems(NamedTuple):
     """What is written, as it lies in shards of all ranks, rank by rank.
 
     ``row`` are the numbers of these shards among their ranks'; ``is_cut`` says of which a box is written that is not
@@ -148,7 +148,7 @@ class _Items(NamedTuple):
     plan: SavePlan
 
     @classmethod
-    def of(cls, shards: HeldShards, plan: SavePlan, held: IntArray, written: IntArray) -> _Items:
+    def of(cls, shards: HeldShards, plan: SavePlan, held: IntArray, written: IntArray) -> _WrittenItems:
         """What is ``written``, as it lies in the shards ``held``, ``[n]`` both."""
         shapes = shards.boxes.shape.take(held, axis=0), plan.boxes.shape.take(written, axis=0)
         return cls(shards.row[held], any_in_row(shapes[0] != shapes[1]), written, plan)
