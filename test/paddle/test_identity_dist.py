@@ -96,6 +96,20 @@ def test_another_distribution_of_the_same_memory_is_noticed(change: str, how: st
     assert not identity.matches([tensor])
 
 
+@lacks(FROM_LOCAL, "makes DistTensors of whole tensors only")
+@pytest.mark.parametrize("at", [0, 255, 256, 599])
+@pytest.mark.parametrize("change", ["other dimension", "other ranks"])
+def test_one_of_many_that_are_alike_is_noticed(change: str, at: int) -> None:
+    """Many are compared some hundreds at a time; only one of them changes, and stays where it is."""
+    make, make_other = DIST[change]
+    values = [make() for _ in range(600)]
+    identity, place = identity_of(values), values[at].data_ptr()
+    assert identity.matches(values)
+    values[at].data = make_other(values[at])
+    assert values[at].data_ptr() == place, "or this test shows nothing"
+    assert not identity.matches(values)
+
+
 def test_a_dist_tensor_that_is_updated_in_place_is_the_same() -> None:
     layer = paddle.nn.Linear(4, 4)
     for name, parameter in list(layer._parameters.items()):
@@ -148,6 +162,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "tensor set": lambda x: x.get_tensor().set(np.full((1, 9), 2.0, "float32"), paddle.CPUPlace()),
     "dimensions set": lambda x: x.get_tensor()._set_dims([9, 1]),
     "tensor shared": lambda x: share_memory(x, x.T),
+    "buffer shared": lambda x: paddle.full([3, 3], 7.0)._share_buffer_to(x),
     "impl transposed": lambda x: x.T._share_underline_tensor_to(x),
     "reshape_": lambda x: x.reshape_([1, 9]),
     "flatten_": lambda x: x.flatten_(),
