@@ -272,7 +272,8 @@ def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: st
 
 def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
     """What each rank is to do, encoded; what is the same for many ranks, as if all have their plans, only once."""
-    planned, hosts = ordered.planned, Counter(request.folder.identity.host for request in requests.values())
+    planned, host = ordered.planned, {rank: folder.host for rank, folder in ordered.folders.items()}
+    hosts = Counter(host.values())
 
     def order(plan: bytes | None, ranks_on_host: int, leads: bool) -> bytes:
         clean = ordered.lease.doomed if leads else []
@@ -281,7 +282,7 @@ def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int,
     order_of_known = functools.cache(functools.partial(order, None))
     orders = {}
     for rank, request in requests.items():
-        ranks_on_host, leads = hosts[request.folder.identity.host], rank in ordered.leaders
+        ranks_on_host, leads = hosts[host[rank]], rank in ordered.leaders
         if request.plan_id == planned.plan_id:
             orders[rank] = order_of_known(ranks_on_host, leads)
         else:
