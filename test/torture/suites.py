@@ -69,15 +69,15 @@ SUITES = (
     Suite("endurance", 1, 600.0),
     Suite("crash_states", 5_000),
     Suite("kills", 1_000),
-    Suite("stops", 500),
-    Suite("io_errors", 1_500),
+    Suite("stops", 400),
+    Suite("io_errors", 1_000),
     Suite("full_disks", 300),
     Suite("corruption", 20_000),
-    Suite("mixes", 6_000),
-    Suite("decoders", 1_000_000),
-    Suite("foreign", 60_000),
+    Suite("mixes", 4_000),
+    Suite("decoders", 960_000),
+    Suite("foreign", 40_000),
     Suite("hostile_files", 500),
-    Suite("clients", 1_000),
+    Suite("clients", 600),
 )
 
 
