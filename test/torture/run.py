@@ -94,7 +94,7 @@ class _Run:
                     self._give_up(worker)
             if time.monotonic() > news:
                 news += _NEWS_EVERY
-                shares = ", ".join(f"{suite.name} {self._share(suite):.0%}" for suite in self.suites)
+                shares = ", ".join(f"{suite.name} {min(1.0, self._share(suite)):.0%}" for suite in self.suites)
                 print(f"{self.minutes:.0f} min: {shares}", flush=True)
 
     def _give_up(self, worker: Worker) -> None:
