@@ -253,10 +253,10 @@ class Fit:
         one piece there; how many elements it has, and its entry, ``[n, 4]``."""
         shape, entry_shape = self._shape[like], self._shape[like] if packed else self._entry_shape[like]
         in_entry = np.zeros_like(shape) if packed else self._in_entry[like]
-        source = Boxes(in_entry, shape).flat_starts(entry_shape)
+        needed = Boxes(in_entry, shape)
+        source = needed.flat_starts(entry_shape)
         target = Boxes(self._in_target[like], shape).flat_starts(self._cell_shape[cell])
-        volumes = np.prod(shape, axis=1, dtype=np.int64), np.prod(entry_shape, axis=1, dtype=np.int64)
-        return np.column_stack([source, target, *volumes])
+        return np.column_stack([source, target, needed.volumes, Boxes(in_entry, entry_shape).volumes])
 
     def _boxes(self, need: int) -> tuple[int, Box, Box, tuple[int, ...]]:
         """A need's target, its box as counted from the target's corner and from the shard's, the shard's shape."""

@@ -112,9 +112,8 @@ def _rank_plans(
     for path in sorted(state.value_owner.keys() - set(state.paths)):
         values.setdefault(state.value_owner[path], []).append(path)
     writers = sorted({*np.unique(plan.rank).tolist(), state.coordinator, *values})
-    everything = np.arange(len(plan.shard))
     ends = np.searchsorted(shared, bounds).tolist()
-    items = _WrittenItems.of(shards, plan, plan.shard, everything)
+    items = _WrittenItems.of(shards, plan, plan.shard, np.arange(len(plan.shard)))
     copied = _WrittenItems.of(shards, plan, plan.copies, plan.copied)
     of_copies = np.searchsorted(shards.rank[plan.copies], np.arange(len(state.ranks) + 1)).tolist()
     transfers = [_transfer(state, shards, *transfer) for transfer in plan.transfers]

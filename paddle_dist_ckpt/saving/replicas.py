@@ -54,11 +54,10 @@ def merge_contents(state: GlobalState, requests: Mapping[int, SaveRequest]) -> C
     count = len(state.paths)
     seen, has_seen, differs = np.zeros((count, 2), np.uint64), np.zeros(count, bool), np.zeros(count, bool)
     compared = np.zeros(count, np.int64)
-    saying = {i for i, rank in enumerate(state.ranks) if requests[rank].values or requests[rank].digests}  # few of many
-    for i in in_charge(len(state.ranks), state.coordinator) if saying else ():
+    for i in in_charge(len(state.ranks), state.coordinator):
         rank = state.ranks[i]
         request = requests[rank]
-        if i not in saying:
+        if not request.values and not request.digests:  # as of nearly all of very many ranks
             continue
         for path, value in zip(state.value_paths[i], request.values, strict=True):
             if kept.setdefault(path, value).digest != value.digest:
