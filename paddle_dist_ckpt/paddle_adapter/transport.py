@@ -23,7 +23,8 @@ from .device_memory import TensorBytes
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 
-_HOST_BYTES = 64 << 20  # of all ranks' parts together, padded to one size, in one operation
+_SCATTER_BYTES = 16 << 20  # of all ranks' parts together, padded to one size, in one scatter from host memory
+_ALL_TO_ALL_BYTES = 64 << 20  # the same in one all-to-all
 _DEVICE_BYTES = 32 << 20  # the same by way of a device
 _LEAST_PART = 256 << 10  # of one rank's part
 _PROBE_BYTES = 16
@@ -101,17 +102,25 @@ class PaddleTransport:
     ) -> None:
         """See :class:`..core.protocols.Transport`."""
         with self._operation():
-            together = min(most // 2, _DEVICE_BYTES) if self._memory.is_device else _HOST_BYTES
+            count, device_bytes = len(self._group.ranks), min(most // 2, _DEVICE_BYTES)
             if self._has_all_to_all:
-                step = max(1, together // len(self._group.ranks))
+                step = max(1, (device_bytes if self._memory.is_device else _ALL_TO_ALL_BYTES) // count)
                 for start in range(0, max((size for _, size in senders), default=0), step):
                     self._all_to_all(_cut(outgoing, start, step), _cut(incoming, start, step))
                 return
-            step = max(1 if self._memory.is_device else _LEAST_PART, together // len(self._group.ranks))
+            if count == 2:  # a broadcast takes a message from where it is to where it goes
+                for source, size in senders:
+                    (data,) = outgoing.values() if source == dist.get_rank() else [incoming[source]]
+                    assert data.size == size, "there is one message"
+                    self._broadcast(data, source, most)
+                return
+            least, together = (1, device_bytes) if self._memory.is_device else (_LEAST_PART, _SCATTER_BYTES)
+            step = max(least, together // count)
+            packed = np.empty(step * count, np.uint8)
             for source, size in senders:
                 for start in range(0, size, step):
                     into = incoming.get(source, _NOTHING)[start : start + step]
-                    self._scatter(_cut(outgoing, start, step), into, min(step, size - start), source)
+                    self._scatter(_cut(outgoing, start, step), into, min(step, size - start), source, packed)
 
     def try_out(self) -> list[str]:
         """See :class:`..core.protocols.Operations`. A backend that has no all-to-all says so on each rank by itself."""
@@ -121,7 +130,8 @@ class PaddleTransport:
     def rely_on_others(self, failing: Mapping[str, Sequence[int]]) -> None:
         """See :class:`..core.protocols.Transport`."""
         self._has_all_to_all = "all_to_all" not in failing
-        needed = ["broadcast"] if self._has_all_to_all else ["broadcast", "scatter"]
+        scatters = not self._has_all_to_all and len(self._group.ranks) > 2
+        needed = ["broadcast", "scatter"] if scatters else ["broadcast"]
         lacking = {name: failing[name] for name in needed if name in failing}
         if lacking:
             said = [f"a {name} on ranks {', '.join(map(str, ranks))}" for name, ranks in lacking.items()]
@@ -156,7 +166,7 @@ class PaddleTransport:
     def _try_scatter(self) -> bool:
         first, me, into = self._group.ranks[0], dist.get_rank(), _blank()
         parts = {rank: self._token(first, rank) for rank in self._group.ranks} if me == first else {}
-        self._scatter(parts, into, _PROBE_BYTES, first)
+        self._scatter(parts, into, _PROBE_BYTES, first, np.zeros(_PROBE_BYTES * len(self._group.ranks), np.uint8))
         return me == first or np.array_equal(into, self._token(first, me))
 
     def _token(self, source: int, destination: int) -> Bytes1D:
@@ -184,12 +194,12 @@ class PaddleTransport:
             group=self._group,
         )
 
-    def _scatter(self, outgoing: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int) -> None:
-        """Send to each rank its own part, padded to ``size`` bytes."""
+    def _scatter(self, outgoing: Mapping[int, Bytes1D], into: Bytes1D, size: int, source: int, packed: Bytes1D) -> None:
+        """Send to each rank its own part, padded to ``size`` bytes; ``packed`` has room for those of all ranks."""
         received = [into if into.size == size else np.empty(size, np.uint8)]
         tensor = self._memory.empty(received)
         if self._group.rank == self._group.get_group_rank(source):
-            packed = np.zeros(size * len(self._group.ranks), np.uint8)
+            packed = packed[: size * len(self._group.ranks)]
             for rank, part in outgoing.items():
                 start = self._group.get_group_rank(rank) * size
                 packed[start : start + part.size] = part

@@ -83,7 +83,7 @@ def plan_packs(
         takers = set(needs.rank[edges[one] : edges[one + 1]].tolist())
         readers = reach[int(needs.file[edges[one]])]
         readers = [r for r in readers if r in takers] or readers
-        to_all = ranks > 2 and bool(same[one]) and len({*takers, readers[0]}) == ranks  # whichever of them reads
+        to_all = ranks > 1 and bool(same[one]) and len({*takers, readers[0]}) == ranks  # whichever of them reads
         sent = wanted[shards] // (len(takers) if to_all else 1)
         turn = _turns(sizes[shards], most) + _turns(sent, most_sent)
         for part in np.split(shards, np.flatnonzero(np.diff(turn)) + 1):

@@ -14,9 +14,10 @@ from .exchange_packs import Pack, SmallNeeds, plan_packs
 __all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
 
 ALL = -1
-_UNIT_BYTES = 8 << 20
+_UNIT_BYTES = 4 << 20
+_BROADCAST_BYTES = 16 << 20  # of a unit that all ranks need: it needs no memory where it goes from tensor to tensor
 _UNITS_PER_RANK = 8  # so that what ranks read can be balanced
-_ROUND_BYTES = 32 << 20  # of one round; the next one is read meanwhile
+_ROUND_BYTES = 16 << 20  # of one round; the next one is read meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,15 @@ def plan_exchange(
     """
     total = sum(math.prod(shards[number].shape) * shards[number].itemsize for number in needs)
     total += small.total
-    unit_bytes = min(_UNIT_BYTES, max(block_bytes, total // (_UNITS_PER_RANK * ranks)))
+    most = max(block_bytes, total // (_UNITS_PER_RANK * ranks))
+    unit_bytes = min(_UNIT_BYTES, most)
     loads = [0] * ranks
     units: list[tuple[Unit | Pack, list[int]]] = []
     for number in sorted(needs, key=lambda n: (shards[n].file, n)):
         shard, wanted = shards[number], needs[number]
         blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
-        for start, stop in _unit_ranges(blocks, block_bytes, unit_bytes):
+        nbytes = min(_BROADCAST_BYTES, most) if _is_for_all(wanted, ranks) else unit_bytes
+        for start, stop in _unit_ranges(blocks, block_bytes, nbytes):
             parcels = _parcels(shard, wanted, start, stop)
             if not parcels:
                 continue
@@ -125,9 +128,18 @@ def _parcels(shard: ExchangeShard, needs: Sequence[Need], start: int, stop: int)
     ]
 
 
+def _is_for_all(needs: Sequence[Need], ranks: int) -> bool:
+    """Whether all ranks but perhaps one need the very same boxes."""
+    boxes: dict[int, list[Box]] = {}
+    for need in needs:
+        boxes.setdefault(need.rank, []).append(need.box)
+    first, *others = boxes.values()
+    return len(boxes) >= ranks - 1 and all(one == first for one in others)
+
+
 def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parcel, ...]:
     """One parcel to all for each box, where all ranks (but perhaps the reader) need the very same boxes once."""
-    if ranks < 3:
+    if ranks < 2:
         return tuple(parcels)
     by_rank: dict[int, list[Parcel]] = {}
     for parcel in parcels:

@@ -169,7 +169,7 @@ def test_broadcasts_are_for_what_all_others_need(job: Job) -> None:
         for parcel in unit.parcels:
             if parcel.destination != ALL:
                 continue
-            assert job.ranks >= 3
+            assert job.ranks >= 2
             assert {*parcel.rows, unit.reader} == set(range(job.ranks))
             for rank, row in parcel.rows.items():
                 (need,) = [n for n in job.needs[unit.shard] if (n.rank, n.row) == (rank, row)]
@@ -210,7 +210,18 @@ def test_what_all_ranks_need_is_broadcast() -> None:
         parcel.destination == ALL and parcel.rows == dict.fromkeys(range(4), 7) for u in units for parcel in u.parcels
     )
     assert sum(parcel.box.size for unit in units for parcel in unit.parcels) == 32 << 20
-    assert len(rounds) == 4
+    assert len(rounds) == 8
+
+
+@pytest.mark.parametrize(("takers", "most"), [([0, 1, 2, 3], 16), ([0, 1, 3], 16), ([0, 1], 4), ([1], 4)])
+def test_units_are_larger_where_all_need_the_very_same(takers: list[int], most: int) -> None:
+    shard = ExchangeShard(0, (256 << 20,), 4)
+    needs = {0: [Need(rank, 0, whole(shard.shape)) for rank in takers]}
+    units = units_of(planned(Job({0: shard}, needs, {0: [2]}, 4), 1 << 20))
+    assert {unit.parcels[0].box.size * 4 for unit in units} == {most << 20}
+    others = {0: [*needs[0], Need(2, 0, Box((5,), (7,)))]}
+    units = units_of(planned(Job({0: shard}, others, {0: [2]}, 4), 1 << 20))
+    assert max(unit.parcels[0].box.size * 4 for unit in units) == 4 << 20
 
 
 def test_reading_is_spread_over_the_ranks_that_can() -> None:
@@ -223,12 +234,26 @@ def test_reading_is_spread_over_the_ranks_that_can() -> None:
         assert loads == dict.fromkeys(reach, int(shares * (256 << 20)))
 
 
-def test_two_ranks_send_to_each_other_rather_than_broadcast() -> None:
-    shard = ExchangeShard(0, (100,), 4)
-    needs = {0: [Need(rank, rank, whole((100,))) for rank in range(2)]}
-    (((unit,),),) = planned(Job({0: shard}, needs, {0: [1]}, 2), 4096)
-    assert unit.reader == 1
-    assert {(parcel.destination, parcel.row) for parcel in unit.parcels} == {(0, 0), (1, 1)}
+@pytest.mark.parametrize("size", [100, 4096])
+def test_of_two_ranks_one_broadcasts_what_the_other_needs(size: int) -> None:
+    """Whether or not it needs that itself. So it is sent from its place and received in it."""
+    shard = ExchangeShard(0, (size,), 4)
+    needs = [Need(rank, rank, whole((size,))) for rank in range(2)]
+    for wanted, rows in ((needs, {0: 0, 1: 1}), (needs[:1], {0: 0})):
+        units = units_of(planned(Job({0: shard}, {0: wanted}, {0: [1]}, 2), 4096))
+        assert all(unit.reader == 1 for unit in units)
+        assert {(parcel.destination, *parcel.rows.items()) for unit in units for parcel in unit.parcels} == {
+            (ALL, *rows.items())
+        }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("size", [100, 4096])
+def test_what_its_reader_alone_needs_is_not_sent(ranks: int, size: int) -> None:
+    shard = ExchangeShard(0, (size,), 4)
+    job = Job({0: shard}, {0: [Need(0, 5, whole((size,)))]}, {0: [0]}, ranks)
+    parcels = [parcel for unit in units_of(planned(job, 4096)) for parcel in unit.parcels]
+    assert {(parcel.destination, parcel.row) for parcel in parcels} == {(0, 5)}
 
 
 def test_no_needs_make_no_rounds() -> None:
@@ -245,8 +270,7 @@ def test_many_small_shards_are_few_units(ranks: int, reach: list[int]) -> None:
     assert sorted(unit.shard for units in together for unit in units) == list(range(2000))
     loads = [sum(len(units) for units in together if units[0].reader == rank) for rank in range(ranks)]
     assert all(loads[rank] == 0 for rank in range(ranks) if rank not in reach)
-    if ranks > 2:
-        assert {parcel.destination for units in together for unit in units for parcel in unit.parcels} == {ALL}
+    assert {parcel.destination for units in together for unit in units for parcel in unit.parcels} == {ALL}
 
 
 @pytest.mark.parametrize("takers", [range(1, 6), [1]])
@@ -261,4 +285,4 @@ def test_a_pack_is_small_if_many_need_it(takers: range | list[int]) -> None:
     rounds = planned(Job(shards, needs, {0: [0]}, 8), 1 << 20)
     sent = [sum(parcel.box.size * 4 for unit in units_of([turn]) for parcel in unit.parcels) for turn in rounds]
     assert sum(sent) == 3200 << 20
-    assert 16 << 20 < max(sent) <= 32 << 20
+    assert 8 << 20 < max(sent) <= 16 << 20
