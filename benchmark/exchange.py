@@ -4,8 +4,8 @@
 
 Four ranks, each with a folder of its own as on four hosts, save state A, of which every rank has all, and load all of
 it back, and again without a look at what the collectives have delivered. In between, each rank broadcasts a quarter of
-as many bytes and does nothing else. Prints a table and writes it and all samples to benchmark/results/. Takes about a
-minute.
+as many bytes from one buffer into one, and does nothing else; and again from the tensors' memory into the tensors', as
+a load does. Prints a table and writes it and all samples to benchmark/results/. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ _RANKS, _SMOKE_RANKS = 4, 2
 _GOAL = 0.7
 _MOST_FOR_CHECKS = 1.05
 _LAYOUT = "replicated"
+_WORKS = {
+    "load": "load",
+    "load_unchecked": "unchecked load",
+    "broadcast": "broadcasts alone",
+    "broadcast_tensors": "the same between tensors",
+}
+"""What is measured, and what the table calls it."""
 
 
 def measure(session: Session) -> dict[str, Any]:
@@ -29,14 +36,14 @@ def measure(session: Session) -> dict[str, Any]:
 
     Returns:
         The slower rank's seconds of the ``load``, of the one that checks nothing that has been delivered
-        (``load_unchecked``) and of the ``broadcast`` alone, by round; the ``ratio`` of the broadcasts' time to the
-        load's, and that of the load's to the unchecked one's (``checks``), with their intervals; bytes; ``goals`` and
-        ``versions``.
+        (``load_unchecked``), and of the ``broadcast`` and ``broadcast_tensors`` alone, by round; the ``ratio`` of the
+        broadcasts' time to the load's, and that of the load's to the unchecked one's (``checks``), with their
+        intervals; bytes; ``goals`` and ``versions``.
     """
     ranks_count = _SMOKE_RANKS if session.smoke else _RANKS
     checkpoint = session.scratch / "checkpoint"
     order = random.Random(session.seed)
-    seconds: dict[str, dict[int, float]] = {"load": {}, "load_unchecked": {}, "broadcast": {}}
+    seconds: dict[str, dict[int, float]] = {work: {} for work in _WORKS}
     latest: dict[str, list[dict[str, float]]] = {}
     with session.started(ranks_count) as (ranks,):
         versions = versions_of([ranks])
@@ -44,7 +51,7 @@ def measure(session: Session) -> dict[str, Any]:
         ranks.do("measure", work="save", path=str(checkpoint), layout=_LAYOUT)
         ranks.do("zero", layout=_LAYOUT)
         for i in range(-1, session.rounds):  # the first is the warm-up
-            for work in order.sample(list(seconds), len(seconds)):
+            for work in order.sample(list(_WORKS), len(_WORKS)):
                 say(f"round {i + 1} of {session.rounds}: {work}")
                 session.cache(checkpoint)
                 latest[work] = ranks.do("measure", work=work, path=str(checkpoint), layout=_LAYOUT)
@@ -81,8 +88,8 @@ def measure(session: Session) -> dict[str, Any]:
 def as_markdown(found: Mapping[str, Any]) -> str:
     """The report."""
     ratio = (found["ratio"], found["low"], found["high"])
-    head = ["", "load", "unchecked load", "broadcasts alone", "load : unchecked (95 %)", "broadcasts : load (95 %)"]
-    seconds = [interval(found[work], duration) for work in ("load", "load_unchecked", "broadcast")]
+    head = ["", *_WORKS.values(), "load : unchecked (95 %)", "broadcasts : load (95 %)"]
+    seconds = [interval(found[work], duration) for work in _WORKS]
     row = ["all ranks", *seconds, interval(found["checks"], times), interval(ratio, times)]
     lines = [
         *heading("Exchange", found),

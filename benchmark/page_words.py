@@ -78,6 +78,7 @@ _WORDS = {
     "all ranks": "所有 rank",
     "unchecked load": "不校验的加载",
     "broadcasts alone": "只做广播",
+    "the same between tensors": "只在张量之间广播",
     "load : unchecked (95 %)": "加载 : 不校验的加载（95%）",
     "broadcasts : load (95 %)": "广播 : 加载（95%）",
     "Comparing copies": "比较副本",

@@ -30,12 +30,15 @@ from benchmark.peers.base import (
 from benchmark.states import Array, TensorSpec
 from paddle_dist_ckpt import SaveOptions
 from paddle_dist_ckpt.control import verified
+from paddle_dist_ckpt.core.memory import bytes_at
 from paddle_dist_ckpt.loading import exchange
+from paddle_dist_ckpt.paddle_adapter.device import host_tensor
 
 __all__ = ["Ours", "OursAndPaddle", "OursComparing", "OursInBackground", "OursOnHosts", "PaddleBuiltin"]
 
 State = dict[str, Any]
 _BROADCAST_BYTES = 64 << 20
+_MESSAGE_BYTES = 16 << 20  # of a load's messages to all
 _EXPORTED_BYTES = 200_000_000  # of tensors in one file, so that there are several
 
 
@@ -184,6 +187,15 @@ class OursOnHosts(Ours):
             for start in range(0, part, _BROADCAST_BYTES):
                 dist.broadcast(_broadcast_part(min(_BROADCAST_BYTES, part - start)), src=source)
         return {"total_bytes": total}
+
+    def broadcast_tensors(self, state: State, path: Path) -> Numbers:
+        """Broadcast the tensors' memory to where it is on the other ranks, each rank a message in turn."""
+        tensors = [bytes_at(int(t.data_ptr()), int(np.prod(t.shape)) * t.element_size()) for t in state.values()]
+        starts = [(data, start) for data in tensors for start in range(0, data.size, _MESSAGE_BYTES)]
+        for number, (data, start) in enumerate(starts):
+            part = host_tensor(data[start : start + _MESSAGE_BYTES])
+            dist.broadcast(part, src=number % dist.get_world_size())
+        return {}
 
 
 @functools.cache
