@@ -151,9 +151,13 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
             found.setdefault(checksum[0], []).append(checksum)
         return found
 
+    @property
+    def _paths(self) -> list[str]:
+        return self.table.paths + [path for path, _ in self.value_records]
+
     @cached_property
     def _keys(self) -> dict[str, str]:
-        paths = self.table.paths + [path for path, _ in self.value_records]
+        paths = self._paths
         return dict(zip(paths, flat_keys(paths), strict=True))
 
     def key(self, path: str) -> str:
@@ -163,8 +167,11 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def special_keys(self) -> dict[str, str]:
         """The flat keys that are not just the parts of their path with dots between them, by path."""
-        plain = plain_keys(list(self._keys))
-        return {path: key for (path, key), own in zip(self._keys.items(), plain, strict=True) if key != own}
+        paths = self._paths
+        keys, plain = flat_keys(paths), plain_keys(paths)
+        if keys == plain:
+            return {}  # as nearly always
+        return {path: key for path, key, own in zip(paths, keys, plain, strict=True) if key != own}
 
     @cached_property
     def flat_mapping(self) -> dict[str, tuple[Part, ...]]:

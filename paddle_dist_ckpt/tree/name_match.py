@@ -45,11 +45,11 @@ class NameMatch:
     def __init__(self, stored: Names, index: Mapping[str, int], wanted: Names, moved: Mapping[str, str]) -> None:
         self._stored, self._index, self._wanted, self._moved = stored, index, wanted, moved
 
-    def places(self, paths: Iterable[str]) -> dict[str, int]:
+    def places(self, paths: Iterable[str]) -> Mapping[str, int]:
         """The number of the stored tensor for each of these wanted paths, without those for which there is none."""
         index, moved = self._index, self._moved
         if not moved and (self._is_alike() or not any(map(may_be_optimizers, self._wanted.paths))):
-            return {path: index[path] for path in paths if path in index}
+            return index if paths == self._stored.paths else {path: index[path] for path in paths if path in index}
         found: dict[str, int] = {}
         by_name: dict[str, int] = {}
         stored = self._stored.variables
