@@ -35,6 +35,7 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufcSUMm"
 _MAX_DEPTH = 200
+_MOST_DIMENSIONS = 64  # numpy has no more
 _DTYPE = re.compile(r"[<>|][biufcSUMm]\d{1,9}(\[\d{0,9}[A-Za-z]+\])?")
 
 
@@ -211,6 +212,8 @@ def _decode_complex(content: Any) -> complex:
 
 def _decode_array(content: Any) -> Any:
     name, shape, text = content
+    if type(shape) is not list or len(shape) > _MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(shape)  # before it is multiplied: a text times a number takes as much memory as somebody likes
     data = base64.b64decode(text, validate=True)
     dtype = _decode_dtype(name)
     if math.prod(shape) * dtype.itemsize != len(data) or (math.prod(shape) and not data):

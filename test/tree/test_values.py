@@ -7,6 +7,7 @@ import collections
 import decimal
 import enum
 import math
+import tracemalloc
 from typing import Any, NamedTuple
 
 import msgspec
@@ -248,6 +249,22 @@ HOSTILE = [
     {"array": []},
     {"array": "abc"},
 ]
+
+
+@pytest.mark.parametrize(
+    "shape", [[1 << 26, "~2"], [1 << 26, [0]], {"a": 1 << 26}, [0, True], [-1, 0], [2**60] * 20_000, None, "12"]
+)
+def test_a_shape_that_is_none_takes_no_memory(shape: Any) -> None:
+    """A text or a list times a number is as large as somebody likes."""
+    data = msgspec.json.encode({"array": ["<f2", shape, ""]})
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointCorruptedError):
+            decode_value(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 @pytest.mark.parametrize("tree", HOSTILE, ids=lambda tree: str(tree)[:40])
