@@ -116,7 +116,7 @@ class PaddleTransport:
                 return
             least, together = (1, device_bytes) if self._memory.is_device else (_LEAST_PART, _SCATTER_BYTES)
             step = max(least, together // count)
-            packed = np.empty(step * count, np.uint8)
+            packed = np.empty(min(step, dict(senders).get(dist.get_rank(), 0)) * count, np.uint8)
             for source, size in senders:
                 for start in range(0, size, step):
                     into = incoming.get(source, _NOTHING)[start : start + step]

@@ -93,7 +93,7 @@ def plan_exchange(
     for number in sorted(needs, key=lambda n: (shards[n].file, n)):
         shard, wanted = shards[number], needs[number]
         blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
-        nbytes = min(_BROADCAST_BYTES, most) if _is_for_all(wanted, ranks) else unit_bytes
+        nbytes = min(_BROADCAST_BYTES, most) if _is_for_all(wanted, reach[shard.file], ranks) else unit_bytes
         for start, stop in _unit_ranges(blocks, block_bytes, nbytes):
             parcels = _parcels(shard, wanted, start, stop)
             if not parcels:
@@ -128,13 +128,14 @@ def _parcels(shard: ExchangeShard, needs: Sequence[Need], start: int, stop: int)
     ]
 
 
-def _is_for_all(needs: Sequence[Need], ranks: int) -> bool:
-    """Whether all ranks but perhaps one need the very same boxes."""
+def _is_for_all(needs: Sequence[Need], reach: Sequence[int], ranks: int) -> bool:
+    """Whether all ranks, but perhaps whichever reads, need the very same boxes."""
     boxes: dict[int, list[Box]] = {}
     for need in needs:
         boxes.setdefault(need.rank, []).append(need.box)
+    readers = [rank for rank in reach if rank in boxes] or reach
     first, *others = boxes.values()
-    return len(boxes) >= ranks - 1 and all(one == first for one in others)
+    return len({*boxes, readers[0]}) == ranks and all(one == first for one in others)
 
 
 def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parcel, ...]:
