@@ -21,8 +21,9 @@ from .loading.whole import load_on
 from .options import LoadOptions, SaveOptions, as_integer, checked
 from .reports import LoadReport
 from .saving.present import Filled, present
+from .tree.building import build_tree
 from .tree.own_values import with_own
-from .tree.state_dict import Leaves, PerRank, build_tree, flatten
+from .tree.state_dict import Leaves, PerRank, flatten
 from .wiring import arranger_of, check_bool, connected
 
 __all__ = ["gather_state_dict", "scatter_state_dict"]

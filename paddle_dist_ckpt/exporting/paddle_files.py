@@ -7,8 +7,8 @@ from typing import Any
 
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
+from ..tree.building import build_tree
 from ..tree.paths import parse_path
-from ..tree.state_dict import build_tree
 from .pickles import Instance, pickled
 from .plan import ExportFile, ExportTensor, fill_files
 

@@ -33,8 +33,9 @@ from ..files.metadata import Metadata
 from ..files.room import Room, bytes_on_disk
 from ..folder.checkpoint import read_checkpoint
 from ..reports import LoadReport, loaded_line
+from ..tree.building import assign_all, build_tree
 from ..tree.paths import is_own, parent_of, plain_key
-from ..tree.state_dict import Leaves, PerRank, assign_all, build_tree, flatten
+from ..tree.state_dict import Leaves, PerRank, flatten
 from ..tree.values import from_jsonable
 from .fit import Fit
 from .load_coordinator import LoadCoordinator

@@ -20,8 +20,9 @@ from ..folder.checkpoint import Restarts, check_sizes, read_checkpoint
 from ..folder.selection import Selection, select, select_keys
 from ..options import LoadOptions
 from ..storage.base import Storage
+from ..tree.building import build_tree
 from ..tree.paths import flat_keys, is_own, join
-from ..tree.state_dict import Adapter, Leaves, build_tree
+from ..tree.state_dict import Adapter, Leaves
 from .answering import Answering
 from .load import LeavesLoad
 from .making import RecipeArranger, is_itself

@@ -12,9 +12,10 @@ from ..core.parts import Arranger
 from ..core.tensors import Geometry
 from ..errors import UnsupportedValueError
 from ..options import LoadOptions
+from ..tree.building import owner_of
 from ..tree.objects import ObjectKind
 from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
-from ..tree.state_dict import Adapter, Leaves, PerRank, owner_of
+from ..tree.state_dict import Adapter, Leaves, PerRank
 from . import key_map
 from .messages import LoadAnswer, WantedRecord
 from .recipes import Matching, match_recipes

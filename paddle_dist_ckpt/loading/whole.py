@@ -12,8 +12,9 @@ from ..core.dtypes import dtype_named
 from ..core.messages import encode, prepare
 from ..core.shards import Kind
 from ..files.metadata import Metadata
+from ..tree.building import build_tree
 from ..tree.paths import plain_key
-from ..tree.state_dict import Leaves, build_tree
+from ..tree.state_dict import Leaves
 from .load import LeavesLoad
 from .merged import add_leaf
 from .reading import LoadContext

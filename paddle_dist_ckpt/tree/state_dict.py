@@ -1,20 +1,18 @@
-"""The tree of a state_dict: taken apart into leaves with paths, put together again, values set in place."""
+"""Takes a state_dict apart into leaves with paths; :mod:`.building` puts leaves together again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
 from .names import canonical_paths
 from .objects import ObjectKind, OpenedObject
-from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parent_of, parse_path, plain_key
+from .paths import ListIndex, Part, TupleIndex, join_all, plain_key
 
-__all__ = ["Adapter", "Leaves", "PerRank", "assign", "assign_all", "build_tree", "flatten", "owner_of"]
+__all__ = ["Adapter", "Leaves", "PerRank", "flatten"]
 
 _MAX_DEPTH = 200
 _KEYS = "keys above a tensor must be str or int (of 64 bits)"
@@ -250,110 +248,3 @@ def _holds(values: Iterable[Any], is_apart: Callable[[Any], bool], seen: set[int
         if _holds(value.values() if isinstance(value, dict) else value, is_apart, seen):
             return True
     return False
-
-
-def owner_of(path: str, objects: Mapping[str, OpenedObject]) -> str | None:
-    """The path of the innermost object that has what is at a path, or below which it is."""
-    while path:
-        if path in objects:
-            return path
-        path = parent_of(path)
-    return None
-
-
-def assign_all(
-    state_dict: dict[Any, Any], leaves: Leaves, values: Mapping[str, Any]
-) -> list[tuple[OpenedObject, dict[Any, Any]]]:
-    """Set the values at these paths, in the state_dict itself and in the state_dicts of its objects.
-
-    Returns:
-        Each object with the state that it is to be given; those in other objects first.
-    """
-    objects = {opened.path: opened for opened in leaves.objects}
-    by_owner: dict[str | None, dict[str, Any]] = {None: {}, **{path: {} for path in objects}}
-    for path, value in values.items():
-        by_owner[owner_of(path, objects)][path] = value
-    assign(state_dict, by_owner[None])
-    free = {path for path, opened in objects.items() if opened.kind is ObjectKind.FREE}
-    if free:
-        inner = [(path, opened.value) for path, opened in objects.items()]
-        for path, value in (*zip(leaves.tensor_paths, leaves.tensors, strict=True), *inner):
-            if isinstance(value, np.ndarray):  # like a value, it is as it was stored
-                continue
-            owner = owner_of(path if path not in objects else parent_of(path), objects)
-            if owner in free:
-                by_owner[owner].setdefault(path, value)
-    found = []
-    for path, opened in reversed(objects.items()):
-        own = {name[len(path) :]: value for name, value in by_owner[path].items()}
-        if path in free:
-            if own:
-                found.append((opened, build_tree(own.items())))
-        else:
-            assign(opened.state, own)
-            found.append((opened, opened.state))
-    return found
-
-
-def assign(state_dict: dict[Any, Any], values: Mapping[str, Any]) -> None:
-    """Set the leaves at these paths. Dicts and lists are changed in place; a tuple is replaced by a new one."""
-    if "" in values:  # all of it is one value: an object's state without entries
-        state_dict.update(values[""])
-    else:
-        _assign(state_dict, _nested(values.items()))
-
-
-class _Leaf(NamedTuple):
-    value: Any
-
-
-def _nested(leaves: Iterable[tuple[str, Any]]) -> dict[Part, Any]:
-    """Leaves at paths as nested dicts by part of the path.
-
-    Raises:
-        ValueError: a path is both a leaf's and a container's, or twice a leaf's.
-    """
-    root: dict[Part, Any] = {}
-    for path, value in leaves:
-        node = root
-        *containers, last = parse_path(path)
-        for part in containers:
-            node = node.setdefault(part, {})
-            if isinstance(node, _Leaf):
-                raise ValueError(f"{path}: both a leaf and a container")
-        if last in node:
-            raise ValueError(f"{path}: twice a leaf, or both a leaf and a container")
-        node[last] = _Leaf(value)
-    return root
-
-
-def _assign(container: Any, changes: dict[Part, Any]) -> Any:
-    copy: Any = list(container) if isinstance(container, tuple) else container
-    for part, change in changes.items():
-        index = part.at if isinstance(part, (ListIndex, TupleIndex)) else part
-        copy[index] = change.value if isinstance(change, _Leaf) else _assign(copy[index], change)
-    return tuple(copy) if isinstance(container, tuple) else copy
-
-
-def build_tree(leaves: Iterable[tuple[str, Any]]) -> Any:
-    """The nested containers that have these leaves at these paths.
-
-    Places of a list or tuple that no path names hold None. A leaf at the empty path is the tree itself.
-    """
-    pairs = list(leaves)
-    alone = [value for path, value in pairs if path == ""]
-    return alone[0] if alone else _settle(_nested(pairs))
-
-
-def _settle(node: Any) -> Any:
-    if isinstance(node, _Leaf):
-        return node.value
-    kinds = {type(part) for part in node}
-    if kinds == {RankIndex}:
-        return {part.at: _settle(child) for part, child in node.items()}
-    if (kinds <= {ListIndex} and node) or (kinds <= {TupleIndex} and node):
-        items: list[Any] = [None] * (1 + max(part.at for part in node))
-        for part, child in node.items():
-            items[part.at] = _settle(child)
-        return items if ListIndex in kinds else tuple(items)
-    return {part: _settle(child) for part, child in node.items()}

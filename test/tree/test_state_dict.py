@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from paddle_dist_ckpt.errors import UnsupportedValueError
 from paddle_dist_ckpt.testing import NumpyAdapter, run_ranks
-from paddle_dist_ckpt.tree.state_dict import Leaves, assign, build_tree, flatten
+from paddle_dist_ckpt.tree.building import assign, build_tree
+from paddle_dist_ckpt.tree.state_dict import Leaves, flatten
 from test.strategies import equal, examples
 
 
