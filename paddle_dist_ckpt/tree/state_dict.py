@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
-from .names import canonical_paths
+from .canonical import canonical_paths
 from .objects import ObjectKind, OpenedObject
 from .paths import ListIndex, Part, RankIndex, TupleIndex, join_all, parent_of, parse_path, plain_key
 
