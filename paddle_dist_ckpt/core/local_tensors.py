@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UnsupportedValueError
 from .columns import IntArray, edges_of, places_within
 from .device_memory import DeviceAccess, DeviceArray
-from .tensors import Geometry, LocalShard, TensorView
+from .tensors import Geometry, LocalShard, TensorAdapter, TensorView, TensorViews
 
 __all__ = ["LocalShards", "LocalTensors", "device_arrays", "reach_of"]
+
+_AT_ONCE = 256  # tensors that are looked at together: so many stay in a core's cache meanwhile
 
 
 @dataclass(slots=True, eq=False)
@@ -54,17 +57,44 @@ class LocalTensors:
     def add(self, path: str, view: TensorView) -> None:
         """Append a tensor."""
         geometry, addresses, owner, name = view
+        self.geometry.append(self._number(geometry))
+        self.paths.append(path)
+        self.names.append(name)
+        self.addresses += addresses
+        self.owners.append(owner)
+
+    def look_at(self, paths: Sequence[str], values: Sequence[Any], adapter: TensorAdapter) -> list[str]:
+        """Append the tensors that the adapter takes. Returns what is wrong with others, a text each."""
+        problems: list[str] = []
+        for start in range(0, len(values), _AT_ONCE):
+            some, their_paths = values[start : start + _AT_ONCE], paths[start : start + _AT_ONCE]
+            views = adapter.views(some)
+            if views is not None:
+                self._add_all(their_paths, views)
+                continue
+            for path, value in zip(their_paths, some, strict=True):
+                try:
+                    self.add(path, adapter.view(value, path))
+                except UnsupportedValueError as error:
+                    problems.append(str(error))
+        return problems
+
+    def _add_all(self, paths: Sequence[str], views: TensorViews) -> None:
+        self.geometry.extend(map(self._number, views.geometries))
+        self.paths.extend(paths)
+        self.names.extend(views.names)
+        self.addresses.extend(views.addresses)
+        self.owners.extend(views.owners)
+
+    def _number(self, geometry: Geometry) -> int:
+        """Which of ``geometries`` it is; it becomes one if it is not."""
         number = self._numbers.get(id(geometry))
         if number is None:
             number = self._equal.setdefault(geometry, len(self.geometries))
             if number == len(self.geometries):
                 self.geometries.append(geometry)  # and so stays alive, and its id its own
                 self._numbers[id(geometry)] = number
-        self.geometry.append(number)
-        self.paths.append(path)
-        self.names.append(name)
-        self.addresses += addresses
-        self.owners.append(owner)
+        return number
 
 
 class LocalShards:

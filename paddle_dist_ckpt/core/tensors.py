@@ -25,6 +25,7 @@ __all__ = [
     "Reduction",
     "TensorAdapter",
     "TensorView",
+    "TensorViews",
     "is_native_array",
     "view_of_array",
 ]
@@ -99,6 +100,22 @@ class TensorView(NamedTuple):
     name: str | None
 
 
+class TensorViews(NamedTuple):
+    """Several tensors as this rank sees them, in columns; see :class:`TensorView`.
+
+    Attributes:
+        geometries: That of each.
+        addresses: Where all their shards start, tensor by tensor.
+        owners: What keeps the memory of each alive.
+        names: The framework's names of the variables.
+    """
+
+    geometries: Sequence[Geometry]
+    addresses: Sequence[int]
+    owners: Sequence[Any]
+    names: Sequence[str | None]
+
+
 class Identity(Protocol):
     """Remembers tensors without keeping them alive, to tell later whether they are the same."""
 
@@ -137,6 +154,13 @@ class TensorAdapter(Protocol):
 
         Raises:
             UnsupportedValueError: it cannot be saved or loaded.
+        """
+        ...
+
+    def views(self, values: Sequence[Any]) -> TensorViews | None:
+        """Look at several tensors at once, which is faster than one by one.
+
+        None if that cannot be done: some of them are like none that :meth:`view` has seen, or cannot be saved.
         """
         ...
 

@@ -10,7 +10,6 @@ import numpy as np
 from ..core.local_tensors import LocalTensors
 from ..core.parts import Arranger
 from ..core.tensors import Geometry
-from ..errors import UnsupportedValueError
 from ..options import LoadOptions
 from ..tree.building import owner_of
 from ..tree.objects import ObjectKind
@@ -114,16 +113,20 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
         moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
     wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects))
-    for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
-        if path in skipped or (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free):
-            continue
-        try:
-            view = adapter.view(value, path)
-            wanted.tensors.add(path, view)
-            if arranger is not None:
-                wanted.records[path] = _record(keys[path], view.geometry, arranger.corner(value))
-        except UnsupportedValueError as error:
-            wanted.problems.append(str(error))
+    asked, values = leaves.tensor_paths, leaves.tensors
+    if skipped or free:
+        left = {
+            path
+            for path, value in zip(asked, values, strict=True)
+            if path in skipped or (free and isinstance(value, np.ndarray) and owner_of(path, objects) in free)
+        }
+        values = [value for path, value in zip(asked, values, strict=True) if path not in left]
+        asked = [path for path in asked if path not in left]
+    wanted.problems += wanted.tensors.look_at(asked, values, adapter)
+    if arranger is not None:
+        corners = {path: arranger.corner(value) for path, value in zip(asked, values, strict=True)}
+        for path, number in zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True):
+            wanted.records[path] = _record(keys[path], wanted.tensors.geometries[number], corners[path])
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
         owner = objects.get(owner_of(path, objects) or "") if objects else None
         kind = owner.kind if owner is not None else None

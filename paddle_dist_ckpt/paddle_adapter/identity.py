@@ -6,7 +6,7 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import paddle
 from ..core.tensors import Geometry
 from .placement import local_shape, placement_copies, placement_texts
 
-__all__ = ["KnownTensor", "TensorIdentity"]
+__all__ = ["KnownTensor", "TensorIdentity", "addresses_of", "have_rest", "looks_of", "read"]
 
 _AT_ONCE = 256  # tensors whose attributes are compared one after the other: so many stay in a core's cache meanwhile
 
@@ -39,6 +39,11 @@ class KnownTensor:
     mesh: Any
     geometry: Geometry
     starts: tuple[int, ...]  # of its local shards in its memory, in bytes
+
+    @property
+    def look(self) -> tuple[Any, ...]:
+        """What tells most tensors apart, with a fast hash. No other dtype has this id as long as this one is kept."""
+        return tuple(self.shape), id(self.dtype), None if self.local_shape is None else tuple(self.local_shape)
 
     @staticmethod
     def of(value: Any, is_dist: bool, geometry: Geometry, starts: tuple[int, ...]) -> KnownTensor:
@@ -85,9 +90,8 @@ class TensorIdentity:
             known: What is known of each.
             addresses: Those of all their local shards.
         """
-        where = list(addresses) if len(addresses) == len(values) else _addresses(values)
-        attributes = {name: list(map(operator.attrgetter(name), known)) for name in KnownTensor.__slots__}
-        return TensorIdentity(list(map(weakref.ref, values)), where, _read("name", values), attributes)
+        where = list(addresses) if len(addresses) == len(values) else addresses_of(values)
+        return TensorIdentity(list(map(weakref.ref, values)), where, read("name", values), _columns(known))
 
     def matches(self, values: Sequence[Any]) -> bool:
         """See :class:`..core.tensors.Identity`."""
@@ -97,38 +101,71 @@ class TensorIdentity:
         )
 
     def _match(self, values: Sequence[Any], place: slice) -> bool:
-        """Whether these are the tensors at a place. The strides of contiguous ones follow from their shapes."""
-        expected = {name: column[place] for name, column in self.attributes.items()}
-        is_dist, contiguous = expected["is_dist"], expected["contiguous"]
+        """Whether these are the tensors at a place."""
         return (
             all(map(operator.is_, (reference() for reference in self.references[place]), values))
-            and _read("name", values) == self.names[place]
-            and _addresses(values) == self.addresses[place]
-            and (all(is_dist) or list(map(paddle.Tensor.is_dist, values)) == is_dist)  # another one has no mesh
-            and list(map(paddle.Tensor.is_contiguous, values)) == contiguous
-            and _read("dtype", values) == expected["dtype"]
-            and _read("shape", values) == expected["shape"]
-            and _read("strides", _without(values, contiguous)) == _without(expected["strides"], contiguous)
-            and not any(getattr(value, "is_distributed", False) for value in _without(values, is_dist))
-            and (True not in is_dist or _are_distributed_so(values, expected))
+            and read("name", values) == self.names[place]
+            and addresses_of(values) == self.addresses[place]
+            and _have(values, {name: column[place] for name, column in self.attributes.items()})
         )
 
 
+def looks_of(values: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
+    """Of each tensor, the :attr:`KnownTensor.look` that it has in common with those that it may be like."""
+    is_dist = list(map(paddle.Tensor.is_dist, values))
+    local = [tuple(local_shape(one)) if dist else None for one, dist in zip(values, is_dist, strict=True)]
+    return zip(map(tuple, read("shape", values)), map(id, read("dtype", values)), local, strict=True)
+
+
+def have_rest(values: Sequence[Any], known: Sequence[KnownTensor]) -> bool:
+    """Whether tensors have the geometries that are known of others that look the same."""
+    return _have_rest(values, _columns(known))
+
+
+def _columns(known: Sequence[KnownTensor]) -> dict[str, list[Any]]:
+    """The fields of what is known of each tensor. Often they are all alike, which is fast to see."""
+    if known and known.count(known[0]) == len(known):
+        return {name: [getattr(known[0], name)] * len(known) for name in KnownTensor.__slots__}
+    return {name: list(map(operator.attrgetter(name), known)) for name in KnownTensor.__slots__}
+
+
+def _have(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool:
+    """Whether tensors have these attributes."""
+    is_dist = expected["is_dist"]
+    return (
+        list(map(paddle.Tensor.is_dist, values)) == is_dist
+        and read("dtype", values) == expected["dtype"]
+        and read("shape", values) == expected["shape"]
+        and list(map(local_shape, itertools.compress(values, is_dist)))
+        == list(itertools.compress(expected["local_shape"], is_dist))
+        and _have_rest(values, expected)
+    )
+
+
+def _have_rest(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool:
+    """The same of those that have not been compared yet. The strides of contiguous ones follow from their shapes."""
+    is_dist, contiguous = expected["is_dist"], expected["contiguous"]
+    plain = _without(values, is_dist)
+    return (
+        all(map(paddle.Tensor.is_dense, plain))
+        and not any(getattr(value, "is_distributed", False) for value in plain)
+        and list(map(paddle.Tensor.is_contiguous, values)) == contiguous
+        and read("strides", _without(values, contiguous)) == _without(expected["strides"], contiguous)
+        and (True not in is_dist or _are_distributed_so(values, expected))
+    )
+
+
 def _are_distributed_so(values: Sequence[Any], expected: Mapping[str, list[Any]]) -> bool:
-    """Whether the DistTensors among tensors have the attributes that others do not have."""
+    """Whether the DistTensors among tensors have these meshes and placements."""
 
     def of_dist(column: Sequence[Any]) -> list[Any]:
         return list(itertools.compress(column, expected["is_dist"]))
 
     values, copies = of_dist(values), of_dist(expected["copies"])
-    return (
-        list(map(local_shape, values)) == of_dist(expected["local_shape"])
-        and _read("process_mesh", values) == of_dist(expected["mesh"])
-        and (
-            list(map(placement_texts, values)) == of_dist(expected["placements"])
-            if None in copies
-            else _read("placements", values) == copies
-        )
+    return read("process_mesh", values) == of_dist(expected["mesh"]) and (
+        list(map(placement_texts, values)) == of_dist(expected["placements"])
+        if None in copies
+        else read("placements", values) == copies
     )
 
 
@@ -136,13 +173,14 @@ def _without(values: Sequence[Any], left_out: Sequence[bool]) -> list[Any]:
     return list(itertools.compress(values, map(operator.not_, left_out)))
 
 
-def _read(name: str, values: Sequence[Any]) -> list[Any]:
+def read(name: str, values: Sequence[Any]) -> list[Any]:
     """An attribute of many tensors."""
     return list(map(getattr(paddle.Tensor, name).__get__, values))
 
 
-def _addresses(values: Sequence[Any]) -> list[int]:
+def addresses_of(values: Sequence[Any]) -> list[int]:
+    """Where tensors' memory starts; 0, or None, for one that has none on this rank."""
     try:
         return list(map(paddle.Tensor.data_ptr, values))
-    except RuntimeError:  # of a tensor that has no memory on this rank
+    except RuntimeError:
         return [value.data_ptr() if value._is_initialized() else 0 for value in values]

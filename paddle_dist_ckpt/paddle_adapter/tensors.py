@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,20 +17,22 @@ from ..core.box import Box, cut_flat_range, whole
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.shards import Kind
-from ..core.tensors import Geometry, LocalShard, TensorView, is_native_array, view_of_array
+from ..core.tensors import Geometry, LocalShard, TensorView, TensorViews, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
 from ..tree.objects import ObjectKind, state_of
 from ..tree.paths import plain_key
 from . import objects
 from .device import at_device, has_devices, is_on_device
 from .device_copies import PaddleDevices
-from .identity import KnownTensor, TensorIdentity
+from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import WeightPart, is_sharded_weight
 from .static_program import is_program, program_state, variables_by_address
 from .wrappers import refusal, unwrapped
 
 __all__ = ["PaddleAdapter"]
+
+_NUMBERED = "eager_tmp_"  # so the names begin by which Paddle numbers what operations return
 
 
 class PaddleAdapter:
@@ -56,6 +59,7 @@ class PaddleAdapter:
             paddle.device._convert_to_place(place)  # raises if there is none
         self._dtypes: dict[Any, DType] = {}
         self._known: dict[tuple[Any, ...], list[KnownTensor]] = {}
+        self._likely: dict[tuple[Any, ...], KnownTensor] = {}  # the last one of each look
         self._last: KnownTensor | None = None
         self._sharded: dict[tuple[WeightPart, DType, bool], tuple[Geometry, tuple[int, ...]]] = {}
         self._viewed: dict[int, KnownTensor] = {}  # by the id of each Paddle tensor that was looked at
@@ -112,8 +116,9 @@ class PaddleAdapter:
     def _name(self, tensor: Any) -> str | None:
         """The name of a tensor's variable, if it says anything."""
         name: str = tensor.name
-        if not name.startswith("eager_tmp_"):  # so Paddle numbers what operations return
-            return name
+        return name if not name.startswith(_NUMBERED) else self._of_variable(tensor)
+
+    def _of_variable(self, tensor: Any) -> str | None:
         return self._variables.get(tensor.data_ptr()) if self._variables and tensor._is_initialized() else None
 
     @cached_property
@@ -137,6 +142,7 @@ class PaddleAdapter:
                 or not known.is_of(value, is_dist, on_device)
             ):
                 known = self._last = self._find(value, is_dist, on_device, path)
+                self._likely[known.look] = known
         except NotImplementedError:  # so Paddle refuses to tell the local shape
             raise _no_memory(path) from None
         if IS_PADDLE_2_6 and is_dist:
@@ -144,6 +150,26 @@ class PaddleAdapter:
         self._viewed[id(value)] = known
         addresses = _addresses(value, known.geometry, known.starts, path)
         return TensorView(known.geometry, addresses, value, self._name(value))
+
+    def views(self, values: Sequence[Any]) -> TensorViews | None:
+        """See :class:`..core.tensors.TensorAdapter`. It cannot be done where there are devices, or without elements."""
+        if self.devices is not None or IS_PADDLE_2_6 or not self.tensor_types.issuperset(map(type, values)):
+            return None
+        try:
+            known = [one for one in map(self._likely.get, looks_of(values)) if one is not None]
+            if not known or len(known) < len(values) or not have_rest(values, known):
+                return None
+        except RuntimeError:  # Paddle refuses to tell something of a tensor without memory
+            return None
+        addresses = addresses_of(list(itertools.compress(values, (one.starts for one in known))))
+        if not all(addresses):  # as where there are no elements, or no memory
+            return None
+        self._viewed.update(zip(map(id, values), known, strict=True))
+        names = [
+            name if not name.startswith(_NUMBERED) else self._of_variable(value)
+            for value, name in zip(values, read("name", values), strict=True)
+        ]
+        return TensorViews([one.geometry for one in known], addresses, values, names)
 
     def _placed(self, geometry: Geometry, starts: tuple[int, ...], on_device: bool) -> tuple[Geometry, tuple[int, ...]]:
         """The geometry, on the device if it is there, with large shards cut; and where in the memory each shard starts.

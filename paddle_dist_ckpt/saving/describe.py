@@ -245,11 +245,7 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Seq
         tensors = same.tensors.with_owners(leaves.tensors)
     else:
         tensors = LocalTensors()
-        for path, value in zip(leaves.tensor_paths, leaves.tensors, strict=True):
-            try:
-                tensors.add(path, adapter.view(value, path))
-            except UnsupportedValueError as error:
-                problems.append(str(error))
+        problems += tensors.look_at(leaves.tensor_paths, leaves.tensors, adapter)
     values = _encoded(leaves, rank, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))

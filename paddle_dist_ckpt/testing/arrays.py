@@ -127,6 +127,9 @@ class NumpyAdapter:
         geometry = Geometry(Kind.TENSOR, value.dtype, value.shape, value.plain, tuple(pieces), value.reduction)
         return TensorView(geometry, tuple(addresses), value, None)
 
+    def views(self, values: Sequence[Any]) -> None:
+        """See :class:`..core.tensors.TensorAdapter`. They are looked at one by one."""
+
     def identity(self, values: Sequence[Any], addresses: Sequence[int]) -> ArrayIdentity | None:
         """See :class:`..core.tensors.TensorAdapter`."""
         return ArrayIdentity.of(values)

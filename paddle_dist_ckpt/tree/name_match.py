@@ -24,7 +24,7 @@ another one's data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 from .names import Names, OptimizerVariable, container_of, may_be_optimizers, variable_containers
@@ -89,7 +89,7 @@ class NameMatch:
         )
 
     def _by_name(self, path: str, own: str, variable: OptimizerVariable | None) -> int | None:
-        if _tail(own) != _tail(path):  # the user has named something else
+        if own != path and _tail(own) != _tail(path):  # the user has named something else
             return None
         if path in self._wanted.learning_rates:
             return self._learning_rate(own)
@@ -112,10 +112,12 @@ class NameMatch:
         accumulator = variable.accumulator
         by_variable = self._stored.by_variable
         if len(variable.parameters) == 1:
-            found: Iterable[str] = by_variable.get((variable.parameters[0], accumulator), ())
+            found: Collection[str] = by_variable.get((variable.parameters[0], accumulator), ())
         else:
             groups = (by_variable.get((one, accumulator), ()) for one in variable.parameters)
             found = dict.fromkeys(path for group in groups for path in group)
+        if len(found) == 1:
+            return list(found)
         exact = [path for path in found if self._stored.variables[path] == variable]
         return exact or list(found)
 

@@ -20,21 +20,23 @@ A variable that is or was distributed may have ``.dist`` behind its name, which 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from .paths import join, parent_of, plain_key
+from .paths import parent_of, plain_key
 
 __all__ = [
     "Names",
     "OptimizerVariable",
-    "canonical_paths",
+    "VariableOfRun",
     "container_of",
     "is_accumulator",
     "is_of_run",
+    "last_part",
     "may_be_optimizers",
+    "may_end_in_name",
     "parameter_of_run",
     "variable_containers",
 ]
@@ -69,58 +71,11 @@ class OptimizerVariable(NamedTuple):
     accumulator: str
 
 
-class _Variable(NamedTuple):
+class VariableOfRun(NamedTuple):
     """The variable name of an optimizer variable's parameter, and the accumulator's name."""
 
     parameter: str
     accumulator: str
-
-
-def canonical_paths(paths: Sequence[str], names: Sequence[str | None]) -> dict[str, str]:
-    """The paths that optimizer variables have in every run.
-
-    The parameters are found among the same entries. If an optimizer has entries of parameters from several containers
-    (two models), and these share structured names, the container's own name is put before: ``d.fc.weight.moment1``.
-    Entries that would get one path, or one that exists already, are left out, and those of parameters that cannot be
-    told from others in another container.
-
-    Args:
-        paths: Those of all tensors of a checkpoint or of a state_dict.
-        names: The framework's name of each tensor's variable, or None.
-
-    Returns:
-        The new path for each path that ends in Paddle's own name of an optimizer variable.
-    """
-    if not any(map(_may_be_variable, paths)):
-        return {}
-    table = Names(paths, names)
-    homes = {name: own[0] for name, own in table.parameters.items() if len(set(map(parent_of, own))) == 1}
-    of_run = ((path, table.of_run(path)) for path in paths)
-    found = [(path, one) for path, one in of_run if one is not None and one.parameter in homes]
-    ambiguous = _ambiguous_containers(found, homes)
-    translated: dict[str, str] = {}
-    for path, (parameter, accumulator) in found:
-        container, model, name = container_of(path), parent_of(homes[parameter]), _last(homes[parameter])
-        if model and container in ambiguous:
-            name = f"{_last(model)}.{name}"
-        translated[path] = join(container, f"{name}.{accumulator}")
-    counts = Counter(translated.values())
-    taken = set(paths)
-    return {old: new for old, new in translated.items() if counts[new] == 1 and new not in taken}
-
-
-def _ambiguous_containers(found: Iterable[tuple[str, _Variable]], homes: Mapping[str, str]) -> set[str]:
-    """The optimizers' containers with entries of parameters from several containers that share structured names."""
-    models: dict[str, set[str]] = defaultdict(set)
-    for path, (parameter, _) in found:
-        models[container_of(path)].add(parent_of(homes[parameter]))
-    members: dict[str, set[str]] = defaultdict(set)
-    for home in homes.values():
-        members[parent_of(home)].add(_last(home))
-    counts = {
-        container: Counter(key for place in group for key in members[place]) for container, group in models.items()
-    }
-    return {container for container, count in counts.items() if max(count.values()) > 1}
 
 
 class Names:
@@ -140,19 +95,28 @@ class Names:
         return self._table[0]
 
     @cached_property
-    def _table(self) -> tuple[dict[str, list[str]], dict[str, _Variable | None]]:
+    def _table(self) -> tuple[dict[str, list[str]], dict[str, VariableOfRun | None]]:
         """The parameters, and what each variable's name says of an optimizer variable."""
         bearers: dict[str, list[str]] = defaultdict(list)
         for path, name in zip(self.paths, self.names, strict=True):
             if name is not None:
                 bearers[name].append(path)
         parameters: dict[str, list[str]] = {}
-        parsed: dict[str, _Variable | None] = {}
-        for name in sorted(bearers):  # a parameter's name comes before those of its accumulators
-            variable = parsed[name] = _parse(name, parameters)
-            own = [path for path in bearers[name] if not _is_variables(path, name, variable)]
+        parsed: dict[str, VariableOfRun | None] = {}
+        latest = ""
+        # A parameter's name comes before those of its accumulators. Of the parameters by whose names one begins, the
+        # longest comes last; so if the latest of all is among these, it is the longest.
+        for name in sorted(bearers):
+            rest = name[len(latest) :] if latest and name.startswith(latest) else ""
+            accumulator = _accumulator(rest) if rest else ""
+            variable = VariableOfRun(latest, accumulator) if accumulator else _parse(name, parameters)
+            parsed[name] = variable
+            paths = bearers[name]
+            if variable is not None and len(paths) == 1 and _is_at(paths[0], name):
+                continue
+            own = [path for path in paths if not _is_variables(path, name, variable)]
             if own:
-                parameters[name] = sorted(own)
+                parameters[name], latest = sorted(own), name
         return parameters, parsed
 
     @cached_property
@@ -164,25 +128,29 @@ class Names:
         """
         found: dict[str, OptimizerVariable] = {}
         groups = {name: tuple(own) for name, own in self.parameters.items()}
+        parsed = self._table[1]
         for path, name in zip(self.paths, self.names, strict=True):
-            variable = self.of_run(path)
+            if name is not None and _is_at(path, name):
+                variable = parsed[name]
+            else:
+                variable = self.of_run(path) if may_end_in_name(path) else None
             if variable is not None:
-                found[path] = OptimizerVariable(groups[variable.parameter], variable.accumulator)
+                found[path] = OptimizerVariable(groups[variable[0]], variable[1])
                 continue
             structured = self._by_name(path, name) or self.structured(path)
             if structured is not None:
                 found[path] = structured
         return found
 
-    def of_run(self, path: str) -> _Variable | None:
+    def of_run(self, path: str) -> VariableOfRun | None:
         """Which variable a path is, if it ends in Paddle's own name of one of a parameter that is among these."""
         parameters, parsed = self._table
         container, _, key = path.rpartition("/")
         if "~" in key:
-            key = _last(path)
+            key = last_part(path)
         if container.endswith(_MASTERS):
             parameter = _table_name(key, parameters)
-            return None if parameter is None else _Variable(parameter, _MASTER)
+            return None if parameter is None else VariableOfRun(parameter, _MASTER)
         variable = parsed[key] if key in parsed else _parse(key, parameters)
         return None if variable is None or path in parameters.get(key, ()) else variable
 
@@ -192,13 +160,17 @@ class Names:
         variable = parsed.get(name) if name is not None else None
         if variable is None or path in parameters.get(name or "", ()):
             return None
-        last = _last(path)
+        last = last_part(path)
         end = next((end for end in _ends_of(variable.accumulator) if last.endswith(end)), None)
         if end is None:
             return None
         own = last[: -len(end)]
         group = parameters[variable.parameter]
-        exact = [other for other in group if own in (_last(other), f"{_last(parent_of(other))}.{_last(other)}")]
+        exact = [
+            other
+            for other in group
+            if own == (key := last_part(other)) or own == f"{last_part(parent_of(other))}.{key}"
+        ]
         # Without one, the names are of several ranks that count for themselves, and this one says nothing.
         return OptimizerVariable(tuple(exact), variable.accumulator) if exact else None
 
@@ -212,7 +184,7 @@ class Names:
         match = _STRUCTURED.search(path)
         if match is None:
             return None
-        candidates = self._by_key.get(_last(path[: match.start()]), [])
+        candidates = self._by_key.get(last_part(path[: match.start()]), [])
         if len(candidates) > 1:
             candidates = [other for other in candidates if parent_of(other) == parent_of(path)]
         if len(candidates) != 1 or candidates[0] == path:
@@ -223,10 +195,10 @@ class Names:
     def _by_key(self) -> Mapping[str, list[str]]:
         places: dict[str, list[str]] = defaultdict(list)
         for path in self.paths:
-            container, key = parent_of(path), _last(path)
+            container, key = parent_of(path), last_part(path)
             places[key].append(path)
             if container:
-                places[f"{_last(container)}.{key}"].append(path)
+                places[f"{last_part(container)}.{key}"].append(path)
         return places
 
     @cached_property
@@ -246,8 +218,8 @@ class Names:
     @cached_property
     def learning_rates(self) -> list[str]:
         """The paths of static-graph programs' learning rates: that are called so and are under that name."""
-        pairs = zip(self.paths, self.names, strict=True)
-        return [path for path, name in pairs if name and _LEARNING_RATE.search(path) and _last(path) == name]
+        found = [(path, name) for path, name in zip(self.paths, self.names, strict=True) if "/learning_rate_" in path]
+        return [path for path, name in found if name and _LEARNING_RATE.search(path) and last_part(path) == name]
 
 
 def variable_containers(variables: Mapping[str, OptimizerVariable], moved: Mapping[str, str]) -> Mapping[str, set[str]]:
@@ -261,7 +233,7 @@ def variable_containers(variables: Mapping[str, OptimizerVariable], moved: Mappi
 
 def may_be_optimizers(path: str) -> bool:
     """Whether a path may be an optimizer variable's, in any form. Many a state has none of these."""
-    return _may_be_variable(path) or _STRUCTURED.search(path) is not None
+    return may_end_in_name(path) or _STRUCTURED.search(path) is not None
 
 
 def is_accumulator(name: str) -> bool:
@@ -280,21 +252,21 @@ def parameter_of_run(key: str) -> str | None:
     return match[1] if match else None
 
 
-def _may_be_variable(path: str) -> bool:
+def may_end_in_name(path: str) -> bool:
     """Whether a path may end in Paddle's own name of an optimizer variable. Many a state has none of these."""
     if path[-1:].isdigit() or path.endswith(_DIST):
         return "_" in path.rpartition("/")[2] or _MASTERS in path
     return _MASTERS in path
 
 
-def _parse(key: str, parameters: Mapping[str, object]) -> _Variable | None:
+def _parse(key: str, parameters: Mapping[str, object]) -> VariableOfRun | None:
     end = key.rfind("_")
     while end > 0:
         parameter = _table_name(key[:end], parameters)
         if parameter is not None:
             accumulator = _accumulator(key[end:])
             if accumulator:
-                return _Variable(parameter, accumulator)
+                return VariableOfRun(parameter, accumulator)
         end = key.rfind("_", 0, end)
     return None
 
@@ -316,25 +288,31 @@ def _table_name(name: str, parameters: Mapping[str, object]) -> str | None:
 
 def container_of(path: str) -> str:
     """Where an entry is; that of a master weight in a dict of its own is its optimizer's."""
-    return parent_of(path).removesuffix(_MASTERS)
+    return path.rpartition("/")[0].removesuffix(_MASTERS)
 
 
-def _last(path: str) -> str:
+def last_part(path: str) -> str:
     """The last part of a path, as a str."""
     part = path.rpartition("/")[2]
     return part if "~" not in part else plain_key("/" + part)
 
 
-def _is_variables(path: str, name: str, variable: _Variable | None) -> bool:
+def _is_at(path: str, name: str) -> bool:
+    """Whether a path's last part is this name, and it is none of a master weight; not of all is that seen."""
+    return path.endswith("/" + name) and "~" not in name and _MASTERS not in path
+
+
+def _is_variables(path: str, name: str, variable: VariableOfRun | None) -> bool:
     """Whether a path is that of an optimizer variable, if its variable's name is so, and says so."""
     if _MASTERS in path and parent_of(path).endswith(_MASTERS):
         return True
     if variable is None:
         return False
-    last = _last(path)
+    last = last_part(path)
     return last == name or last.endswith(_ends_of(variable.accumulator))
 
 
+@lru_cache(maxsize=4096)
 def _ends_of(accumulator: str) -> tuple[str, ...]:
     """How structured keys end that are an accumulator's, here or in ``sharded_state_dict()``."""
     ends = (f".{accumulator}", f".{accumulator}_0")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..core.tensors import TensorAdapter
 from ..errors import UnsupportedValueError
-from .names import canonical_paths
+from .canonical import canonical_paths
 from .objects import ObjectKind, OpenedObject
 from .paths import ListIndex, Part, TupleIndex, join_all, plain_key
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paddle_dist_ckpt.paddle_adapter.objects import optimizer_state
-from paddle_dist_ckpt.tree.names import canonical_paths
+from paddle_dist_ckpt.tree.canonical import canonical_paths
 
 
 def flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

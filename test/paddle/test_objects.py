@@ -13,7 +13,7 @@ import pytest
 
 from paddle_dist_ckpt import StateDictMismatchError, UnsupportedValueError, load_state_dict, save_state_dict
 from paddle_dist_ckpt.paddle_adapter import objects
-from paddle_dist_ckpt.tree.names import canonical_paths
+from paddle_dist_ckpt.tree.canonical import canonical_paths
 from test.paddle.optimizers import flat, named_state
 from test.paddle.versions import FROM_LOCAL, LATER_THAN_3_0, SHARDING_STAGES, lacks
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 
-from paddle_dist_ckpt.tree.names import canonical_paths
+from paddle_dist_ckpt.tree import names as names_module
+from paddle_dist_ckpt.tree.canonical import canonical_paths
 from paddle_dist_ckpt.tree.paths import join
 
 TABLE = {"linear_0.w_0": "fc.weight", "linear_1.w_0.dist": "out.weight", "embedding_0.w_0.dist": "embed"}
@@ -225,3 +227,30 @@ def test_many_entries_are_quick() -> None:
     start = time.process_time()
     assert len(canonical_paths(paths, names)) == 80_000
     assert time.process_time() - start < 10, "it takes about half a second for 100,000 entries"
+
+
+def test_names_in_their_order_are_parsed_as_each_alone() -> None:
+    """Any names of few pieces, so that many begin by others, with and without ``.dist``."""
+    rng, found = random.Random(0), 0
+    pieces = ["a", "b_0", "0", "w_0", "m_0", "fp32_master_0", "moment1_0", "deepcopy_1", "1"]
+    for _ in range(300):
+        drawn = ("_".join(rng.choices(pieces, k=rng.randint(1, 4))) for _ in range(rng.randint(2, 25)))
+        names = list({name + rng.choice(["", "", ".dist"]) for name in drawn})
+        paths = [join("/optimizer", name) if rng.random() < 0.5 else f"/model/p{i}" for i, name in enumerate(names)]
+        table = names_module.Names(paths, names)
+        _, parsed = table._table
+        for name in names:
+            before = {other: own for other, own in table.parameters.items() if other < name}
+            assert parsed[name] == names_module._parse(name, before), name
+            found += parsed[name] is not None
+    assert found > 500
+
+
+def test_a_name_behind_its_parameters_is_seen_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    parse = names_module._parse
+    monkeypatch.setattr(names_module, "_parse", lambda key, table: searched.append(key) or parse(key, table))
+    parameters = {f"/model/layers.{i}.weight": f"linear_{i}.w_0.dist" for i in range(100)}
+    entries = {**parameters, **own(*(f"{name}_{kind}_0" for name in parameters.values() for kind in KINDS[:5]))}
+    assert len(names_module.Names(list(entries), list(entries.values())).variables) == 500
+    assert set(searched) == set(parameters.values())
