@@ -22,7 +22,7 @@ import pytest
 from paddle_dist_ckpt import CheckpointError, RankFailureError, export, verify
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
-from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.jobs import (
     Killed,
@@ -86,9 +86,8 @@ class Faults:
                 self.strike(rank)
 
         with rank.hub.session("export", 60) as session:
-            return export_checkpoint(
-                session, LocalStorage(source), wanted, False, lambda folder: FaultyStorage(folder, hook)
-            )
+            folders = Folders(lambda folder: FaultyStorage(folder, hook))
+            return export_checkpoint(session, LocalStorage(source), wanted, False, folders)
 
     def die(self, rank: SimulatedRank) -> None:
         """As if the rank's process were killed."""
