@@ -244,7 +244,7 @@ def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCa
 CHILD = """
 import os, signal, sys
 from paddle_dist_ckpt import export
-from paddle_dist_ckpt.exporting import export as module
+from paddle_dist_ckpt.storage import Folders
 from paddle_dist_ckpt.testing import FaultyStorage
 source, out, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 steps = []
@@ -254,7 +254,7 @@ def hook(operation, name):
     if len(steps) == at:
         os.kill(os.getpid(), signal.SIGKILL)
 
-module.export_checkpoint.__defaults__ = (lambda folder: FaultyStorage(folder, hook),)
+Folders.__init__.__defaults__ = (lambda folder: FaultyStorage(folder, hook), None)
 print("ready", flush=True)
 export(source, out, format="native", max_shard_bytes=5_000_000)
 print(len(steps), flush=True)
