@@ -18,7 +18,7 @@ from .options import LoadOptions, SaveOptions, checked
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_source, as_storage, bounded
-from .wiring import checked_id, connected, load_whole, load_with, paddles, save_with, source_of
+from .wiring import checked_id, connected, folder_of, load_whole, load_with, paddles, save_with, source_of
 
 __all__ = [
     "copy_checkpoint",
@@ -218,26 +218,29 @@ def load_merged_state_dict(
     )
 
 
-def read_metadata(path: Any, unique_id: int | None = None) -> Metadata:
+def read_metadata(path: Any, unique_id: int | None = None, *, progress_timeout: float | None = None) -> Metadata:
     """What a checkpoint holds and where. Reads the `.metadata` file alone, and does not need paddle.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         unique_id: Which checkpoint; None for the newest.
+        progress_timeout: How long, in seconds, a single file operation may take; see :class:`SaveOptions`.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError: the file is damaged.
     """
-    return read_checkpoint(as_source(path), checked_id(unique_id))
+    with folder_of(as_source, path, progress_timeout) as storage:
+        return read_checkpoint(storage, checked_id(unique_id))
 
 
-def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
+def rebuild_metadata(path: Any, save: str | None = None, *, progress_timeout: float | None = None) -> Metadata:
     """Recreate a lost `.metadata` from the data files, after checking every byte of them.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         save: The random id of the save (the second part of its files' names), needed if several are complete.
+        progress_timeout: How long, in seconds, a single file operation may take; see :class:`SaveOptions`.
 
     Returns:
         What was recovered, which is now committed under its old id, or under a new one if that is taken.
@@ -247,10 +250,11 @@ def rebuild_metadata(path: Any, save: str | None = None) -> Metadata:
         CheckpointCorruptedError: a block of data is damaged. (A file with a damaged header counts as missing.)
         CheckpointError: several saves qualify, and ``save`` does not name one.
     """
-    return rebuild(as_storage(path), checked("save", save, str), progress=False)
+    with folder_of(as_storage, path, progress_timeout) as storage:
+        return rebuild(storage, checked("save", save, str), progress=False)
 
 
-def list_checkpoints(path: Any) -> list[int]:
+def list_checkpoints(path: Any, *, progress_timeout: float | None = None) -> list[int]:
     """The ids of the committed checkpoints in a folder, ascending.
 
     If there is no checkpoint of this library's own format, those of other formats are listed. A checkpoint whose format
@@ -259,8 +263,10 @@ def list_checkpoints(path: Any) -> list[int]:
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
+        progress_timeout: How long, in seconds, a single file operation may take; see :class:`SaveOptions`.
     """
-    return listed_ids(as_source(path))
+    with folder_of(as_source, path, progress_timeout) as storage:
+        return listed_ids(storage)
 
 
 def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | None = None) -> VerifyReport:
@@ -287,7 +293,7 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
         return verify_checkpoint(storage, unique_id, options.progress)
 
 
-def delete_checkpoint(path: Any, unique_id: int) -> Metadata:
+def delete_checkpoint(path: Any, unique_id: int, *, progress_timeout: float | None = None) -> Metadata:
     """Remove a committed checkpoint from its folder. Does not need paddle.
 
     Its `.metadata` goes first, for good; then the data files that no other checkpoint of the folder refers to. If this
@@ -296,6 +302,7 @@ def delete_checkpoint(path: Any, unique_id: int) -> Metadata:
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
         unique_id: Which checkpoint.
+        progress_timeout: How long, in seconds, a single file operation may take; see :class:`SaveOptions`.
 
     Returns:
         What the checkpoint held.
@@ -304,12 +311,14 @@ def delete_checkpoint(path: Any, unique_id: int) -> Metadata:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointError: somebody is saving to the folder; or a checkpoint there cannot be read, so that it is not known
             which files it needs. Nothing was removed.
+        CheckpointTimeoutError: the disk hangs. Whether the checkpoint is still there, :func:`list_checkpoints` tells.
         ValueError: the checkpoint is of another format.
     """
     number = checked_id(unique_id)
     if number is None:
         raise ValueError("unique_id must name the checkpoint that is to be removed, not be None")
-    return delete(as_storage(path), number)
+    with folder_of(as_storage, path, progress_timeout) as storage:
+        return delete(storage, number)
 
 
 def copy_checkpoint(

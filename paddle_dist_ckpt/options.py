@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from .recipes import Recipe, placeholders, stored_keys
 
-__all__ = ["LoadOptions", "SaveOptions", "as_integer", "checked"]
+__all__ = ["LoadOptions", "SaveOptions", "as_integer", "check_timeout", "checked"]
 
 T = TypeVar("T")
 
@@ -46,9 +46,7 @@ class SaveOptions:
             not fit is written before the call returns. None sets no limit.
         progress_timeout: How long, in seconds, a single file operation may take on any rank: creating or opening a
             file, writing or reading a piece, an fsync. After that the disk, or the network to it, is considered to
-            hang, and every rank raises :class:`CheckpointTimeoutError`. None waits as long as it takes. It
-            does not cover files that an export writes, a manager's checks of folders themselves (whether one is a
-            symlink, the removal of an empty one), or functions without options.
+            hang, and every rank raises :class:`CheckpointTimeoutError`. None waits as long as it takes.
         data_suffix: How the names of data files end: ``".safetensors"`` or ``".shards"``, the same on every rank. The
             contents are the same. Tools that search folders for ``*.safetensors`` do not find ``.shards``, so they
             neither trip over tensor names that repeat from step to step nor rename or remove the files. None means
@@ -202,12 +200,20 @@ def checked(name: str, value: T | None, kind: type[T]) -> T | None:
 
 
 def _check_timeouts(timeout: float, progress_timeout: float | None) -> None:
-    for name, seconds in (("timeout", timeout), ("progress_timeout", progress_timeout)):
-        if name == "progress_timeout" and seconds is None:
-            continue
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST_TIMEOUT:
-            allowed = f"a number of seconds above 0 and up to {_LONGEST_TIMEOUT:,}"
-            raise ValueError(f"{name} must be {allowed}, not {seconds!r}")
+    check_timeout("timeout", timeout)
+    if progress_timeout is not None:
+        check_timeout("progress_timeout", progress_timeout)
+
+
+def check_timeout(name: str, seconds: float) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        ValueError: it is no number of seconds, or not in range.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST_TIMEOUT:
+        allowed = f"a number of seconds above 0 and up to {_LONGEST_TIMEOUT:,}"
+        raise ValueError(f"{name} must be {allowed}, not {seconds!r}")
 
 
 def _check_key_map(key_map: object) -> None:

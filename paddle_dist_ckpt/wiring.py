@@ -28,13 +28,13 @@ from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .loading.stored_tensors import stored_tensors
-from .options import LoadOptions, SaveOptions, as_integer
+from .options import LoadOptions, SaveOptions, as_integer, check_timeout
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.preparing import snapshot_bytes_of
 from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
-from .storage import Storage, as_source, as_storage, bounded
+from .storage import Storage, as_source, as_storage, bounded, bounded_folders
 from .tree.state_dict import Adapter
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "export_filled_with",
     "export_state_with",
     "export_with",
+    "folder_of",
     "load_whole",
     "load_with",
     "members",
@@ -151,6 +152,19 @@ def source_of(path: Any, options: LoadOptions, rank: int = 0) -> AbstractContext
     return bounded(functools.partial(as_source, path), path, options.progress_timeout, rank)
 
 
+def folder_of(
+    find: Callable[[Any], Storage], path: Any, progress_timeout: float | None
+) -> AbstractContextManager[Storage]:
+    """The storage that ``find`` makes of what a user passes as ``path``, until the end of the block, without options.
+
+    Raises:
+        ValueError: ``progress_timeout`` is out of range.
+    """
+    if progress_timeout is not None:
+        check_timeout("progress_timeout", progress_timeout)
+    return bounded(functools.partial(find, path), path, progress_timeout, 0)
+
+
 def arranger_of(options: LoadOptions) -> Arranger | None:
     """What reads Paddle's own configuration of what tensors are made of, if there is one."""
     if options.aoa_config is None or not options.aoa_config.get("aoa_statements"):
@@ -188,8 +202,12 @@ def load_whole(
 
 def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOptions) -> ExportReport:
     """Export a checkpoint together with other ranks. See :func:`paddle_dist_ckpt.export`."""
-    with ranks.hub.session("export", options.timeout) as session, source_of(path, options, ranks.rank) as storage:
-        return export_checkpoint(session, storage, request, options.progress)
+    with (
+        ranks.hub.session("export", options.timeout) as session,
+        source_of(path, options, ranks.rank) as storage,
+        bounded_folders(options.progress_timeout, ranks.rank) as folders,
+    ):
+        return export_checkpoint(session, storage, request, options.progress, folders)
 
 
 def export_state_with(
@@ -200,13 +218,21 @@ def export_state_with(
     It is saved to a hidden folder beside the place that is meant, and exported from there.
     """
 
-    def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        check_free(request)
-        out = Path(request.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return dict.fromkeys(messages, tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent).encode())
+    out = Path(request.out)
 
-    with ranks.hub.session("export_state_dict", options.timeout) as session:
+    def make() -> str:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f".{out.name}.state-", dir=out.parent)
+
+    def place(messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        check_free(request, folders)
+        made = folders.run("making a folder in", out.parent, make, os.rmdir)
+        return dict.fromkeys(messages, made.encode())
+
+    with (
+        ranks.hub.session("export_state_dict", options.timeout) as session,
+        bounded_folders(options.progress_timeout, ranks.rank) as folders,
+    ):
         hidden = session.gather_scatter("place", lambda: b"", place).decode()
     reading = LoadOptions(
         timeout=options.timeout,
@@ -219,7 +245,8 @@ def export_state_with(
         return export_with(ranks, hidden, request, reading)
     finally:
         if session.rank == session.coordinator:
-            shutil.rmtree(hidden, ignore_errors=True)
+            with bounded_folders(options.progress_timeout, ranks.rank) as folders:
+                folders.end_with("removing", hidden, lambda: shutil.rmtree(hidden, ignore_errors=True))
 
 
 def export_filled_with(
@@ -240,10 +267,13 @@ def export_filled_with(
         return b""
 
     def check(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        check_free(request)
+        check_free(request, folders)
         return dict.fromkeys(messages, b"")
 
-    with ranks.hub.session("merge_sharded_state_dict", options.timeout) as session:
+    with (
+        ranks.hub.session("merge_sharded_state_dict", options.timeout) as session,
+        bounded_folders(options.progress_timeout, ranks.rank) as folders,
+    ):
         session.gather_scatter("read", read, check)
     (metadata,) = found
     stored, place = stored_tensors(metadata), "cpu" if offload else None

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import datetime
 import errno
+import functools
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from ..files.names import metadata_name, temporary_name
 from ..folder.checkpoint import read_checkpoint
 from ..options import SaveOptions
 from ..reports import ExportReport, Stopwatch
-from ..storage import LocalStorage
+from ..storage import Folders
 from ..storage.base import Storage
 from ..storage.local import give_name
 from ..version import __version__
@@ -44,7 +45,6 @@ __all__ = ["check_free", "export_checkpoint"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _TOKEN = ".token"
-OpenFolder = Callable[[Path], Storage]
 
 
 class BeginAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ def export_checkpoint(
     source: Storage,
     request: ExportRequest,
     progress: bool | None,
-    open_folder: OpenFolder = LocalStorage,
+    folders: Folders,
 ) -> ExportReport:
     """Write tensors of a checkpoint in another format, together with the session's other ranks.
 
@@ -83,13 +83,13 @@ def export_checkpoint(
         source: The checkpoint's folder.
         request: What to export.
         progress: Whether to show a bar on the coordinator; None if stderr is a terminal.
-        open_folder: Makes the storage of a local folder.
+        folders: Opens local folders, and does what else is done to them.
 
     Raises:
         See :func:`paddle_dist_ckpt.export`.
     """
     watch = Stopwatch()
-    coordinator = _Coordinator(session, source, open_folder) if session.rank == session.coordinator else None
+    coordinator = _Coordinator(session, source, folders) if session.rank == session.coordinator else None
     try:
         with watch.phase("plan"):
             _, begun = ask(
@@ -99,7 +99,7 @@ def export_checkpoint(
         def write() -> tuple[ExportPlan, WrittenFiles]:
             try:
                 plan = coordinator.plan if coordinator is not None else _plan(session, source, request, begun)
-                return plan, _write_share(session, source, plan, begun, progress, open_folder)
+                return plan, _write_share(session, source, plan, begun, progress, folders)
             except CheckpointCorruptedError as error:
                 _check_not_replaced(source, read_checkpoint(source, begun.unique_id), begun, error)
                 raise
@@ -132,8 +132,8 @@ class _Coordinator:
 
     plan: ExportPlan
 
-    def __init__(self, session: ControlSession, source: Storage, open_folder: OpenFolder) -> None:
-        self._session, self._source, self._open = session, source, open_folder
+    def __init__(self, session: ControlSession, source: Storage, folders: Folders) -> None:
+        self._session, self._source, self._folders = session, source, folders
         self._hidden: Path | None = None
 
     def begin(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -144,23 +144,23 @@ class _Coordinator:
                 raise ValueError(f"rank {rank} and rank {self._session.coordinator} ask for different exports")
         self._request = decode(ours, ExportRequest)
         out = Path(self._request.out)
-        check_free(self._request)
+        check_free(self._request, self._folders)
         metadata = read_checkpoint(self._source, self._request.unique_id)
         self._save = _new_save(metadata)
         self.plan = plan_export(self._source, metadata, self._request, len(self._session.ranks), self._save)
-        _warn_of_others(out, self._source)
-        self._open(out.parent).prepare()
+        self._folders.run("listing", out.parent, lambda: _warn_of_others(out, self._source))
+        self._folders(out.parent).prepare()
         hidden = out.parent / f".{out.name}.export-{self._save.save_id}"
-        hidden.mkdir()
-        self._hidden = hidden
-        (hidden / _TOKEN).write_text(self._save.save_id, encoding="ascii")
+        self._folders.run("making", hidden, hidden.mkdir, lambda _: hidden.rmdir())
+        self._hidden, token = hidden, hidden / _TOKEN
+        self._folders.run("a write to", token, lambda: token.write_text(self._save.save_id, encoding="ascii"))
         answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(hidden), self._save))
         return dict.fromkeys(messages, answer)
 
     def finish(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: all files are there; make that visible."""
         assert self._hidden is not None
-        storage, out = self._open(self._hidden), Path(self._request.out)
+        storage, out = self._folders(self._hidden), Path(self._request.out)
         for file in self.plan.files:
             if storage.size(file.name) != file.nbytes:
                 raise CheckpointError(f"{self._hidden / file.name} has changed while it was written")
@@ -174,35 +174,50 @@ class _Coordinator:
         storage.sync()
         try:
             # IMPORTANT: whoever sees it sees all of it, durable. Fails if somebody else has made it meanwhile.
-            if FORMATS[self._request.format].is_file:
-                if not give_name(self._hidden / self.plan.files[0].name, out):
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
-            else:
-                os.rename(self._hidden, out)
-                self._hidden = None
+            self._folders.run("publishing", out, lambda: self._publish(out), lambda _: _warn_of_late(out), final=True)
         except OSError:
-            check_free(self._request)  # which says it in words
+            check_free(self._request, self._folders)  # which says it in words
             raise
-        self._open(out.parent).sync()
+        if not FORMATS[self._request.format].is_file:
+            self._hidden = None
+        self._folders(out.parent).sync()
         return dict.fromkeys(messages, encode(DoneAnswer()))
+
+    def _publish(self, out: Path) -> None:
+        assert self._hidden is not None
+        if not FORMATS[self._request.format].is_file:
+            os.rename(self._hidden, out)
+        elif not give_name(self._hidden / self.plan.files[0].name, out):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
 
     def clean_up(self) -> None:
         """Remove the hidden folder, if it still is one."""
-        if self._hidden is None:
-            return
-        # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
-        gone = self._hidden.with_name(f"{self._hidden.name}.gone")
-        with suppress(OSError):
-            os.rename(self._hidden, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        if self._hidden is not None:
+            self._folders.end_with("removing", self._hidden, functools.partial(_remove, self._hidden))
 
 
-def check_free(request: ExportRequest) -> None:
+def _remove(hidden: Path) -> None:
+    # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
+    gone = hidden.with_name(f"{hidden.name}.gone")
+    with suppress(OSError):
+        os.rename(hidden, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _warn_of_late(out: Path) -> None:
+    _logger.warning("%s is there after all, whole, long after that was given up", out)
+
+
+def check_free(request: ExportRequest, folders: Folders) -> None:
     """Refuse to replace anything but an empty folder, by a folder.
 
     Raises:
         ValueError: there is something.
     """
+    folders.run("a look at", request.out, lambda: _check_free(request))
+
+
+def _check_free(request: ExportRequest) -> None:
     out, is_file = Path(request.out), FORMATS[request.format].is_file
     if out.is_symlink() or (out.exists() and (is_file or not out.is_dir() or any(out.iterdir()))):
         raise ValueError(f"{out} is there already; an export makes a new file or folder, or fills an empty folder")
@@ -256,12 +271,12 @@ def _write_share(
     plan: ExportPlan,
     begun: BeginAnswer,
     progress: bool | None,
-    open_folder: OpenFolder,
+    folders: Folders,
 ) -> WrittenFiles:
     """Write the files that are this rank's."""
-    seen = ""
+    seen, token = "", Path(begun.hidden) / _TOKEN
     with suppress(OSError):
-        seen = (Path(begun.hidden) / _TOKEN).read_text(encoding="ascii")
+        seen = folders.run("reading", token, lambda: token.read_text(encoding="ascii"))
     if seen != begun.save.save_id:
         raise CheckpointError(
             f"rank {session.rank} does not see {begun.hidden}, which rank {session.coordinator} has made; all ranks of "
@@ -269,6 +284,6 @@ def _write_share(
         )
     files = [plan.files[i] for i in plan.shares[session.ranks.index(session.rank)]]
     is_coordinator = session.rank == session.coordinator
-    threads, target = io_threads(len(session.ranks), waits=True), open_folder(Path(begun.hidden))
+    threads, target = io_threads(len(session.ranks), waits=True), folders(Path(begun.hidden))
     with Progress("export", sum(file.nbytes for file in files), progress, is_coordinator) as bar:
         return WrittenFiles(write_files(source, plan.source, target, files, threads, session.check, bar))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ..core.protocols import ControlSession
 from ..folder.delete import Deletion
-from ..storage import LocalStorage, Storage
-from .steps import Opened, remove_step
+from ..storage import Folders, Storage
+from .steps import remove_step
 
 __all__ = ["remove_together"]
 
 
 def remove_together(
-    session: ControlSession, root: Path, begin: Callable[[], dict[int, Deletion]], opened: Opened = LocalStorage
+    session: ControlSession, root: Path, begin: Callable[[], dict[int, Deletion]], opened: Folders
 ) -> None:
     """Rounds ``retain`` and ``remove``: one rank of each folder removes the files of what the coordinator uncommits.
 

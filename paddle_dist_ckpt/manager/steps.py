@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,10 @@ from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import save_of
 from ..folder.lease import is_abandoned
 from ..options import as_integer
-from ..storage import LocalStorage, Storage
+from ..storage import Folders, Storage
 
 __all__ = [
     "NOTE",
-    "Opened",
     "Retention",
     "Steps",
     "check_count",
@@ -38,8 +37,7 @@ NOTE = "checkpoint_manager"
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 Metrics = Mapping[str, float]
-Opened = Callable[[Path], Storage]
-"""Opens a local folder."""
+_FOLDERS = Folders()
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -63,7 +61,7 @@ class Steps:
         self._saves: dict[int, str] = {}
         self.metrics: dict[int, Metrics] = {}
 
-    def look(self, opened: Opened = LocalStorage) -> None:
+    def look(self, opened: Folders = _FOLDERS) -> None:
         """See which steps are committed. What is known of a step is not read again, unless it was saved anew."""
         saves: dict[int, str] = {}
         metrics: dict[int, Metrics] = {}
@@ -81,7 +79,7 @@ class Steps:
                 _logger.warning("not counted among the steps: %s: %s", storage.location, error)
         self._saves, self.metrics = saves, metrics
 
-    def check_root(self, opened: Opened = LocalStorage) -> None:
+    def check_root(self, opened: Folders = _FOLDERS) -> None:
         """Refuse what is no place for steps.
 
         Raises:
@@ -105,7 +103,7 @@ class Steps:
             "(restore(state, path=...) loads from this one)"
         )
 
-    def folders(self, opened: Opened = LocalStorage) -> list[int]:
+    def folders(self, opened: Folders = _FOLDERS) -> list[int]:
         """The steps that have a folder, committed or not, ascending."""
         names = opened(self._root).names()
         return sorted(step for name in names if (step := step_of(name)) is not None)
@@ -117,11 +115,11 @@ class Steps:
             return {}
         return {name: value for name, value in found.items() if type(value) is float}
 
-    def linked(self, opened: Opened = LocalStorage) -> list[int]:
+    def linked(self, opened: Folders = _FOLDERS) -> list[int]:
         """The steps that are links to folders elsewhere, of which nothing is to be removed."""
-        return [step for step in self.folders(opened) if step_folder(self._root, step).is_symlink()]
+        return [step for step in self.folders(opened) if _is_link(step_folder(self._root, step), opened)]
 
-    def begin_removals(self, steps: Iterable[int], opened: Opened = LocalStorage) -> dict[int, Deletion]:
+    def begin_removals(self, steps: Iterable[int], opened: Folders = _FOLDERS) -> dict[int, Deletion]:
         """Make steps uncommitted, or set out to remove what is left of those that never were.
 
         What was saved under a step since the last look stays, and so does a folder in which somebody is at work.
@@ -142,7 +140,7 @@ class Steps:
             self._saves.pop(step, None)
         return begun
 
-    def abandoned(self, after: int, opened: Opened = LocalStorage) -> list[int]:
+    def abandoned(self, after: int, opened: Folders = _FOLDERS) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
 
         Args:
@@ -163,14 +161,18 @@ def _is_abandoned(storage: Storage, now: float) -> bool:
         return False
 
 
-def remove_step(root: Path, step: int, saves: Collection[str], opened: Opened = LocalStorage) -> None:
+def remove_step(root: Path, step: int, saves: Collection[str], opened: Folders = _FOLDERS) -> None:
     """Remove the files of these saves from a step's folder, and the folder unless there is something else in it."""
     folder = step_folder(root, step)
-    if folder.is_symlink():  # what it leads to was put there by somebody else
+    if _is_link(folder, opened):  # what it leads to was put there by somebody else
         return
     remove_saves(opened(folder), saves)
     with suppress(OSError):  # it is not there, or not empty
-        folder.rmdir()
+        opened.run("removing", folder, folder.rmdir)
+
+
+def _is_link(folder: Path, opened: Folders) -> bool:
+    return opened.run("a look at", folder, folder.is_symlink)
 
 
 def check_count(name: str, number: int | None) -> None:

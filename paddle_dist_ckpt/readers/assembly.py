@@ -14,7 +14,7 @@ from .budget import Budget
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
 from .checks import check_name, check_shape, first_overlap, is_text, shown
 
-__all__ = ["Assembly", "text_of"]
+__all__ = ["Assembly", "AtPath", "text_of"]
 
 _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
@@ -28,7 +28,7 @@ def text_of(path: Iterable[Part]) -> str:
     return shown(".".join(part[:_MOST_SHOWN] if isinstance(part, str) else _number(part) for part in path))
 
 
-class _AtPath(NamedTuple):
+class AtPath(NamedTuple):
     """What messages begin with: which file speaks of which path. Made for every tensor, and seldom shown."""
 
     file: str
@@ -98,7 +98,7 @@ class Assembly:
                 at its path.
             UnsupportedValueError: its path or its shape is one that no tensor can have.
         """
-        entry = _AtPath(where, path)
+        entry = AtPath(where, path)
         self._add_leaf(entry)
         for n in shape:
             if type(n) is not int or n < 0:
@@ -106,12 +106,12 @@ class Assembly:
         check_shape(shape, dtype.itemsize, entry)
         if name is not None and not is_text(name):
             raise UnsupportedValueError(f"{entry} has a variable's name that is no text")
-        found: dict[str, Piece] = {}  # by boxes as texts, whose hashes nobody knows
-        for piece in pieces:
-            if self._check_piece(entry, shape, dtype.itemsize, piece):
-                found.setdefault(str(piece.box), piece)
-        parts = sorted(found.values())
+        parts = [piece for piece in pieces if self._check_piece(entry, shape, dtype.itemsize, piece)]
         if len(parts) > 1:
+            found: dict[str, Piece] = {}  # by boxes as texts, whose hashes nobody knows
+            for piece in parts:
+                found.setdefault(str(piece.box), piece)
+            parts = sorted(found.values())
             overlap = first_overlap([piece.box for piece in parts])
             if overlap is not None:
                 raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
@@ -124,12 +124,12 @@ class Assembly:
             CheckpointCorruptedError: there is something else at its path.
             UnsupportedValueError: its path is one that no value can have.
         """
-        self._add_leaf(_AtPath(where, path))
+        self._add_leaf(AtPath(where, path))
         self._values.append((path, value))
 
     def leave_out(self, where: str, path: tuple[Part, ...], reason: str) -> None:
         """Note that there is something at a path which cannot be read. Raises what :meth:`add_value` raises."""
-        self._add_leaf(_AtPath(where, path))
+        self._add_leaf(AtPath(where, path))
         self._left_out.append((path, reason))
 
     def catalog(self, kind: str, unique_id: int, world_size: int, version: str | None = None) -> Catalog:
@@ -155,7 +155,7 @@ class Assembly:
             left_out=self._left_out,
         )
 
-    def _add_leaf(self, entry: _AtPath) -> None:
+    def _add_leaf(self, entry: AtPath) -> None:
         path = entry.path
         self._budget.spend(_STEPS_OF_LEAF + 2 * len(path), entry)
         if not 0 < len(path) <= _MOST_PARTS:
@@ -173,7 +173,7 @@ class Assembly:
             raise CheckpointCorruptedError(f"{entry} is there twice")
         self._leaves.add(text)
 
-    def _check_piece(self, entry: _AtPath, shape: Sequence[int], itemsize: int, piece: Piece) -> int:
+    def _check_piece(self, entry: AtPath, shape: Sequence[int], itemsize: int, piece: Piece) -> int:
         """Refuse a piece that is not in the tensor or in its file; returns how many bytes it has."""
         self._budget.spend(_STEPS_OF_PIECE + 2 * len(shape), entry)
         (offset, extent), number, position = piece

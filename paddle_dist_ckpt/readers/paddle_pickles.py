@@ -34,7 +34,10 @@ class Record(Built):
     def build(self, state: Any) -> None:
         if type(state) is not dict or not set(map(type, state)) <= {str}:
             raise TypeError("fields that are no dict of names")
-        self.fields.update(state)
+        if self.fields:
+            self.fields.update(state)
+        else:
+            self.fields = state  # no copy, of which there would be two for every tensor
 
 
 def _record(kind: str) -> Any:

@@ -15,7 +15,7 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import Part
-from .assembly import Assembly, text_of
+from .assembly import Assembly, AtPath
 from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import shown
@@ -95,8 +95,7 @@ class PickledState:
 
     def opened(self, path: tuple[Part, ...], array: PickledArray) -> tuple[DType, tuple[int, ...], int]:
         """A tensor's element type, its shape, and where its data begin."""
-        where = f"{self._file.name}: {text_of(path)}"
-        dtype, shape, position = array.opened(where, self._file.size)
+        dtype, shape, position = array.opened(AtPath(self._file.name, path), self._file.size)
         return meant(dtype) or dtype, shape, position
 
     def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = ()) -> None:

@@ -1,11 +1,12 @@
 """Names and bytes: where a checkpoint's files live."""
 
 from .base import ReadableFile, Storage, WritableFile
-from .bounding import bounded, bounded_folders
+from .bounding import Folders, bounded, bounded_folders
 from .local import LocalStorage, as_source, as_storage
 from .paths import local_path
 
 __all__ = [
+    "Folders",
     "LocalStorage",
     "ReadableFile",
     "Storage",

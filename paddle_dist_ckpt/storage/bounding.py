@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..core.memory import Bytes1D
+from ..errors import CheckpointTimeoutError
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .helpers import Helpers, StorageCall
 from .local import LocalStorage
 
-__all__ = ["bounded", "bounded_folders"]
+__all__ = ["Folders", "bounded", "bounded_folders"]
 
 T = TypeVar("T")
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -61,14 +62,70 @@ def bounded(
         yield _BoundedStorage(storage, helpers, [] if unfinished is None else unfinished)
 
 
+class Folders:
+    """Local folders: what opens them as storages, and does with them what a storage does not do.
+
+    Args:
+        opened: Makes the storage of a folder.
+        helpers: What runs operations, and gives them up; None to run them on the caller's thread.
+    """
+
+    def __init__(self, opened: Callable[[Path], Storage] = LocalStorage, helpers: Helpers | None = None) -> None:
+        self._opened, self._helpers = opened, helpers
+
+    def __call__(self, folder: Path) -> Storage:
+        """A folder's storage."""
+        storage = self._opened(folder)
+        return storage if self._helpers is None else _BoundedStorage(storage, self._helpers, [])
+
+    def run(
+        self,
+        doing: str,
+        path: object,
+        work: Callable[[], T],
+        late: Callable[[T], None] = lambda result: None,
+        final: bool = False,
+    ) -> T:
+        """Do something in the file system.
+
+        Args:
+            doing: What, for messages.
+            path: To what.
+            work: Does it.
+            late: Undoes it, or says so, if it is done after it was given up.
+            final: Whether it takes effect as soon as it is begun, and is not undone.
+
+        Raises:
+            CheckpointTimeoutError: it takes too long, or something else did before.
+        """
+        if self._helpers is None:
+            return work()
+
+        def begun(call: StorageCall) -> T:
+            if final:
+                call.decide()
+            return work()
+
+        result: T = self._helpers.run(StorageCall(f"{doing} {path}", begun, late, patient=final))
+        return result
+
+    def end_with(self, doing: str, path: object, work: Callable[[], None]) -> None:
+        """Clean up: without waiting for that if something was given up before, or if it takes too long itself."""
+        if self._helpers is None:
+            work()
+            return
+        with suppress(CheckpointTimeoutError):
+            self._helpers.end_with(StorageCall(f"{doing} {path}", lambda _: work()))
+
+
 @contextmanager
-def bounded_folders(seconds: float | None, rank: int) -> Iterator[Callable[[Path], Storage]]:
-    """What opens local folders whose operations are given up when they take too long; see :func:`bounded`."""
+def bounded_folders(seconds: float | None, rank: int) -> Iterator[Folders]:
+    """Local folders in which all that takes too long is given up, until the end of the block; see :func:`bounded`."""
     if seconds is None:
-        yield LocalStorage
+        yield Folders()
         return
     with closing(Helpers(seconds, rank)) as helpers:
-        yield lambda folder: _BoundedStorage(LocalStorage(folder), helpers, [])
+        yield Folders(helpers=helpers)
 
 
 class _BoundedStorage:

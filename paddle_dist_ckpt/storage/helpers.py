@@ -153,7 +153,7 @@ class Helpers:
     def _message(self, operation: StorageCall) -> str:
         text = (
             f"{operation.doing} has not returned for {self.seconds:g} s on rank {self._rank}; see whether that disk "
-            "still answers, or raise options.progress_timeout"
+            "still answers, or raise progress_timeout"
         )
         if operation.may_still_happen:
             text += "; whether it takes effect is not known: it may do so even later, when the disk answers again"

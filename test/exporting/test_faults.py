@@ -22,7 +22,7 @@ import pytest
 from paddle_dist_ckpt import CheckpointError, RankFailureError, export, verify
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
-from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
 from test.jobs import (
     Killed,
@@ -86,9 +86,8 @@ class Faults:
                 self.strike(rank)
 
         with rank.hub.session("export", 60) as session:
-            return export_checkpoint(
-                session, LocalStorage(source), wanted, False, lambda folder: FaultyStorage(folder, hook)
-            )
+            folders = Folders(lambda folder: FaultyStorage(folder, hook))
+            return export_checkpoint(session, LocalStorage(source), wanted, False, folders)
 
     def die(self, rank: SimulatedRank) -> None:
         """As if the rank's process were killed."""
@@ -245,7 +244,7 @@ def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCa
 CHILD = """
 import os, signal, sys
 from paddle_dist_ckpt import export
-from paddle_dist_ckpt.exporting import export as module
+from paddle_dist_ckpt.storage import Folders
 from paddle_dist_ckpt.testing import FaultyStorage
 source, out, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 steps = []
@@ -255,7 +254,7 @@ def hook(operation, name):
     if len(steps) == at:
         os.kill(os.getpid(), signal.SIGKILL)
 
-module.export_checkpoint.__defaults__ = (lambda folder: FaultyStorage(folder, hook),)
+Folders.__init__.__defaults__ = (lambda folder: FaultyStorage(folder, hook), None)
 print("ready", flush=True)
 export(source, out, format="native", max_shard_bytes=5_000_000)
 print(len(steps), flush=True)

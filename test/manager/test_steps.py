@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,8 @@ from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.lease import is_abandoned
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
-from paddle_dist_ckpt.storage import LocalStorage, Storage, bounded_folders
+from paddle_dist_ckpt.storage import Folders, LocalStorage
+from paddle_dist_ckpt.storage.helpers import Helpers
 from paddle_dist_ckpt.testing import FaultyStorage, Stall
 from test.jobs import age, load_whole, save_alone
 from test.stalls import helpers_end
@@ -228,16 +229,10 @@ def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path) -> None:
 
 
 @contextmanager
-def hanging_folders(stall: Stall) -> Iterator[Callable[[Path], Storage]]:
+def hanging_folders(stall: Stall) -> Iterator[Folders]:
     """What opens folders of which an operation hangs, and is given up."""
-    with bounded_folders(0.8, 0) as opened:
-
-        def hanging(folder: Path) -> Storage:
-            storage = opened(folder)
-            storage._inner = FaultyStorage(folder, stall)  # type: ignore[attr-defined]
-            return storage
-
-        yield hanging
+    with closing(Helpers(0.8, 0)) as helpers:
+        yield Folders(lambda folder: FaultyStorage(folder, stall), helpers)
 
 
 @pytest.mark.parametrize("operation", ["names", "read", "modified"])

@@ -13,7 +13,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_dist_ckpt import ExportReport, LoadOptions, SaveOptions, export, export_state_dict, save_state_dict
-from paddle_dist_ckpt.exporting.export import export_checkpoint
+from paddle_dist_ckpt.storage import Folders
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.paddle.layouts import LAYOUTS, Array
 from test.paddle.outcomes import Outcome, outcome_of
@@ -78,7 +78,7 @@ def export_and_die(path: str, out: str, victim: int, at: int) -> Outcome:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def export_here() -> None:
-        with mock.patch.object(export_checkpoint, "__defaults__", (lambda folder: FaultyStorage(folder, hook),)):
+        with mock.patch.object(Folders.__init__, "__defaults__", (lambda folder: FaultyStorage(folder, hook), None)):
             export(path, out, "native", max_shard_bytes=1500, options=LoadOptions(timeout=60))
 
     return outcome_of(export_here)
