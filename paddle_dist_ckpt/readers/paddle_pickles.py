@@ -34,10 +34,7 @@ class Record(Built):
     def build(self, state: Any) -> None:
         if type(state) is not dict or not set(map(type, state)) <= {str}:
             raise TypeError("fields that are no dict of names")
-        if self.fields:
-            self.fields.update(state)
-        else:
-            self.fields = state  # no copy, of which there would be two for every tensor
+        self.fields.update(state)  # a copy: what built the state may change it later, unchecked
 
 
 def _record(kind: str) -> Any:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from paddle_dist_ckpt import read_metadata
+
 from . import decoders, hostile_files
-from .budgets import Cost
+from .budgets import Cost, cost_of
 from .hostile_files import RECIPES, problem_of
+from .pickles import PICKLES
 
 _NAMES = list(RECIPES)
 # Those that took gigabytes or minutes; `python -m test.torture.run` has them all.
@@ -65,3 +68,13 @@ def test_files_that_describe_more_than_they_hold_cost_what_they_hold(tmp_path: P
 )
 def test_what_is_not_allowed_is_found(cost: Cost, problem: str | None) -> None:
     assert problem_of(cost, 1 << 20) == problem
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_small_pickles_made_to_be_expensive_keep_the_budget(name: str, tmp_path: Path) -> None:
+    content = PICKLES[name](1 << 20)
+    assert abs(len(content) - (1 << 20)) < 1 << 10, "as large as asked for, but for a part that does not fit"
+    (tmp_path / "a.pdparams").write_bytes(content)
+    cost = cost_of(lambda path: len(read_metadata(path).table.paths), tmp_path, tmp_path)
+    assert not cost.kinds or "CheckpointError" in cost.kinds, cost.outcome
+    assert cost.memory <= (64 << 20) + len(content)
