@@ -2,13 +2,16 @@
 
 The port is open to whoever reaches the host, so what strangers cost is bounded before anything is known of them:
 
-- Of those that have not proved to know the hub's key (see :mod:`.keys`) there are 64 at most, besides one for each rank
-  that is not connected; then the one that came first must go. So there is always a file descriptor left for the job.
+- Of those that have not proved to know the hub's key (see :mod:`.keys`) there are 64 at most, or 256 and one for each
+  missing rank while some are not connected; then the one that came first must go. So there is always a file descriptor
+  left for the job.
 - Each of them is read 80 bytes of, and no more; one whose first bytes are of something else is out at once. It
   has 10 seconds.
 - All of them together get a turn 50 times a second, or 10 times where somebody was turned away, in which at most 16
-  more are let in (or an eighth of the missing ranks). The rest waits in the system's own queue. So neither many
-  connections nor many small packets take the processor from the job, nor the board's lock from a save.
+  more are let in. The rest waits in the system's own queue. So neither many connections nor many small packets take the
+  processor from the job, nor the board's lock from a save. While ranks are missing there is no save to disturb: then
+  there are 50 turns, of 64 newcomers or an eighth of the missing ranks. Else strangers who fill that queue would keep
+  the ranks from coming at all.
 - What was turned away is told in one warning a minute.
 
 A rank that is connected keeps its place: a newcomer takes it only if it is the same process again, which may know of a
@@ -44,6 +47,7 @@ _REST = 0.02
 _LONG_REST = 0.1
 _MOST_WAITING = 64
 _ENTRANTS = 16
+_TIMES_WHILE_MISSING = 4  # as many of both
 _PATIENCE = 10.0
 _WARNING_EVERY = 60.0
 _WHY = {
@@ -154,13 +158,16 @@ class Gate:
         admitted = []
         self.rest = _REST
         now = time.monotonic()
-        for key, _ in self._selector.select(0):
-            if key.fd in self._newcomers:
-                admitted += self._hear(self._newcomers[key.fd])
-            else:
-                self._accept(max(_ENTRANTS, missing // 8), _MOST_WAITING + missing, now)
+        ready = [key.fd for key, _ in self._selector.select(0)]
+        for newcomer in [self._newcomers[fd] for fd in ready if fd in self._newcomers]:
+            admitted += self._hear(newcomer)  # before others come, for whom one who has spoken would have to go
+        if self._listener.fileno() in ready:
+            times = _TIMES_WHILE_MISSING if missing else 1
+            self._accept(max(times * _ENTRANTS, missing // 8), times * _MOST_WAITING + missing, now)
         while self._newcomers and (first := next(iter(self._newcomers.values()))).until < now:
             self._dismiss(first, "that had nothing to say")
+        if missing:
+            self.rest = _REST
         return admitted
 
     @property

@@ -17,6 +17,7 @@ import pytest
 from paddle_dist_ckpt.control import TcpHub, keys, member_port
 from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
 from paddle_dist_ckpt.control.gate import Gate
+from paddle_dist_ckpt.control.introduction import Introduction
 from paddle_dist_ckpt.control.keys import PROTOCOL
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
 from paddle_dist_ckpt.testing.hub_conformance.cases import AT_ONCE, LONG, SHORT, in_background, own_number
@@ -511,11 +512,29 @@ def test_what_another_connection_has_said_proves_nothing(store: Store) -> None:
 def test_of_many_strangers_those_who_came_last_stay() -> None:
     gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
     strangers = [socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) for _ in range(100)]
-    until(lambda: gate.serve(1) or was_closed(strangers[34]), what="an end of the connection that came first")
-    assert [was_closed(sock) for sock in strangers] == [True] * 35 + [False] * 65
+    until(lambda: gate.serve(0) or was_closed(strangers[35]), what="an end of the connection that came first")
+    assert [was_closed(sock) for sock in strangers] == [True] * 36 + [False] * 64
     gate.close()
     for sock in strangers:
         sock.close()
+
+
+def test_a_rank_gets_in_behind_thousands_of_strangers() -> None:
+    """Those that fill the system's queue are out before the rank takes its attempt for failed."""
+    gate = Gate(0, (socket.AF_INET, "127.0.0.1"), b"key", frozenset({1}), lambda hello: False, set())
+    for _ in range(2000):
+        socket.create_connection(("127.0.0.1", gate.port), AT_ONCE).close()
+    rank, turns = Introduction(("127.0.0.1", gate.port), b"key", 1, bytes(keys.ID_BYTES), 0), 0
+    silent = [socket.create_connection(("127.0.0.1", gate.port), AT_ONCE) for _ in range(200)]
+    seconds = 0.0
+    while not (admitted := gate.serve(1)):
+        seconds, turns = seconds + gate.rest, turns + 1
+        assert seconds < member_port._ATTEMPT_SECONDS / 2, f"{turns} turns"
+        rank.advance()
+    assert [connection.rank for connection in admitted] == [1]
+    for sock in (rank.socket, admitted[0].socket, *silent):
+        sock.close()
+    gate.close()
 
 
 def test_ranks_meet_although_strangers_came_before(store: Store) -> None:
