@@ -205,7 +205,7 @@ def _remove(hidden: Path) -> None:
 
 
 def _warn_of_late(out: Path) -> None:
-    _logger.warning("%s is there after all, whole, long after that was given up", out)
+    _logger.warning("%s is published after all, long after that was given up", out)
 
 
 def check_free(request: ExportRequest, folders: Folders) -> None:
