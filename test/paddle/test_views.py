@@ -13,9 +13,12 @@ import pytest
 from paddle_dist_ckpt.core.local_tensors import LocalTensors
 from paddle_dist_ckpt.paddle_adapter import PaddleAdapter
 from test.paddle.tensors import from_local
-from test.paddle.versions import FROM_LOCAL, lacks
+from test.paddle.versions import FROM_LOCAL, KEPT_DTYPES, lacks
 
-pytestmark = lacks(FROM_LOCAL, "makes DistTensors of whole tensors only")
+pytestmark = [
+    lacks(FROM_LOCAL, "makes DistTensors of whole tensors only"),
+    lacks(KEPT_DTYPES, "has its tensors looked at one by one"),
+]
 
 PAIR = dist.ProcessMesh([0, 1], dim_names=["x"])
 ALONE = dist.ProcessMesh([0], dim_names=["x"])

@@ -12,6 +12,7 @@ from paddle.distributed.auto_parallel import api
 __all__ = [
     "FLOAT8",
     "FROM_LOCAL",
+    "KEPT_DTYPES",
     "LATER_THAN_3_0",
     "RNG_STATE",
     "SHARDING_STAGES",
@@ -22,6 +23,7 @@ __all__ = [
 
 FLOAT8 = hasattr(paddle, "float8_e4m3fn")
 FROM_LOCAL = hasattr(api, "dtensor_from_local")  # DistTensors of any local values
+KEPT_DTYPES = len({id(one) for one in [paddle.ones([1]).dtype for _ in range(2)]}) == 1  # not one for each that asks
 RNG_STATE = len(paddle.get_rng_state("cpu")[0].__getstate__()) > 3  # with the engine, not only its seed
 SHARDING_STAGES = hasattr(dist, "ShardingStage1")
 SHARD_OPTIMIZER = issubclass(api._ShardOptimizer, paddle.optimizer.Optimizer)  # what shard_optimizer returns is one
