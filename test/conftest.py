@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -69,7 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take what has been imported and collected out of the garbage collector's sight, or it looks at it for minutes."""
+    """Take what has been imported and collected out of the garbage collector's sight, or it looks at it for minutes.
+
+    And in each fork what there is then: if that is garbage of Paddle's with threads, its end waits for these threads,
+    which have not come along, for ever.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
     gc.collect()
     gc.freeze()
 

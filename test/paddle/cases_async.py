@@ -385,6 +385,7 @@ def in_child(work: Callable[[], None], exits: bool = False) -> int:
     pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # garbage of Paddle's may wait at its end for threads that have not come along
     code = 1
     try:
         work()
