@@ -20,9 +20,10 @@ from ..files.reader import Consumer, StoredEntry, read_entries
 from ..files.room import bytes_on_disk
 from ..files.runs import OpenFile
 from ..storage.base import Storage, WritableFile
-from .checkpoint import check_sizes, read_checkpoint
+from .checkpoint import Restarts, check_sizes, read_checkpoint
 from .commit import aftermath, finish, publish_metadata, remove_saves, seal
 from .delete import check_native
+from .foreign import Format, look
 from .ids import committed_saves
 from .lease import Lease
 
@@ -31,12 +32,26 @@ __all__ = ["copy"]
 
 def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | None) -> Metadata:
     """See :func:`paddle_dist_ckpt.copy_checkpoint`."""
-    chosen = read_checkpoint(source, unique_id)
-    check_native(chosen, source.location)
-    name = metadata_name(chosen.unique_id)
-    data = source.read(name)
-    on_disk = functools.partial(bytes_on_disk, source)
-    metadata = decode_metadata(data, f"{source.location}/{name}", chosen.unique_id, on_disk)
+    restarts = Restarts(source)
+    while True:
+        chosen = read_checkpoint(source, unique_id)
+        check_native(chosen, source.location)
+        name = metadata_name(chosen.unique_id)
+        found, data = look(source, name, whole=True)
+        if found is Format.MISSING:
+            continue  # it has just been removed
+        on_disk = functools.partial(bytes_on_disk, source)
+        metadata = decode_metadata(data, f"{source.location}/{name}", chosen.unique_id, on_disk)
+        try:
+            _copy(source, out, metadata, data, progress)
+            return metadata
+        except (CheckpointCorruptedError, OSError):
+            if not restarts.due(metadata):
+                raise
+
+
+def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progress: bool | None) -> None:
+    """Copy a checkpoint of which ``data`` is the `.metadata`."""
     check_sizes(source, metadata, range(len(metadata.files)))
     out.prepare()
     lease = Lease(out, metadata.unique_id, automatic=True)
@@ -54,7 +69,7 @@ def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | 
                     target.sync()
         seal(out, metadata.files)
         if not publish_metadata(out, metadata.unique_id, data, lease.temporary, False, lease.confirm):
-            raise CheckpointError(f"{out.location}/{name} appeared meanwhile")
+            raise CheckpointError(f"{out.location}/{metadata_name(metadata.unique_id)} appeared meanwhile")
     except BaseException:
         lease.stop()
         with suppress(OSError, CheckpointError):  # a later save does what is left to do
@@ -63,7 +78,6 @@ def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | 
             lease.withdraw(metadata.save_id)
         raise
     finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
-    return metadata
 
 
 def _undo(out: Storage, metadata: Metadata, made: list[str]) -> None:

@@ -14,6 +14,7 @@ from paddle_dist_ckpt import (
     CheckpointCorruptedError,
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     copy_checkpoint,
     delete_checkpoint,
     list_checkpoints,
@@ -22,6 +23,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import Killed, Watch, age, data_files, files_in, load_whole, save_alone, save_on, split_rows
 
 CUT = np.arange(3000 * 300, dtype=np.float32).reshape(3000, 300)
@@ -221,3 +223,34 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="broken"):
             copy_checkpoint(tmp_path / "a", failing.storages()[0])
         assert files_in(tmp_path / "b") == {}
+
+
+@pytest.mark.parametrize("operation", ["size", "open"])
+def test_a_copy_starts_again_when_its_checkpoint_is_replaced(tmp_path: Path, operation: str) -> None:
+    saved(tmp_path / "a", 1)
+    left = [3]
+
+    def replace(what: str, name: str) -> None:
+        if what == operation and name.endswith(".safetensors") and left[0]:
+            left[0] -= 1
+            save_alone({"a": np.arange(5.0) + left[0]}, tmp_path / "a", 1)
+
+    copy_checkpoint(FaultyStorage(tmp_path / "a", replace), tmp_path / "b", 1)
+    assert verify(tmp_path / "b").ok
+    assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
+    left[0] = 4
+    with pytest.raises(CheckpointReplacedError, match="was replaced 4 times"):
+        copy_checkpoint(FaultyStorage(tmp_path / "a", replace), tmp_path / "c", 1)
+    assert list((tmp_path / "c").glob("*")) == []
+
+
+def test_a_copy_of_what_is_deleted_meanwhile(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+
+    def delete(what: str, name: str) -> None:
+        if what == "open" and name.endswith(".safetensors") and data_files(tmp_path / "a"):
+            delete_checkpoint(tmp_path / "a", 1)
+
+    with pytest.raises(CheckpointNotFoundError):
+        copy_checkpoint(FaultyStorage(tmp_path / "a", delete), tmp_path / "b", 1)
+    assert files_in(tmp_path / "b") == {}
