@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import msgspec
 
@@ -31,6 +31,7 @@ __all__ = [
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_PUT_ASIDE = 1 << 30
+_MOST_HOLES = 16 << 20
 
 
 def begin(
@@ -225,9 +226,12 @@ def _put_aside(lease: Lease, unique_id: int) -> None:
     storage, name = lease.storage, metadata_name(unique_id)
     if look(storage, name)[0] is not Format.PADDLE:
         return  # somebody has removed it meanwhile, or saved under its id
-    if storage.size(name) > _MOST_PUT_ASIDE:
-        raise CheckpointError(f"{name} is too large to be one of Paddle's")
-    storage.publish(f"{name}.replaced", storage.read(name), lease.temporary, replace=True)
+    with closing(storage.open(name)) as file:
+        _, on_disk = getattr(file, "on_disk", (name, file.size))
+        if file.size > min(_MOST_PUT_ASIDE, on_disk + _MOST_HOLES):
+            raise CheckpointError(f"{storage.location}/{name} is too large to be one of Paddle's")
+        data = storage.read(name, file.size)
+    storage.publish(f"{name}.replaced", data, lease.temporary, replace=True)
     storage.delete(name)
     storage.sync()
     _logger.info("%s: %s is called %s.replaced now", storage.location, name, name)

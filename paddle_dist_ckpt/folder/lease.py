@@ -177,7 +177,8 @@ class Lease:
             self._write()
 
     def _lost(self) -> CheckpointError:
-        return CheckpointError(f"the claim {self.name} is gone: another save took this one, which was silent, for dead")
+        claim = f"{self.storage.location}/{self.name}"
+        return CheckpointError(f"the claim {claim} is gone: another save took this one, which was silent, for dead")
 
     def _now(self) -> float:
         """The time by the folder's own clock, when the claim was touched last."""
@@ -258,8 +259,9 @@ def claimed_saves(storage: Storage) -> dict[str, str]:
     """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
     claimed: dict[str, str] = {}
     for name, parsed in _claims(storage).items():
-        saves = _saves_of_claim(_record_of(storage, name, parsed), [known_save_of(storage, parsed.unique_id)])
-        claimed.update(dict.fromkeys(saves, name))
+        with suppress(FileNotFoundError):
+            saves = _saves_of_claim(_record_of(storage, name, parsed), [known_save_of(storage, parsed.unique_id)])
+            claimed.update(dict.fromkeys(saves, name))
     return claimed
 
 

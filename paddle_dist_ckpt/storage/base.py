@@ -141,7 +141,7 @@ class Storage(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Remove a file; nothing happens if it is not there."""
+        """Remove a file; nothing happens if it is not there, or is a folder."""
         ...
 
     def sync(self) -> None:

@@ -166,14 +166,17 @@ class LocalStorage:
 
     def delete(self, name: str) -> None:
         with about(self._root / name):
-            (self._root / name).unlink(missing_ok=True)
+            try:
+                (self._root / name).unlink(missing_ok=True)
+            except IsADirectoryError as error:
+                _logger.warning("%s is left: %s", self._root / name, error)
 
     def sync(self) -> None:
         _sync_folder(self._root)
 
     def touch(self, name: str) -> None:
         with about(self._root / name):
-            os.utime(self._root / name)
+            os.utime(self._root / name, follow_symlinks=False)
 
     def modified(self, name: str) -> float:
         with about(self._root / name):

@@ -47,7 +47,12 @@ def open_to_read(folder: Path, name: str, anywhere: bool) -> int:
 
 def _target(folder: Path, link: Path, anywhere: bool) -> Path:
     """The file that a link in a folder stands for, if it may be read."""
-    target = Path(os.path.realpath(link, strict=True))
+    try:
+        target = Path(os.path.realpath(link, strict=True))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise _no_file(link) from None
+        raise
     of_cache = target.parent.name == "blobs" and _OF_CACHE.match(target.parents[1].name)
     if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(folder))):
         raise IsADirectoryError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, list_checkpoints, read_metadata, verify
-from paddle_dist_ckpt.errors import CheckpointCorruptedError
+from paddle_dist_ckpt import LoadOptions, list_checkpoints, read_metadata, rebuild_metadata, verify
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError
+from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
+from paddle_dist_ckpt.storage import LocalStorage
 from test.jobs import errors_of, load_whole, save_alone, try_load
 
 ODD: dict[str, Any] = {
@@ -35,6 +38,53 @@ def test_odd_entries_hide_nothing(tmp_path: Path, kind: str, name: str) -> None:
     assert verify(tmp_path, 1).ok
     save_alone({"a": np.arange(4)}, tmp_path, 9)
     assert list_checkpoints(tmp_path) == [1, 9]
+
+
+@pytest.mark.parametrize("expired", [False, True])
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_claims_of_an_id_stop_no_save_to_it(tmp_path: Path, kind: str, expired: bool) -> None:
+    save_alone({"a": np.arange(3)}, tmp_path, 7)
+    odd = tmp_path / "7.0123456789abcdef.claim"
+    ODD[kind](odd)
+    if expired:
+        os.utime(odd, (1, 1), follow_symlinks=False)
+    for size in (4, 5):
+        save_alone({"a": np.arange(size)}, tmp_path, 7)
+    assert load_whole(tmp_path, 7)["a"].size == 5
+    with pytest.raises(CheckpointNotFoundError, match="no complete save without"):
+        rebuild_metadata(tmp_path)
+    gone = expired and kind not in ("a folder", "nothing")
+    assert os.path.lexists(odd) is not gone
+
+
+def test_a_sparse_metadata_file_of_paddles_is_not_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "0.metadata").write_bytes(pickle.dumps({}))
+    os.truncate(tmp_path / "0.metadata", 1 << 30)
+    tracemalloc.start()
+    try:
+        lease = begin(LocalStorage(tmp_path), None, replace_newest=True)
+        assert lease.of_paddle == 0
+        finish(lease, Aftermath([], [], False))
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    assert f"{tmp_path}/0.metadata is too large to be one of Paddle's" in caplog.text
+
+
+def test_a_large_metadata_file_is_in_memory_once(tmp_path: Path) -> None:
+    size = 96 << 20
+    save_alone({"a": np.arange(3)}, tmp_path, 0)
+    file = tmp_path / "0.metadata"
+    head, body = file.read_bytes().split(b"\n")[:2]
+    head = head.replace(b'"body_bytes":%d' % len(body), b'"body_bytes":%d' % size)
+    file.write_bytes(head + b"\n" + b" " * size + b"\n")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointCorruptedError, match="its checksum does not match"):
+            read_metadata(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < size + (64 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_data_file_that_leads_away_is_not_read(tmp_path: Path) -> None:

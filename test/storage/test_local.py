@@ -349,3 +349,19 @@ def test_names_that_lead_nowhere(tmp_path: Path, name: str) -> None:
     for read in (LocalStorage(tmp_path).open, LocalStorage(tmp_path).read):
         with pytest.raises(OSError):
             read(name)
+
+
+def test_a_folder_is_not_removed_as_a_file(storage: LocalStorage, caplog: pytest.LogCaptureFixture) -> None:
+    (Path(storage.location) / "7.claim").mkdir()
+    storage.delete("7.claim")
+    assert storage.names() == ["7.claim"]
+    assert f"{storage.location}/7.claim is left" in caplog.text
+
+
+def test_what_a_link_leads_to_is_not_touched(tmp_path: Path, storage: LocalStorage) -> None:
+    (tmp_path / "theirs").write_bytes(b"")
+    os.utime(tmp_path / "theirs", (1, 1))
+    (tmp_path / "claim").symlink_to("theirs")
+    storage.touch("claim")
+    assert (tmp_path / "theirs").stat().st_mtime == 1
+    assert storage.modified("claim") > 1
