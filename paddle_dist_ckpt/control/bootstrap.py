@@ -12,7 +12,7 @@ import msgspec
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from .keys import PROTOCOL, TOKEN_BYTES
 
-__all__ = ["BootstrapStore", "Rendezvous", "address_of", "fetch", "local_address", "publish"]
+__all__ = ["BootstrapStore", "Rendezvous", "address_of", "fetch", "local_address", "publish", "unreachable"]
 
 
 class BootstrapStore(Protocol):
@@ -82,10 +82,11 @@ def publish(store: BootstrapStore, key: str, rendezvous: Rendezvous, coordinator
     try:
         store.set(key, msgspec.msgpack.encode(rendezvous))
     except OSError as error:
-        raise _unreachable(coordinator, "could not leave the address of its control hub", error) from error
+        raise unreachable(coordinator, "could not leave the address of its control hub", error) from error
 
 
-def _unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError:
+def unreachable(coordinator: int, what: str, error: OSError) -> RankFailureError:
+    """The error of a rank that cannot reach the store, which says what has become of the coordinator."""
     text = f"rank {coordinator}, the coordinator, {what}: the store that all ranks share is gone ({error})"
     return RankFailureError(text, {coordinator: CheckpointError(str(error))})
 
@@ -107,7 +108,7 @@ def fetch(store: BootstrapStore, key: str, timeout: float, coordinator: int) -> 
         )
         raise CheckpointTimeoutError(text, [coordinator]) from error
     except OSError as error:
-        raise _unreachable(coordinator, "was lost before its control hub was known", error) from error
+        raise unreachable(coordinator, "was lost before its control hub was known", error) from error
     try:
         found = msgspec.msgpack.decode(value, type=Rendezvous)
         address_of(found)

@@ -23,6 +23,7 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group, _GroupManager
 
 from ..control import AgreedHub, RefusingHub, TcpHub
+from ..control.bootstrap import unreachable
 from ..control.ranks import Ranks
 from ..core.protocols import ControlHub
 from .job_secret import agreed_secret
@@ -140,8 +141,12 @@ def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinat
     """The hub of one coordinator."""
     attempts = kept.attempts.get(coordinator, 0)
     kept.attempts[coordinator] = attempts + 1  # a call that fails here counts, or this rank would be a call behind
-    store, key = _PaddleStore(timeout), f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}"
-    secret = agreed_secret(store, f"{key}/secret/{attempts}", rank, members, timeout)
+    key = f"{_ATTRIBUTE}/{group.id}/{'-'.join(map(str, members))}/{coordinator}"
+    try:
+        store = _PaddleStore(timeout)
+        secret = agreed_secret(store, f"{key}/secret/{attempts}", rank, members, timeout)
+    except OSError as error:
+        raise unreachable(coordinator, "was lost before its control hub was known", error) from error
     return TcpHub(
         rank,
         members,

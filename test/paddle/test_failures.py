@@ -8,12 +8,19 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointTimeoutError, list_checkpoints, load_merged_state_dict, verify
-from paddle_dist_ckpt.paddle_adapter import job_secret
+from paddle_dist_ckpt import (
+    CheckpointTimeoutError,
+    RankFailureError,
+    list_checkpoints,
+    load_merged_state_dict,
+    verify,
+)
+from paddle_dist_ckpt.paddle_adapter import groups, job_secret
 from test.control.groups import Store
 from test.paddle import cases_failures as cases
 from test.paddle.outcomes import Outcome
@@ -263,6 +270,33 @@ def test_a_rank_that_does_not_speak_of_its_secret_is_named(tmp_path: Path, monke
             with pytest.raises(CheckpointTimeoutError, match=r"ranks \[1\] have not said") as caught:
                 outcome.result()
             assert caught.value.missing_ranks == (1,)
+
+
+class _GoneStore:
+    """Paddle's, when the rank that keeps it has ended."""
+
+    def __init__(self, timeout: float) -> None: ...
+
+    def set(self, key: str, value: bytes) -> None:
+        raise ConnectionError("Paddle's store: ValueError: TCP receive error")
+
+    def get(self, key: str, timeout: float) -> bytes:
+        raise ConnectionError("Paddle's store: ValueError: TCP receive error")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("with_secret", [False, True])
+def test_a_store_that_is_gone_is_told_of_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, with_secret: bool
+) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 20)
+    if with_secret:
+        monkeypatch.setenv(job_secret.SECRET_FILE, str(tmp_path / "secret"))
+    monkeypatch.setattr(groups, "_PaddleStore", _GoneStore)
+    group = SimpleNamespace(id=0, ranks=[0, 1])
+    with pytest.raises(RankFailureError, match="rank 0, the coordinator, .*TCP receive error") as caught:
+        groups._connection(group, (0, 1), rank, 0, 5.0)
+    assert list(caught.value.failures) == [0]
 
 
 @pytest.mark.parametrize("seed", range(draws(4, 40)))
