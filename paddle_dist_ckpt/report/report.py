@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 from ..folder.checkpoint import read_checkpoint
-from ..storage import Storage, as_source, local_path
+from ..storage import LocalStorage, Storage, as_source, local_path
 from .facts import facts_of
 from .page import page_of
 
@@ -38,12 +39,8 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     page = page_of(facts_of(metadata, storage.location, sizes))
     target = Path(out).expanduser()
     local_path(target, "out")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8", newline="\n")
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary = f".{target.name}.{secrets.token_hex(8)}.tmp"
+    LocalStorage(target.parent).publish(target.name, page.encode(), temporary, replace=True)
     return target
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from importlib import resources
@@ -179,6 +180,15 @@ def test_what_goes_wrong_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="folder"):
         report(tmp_path / "ckpt", tmp_path / "folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "folder"]
+
+
+def test_a_link_that_lies_ready_is_not_written_to(tmp_path: Path) -> None:
+    save_alone({"w": 1}, tmp_path / "ckpt", 3)
+    (tmp_path / "theirs").write_text("kept")
+    (tmp_path / f".page.html.{os.getpid()}.tmp").symlink_to("theirs")
+    report(tmp_path / "ckpt", tmp_path / "page.html")
+    assert (tmp_path / "theirs").read_text() == "kept"
+    assert not (tmp_path / "page.html").is_symlink()
 
 
 def test_the_command(tmp_path: Path) -> None:
