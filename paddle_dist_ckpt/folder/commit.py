@@ -41,6 +41,15 @@ def begin(
 
     ``given_up`` are saves that are known to be dead.
     """
+    try:
+        return _begin(storage, unique_id, replace_newest, given_up)
+    except FileNotFoundError:
+        # Until there is a claim in it, whoever has removed what the folder had may remove the folder as well.
+        return _begin(storage, unique_id, replace_newest, given_up)
+
+
+def _begin(storage: Storage, unique_id: int | None, replace_newest: bool, given_up: Collection[str]) -> Lease:
+    """See :func:`begin`."""
     storage.prepare()
     of_paddle = None
     if unique_id is None and replace_newest:

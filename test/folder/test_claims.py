@@ -171,6 +171,7 @@ def test_a_save_that_froze_at_its_commit_and_was_taken_for_dead_does_not_commit(
     (error,) = try_save([state(1)], FreezingStorage(tmp_path, **{when: freeze}), unique_id)
     assert thawed
     assert isinstance(error, CheckpointError)
+    assert str(tmp_path) in str(error)
     check_holds(tmp_path, {7: 2})
 
 

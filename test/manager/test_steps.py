@@ -198,6 +198,21 @@ def test_a_save_to_a_step_that_is_being_removed_is_there_afterwards(
     assert len(os.listdir(folder)) == 2
 
 
+def test_a_save_makes_its_folder_again_that_was_empty_and_is_removed(tmp_path: Path) -> None:
+    folder, times = step_folder(tmp_path, 1), []
+
+    def remove(operation: str, name: str) -> None:
+        if operation == "publish" and name.endswith(".claim") and not times:
+            times.append(name)
+            remove_step(tmp_path, 1, ())
+            assert not folder.exists()
+
+    save_alone({"x": np.full(3, 7)}, FaultyStorage(folder, remove), 1)
+    assert times
+    assert load_whole(folder, 1)["x"].tolist() == [7] * 3
+    assert len(os.listdir(folder)) == 2
+
+
 def test_what_is_left_of_a_removal_that_was_cut_short_goes_later(tmp_path: Path) -> None:
     save_step(tmp_path, 9)
     save_step(tmp_path, 1)
