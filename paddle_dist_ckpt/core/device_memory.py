@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, cut_flat_range, whole
-from .memory import Bytes1D
+from .memory import Bytes1D, address_of, bytes_at
 
 __all__ = [
     "Copies",
@@ -20,6 +21,7 @@ __all__ = [
     "Request",
     "Scattered",
     "contiguous_strides",
+    "read_scattered",
     "write_all",
 ]
 
@@ -45,9 +47,9 @@ class DeviceBytes(Protocol):
         ...
 
 
-Request = tuple[DeviceBytes, int, Bytes1D]
-"""A copy: the memory of a device, the byte there at which it starts, and the bytes on the host. All of whole items, and
-of what :meth:`DeviceBytes.strided` returned all of it."""
+Request = tuple[DeviceBytes, int, int, int]
+"""A copy: the memory of a device, the byte there at which it starts, the address on the host, and how many bytes. It is
+of whole items, and of what :meth:`DeviceBytes.strided` returned all of it."""
 
 
 class Mark(Protocol):
@@ -63,14 +65,14 @@ class Copies(Protocol):
 
     They are made beside what a device computes, but after all that had been queued there when the first of them was,
     and after those of earlier calls. Small ones of one call may be made together. Host memory belongs to its copy until
-    a mark behind that is reached. Any thread may use it.
+    a mark behind that is reached; until then ``host``, which keeps it alive, is kept. Any thread may use it.
     """
 
-    def read(self, requests: Sequence[Request]) -> None:
+    def read(self, requests: Sequence[Request], host: Any) -> None:
         """Copy from devices to the host."""
         ...
 
-    def write(self, requests: Sequence[Request]) -> None:
+    def write(self, requests: Sequence[Request], host: Any) -> None:
         """Copy from the host to devices."""
         ...
 
@@ -82,7 +84,7 @@ class Copies(Protocol):
 class NoCopies:
     """The queue of copies where there is no device: nothing is ever put into it. Implements :class:`Copies`."""
 
-    def read(self, requests: Sequence[Request]) -> None:
+    def read(self, requests: Sequence[Request], host: Any) -> None:
         """See :class:`Copies`."""
         assert not requests, "there is no device"
 
@@ -155,67 +157,65 @@ class DeviceArray:
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return whole(self.shape).size * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
     def part(self, box: Box) -> DeviceArray:
         """A box of it."""
         start = self._start + sum(o * stride for o, stride in zip(box.offset, self._strides, strict=True))
         return DeviceArray(self._memory, start, box.shape, self._strides, self.dtype)
 
-    def pieces(self, start: int, stop: int, into: Bytes1D) -> tuple[list[Request], list[Scattered]]:
-        """What has to be done to copy bytes ``start:stop``, of whole items in row-major order, to the host.
+    def add_pieces(
+        self, start: int, stop: int, address: int, requests: list[Request], scattered: list[Scattered]
+    ) -> None:
+        """Find what has to be done to copy bytes ``start:stop``, of whole items in row-major order, to the host.
 
         Args:
             start: The first byte.
             stop: The one behind the last.
-            into: The bytes go to its beginning.
-
-        Returns:
-            The copies that are needed; and parts that do not stand together on the device, each with where it goes, to
-            be read by :meth:`read_scattered`.
+            address: Where they go.
+            requests: Gets the copies that are needed.
+            scattered: Gets parts that do not stand together on the device, to be read by :func:`read_scattered`.
         """
-        if self.is_contiguous():
-            return [(self._memory, self._start + start, into[: stop - start])] if start < stop else [], []
-        size, at = self.itemsize, 0
-        requests, scattered = list[Request](), list[Scattered]()
+        if self._is_contiguous or self.is_contiguous():
+            if start < stop:
+                requests.append((self._memory, self._start + start, address, stop - start))
+            return
+        size = self.itemsize
         for box in cut_flat_range(self.shape, start // size, stop // size):
             part = self.part(box)
-            piece = into[at : at + part.nbytes]
-            whole_part = part._requests(piece)
+            whole_part = part._requests(address)
             if whole_part is None:
-                scattered.append((part, piece))
+                scattered.append((part, address))
             else:
                 requests += whole_part
-            at += part.nbytes
-        return requests, scattered
+            address += part.nbytes
 
-    def _requests(self, data: Bytes1D) -> list[Request] | None:
+    def _requests(self, address: int) -> list[Request] | None:
         """The copies between all of it and contiguous host memory; None if the device cannot make it contiguous."""
         if self.is_contiguous():
-            return [(self._memory, self._start, data)]
-        size, at, found = self.itemsize, 0, list[Request]()
+            return [(self._memory, self._start, address, self.nbytes)]
+        size, found = self.itemsize, list[Request]()
         rows = max(1, _STRIDED_BYTES // size)
         for start in range(0, whole(self.shape).size, rows):
             for box in cut_flat_range(self.shape, start, min(start + rows, whole(self.shape).size)):
                 part = self.part(box)
-                piece = data[at : at + part.nbytes]
-                at += part.nbytes
-                if part.is_contiguous():
-                    found.append((self._memory, part._start, piece))
-                    continue
-                memory = self._memory.strided(part._start, part.shape, part._strides)
+                memory: DeviceBytes | None = self._memory
+                if not part.is_contiguous():
+                    memory = self._memory.strided(part._start, part.shape, part._strides)
                 if memory is None:
                     return None
-                found.append((memory, 0, piece))
+                start_there = part._start if memory is self._memory else 0
+                found.append((memory, start_there, address, part.nbytes))
+                address += part.nbytes
         return found
 
     def read(self, start: int, stop: int, into: Bytes1D, copies: Copies) -> None:
         """Copy bytes ``start:stop`` to the beginning of ``into``; returns when they are there."""
-        requests, scattered = self.pieces(start, stop, into)
-        copies.read(requests)
+        requests, scattered = list[Request](), list[Scattered]()
+        self.add_pieces(start, stop, address_of(into), requests, scattered)
+        copies.read(requests, into)
         copies.mark().wait()
-        for part, piece in scattered:
-            part.read_scattered(piece, copies)
+        read_scattered(scattered, copies)
 
     def to_host(self, copies: Copies) -> npt.NDArray[Any]:
         """A copy in host memory."""
@@ -229,7 +229,8 @@ class DeviceArray:
         size = whole(self.shape).size
         for start in range(0, size, rows):
             for box in cut_flat_range(self.shape, start, min(start + rows, size)):
-                write_all([(self.part(box), np.zeros(box.size * self.itemsize, np.uint8))], copies)
+                zeros = np.zeros(box.size * self.itemsize, np.uint8)
+                write_all([(self.part(box), address_of(zeros))], zeros, copies)
             copies.mark().wait()
 
     def is_contiguous(self) -> bool:
@@ -259,48 +260,56 @@ class DeviceArray:
 
     def _surroundings(self, copies: Copies) -> Iterator[tuple[Any, Request, npt.NDArray[Any]]]:
         """It in parts, each by way of a copy of the memory from its first element to its last one: where in the array
-        the part is, the copy that was made, and the part in that copy."""
+        the part is, the copy that was made, and the part in that copy, which keeps it alive."""
         for box in self._reachable(whole(self.shape)):
             around = np.empty(self._span(box), np.uint8)
-            request = self._memory, self.part(box)._start, around
-            copies.read([request])
+            request = self._memory, self.part(box)._start, address_of(around), len(around)
+            copies.read([request], around)
             copies.mark().wait()
             yield (*box.slices, ...), request, np.ndarray(box.shape, self.dtype, around.data, 0, self._strides)
 
-    def read_scattered(self, into: Bytes1D, copies: Copies) -> None:
-        """Copy all of it, with what lies between its elements, and pick them; returns when they are in ``into``."""
-        items = into.view(self.dtype).reshape(self.shape)
-        for index, _, view in self._surroundings(copies):
+    def _items_at(self, address: int) -> npt.NDArray[Any]:
+        """Contiguous host memory as an array of the same shape; nothing keeps it alive."""
+        return bytes_at(address, self.nbytes).view(self.dtype).reshape(self.shape)
+
+
+Scattered = tuple[DeviceArray, int]
+"""A part of an array that is not contiguous, and the address where it goes."""
+
+
+def read_scattered(parts: Iterable[Scattered], copies: Copies) -> None:
+    """Copy parts with what lies between their elements, and pick these; returns when they are where they go."""
+    for part, address in parts:
+        items = part._items_at(address)
+        for index, _, view in part._surroundings(copies):
             items[index] = view
 
 
-Scattered = tuple[DeviceArray, Bytes1D]
-"""A part of an array that is not contiguous, and where it goes."""
-
-
-def write_all(pairs: Iterable[tuple[DeviceArray, Bytes1D]], copies: Copies) -> None:
+def write_all(pairs: Iterable[tuple[DeviceArray, int]], host: Any, copies: Copies) -> None:
     """Queue copies that fill arrays.
 
     Where one is not contiguous and the device cannot spread items, it is filled by way of a copy that has what lies
     between its elements, which must not be written meanwhile, and this waits.
 
     Args:
-        pairs: Each array, and the bytes of its items in host memory, which must stay as they are until a mark behind
+        pairs: Each array, and the address of its items in host memory, which must stay as they are until a mark behind
             the copies is reached.
+        host: What keeps that memory alive.
         copies: The queue.
     """
-    together, scattered = list[Request](), []
-    for array, data in pairs:
-        requests = array._requests(data)
+    together, scattered = list[Request](), list[Scattered]()
+    for array, address in pairs:
+        requests = array._requests(address)
         if requests is None:
-            scattered.append((array, data))
+            scattered.append((array, address))
         else:
             together += requests
-    copies.write(together)
-    for array, data in scattered:
+    copies.write(together, host)
+    for array, address in scattered:
+        items = array._items_at(address)
         for index, request, view in array._surroundings(copies):
-            view[...] = data.view(array.dtype).reshape(array.shape)[index]
-            copies.write([request])
+            view[...] = items[index]
+            copies.write([request], view)
             copies.mark().wait()
 
 

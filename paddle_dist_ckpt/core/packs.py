@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-
 import numpy as np
 
 from .columns import IntArray
@@ -15,36 +13,29 @@ SMALL_BYTES = 64 << 10
 PACK_BYTES = 4 << 20
 """The most bytes of what is copied together."""
 PACK_COUNT = 1024
-"""The most parts: Paddle's ``split`` takes twice as long for each of 4,000, and six times of 16,000."""
+"""The most parts."""
 
 
-def packs_of(kinds: Iterable[Hashable | None], sizes: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def packs_of(sizes: IntArray) -> tuple[list[list[int]], list[int]]:
     """Choose what is copied together.
 
     Args:
-        kinds: Of each copy, what it has to have in common with others; None if it is made by itself.
-        sizes: The bytes of each.
+        sizes: The bytes of each copy, ``[copies]``.
 
     Returns:
         The packs, two copies or more in each, and the copies that are made by themselves; all as places, in order.
     """
-    open_packs: dict[Hashable, list[int]] = {}
-    room: dict[Hashable, int] = {}
-    packs: list[list[int]] = []
-    alone: list[int] = []
-    for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
-        if kind is None or size > SMALL_BYTES:
-            alone.append(i)
-            continue
-        pack = open_packs.get(kind)
-        if pack is None or len(pack) == PACK_COUNT or room[kind] < size:
-            pack = open_packs[kind] = []
-            packs.append(pack)
-            room[kind] = PACK_BYTES
-        pack.append(i)
-        room[kind] -= size
-    alone += [pack[0] for pack in packs if len(pack) == 1]
-    return [pack for pack in packs if len(pack) > 1], sorted(alone)
+    small = np.flatnonzero(sizes <= SMALL_BYTES)
+    ends, packs, first = np.append(0, np.cumsum(sizes[small])), list[list[int]](), 0
+    while first < len(small):
+        full = int(np.searchsorted(ends, ends[first] + PACK_BYTES, side="right")) - 1
+        stop = min(first + PACK_COUNT, full)
+        packs.append(small[first:stop].tolist())
+        first = stop
+    alone = np.flatnonzero(sizes > SMALL_BYTES).tolist()
+    if packs and len(packs[-1]) == 1:  # as only the last can have
+        alone = sorted(alone + packs.pop())
+    return packs, alone
 
 
 def stand_together(addresses: IntArray, sizes: IntArray) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.buffers import Buffers
-from ..core.device_memory import Copies, DeviceArray, Mark, NoCopies, Request, Scattered
+from ..core.device_memory import Copies, DeviceArray, Mark, NoCopies, Request, Scattered, read_scattered
 from ..core.memory import Bytes1D, address_of, copy_bytes, copy_each, gather
 from .block_hashes import BlockHashes
 from .datafile import FileTable
@@ -98,14 +98,13 @@ class TensorContents:
     def _queue(self, start: int, stop: int, buffer: Bytes1D) -> list[Scattered]:
         """Queue the copies from devices of bytes ``start:stop`` to a buffer; returns what lies scattered there."""
         requests, scattered = list[Request](), list[Scattered]()
+        base = address_of(buffer) - start
         for i, low, high in _entries_of(self._table, start, stop) if self._ahead else ():
             source = self._sources[i]
             if isinstance(source, DeviceArray):
                 first, last = max(start, low), min(stop, high)
-                some, others = source.pieces(first - low, last - low, buffer[first - start : last - start])
-                requests += some
-                scattered += others
-        self._copies.read(requests)
+                source.add_pieces(first - low, last - low, base + first, requests, scattered)
+        self._copies.read(requests, buffer)
         return scattered
 
     def _give_back(self, filling: _Filling) -> None:
@@ -119,14 +118,13 @@ class TensorContents:
         try:
             if filling.mark is not None:
                 filling.mark.wait()
-            for piece, into in filling.scattered:
-                piece.read_scattered(into, self._copies)
+            read_scattered(filling.scattered, self._copies)
             start, window = filling.start, filling.buffer[: filling.stop - filling.start]
             base, view = address_of(window) - start, window.data
             small: dict[int, list[int]] = {}  # by size
             for i, low, high in _entries_of(self._table, start, filling.stop):
-                inside = start <= low and high <= filling.stop
-                if inside and 0 < high - low <= _SMALL and isinstance(self._sources[i], int):
+                inside, source = start <= low and high <= filling.stop, self._sources[i]
+                if inside and 0 < high - low <= _SMALL and isinstance(source, int | DeviceArray):
                     small.setdefault(high - low, []).append(i)
                     continue
                 first, last = max(start, low), min(filling.stop, high)
@@ -135,8 +133,11 @@ class TensorContents:
                     self._fill(i, first - low, last - low, base + first, part)
                     hashes.add(i, first - low, part)
             for nbytes, entries in small.items():
-                places = np.array([self._table.offsets[i] for i in entries], np.int64)
-                copy_each(places + base, np.array([self._sources[i] for i in entries], np.int64), nbytes)
+                pairs = [
+                    (self._table.offsets[i], source) for i in entries if isinstance(source := self._sources[i], int)
+                ]
+                places, addresses = np.array(pairs, np.int64).reshape(-1, 2).T
+                copy_each(places + base, addresses, nbytes)
                 hashes.add_small(entries, nbytes, view, start)
             yield start, window
         finally:
@@ -159,12 +160,11 @@ class TensorContents:
             base, view = address_of(memory) - start, memory.data
             for i, low, high in _entries_of(self._table, start, stop):
                 first, last = max(start, low), min(stop, high)
-                if first < last:
+                if first < last and not isinstance(self._sources[i], DeviceArray):
                     self._fill(i, first - low, last - low, base + first, view[first - start : last - start])
         finally:
             self._copies.mark().wait()
-        for piece, into in scattered:
-            piece.read_scattered(into, self._copies)
+        read_scattered(scattered, self._copies)
 
 
 class SnapshotContents:

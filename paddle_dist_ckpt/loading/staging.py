@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core.columns import IntArray
-from ..core.device_memory import Copies, Mark, write_all
+from ..core.device_memory import Copies, Mark
 from ..core.memory import Bytes1D
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class GroupStaging:
                 raise
             if next(left) == 0:
                 with self._lock:
-                    _write(self._targets, rows.tolist(), self._copies)
+                    self._targets.send(rows.tolist(), self._copies)
                     mark = self._copies.mark()
                 self._buffers.put((memory, mark))  # to be had again when the rows have arrived
 
@@ -145,10 +145,5 @@ class RoundStaging:
     def _send(self, rows: Sequence[int]) -> None:
         """Send rows to the device, and let go of their memory when they have arrived."""
         if rows:
-            _write(self._targets, rows, self._copies)
+            self._targets.send(rows, self._copies)
             self._leaving.append((self._copies.mark(), sum(self._open.pop(row) for row in rows)))
-
-
-def _write(targets: Targets, rows: Sequence[int], copies: Copies) -> None:
-    """Send rows to the device."""
-    write_all(zip(targets.device_memory(rows), map(targets.displace, rows), strict=True), copies)

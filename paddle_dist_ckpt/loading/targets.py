@@ -65,7 +65,7 @@ class Targets:
     ) -> None:
         self._table, self._devices = table, devices
         self.problems: list[str] = []
-        self._buffers: dict[int, Bytes1D] = {}
+        self._buffers: dict[int, Bytes1D] = {}  # the memory in which a row is filled, if that is not its tensor's
         self._shared: list[SharedMemory] = []
         tensors = self._tensors = parts.tensors
         if parts.stored == table.paths:  # as nearly always; this is seen faster
@@ -130,7 +130,7 @@ class Targets:
         """Where a row's data go, as raw items of the wanted type."""
         if row in self._buffers:
             geometry, piece = self.cells[self.cell[row]]
-            return self._buffers[row].view(geometry.dtype.raw).reshape(piece.box.shape)
+            return array_at(int(self.address[row]), piece.box.shape, None, geometry.dtype.raw, self._buffers[row])
         memory = self.memory(row)
         assert not isinstance(memory, DeviceArray), "it is given a buffer before"
         return memory
@@ -164,13 +164,12 @@ class Targets:
     def place_all(self, rows: IntArray, memory: Bytes1D, starts: IntArray) -> None:
         """Let rows be filled in host memory for the time being, each from one of the bytes ``starts`` on."""
         self.address[rows] = address_of(memory) + starts
-        stops = starts + self.nbytes[rows]
-        for row, start, stop in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
-            self._buffers[row] = memory[start:stop]
+        self._buffers.update(dict.fromkeys(rows.tolist(), memory))
 
-    def displace(self, row: int) -> Bytes1D:
-        """Undo :meth:`place`; returns what is there."""
-        return self._buffers.pop(row)
+    def send(self, rows: Sequence[int], copies: Copies) -> None:
+        """Queue copies of rows to the device, from where they were placed, and undo that."""
+        addresses, memories = self.address[np.array(rows, np.int64)], [self._buffers.pop(row) for row in rows]
+        write_all(zip(self.device_memory(rows), addresses.tolist(), strict=True), memories, copies)
 
     def device_memory(self, rows: Sequence[int]) -> list[DeviceArray]:
         """The memory of rows that are on devices."""
@@ -237,7 +236,7 @@ class Targets:
         for row in (row for shared in self._shared for row in shared.rows):
             memory = self.memory(row)
             if isinstance(memory, DeviceArray):
-                write_all([(memory, self._buffers[row])], copies)
+                write_all([(memory, int(self.address[row]))], self._buffers[row], copies)
                 copies.mark().wait()
             else:
                 memory[...] = self.array(row)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +26,19 @@ from ..core.columns import IntArray
 from ..core.memory import Bytes1D, address_of, bytes_at, copy_each, fresh_pages
 from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
-from .device import at_device, has_kernels
-from .device_memory import StridedBytes, TensorBytes
+from .device import at_device, has_kernels, host_tensor
+from .device_memory import Kind, StridedBytes, TensorBytes
 from .device_streams import current_stream, forget_reached, recorded, stream_for_copies, wait_for
 
 __all__ = ["DeviceCopies", "PaddleDevices"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _TOGETHER = 64  # while they are queued, other threads had better not queue any
+_SPLIT_COUNT = 256  # Paddle's split takes twice as long for each of 1,024 parts, five times of 4,000
 _MOST_UNDER_WAY = 4 * PACK_BYTES  # of the device's memory, and of the host's, beside what is copied
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, TypeError, OSError, MemoryError)
 
-_Request = tuple[Any, int, Bytes1D]
+_Request = tuple[Any, int, int, int]
 _Work = tuple[Sequence[Any], int, Callable[[], None] | None]
 """Tensors that are in use until it is done, the bytes of the device's memory among them, and what to do then."""
 
@@ -67,13 +68,13 @@ class DeviceCopies:
         self._number = 0  # of the last that was put under way
         self._buffers: list[Bytes1D] = []  # of a pack's size each, that are free
 
-    def read(self, requests: Sequence[_Request]) -> None:
+    def read(self, requests: Sequence[_Request], host: Any) -> None:
         """See :class:`..core.device_memory.Copies`."""
-        self._queue(requests, self._read_pack, _read_one)
+        self._queue(requests, host, self._read_pack, _read_one)
 
-    def write(self, requests: Sequence[_Request]) -> None:
+    def write(self, requests: Sequence[_Request], host: Any) -> None:
         """See :class:`..core.device_memory.Copies`."""
-        self._queue(requests, self._write_pack, _write_one)
+        self._queue(requests, host, self._write_pack, _write_one)
 
     def mark(self) -> _Marks:
         """See :class:`..core.device_memory.Copies`."""
@@ -96,41 +97,46 @@ class DeviceCopies:
     def _queue(
         self,
         requests: Sequence[_Request],
-        copy_pack: Callable[[str, Sequence[_Request]], Callable[[], _Work]],
+        host: Any,
+        copy_pack: Callable[[_Pack], Callable[[], _Work]],
         copy_one: Callable[[_Request], _Work],
     ) -> None:
         """Queue copies, the small ones together."""
-        for device, alike in itertools.groupby(requests, lambda request: str(request[0].device)):
-            here = list(alike)
-            packs, alone = packs_of(_kinds(here), [len(request[2]) for request in here])
-            for places in packs:
-                pack = [here[i] for i in places]
+        by_kind: dict[Kind, list[_Request]] = {}
+        for request in requests:
+            by_kind.setdefault(request[0].kind, []).append(request)
+        for kind, here in by_kind.items():
+            device, (packs, alone) = kind.device, _packed(kind, here)
+            for pack in packs:
                 if device not in _without_packs:
                     try:
                         with paddle.no_grad(), at_device(device):
-                            copy = copy_pack(device, pack)
-                        self._run(device, [copy])
+                            copy = copy_pack(_Pack(kind, pack))
+                        self._run(device, [copy], host)
                         continue
                     except _REFUSALS as error:
                         _without_packs.add(device)
                         _logger.warning("%s: small tensors are copied one by one from now on: %s", device, error)
-                self._run_each(device, pack, copy_one)
-            self._run_each(device, [here[i] for i in alone], copy_one)
+                self._run_each(device, pack, copy_one, host)
+            self._run_each(device, alone, copy_one, host)
 
-    def _run_each(self, device: str, requests: Sequence[_Request], copy: Callable[[_Request], _Work]) -> None:
+    def _run_each(
+        self, device: str, requests: Sequence[_Request], copy: Callable[[_Request], _Work], host: Any
+    ) -> None:
         for first in range(0, len(requests), _TOGETHER):
             some = requests[first : first + _TOGETHER]
             strided = [request for request in some if isinstance(request[0], StridedBytes)]
-            self._run(device, [_bound(copy, request) for request in some if not isinstance(request[0], StridedBytes)])
+            others = [_bound(copy, request) for request in some if not isinstance(request[0], StridedBytes)]
+            self._run(device, others, host)
             for request in strided:
-                self._run(device, [_bound(copy, request)])
+                self._run(device, [_bound(copy, request)], host)
 
-    def _run(self, device: str, works: Sequence[Callable[[], _Work]]) -> None:
+    def _run(self, device: str, works: Sequence[Callable[[], _Work]], host: Any) -> None:
         """Queue works, and remember what is in use until they are done."""
         if not works:
             return
         self.settle(0, _MOST_UNDER_WAY)
-        kept: list[Any] = []
+        kept: list[Any] = [host]
         finishes: list[Callable[[], None]] = []
         nbytes, event = 0, None
         with paddle.no_grad(), current_stream, at_device(device):  # all threads have the same current stream
@@ -158,56 +164,54 @@ class DeviceCopies:
                 stream.wait_event(recorded(paddle.device.current_stream(device), device, ()))
         return self._streams[device]
 
-    def _read_pack(self, device: str, pack: Sequence[_Request]) -> Callable[[], _Work]:
+    def _read_pack(self, pack: _Pack) -> Callable[[], _Work]:
         """Copy from a device to the host; straight to where it goes, if that stands together there."""
-        parts = [memory.small_part(start, len(into), view=False) for memory, start, into in pack]
-        addresses, sizes = _columns(pack)
-        data, scratch = self._host_side(addresses, sizes)
-        nbytes, like = len(data), pack[0][0]
+        data, scratch = self._host_side(pack)
+        parts, inner = pack.tensors()
 
         def finish() -> None:
             if scratch is not None:
-                _copy_rows(addresses, _starts(sizes) + address_of(scratch), sizes)
+                _copy_rows(pack.addresses, pack.starts + address_of(scratch), pack.sizes)
                 self._buffers.append(scratch)
 
         def work() -> _Work:
-            packed, target = paddle.concat(parts), like.alike(data)
+            packed, target = paddle.concat(parts), pack.alike(data, inner)
             target.copy_(packed, False)
-            return [parts, packed, target, *(into for _, _, into in pack)], nbytes, finish
+            return [parts, packed, target], len(data), finish
 
         return work
 
-    def _write_pack(self, device: str, pack: Sequence[_Request]) -> Callable[[], _Work]:
+    def _write_pack(self, pack: _Pack) -> Callable[[], _Work]:
         """Copy from the host to a device; what does not stand together on the host is put together there."""
-        parts = [memory.small_part(start, len(data), view=True) for memory, start, data in pack]
-        expected = [memory.base + start for memory, start, _ in pack]
-        addresses, sizes = _columns(pack)
-        data, scratch = self._host_side(addresses, sizes)
-        nbytes, like = len(data), pack[0][0]
+        parts, lengths = pack.views(), (pack.sizes // pack.kind.itemsize).tolist()
+        data, scratch = self._host_side(pack)
         if scratch is not None:
-            _copy_rows(_starts(sizes) + address_of(scratch), addresses, sizes)
+            _copy_rows(pack.starts + address_of(scratch), pack.addresses, pack.sizes)
 
         def finish() -> None:
             if scratch is not None:
                 self._buffers.append(scratch)
 
         def work() -> _Work:
-            source = like.alike(data)
+            source = pack.alike(data, [])
             packed = paddle.empty(source.shape, source.dtype)
             packed.copy_(source, False)
-            lengths = sizes // packed.element_size()
-            paddle._legacy_C_ops.split(packed, parts, "sections", lengths.tolist(), "axis", 0)
-            if [part.data_ptr() for part in parts] != expected:
+            at = 0
+            for first in range(0, len(parts), _SPLIT_COUNT):
+                some, here = parts[first : first + _SPLIT_COUNT], lengths[first : first + _SPLIT_COUNT]
+                start, at = at, at + sum(here)
+                paddle._legacy_C_ops.split(packed._slice(start, at), some, "sections", here, "axis", 0)
+            if [part.data_ptr() for part in parts] != pack.expected:
                 raise RuntimeError("Paddle has split a tensor into other memory than it was given")
-            return [parts, packed, source, *(data for _, _, data in pack)], nbytes, finish
+            return [parts, packed, source], len(data), finish
 
         return work
 
-    def _host_side(self, addresses: IntArray, sizes: IntArray) -> tuple[Bytes1D, Bytes1D | None]:
+    def _host_side(self, pack: _Pack) -> tuple[Bytes1D, Bytes1D | None]:
         """A pack's bytes on the host: where they are if they stand together, else a part of a buffer, and that."""
-        nbytes = int(sizes.sum())
-        if stand_together(addresses, sizes):
-            return bytes_at(int(addresses[0]), nbytes), None
+        nbytes = int(pack.sizes.sum())
+        if stand_together(pack.addresses, pack.sizes):
+            return bytes_at(int(pack.addresses[0]), nbytes), None
         scratch = self._buffer()
         return scratch[:nbytes], scratch
 
@@ -237,41 +241,76 @@ class _Marks:
 _without_packs: set[str] = set()  # devices that have failed to make one
 
 
-def _kinds(requests: Sequence[_Request]) -> Iterator[str | None]:
-    """What each copy has to have in common with those that it is packed with; None if it is not packed."""
-    dtype = kind = None
-    for memory, _, data in requests:
-        if isinstance(memory, StridedBytes) or len(data) > SMALL_BYTES:
-            yield None
-            continue
-        if memory.dtype is not dtype:  # to look at it takes longer than to see that it is the same
-            dtype = memory.dtype
-            packed = memory.device not in _without_packs and has_kernels(memory.device, dtype, "concat", "split")
-            kind = str(dtype) if packed else None
-        yield kind
+class _Pack:
+    """Small copies of one kind that are made as one: of each the address on the host, its bytes, and where these start
+    among all of them, ``[copies]``."""
+
+    def __init__(self, kind: Kind, requests: Sequence[_Request]) -> None:
+        self.kind, self._requests = kind, requests
+        self.addresses: IntArray = np.array([request[2] for request in requests], np.int64)
+        self.sizes: IntArray = np.array([request[3] for request in requests], np.int64)
+        self.starts = np.cumsum(self.sizes) - self.sizes
+
+    @property
+    def expected(self) -> list[int]:
+        """Where each begins on the device."""
+        return [memory.base + start for memory, start, _, _ in self._requests]
+
+    def tensors(self) -> tuple[list[Any], list[int]]:
+        """The items on the device as tensors, and their shape but for the first dimension, in which alone they differ.
+
+        They are the tensors themselves where these are whole and alike: to make views takes longer than to copy.
+        """
+        shapes = [memory.tensor.shape for memory, _, _, _ in self._requests]
+        rows, inner = list(zip(self._requests, shapes, strict=True)), shapes[0][1:]
+        if all(shape and shape[1:] == inner and memory.is_all(at, n, shape) for (memory, at, _, n), shape in rows):
+            return [memory.tensor for memory, _, _, _ in self._requests], inner
+        return [
+            memory.tensor if len(shape) == 1 and memory.is_all(at, n, shape) else memory.small_part(at, n)
+            for (memory, at, _, n), shape in rows
+        ], []
+
+    def views(self) -> list[Any]:
+        """The items on the device as tensors of one dimension, and never the tensors themselves: those that Paddle is
+        given to fill it may move to the host."""
+        return [memory.small_part(start, nbytes) for memory, start, _, nbytes in self._requests]
+
+    def alike(self, data: Bytes1D, inner: Sequence[int]) -> Any:
+        """Host memory as a tensor of the same type and of such a shape, without a copy."""
+        tensor = host_tensor(data).view(self.kind.dtype)
+        return tensor.reshape([-1, *inner]) if inner else tensor
+
+
+def _packed(kind: Kind, requests: Sequence[_Request]) -> tuple[list[list[_Request]], list[_Request]]:
+    """Divide copies of a kind: packs, and those that are made by themselves."""
+    if kind.device in _without_packs or not has_kernels(kind.device, kind.dtype, "concat", "split"):
+        return [], list(requests)
+    sizes = [nbytes if type(memory) is TensorBytes else SMALL_BYTES + 1 for memory, _, _, nbytes in requests]
+    packs, alone = packs_of(np.array(sizes, np.int64))
+    return [[requests[i] for i in pack] for pack in packs], [requests[i] for i in alone]
 
 
 def _read_one(request: _Request) -> _Work:
-    memory, start, into = request
-    target = memory.alike(into)
+    memory, start, address, nbytes = request
+    target = memory.alike(bytes_at(address, nbytes))
     if isinstance(memory, StridedBytes):
         source = memory.view().contiguous()
         target.copy_(source, False)
-        return (memory, source, target), len(into), None
-    source = memory.part(start, len(into))
+        return (memory, source, target), nbytes, None
+    source = memory.part(start, nbytes)
     target.copy_(source, False)
     return (source, target), 0, None
 
 
 def _write_one(request: _Request) -> _Work:
-    memory, start, data = request
-    source = memory.alike(data)
+    memory, start, address, nbytes = request
+    source = memory.alike(bytes_at(address, nbytes))
     if isinstance(memory, StridedBytes):
         between = paddle.empty(source.shape, source.dtype)
         between.copy_(source, False)
         memory.view().copy_(between, False)
-        return (memory, source, between), len(data), None
-    target = memory.part(start, len(data))
+        return (memory, source, between), nbytes, None
+    target = memory.part(start, nbytes)
     target.copy_(source, False)
     return (source, target), 0, None
 
@@ -286,17 +325,6 @@ def _each_of(works: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
             work()
 
     return run if works else None
-
-
-def _columns(requests: Sequence[_Request]) -> tuple[Any, Any]:
-    """The addresses of the requests' host memory, and their sizes."""
-    addresses = [address_of(data) for _, _, data in requests]
-    return np.array(addresses, np.int64), np.array([len(data) for _, _, data in requests], np.int64)
-
-
-def _starts(sizes: Any) -> Any:
-    """Where each of so many bytes begins if they stand together."""
-    return np.cumsum(sizes) - sizes
 
 
 def _copy_rows(targets: Any, sources: Any, sizes: Any) -> None:

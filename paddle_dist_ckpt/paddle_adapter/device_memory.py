@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -13,10 +13,35 @@ import paddle
 from ..core.memory import Bytes1D
 from .device import at_device, has_kernels, host_tensor, name_of
 
-__all__ = ["StridedBytes", "TensorBytes"]
+__all__ = ["Kind", "StridedBytes", "TensorBytes"]
 
 _view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
-_names: dict[str, str] = {}  # of devices, as name_of says them, by how Paddle writes them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What items of a device's memory have in common that can be copied together: where they are, and their type."""
+
+    device: str
+    dtype: Any
+    itemsize: int
+
+
+_kinds: dict[tuple[str, str], Kind] = {}
+_latest: list[tuple[Any, Any, Kind]] = []  # the place, the dtype and the kind of the tensor that was looked at last
+
+
+def _kind_of(tensor: Any) -> Kind:
+    """The same object for all tensors of a kind. Mostly it is that of the last one, which is seen sooner than looked
+    up."""
+    place, dtype = tensor.place, tensor.dtype
+    for latest_place, latest_dtype, kind in _latest:
+        if dtype is latest_dtype and place._equals(latest_place):
+            return kind
+    device = name_of(place)
+    kind = _kinds.setdefault((device, str(dtype)), Kind(device, dtype, int(tensor.element_size())))
+    _latest[:] = [(place, dtype, kind)]
+    return kind
 
 
 class TensorBytes:
@@ -28,18 +53,23 @@ class TensorBytes:
         tensor: The tensor; its strides are not negative.
     """
 
-    def __init__(self, tensor: Any) -> None:
-        self.base = int(tensor.data_ptr())
-        place = tensor._place_str  # which is to be had faster
-        self.device = _names.get(place) or _names.setdefault(place, name_of(tensor.place))
-        self.tensor, self.dtype, self._itemsize = tensor, tensor.dtype, int(tensor.element_size())
+    __slots__ = ("_all_items", "base", "kind", "tensor")
 
-    @cached_property
+    def __init__(self, tensor: Any) -> None:
+        self.base, self.kind, self.tensor = int(tensor.data_ptr()), _kind_of(tensor), tensor
+        self._all_items: Any = None
+
+    @property
     def _items(self) -> Any:
+        if self._all_items is None:
+            self._all_items = self._flat()
+        return self._all_items
+
+    def _flat(self) -> Any:
         """All of it as a tensor of one dimension. Not as bytes: of a view that does not start where its memory does,
         Paddle errs there."""
         tensor = self.tensor
-        with paddle.no_grad(), at_device(self.device):
+        with paddle.no_grad(), at_device(self.kind.device):
             if not tensor.is_contiguous():
                 span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
                 return paddle.as_strided(tensor.detach(), [span], [1], tensor.offset)
@@ -47,28 +77,31 @@ class TensorBytes:
 
     def part(self, start: int, nbytes: int) -> Any:
         """The items in these bytes, as a tensor over the same memory, of one dimension."""
-        with at_device(self.device):  # where another device is the current one, this would be a copy there
-            return self._items._slice(start // self._itemsize, (start + nbytes) // self._itemsize)
+        size = self.kind.itemsize
+        with at_device(self.kind.device):  # where another device is the current one, this would be a copy there
+            return self._items._slice(start // size, (start + nbytes) // size)
 
-    def small_part(self, start: int, nbytes: int, view: bool) -> Any:
-        """The same, made faster if it is all of it; then maybe the tensor itself, unless it has to be a view. Gradients
-        must be off, and the device the current one."""
-        tensor, count = self.tensor, nbytes // self._itemsize
-        shape = tensor.shape
-        if start or not shape or math.prod(shape) != count or not tensor.is_contiguous():
-            return self.part(start, nbytes)
-        return tensor if len(shape) == 1 and not view else _view_shape(tensor, [count])
+    def small_part(self, start: int, nbytes: int) -> Any:
+        """The same, made faster if it is all of it. Gradients must be off, and the device the current one."""
+        shape = self.tensor.shape
+        if shape and self.is_all(start, nbytes, shape):
+            return _view_shape(self.tensor, [nbytes // self.kind.itemsize])
+        return self.part(start, nbytes)
+
+    def is_all(self, start: int, nbytes: int, shape: Sequence[int]) -> bool:
+        """Whether these bytes are all of it, one item behind the other. ``shape`` is the tensor's."""
+        return not start and math.prod(shape) * self.kind.itemsize == nbytes and self.tensor.is_contiguous()
 
     def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> StridedBytes | None:
         """See :class:`..core.device_memory.DeviceBytes`."""
-        if not has_kernels(self.device, self.dtype, "contiguous", "strided_copy"):
+        if not has_kernels(self.kind.device, self.kind.dtype, "contiguous", "strided_copy"):
             return None
-        steps = [stride // self._itemsize for stride in strides]
+        steps = [stride // self.kind.itemsize for stride in strides]
         return StridedBytes(self, start, shape, steps)
 
     def alike(self, data: Bytes1D) -> Any:
         """Host memory as a tensor of the same type, without a copy. It must be writable."""
-        return host_tensor(data).view(self.dtype)
+        return host_tensor(data).view(self.kind.dtype)
 
 
 class StridedBytes:
@@ -82,7 +115,7 @@ class StridedBytes:
     """
 
     def __init__(self, memory: TensorBytes, start: int, shape: Sequence[int], steps: Sequence[int]) -> None:
-        self.device, self.base, self.dtype = memory.device, memory.base + start, memory.dtype
+        self.kind, self.base = memory.kind, memory.base + start
         self._memory, self._start, self._shape, self._steps = memory, start, list(shape), list(steps)
 
     def view(self) -> Any:
@@ -96,4 +129,4 @@ class StridedBytes:
 
     def alike(self, data: Bytes1D) -> Any:
         """Contiguous host memory as a tensor of the same type and shape, without a copy. It must be writable."""
-        return host_tensor(data).view(self.dtype).reshape(self._shape)
+        return host_tensor(data).view(self.kind.dtype).reshape(self._shape)

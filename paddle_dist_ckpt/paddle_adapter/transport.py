@@ -253,7 +253,7 @@ class _DeviceMemory:
         """See :class:`_HostMemory`."""
         tensor, copies = self.empty(parts), DeviceCopies()
         memory = TensorBytes(tensor)
-        copies.write([(memory, start, p if p.flags.writeable else p.copy()) for start, p in _places(parts)])
+        copies.write([(memory, start, address_of(part), part.size) for start, part in _places(parts)], parts)
         copies.mark().wait()
         return tensor
 
@@ -267,7 +267,7 @@ class _DeviceMemory:
         """See :class:`_HostMemory`. The copies wait for the computations, which wait for the collective."""
         copies = DeviceCopies()
         memory = TensorBytes(tensor)
-        copies.read([(memory, start, part) for start, part in _places(parts)])
+        copies.read([(memory, start, address_of(part), part.size) for start, part in _places(parts)], parts)
         copies.mark().wait()
 
 

@@ -17,7 +17,7 @@ from ..core.box import Box, whole
 from ..core.boxes import Boxes
 from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.decoding import json_cost
-from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies, Request, Scattered
+from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies, Request, Scattered, read_scattered
 from ..core.dtypes import DTYPES
 from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
 from ..core.memory import Bytes1D, address_of, array_at, gather
@@ -129,20 +129,18 @@ class LocalState:
 
     def _contents(self, parts: Sequence[tuple[npt.NDArray[Any] | DeviceArray, int, int]], nbytes: int) -> list[Bytes1D]:
         buffer, at = np.empty(nbytes, np.uint8), 0
+        base = address_of(buffer)
         found, requests, scattered = list[Bytes1D](), list[Request](), list[Scattered]()
         for array, start, stop in parts:
             found.append(buffer[at : at + stop - start])
-            at += stop - start
             if isinstance(array, DeviceArray):
-                some, others = array.pieces(start, stop, found[-1])
-                requests += some
-                scattered += others
+                array.add_pieces(start, stop, base + at, requests, scattered)
             else:
                 gather(array, start, stop, found[-1])
-        self.copies.read(requests)
+            at += stop - start
+        self.copies.read(requests, buffer)
         self.copies.mark().wait()
-        for part, into in scattered:
-            part.read_scattered(into, self.copies)
+        read_scattered(scattered, self.copies)
         return found
 
     @cached_property

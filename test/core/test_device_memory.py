@@ -12,9 +12,9 @@ import pytest
 
 from paddle_dist_ckpt.core import device_memory
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.core.device_memory import DeviceArray, Request, write_all
+from paddle_dist_ckpt.core.device_memory import DeviceArray, Request, Scattered, read_scattered, write_all
 from paddle_dist_ckpt.core.dtypes import dtype_named
-from paddle_dist_ckpt.core.memory import address_of
+from paddle_dist_ckpt.core.memory import address_of, bytes_at
 
 ITEM = np.dtype("<u4")
 
@@ -28,17 +28,22 @@ class FakeDevice:
         self.data = data.copy().view(np.uint8).reshape(-1)
         self.copied = 0
         self.queue: list[Callable[[], None]] = []
+        self.hosts: list[Any] = []  # what keeps host memory alive until the queue is empty
         self._one_waits = threading.Lock()
 
-    def read(self, requests: Sequence[Request]) -> None:
-        for memory, start, into in requests:
+    def read(self, requests: Sequence[Request], host: Any) -> None:
+        for memory, start, address, nbytes in requests:
             assert memory is self
+            into = bytes_at(address, nbytes)
+            self.hosts.append(host)
             self.queue.append(lambda start=start, into=into: np.copyto(into, self.data[start : start + len(into)]))
             self.copied += len(into)
 
-    def write(self, requests: Sequence[Request]) -> None:
-        for memory, start, data in requests:
+    def write(self, requests: Sequence[Request], host: Any) -> None:
+        for memory, start, address, nbytes in requests:
             assert memory is self
+            data = bytes_at(address, nbytes)
+            self.hosts.append(host)
             self.queue.append(lambda start=start, data=data: np.copyto(self.data[start : start + len(data)], data))
 
     def strided(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> None:
@@ -51,6 +56,7 @@ class FakeDevice:
         with self._one_waits:
             while self.queue:
                 self.queue.pop(0)()
+            self.hosts.clear()
 
 
 def drawn(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray]:
@@ -100,7 +106,8 @@ def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytes
         expected = device.data.copy()
         view = np.ndarray(whole.shape, ITEM, expected.data, address_of(whole) - address_of(device.data), whole.strides)
         view[index] = np.arange(1000, 1000 + part.nbytes // 4, dtype=ITEM).reshape(part.shape)
-        write_all([(part, np.array(view[index]).reshape(-1).view(np.uint8))], device)
+        data = np.array(view[index]).reshape(-1)
+        write_all([(part, address_of(data))], data, device)
         device.wait()
         assert device.data.tobytes() == expected.tobytes()
         view[index] = 0
@@ -112,16 +119,18 @@ def test_what_is_contiguous_takes_one_copy_and_the_rest_is_left() -> None:
     device = FakeDevice(np.arange(64, dtype=ITEM))
     array = DeviceArray(device, 0, (8, 8), None, ITEM)
     into = np.zeros(64, np.uint8)
-    requests, scattered = array.part(Box((2, 0), (2, 8))).pieces(0, 64, into)
-    assert [(start, len(data)) for _, start, data in requests] == [(64, 64)]
+    requests: list[Request] = []
+    scattered: list[Scattered] = []
+    array.part(Box((2, 0), (2, 8))).add_pieces(0, 64, address_of(into), requests, scattered)
+    assert [(start, nbytes) for _, start, _, nbytes in requests] == [(64, 64)]
     assert not scattered
-    device.read(requests)
+    device.read(requests, into)
     device.wait()
     assert into.view(ITEM).tolist() == list(range(16, 32))
-    requests, scattered = array.part(Box((0, 1), (2, 3))).pieces(0, 24, into)
-    assert not requests
-    ((part, piece),) = scattered
-    part.read_scattered(piece, device)
+    array.part(Box((0, 1), (2, 3))).add_pieces(0, 24, address_of(into), requests, scattered)
+    assert len(requests) == 1
+    assert len(scattered) == 1
+    read_scattered(scattered, device)
     assert into[:24].view(ITEM).tolist() == [1, 2, 3, 9, 10, 11]
 
 

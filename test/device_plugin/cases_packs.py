@@ -133,6 +133,51 @@ def with_failing_kernels(path: str, operation: str) -> list[str]:
     return said
 
 
+def with_kernels_of_the_host(path: str) -> list[str]:
+    """Load types of which the device is wrongly said to have kernels, so that Paddle splits on the host; gives where
+    the tensors are then."""
+    state, targets = ({str(i): _made(ALONE, (5, 3), seed + i) for i in range(4)} for seed in (0, 9))
+    addresses = {name: one.data_ptr() for name, one in targets.items()}
+    save_state_dict(state, path, options=SAVING)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_copies, "has_kernels", lambda *_: True)
+            load_state_dict(targets, path, options=LOADING)
+        assert device_copies._without_packs
+    finally:
+        device_copies._without_packs.clear()
+    assert {name: _bits(one) for name, one in targets.items()} == {name: _bits(one) for name, one in state.items()}
+    assert {name: one.data_ptr() for name, one in targets.items()} == addresses
+    return [str(one.place) for one in targets.values()]
+
+
+def views_and_parts(path: str, shapes: list[tuple[int, ...]]) -> tuple[int, int, int]:
+    """Save and load tensors of such shapes; gives how many views a save and a load make, and the most parts of a
+    split."""
+    made = 0
+    parts: list[int] = []
+    view, split = device_memory._view_shape, paddle._legacy_C_ops.split
+
+    def count(*given: Any) -> Any:
+        nonlocal made
+        made += 1
+        return view(*given)
+
+    def record(packed: Any, into: Any, *given: Any) -> Any:
+        parts.append(len(into))
+        return split(packed, into, *given)
+
+    state, targets = ({f"{i:04}": _made("float32", s, seed + i) for i, s in enumerate(shapes)} for seed in (0, 9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory, "_view_shape", count)
+        patch.setattr(paddle._legacy_C_ops, "split", record)
+        save_state_dict(state, path, options=SAVING)
+        in_save = made
+        load_state_dict(targets, path, options=LOADING)
+    assert {name: _bits(one) for name, one in targets.items()} == {name: _bits(one) for name, one in state.items()}
+    return in_save, made - in_save, max(parts)
+
+
 def transposed(path: str, rows: int, columns: int) -> tuple[int, list[int], list[int]]:
     """Save a transposed matrix, in the background too, and load into one; gives its bytes, those that were copied, and
     the most memory of the device that was used beside it."""

@@ -44,6 +44,24 @@ def test_where_a_pack_fails_each_is_copied_by_itself(devices: DevicePool, tmp_pa
     assert "no room for it" in line
 
 
+def test_a_tensor_never_moves_to_the_host(devices: DevicePool, tmp_path: Path) -> None:
+    (places,) = devices.run(cases.with_kernels_of_the_host, str(tmp_path), ranks=1)
+    assert len(places) == 4
+    assert all(build.NAME in place for place in places)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "views"),
+    [([(7,)] * 600, 0), ([(3, 4)] * 600, 0), ([(n % 3 + 1, 4) for n in range(600)], 0), ([(7,), (3, 4)] * 300, 300)],
+)
+def test_tensors_that_are_alike_are_saved_without_views(
+    devices: DevicePool, tmp_path: Path, shapes: list[tuple[int, ...]], views: int
+) -> None:
+    ((in_save, in_load, parts),) = devices.run(cases.views_and_parts, str(tmp_path), shapes, ranks=1)
+    assert (in_save, in_load) == (views, 600)
+    assert parts == 256
+
+
 def test_a_transposed_tensor_is_copied_once(devices: DevicePool, tmp_path: Path) -> None:
     ((nbytes, copied, peaks),) = devices.run(cases.transposed, str(tmp_path), 2500, 4100, ranks=1)
     assert copied == [nbytes] * 3

@@ -47,11 +47,11 @@ class Broken(FakeDevice):
 
     left = 3
 
-    def read(self, requests: Sequence[Request]) -> None:
+    def read(self, requests: Sequence[Request], host: Any) -> None:
         self.left -= 1
         if self.left < 0:
             raise OSError("the device does not answer")
-        super().read(requests)
+        super().read(requests, host)
 
 
 def on_device(file: File, device: type[FakeDevice] = FakeDevice) -> tuple[list[Source], FakeDevice]:

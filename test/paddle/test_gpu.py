@@ -58,7 +58,7 @@ def test_copies_to_pinned_memory_do_not_wait() -> None:
     assert memory is not None
     tensor = paddle.arange(16 << 20, dtype="float32")
     copies = DeviceCopies()
-    copies.read([(TensorBytes(tensor), 0, memory)])
+    copies.read([(TensorBytes(tensor), 0, address_of(memory), len(memory))], memory)
     copies.mark().wait()
     assert np.array_equal(memory.view("float32"), np.arange(16 << 20, dtype="float32"))
 
