@@ -95,7 +95,7 @@ class RoundStaging:
         self._last = {row: i for i, here in enumerate(rows) for row in here.tolist()}
         self._open: dict[int, int] = {}  # rows that are on the host, with their sizes, the least recently used first
         self._incomplete: set[int] = set()  # rows that are on the device for the time being
-        self._leaving: deque[tuple[Mark, int]] = deque()  # on their way there, with their sizes
+        self._leaving: deque[tuple[Mark, int, int]] = deque()  # rows on their way there: their bytes, since which round
         self._used = 0
 
     @contextmanager
@@ -107,28 +107,28 @@ class RoundStaging:
         for row in rows.tolist():
             if row in self._open:
                 self._open[row] = self._open.pop(row)
-        self._make_room(sum(sizes.values()), set(rows.tolist()))
+        self._make_room(sum(sizes.values()), number, set(rows.tolist()))
         for row, size in sizes.items():
             self._bring(row, size)
         yield
-        self._send([row for row in rows.tolist() if self._last[row] == number])
+        self._send([row for row in rows.tolist() if self._last[row] == number], number)
 
     def finish(self) -> None:
         """Wait until everything is on the device."""
         self._copies.mark().wait()
 
-    def _make_room(self, nbytes: int, needed: set[int]) -> None:
+    def _make_room(self, nbytes: int, number: int, needed: set[int]) -> None:
         room = self._most - nbytes
         victims = [row for row in self._open if row not in needed]
-        leaving = sum(size for _, size in self._leaving)
+        leaving = sum(size for _, size, _ in self._leaving)
         for row in victims:
             if self._used - leaving <= room:
                 break
             leaving += self._open[row]
             self._incomplete.add(row)
-            self._send([row])
-        while self._used > room and self._leaving:
-            mark, size = self._leaving.popleft()
+            self._send([row], number)
+        while self._leaving and (self._used > room or self._leaving[0][2] < number - 1):
+            mark, size, _ = self._leaving.popleft()
             mark.wait()
             self._used -= size
 
@@ -142,8 +142,8 @@ class RoundStaging:
         self._open[row] = size
         self._used += size
 
-    def _send(self, rows: Sequence[int]) -> None:
+    def _send(self, rows: Sequence[int], number: int) -> None:
         """Send rows to the device, and let go of their memory when they have arrived."""
         if rows:
             self._targets.send(rows, self._copies)
-            self._leaving.append((self._copies.mark(), sum(self._open.pop(row) for row in rows)))
+            self._leaving.append((self._copies.mark(), sum(self._open.pop(row) for row in rows), number))

@@ -71,7 +71,7 @@ def plan_packs(
         loads: What each rank has to read so far, to which this adds.
 
     Returns:
-        Each pack, with how much each rank sends and receives for it.
+        Each pack, with how much each rank sends and receives for it, and then how much each reads for itself.
     """
     edges = _edges(needs.shard)
     first = edges[:-1]
@@ -121,11 +121,12 @@ def _edges(*columns: IntArray) -> IntArray:
 
 
 def _traffic(pack: Pack, needs: SmallNeeds, ranks: int) -> list[int]:
-    """How much each rank sends and receives."""
+    """How much each rank sends and receives, and how much each reads for itself."""
     moved = np.zeros(ranks, np.int64)
     np.add.at(moved, needs.rank[pack.needs], needs.nbytes[pack.needs])
-    moved[pack.reader] = 0
+    kept = np.zeros(ranks, np.int64)
+    kept[pack.reader], moved[pack.reader] = moved[pack.reader], 0
     if pack.to_all:
-        return [int(moved.max())] * ranks
+        return [int(moved.max())] * ranks + [0] * ranks
     moved[pack.reader] = moved.sum()
-    return [int(n) for n in moved]
+    return [*moved.tolist(), *kept.tolist()]

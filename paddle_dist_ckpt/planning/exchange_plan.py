@@ -71,7 +71,8 @@ def plan_exchange(
     it.
 
     A unit's reader is a rank that reaches the file, one that needs the unit itself if there is one, and among those the
-    one with the least to read so far. The rounds bound how much any rank sends and receives at once.
+    one with the least to read so far. The rounds bound how much any rank sends and receives at
+    once, and how much it reads for itself.
 
     Args:
         shards: The shards of several blocks, by number.
@@ -90,7 +91,7 @@ def plan_exchange(
     unit_bytes = min(_UNIT_BYTES, most)
     loads = [0] * ranks
     units: list[tuple[Unit | Pack, list[int]]] = []
-    for number in sorted(needs, key=lambda n: (shards[n].file, n)):
+    for number in sorted(needs):  # tensor by tensor, so that each is complete soon after it has been begun
         shard, wanted = shards[number], needs[number]
         blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
         nbytes = min(_BROADCAST_BYTES, most) if _is_for_all(wanted, reach[shard.file], ranks) else unit_bytes
@@ -153,9 +154,10 @@ def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parce
 
 
 def _in_rounds(units: Sequence[tuple[Unit | Pack, list[int]]]) -> list[list[Unit | Pack]]:
-    """Take the readers' units in turn, and start a new round before a rank would send or receive too much in one.
+    """Take the readers' units in turn, and start a new round before a rank would send and receive too much in one, or
+    read too much for itself: of tensors for a device that is in host memory as well.
 
-    Each unit comes with how much each rank sends and receives for it.
+    Each unit comes with how much each rank sends and receives for it, and then how much each reads for itself.
     """
     queues: dict[int, list[tuple[Unit | Pack, list[int]]]] = {}
     for pair in units:
@@ -173,9 +175,12 @@ def _in_rounds(units: Sequence[tuple[Unit | Pack, list[int]]]) -> list[list[Unit
 
 
 def _traffic(unit: Unit, itemsize: int, ranks: int) -> list[int]:
-    moved = [0] * ranks
+    moved, kept = [0] * ranks, [0] * ranks
     for parcel in unit.parcels:
         nbytes = parcel.box.size * itemsize
+        if parcel.destination == unit.reader:
+            kept[unit.reader] += nbytes
+            continue
         for rank in range(ranks) if parcel.destination == ALL else {unit.reader, parcel.destination}:
-            moved[rank] += nbytes if parcel.destination != unit.reader else 0
-    return moved
+            moved[rank] += nbytes
+    return moved + kept

@@ -182,7 +182,7 @@ def test_rounds_bound_what_a_rank_sends_and_receives(job: Job) -> None:
     rounds = small_plan(job)
     assert all(rounds)
     for turn in rounds:
-        moved = [0] * job.ranks
+        moved, kept = [0] * job.ranks, [0] * job.ranks
         for unit in units_of([turn]):
             for parcel in unit.parcels:
                 nbytes = parcel.box.size * job.shards[unit.shard].itemsize
@@ -191,7 +191,9 @@ def test_rounds_bound_what_a_rank_sends_and_receives(job: Job) -> None:
                 elif parcel.destination != unit.reader:
                     moved[unit.reader] += nbytes
                     moved[parcel.destination] += nbytes
-        assert max(moved) <= ROUND_BYTES or len(turn) == 1
+                else:
+                    kept[unit.reader] += nbytes
+        assert max(moved + kept) <= ROUND_BYTES or len(turn) == 1
 
 
 @examples(25)
@@ -291,3 +293,14 @@ def test_a_pack_is_small_if_many_need_it(takers: range | list[int]) -> None:
     sent = [sum(parcel.box.size * 4 for unit in units_of([turn]) for parcel in unit.parcels) for turn in rounds]
     assert sum(sent) == 3200 << 20
     assert 8 << 20 < max(sent) <= 16 << 20
+
+
+def test_a_tensor_is_complete_soon_after_it_is_begun() -> None:
+    """Its shards are in several files, and none of these is read to its end before the next one."""
+    shards = {n: ExchangeShard(n % 4, (2, 4 << 20), 1) for n in range(32)}  # four of each tensor
+    needs = {n: [Need(rank, n // 4, Box((rank, 0), (1, 4 << 20))) for rank in range(2)] for n in shards}
+    rounds = planned(Job(shards, needs, {file: [0, 1] for file in range(4)}, 2), 1 << 20)
+    tensors = [{unit.shard // 4 for unit in units_of([turn])} for turn in rounds]
+    assert len(tensors) >= 8
+    assert all(max(here) - min(here) <= 1 for here in tensors)
+    assert [min(here) for here in tensors] == sorted(min(here) for here in tensors)

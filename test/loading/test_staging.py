@@ -1,0 +1,69 @@
+"""Rows on their way to a device, in the rounds of an exchange: which of them are in host memory, and how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_dist_ckpt.loading.staging import RoundStaging
+
+ROW_BYTES = 100
+
+
+class Rows:
+    """Targets, and a queue of copies that remembers which rows were waited for."""
+
+    def __init__(self, count: int) -> None:
+        self.nbytes = np.full(count, ROW_BYTES)
+        self.placed: set[int] = set()
+        self.under_way: set[int] = set()
+
+    def place(self, row: int, memory: np.ndarray) -> None:
+        assert len(memory) == ROW_BYTES
+        self.placed.add(row)
+
+    def send(self, rows: Sequence[int], copies: Any) -> None:
+        self.placed -= set(rows)
+        self.under_way |= set(rows)
+
+    def mark(self) -> _Mark:
+        return _Mark(self.under_way, set(self.under_way))
+
+
+class _Mark:
+    def __init__(self, under_way: set[int], rows: set[int]) -> None:
+        self._under_way, self._rows = under_way, rows
+
+    def wait(self) -> None:
+        self._under_way -= self._rows
+
+
+def run(rounds: Sequence[Sequence[int]], most: int) -> tuple[Rows, list[int], list[set[int]]]:
+    """The targets, the most rows that took host memory in each round, and those that were not waited for."""
+    targets, counts, under_way = Rows(100), [], []
+    staging = RoundStaging(targets, targets, [np.array(rows, np.int64) for rows in rounds], most)  # type: ignore[arg-type]
+    for number, rows in enumerate(rounds):
+        with staging.round(number):
+            assert set(rows) <= targets.placed
+            counts.append(len(targets.placed) + len(targets.under_way))
+            under_way.append(set(targets.under_way))
+    staging.finish()
+    assert not targets.placed | targets.under_way
+    return targets, counts, under_way
+
+
+def test_memory_of_rows_that_have_left_is_given_back_though_there_is_room() -> None:
+    rounds = [[number, number + 50] for number in range(20)]
+    _, counts, under_way = run(rounds, 100 * ROW_BYTES)
+    assert max(counts) <= 4
+    assert under_way[5] == {4, 54}  # a round's copies go on during the next one
+
+
+def test_rows_stay_until_their_last_round() -> None:
+    rounds = [[0, 1], [0, 2], [3], [4], [0, 4]]
+    _, counts, _ = run(rounds, 100 * ROW_BYTES)
+    assert counts[0] == 2
+    assert counts[1] == 3  # row 1 on its way
+    assert max(counts) <= 4
