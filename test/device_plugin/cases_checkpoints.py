@@ -13,6 +13,7 @@ import paddle.distributed as dist
 import pytest
 from paddle.base.framework import _dygraph_place_guard as _place_guard
 
+from benchmark import machine
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt import load as load_one_call
 from paddle_dist_ckpt.core.memory import address_of, bytes_at, fresh_pages
@@ -159,6 +160,28 @@ def exchange_memory(path: str, staging_bytes: int) -> tuple[int, int, int]:
     assert np.array_equal(target._local_value().numpy(), whole_array[:, rank * 512 : rank * 512 + 512])
     calls = control.counts().get("all_to_all", control.Count(0, 0)).calls
     return control.memory(rank).peak - before, calls, report.bytes_received
+
+
+def host_memory_of_own_part(path: str) -> tuple[int, int]:
+    """Save 96 MiB a rank, load them in an exchange to which no other rank sends anything. Gives the bytes of host
+    memory that the load takes at most, and those received."""
+    rank = dist.get_rank()
+    mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["x"])
+
+    def state() -> dict[str, paddle.Tensor]:
+        locals_ = (on_device(np.full((1024, 1024), i + rank / 8, "float32"), "float32") for i in range(24))
+        place = dist.auto_parallel.api.dtensor_from_local
+        return {f"w{i}": place(local, mesh, [dist.Shard(0)]) for i, local in enumerate(locals_)}
+
+    save_state_dict(state(), path)
+    target = state()
+    for one in target.values():
+        one._local_value().fill_(-1)
+    before = machine.reset_peak_memory()["VmRSS"]
+    report = load_state_dict(target, path, options=LoadOptions(exchange="always", progress=False))
+    taken = machine.used_memory()["VmHWM"] - before
+    assert all(bool((one._local_value() == int(name[1:]) + rank / 8).all()) for name, one in target.items())
+    return taken, report.bytes_received
 
 
 STRIDED: dict[str, Callable[[paddle.Tensor], paddle.Tensor]] = {

@@ -73,6 +73,12 @@ def test_an_exchange_takes_little_memory_of_the_device(devices: DevicePool, tmp_
         assert received == 3 << 20
 
 
+def test_rounds_bound_what_a_rank_reads_for_itself(devices: DevicePool, tmp_path: Path) -> None:
+    for memory, received in devices.run(cases.host_memory_of_own_part, str(tmp_path)):
+        assert memory < 72 << 20  # of 96 MiB that it reads
+        assert received == 0
+
+
 def test_a_backend_without_all_to_all(tmp_path: Path) -> None:
     with DevicePool(4, all_to_all=False) as pool:
         for _, calls, received in pool.run(cases.exchange_memory, str(tmp_path / "large"), 256 << 20):
