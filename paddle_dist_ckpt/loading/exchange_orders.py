@@ -26,6 +26,7 @@ from .messages import (
     ShardOrder,
     UnitOrder,
 )
+from .staging import own_round_bytes
 
 __all__ = ["ExchangePlanner"]
 
@@ -39,8 +40,9 @@ class ExchangePlanner:
         ranks: Sequence[int],
         reach: Mapping[int, Sequence[str]],
         needs: Mapping[int, ShardNeeds],
+        staging_bytes: int,
     ) -> None:
-        self._metadata, self._ranks = metadata, ranks
+        self._metadata, self._ranks, self._own_bytes = metadata, ranks, own_round_bytes(staging_bytes)
         file_number = {info.name: i for i, info in enumerate(metadata.files)}
         self._reach: dict[int, list[int]] = {}
         for place, rank in enumerate(ranks):
@@ -69,7 +71,7 @@ class ExchangePlanner:
         shards, large = self._large(np.flatnonzero(chosen & ~is_small))
         places = self._ordered(np.flatnonzero(chosen & is_small))
         small = needs.small(self._metadata, places)
-        plan = plan_exchange(shards, large, self._reach, len(self._ranks), block_bytes, small)
+        plan = plan_exchange(shards, large, self._reach, len(self._ranks), block_bytes, small, self._own_bytes)
         rounds: list[list[ExchangeRound]] = [[] for _ in self._ranks]
         for one in plan:
             units = [(unit, self._is_whole(unit, shards[unit.shard])) for unit in one if isinstance(unit, Unit)]

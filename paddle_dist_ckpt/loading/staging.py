@@ -25,11 +25,12 @@ from ..core.memory import Bytes1D
 if TYPE_CHECKING:
     from .targets import Targets
 
-__all__ = ["GroupStaging", "RoundStaging", "group_bytes", "piece_bytes"]
+__all__ = ["GroupStaging", "RoundStaging", "group_bytes", "own_round_bytes", "piece_bytes"]
 
 _GROUPS = 4  # that are read, or copied to the device, at a time
 _MOST_GROUP_BYTES = 8 << 20  # more memory would take longer to be had than to be used,
 _GROUP_BLOCKS = 16  # but blocks at the edges of groups are read twice
+_LEAST_ROUND_BYTES = 16 << 20
 _ALIGNMENT = 16  # of the largest items; what stands together in a file is read at once if it does here too
 Task = Callable[[], None]
 
@@ -42,6 +43,12 @@ def piece_bytes(staging_bytes: int) -> int:
 def group_bytes(staging_bytes: int, block_bytes: int) -> int:
     """Bytes of a group of pieces, of so much staging memory, if blocks are so large."""
     return max(1, min(max(_MOST_GROUP_BYTES, _GROUP_BLOCKS * block_bytes), staging_bytes // _GROUPS))
+
+
+def own_round_bytes(staging_bytes: int) -> int:
+    """The most that a rank reads for itself in a round of an exchange, of so much staging memory: what the last round
+    brought is on its way to the device meanwhile. Rounds cost time, so they do not become arbitrarily small."""
+    return max(_LEAST_ROUND_BYTES, staging_bytes // _GROUPS)
 
 
 class GroupStaging:

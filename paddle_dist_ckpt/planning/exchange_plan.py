@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ def plan_exchange(
     ranks: int,
     block_bytes: int,
     small: SmallNeeds,
+    own_bytes: int,
 ) -> list[list[Unit | Pack]]:
     """Divide what is needed into units of whole blocks, give each a reader, and order them in rounds.
 
@@ -71,8 +73,8 @@ def plan_exchange(
     it.
 
     A unit's reader is a rank that reaches the file, one that needs the unit itself if there is one, and among those the
-    one with the least to read so far. The rounds bound how much any rank sends and receives at
-    once, and how much it reads for itself.
+    one with the least to read so far. The rounds bound how much any rank sends and receives at once, and how much it
+    reads for itself: of tensors for a device that is in host memory as well.
 
     Args:
         shards: The shards of several blocks, by number.
@@ -81,6 +83,7 @@ def plan_exchange(
         ranks: How many ranks there are.
         block_bytes: Bytes that share a checksum.
         small: Who needs what of all other shards.
+        own_bytes: The most that a rank may read for itself in a round, if that is not a single unit.
 
     Returns:
         Rounds of units, the same for all ranks.
@@ -105,7 +108,8 @@ def plan_exchange(
             loads[reader] += min(stop, math.prod(shard.shape) * shard.itemsize) - start
             unit = Unit(number, reader, _as_broadcast(parcels, reader, ranks))
             units.append((unit, _traffic(unit, shard.itemsize, ranks)))
-    return _in_rounds([*units, *plan_packs(small, reach, ranks, unit_bytes, _ROUND_BYTES // 2, loads)])
+    units += plan_packs(small, reach, ranks, unit_bytes, _ROUND_BYTES // 2, loads)
+    return _in_rounds(units, [_ROUND_BYTES] * ranks + [own_bytes] * ranks)
 
 
 def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
@@ -153,9 +157,8 @@ def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parce
     return tuple(Parcel(ALL, 0, column[0].box, {p.destination: p.row for p in column}) for column in columns)
 
 
-def _in_rounds(units: Sequence[tuple[Unit | Pack, list[int]]]) -> list[list[Unit | Pack]]:
-    """Take the readers' units in turn, and start a new round before a rank would send and receive too much in one, or
-    read too much for itself: of tensors for a device that is in host memory as well.
+def _in_rounds(units: Sequence[tuple[Unit | Pack, list[int]]], most: Sequence[int]) -> list[list[Unit | Pack]]:
+    """Take the readers' units in turn, and start a new round before one would have more of something than ``most``.
 
     Each unit comes with how much each rank sends and receives for it, and then how much each reads for itself.
     """
@@ -164,12 +167,12 @@ def _in_rounds(units: Sequence[tuple[Unit | Pack, list[int]]]) -> list[list[Unit
         queues.setdefault(pair[0].reader, []).append(pair)
     turns = itertools.zip_longest(*(queue for _, queue in sorted(queues.items())))
     rounds: list[list[Unit | Pack]] = []
-    traffic: list[int] = []
+    sums: list[int] = []
     for unit, moved in filter(None, itertools.chain.from_iterable(turns)):
-        traffic = [a + b for a, b in zip(traffic, moved, strict=True)] if rounds else []
-        if not rounds or max(traffic) > _ROUND_BYTES:
+        sums = [a + b for a, b in zip(sums, moved, strict=True)] if rounds else []
+        if not rounds or any(map(operator.gt, sums, most)):
             rounds.append([])
-            traffic = moved
+            sums = moved
         rounds[-1].append(unit)
     return rounds
 

@@ -162,7 +162,7 @@ def exchange_memory(path: str, staging_bytes: int) -> tuple[int, int, int]:
     return control.memory(rank).peak - before, calls, report.bytes_received
 
 
-def host_memory_of_own_part(path: str) -> tuple[int, int]:
+def host_memory_of_own_part(path: str, staging_bytes: int) -> tuple[int, int]:
     """Save 96 MiB a rank, load them in an exchange to which no other rank sends anything. Gives the bytes of host
     memory that the load takes at most, and those received."""
     rank = dist.get_rank()
@@ -178,7 +178,9 @@ def host_memory_of_own_part(path: str) -> tuple[int, int]:
     for one in target.values():
         one._local_value().fill_(-1)
     before = machine.reset_peak_memory()["VmRSS"]
-    report = load_state_dict(target, path, options=LoadOptions(exchange="always", progress=False))
+    report = load_state_dict(
+        target, path, options=LoadOptions(exchange="always", staging_bytes=staging_bytes, progress=False)
+    )
     taken = machine.used_memory()["VmHWM"] - before
     assert all(bool((one._local_value() == int(name[1:]) + rank / 8).all()) for name, one in target.items())
     return taken, report.bytes_received

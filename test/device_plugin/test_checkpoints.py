@@ -74,7 +74,7 @@ def test_an_exchange_takes_little_memory_of_the_device(devices: DevicePool, tmp_
 
 
 def test_rounds_bound_what_a_rank_reads_for_itself(devices: DevicePool, tmp_path: Path) -> None:
-    for memory, received in devices.run(cases.host_memory_of_own_part, str(tmp_path)):
+    for memory, received in devices.run(cases.host_memory_of_own_part, str(tmp_path), 64 << 20):
         assert memory < 72 << 20  # of 96 MiB that it reads
         assert received == 0
 
