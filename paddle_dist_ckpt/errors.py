@@ -6,7 +6,7 @@
     ├── StateDictMismatchError      the checkpoint does not fit the targets; ``problems`` lists every one
     ├── UnsupportedValueError       a value or layout that cannot be stored
     ├── DurabilityUnknownError      it is committed, but a crash of the machine might undo that
-    ├── CheckpointReplacedError     other saves replaced the checkpoint again and again while it was being read
+    ├── CheckpointReplacedError     other saves replaced the checkpoint while it was being read
     ├── RankFailureError            another rank (or several) failed; ``failures`` maps rank to its exception
     │   └── CollectiveError         ... in moving data from rank to rank
     └── CheckpointTimeoutError      ranks were silent, or their disks hung, for too long; see ``missing_ranks``
@@ -78,7 +78,7 @@ class DurabilityUnknownError(CheckpointError):
 
 
 class CheckpointReplacedError(CheckpointError):
-    """Other saves kept replacing the checkpoint under the same id while it was being read.
+    """Other saves replaced the checkpoint under the same id while it was being read: of a load, again and again.
 
     Nothing is damaged: reading it again may succeed.
     """

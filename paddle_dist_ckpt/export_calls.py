@@ -58,6 +58,7 @@ def export(
     Raises:
         CheckpointNotFoundError: there is no such checkpoint, or nothing in it matches.
         CheckpointCorruptedError: stored bytes are not what was written.
+        CheckpointReplacedError: another save replaced the checkpoint meanwhile.
         UnsupportedValueError: the format cannot hold something; or, with ``dtype``, a finite value.
         TypeError, ValueError: an argument is invalid, or ``out`` is there already.
         RankFailureError, CheckpointTimeoutError: another rank failed or went silent.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .arguments import CheckpointPath, Identifier, Json
 from .output import human_bytes, plain, print_columns, print_json, say, shape_text
+
+if TYPE_CHECKING:
+    from ..files.metadata import Metadata
+    from ..storage.base import Storage
 
 __all__ = ["cat"]
 
@@ -40,15 +44,21 @@ def cat(
       paddle-dist-ckpt cat checkpoints model.embed.weight --slice 0:4,:8
       paddle-dist-ckpt cat checkpoints model.embed.weight --stats
     """
-    import numpy as np
-
-    from ..folder.checkpoint import read_checkpoint
+    from ..folder.checkpoint import read_checkpoint, unless_replaced
     from ..storage import as_source
-    from .contents import find_tensor, read_edges, read_region, read_value, statistics
-    from .regions import parse_slice
 
     storage = as_source(path)
     metadata = read_checkpoint(storage, unique_id)
+    with unless_replaced(storage, metadata):
+        _cat(storage, metadata, key, region, stats, json)
+
+
+def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, stats: bool, json: bool) -> None:
+    import numpy as np
+
+    from .contents import find_tensor, read_edges, read_region, read_value, statistics
+    from .regions import parse_slice
+
     tensor = find_tensor(metadata, key)
     if tensor is None:
         if region is not None or stats:

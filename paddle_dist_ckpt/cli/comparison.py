@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..core.threads import io_threads, run_all
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..folder.boxes import BoxReader
+from ..folder.checkpoint import unless_replaced
 from ..storage.base import Storage
 from ..tree.values import encode_value
 from .contents import read_value
@@ -149,7 +151,11 @@ class _Held:
     def value(self, key: str) -> Any:
         if key in self.rows:
             return f"a tensor of shape {self.shape(key)}, {self.dtype(key).name}"
-        return read_value(self.storage, self.metadata, self.values[key])
+        with self.unless_replaced():
+            return read_value(self.storage, self.metadata, self.values[key])
+
+    def unless_replaced(self) -> AbstractContextManager[None]:
+        return unless_replaced(self.storage, self.metadata)
 
     @property
     def keys(self) -> set[str]:
@@ -186,6 +192,7 @@ def compare_together(
     Raises:
         CheckpointNotFoundError: there is no such checkpoint, or nothing matches.
         CheckpointCorruptedError: stored bytes are not what was written.
+        CheckpointReplacedError: somebody saved under the same id meanwhile.
     """
     one, other = (_Held.of(side, same_checkpoint(session, side.storage, side.unique_id), pattern) for side in (a, b))
     if not one.keys and not other.keys:
@@ -196,7 +203,11 @@ def compare_together(
 
     def compare() -> list[Difference]:
         total = 2 * sum(window.nbytes for window in share)
-        with Progress("diff", total, progress, is_first(session)) as bar:
+        with (
+            one.unless_replaced(),
+            other.unless_replaced(),
+            Progress("diff", total, progress, is_first(session)) as bar,
+        ):
             return _compare_windows(one, other, alike, share, io_threads(len(session.ranks), True), session.check, bar)
 
     parts = gathered(session, "compare", compare, list[Difference])

@@ -27,7 +27,7 @@ from ..core.messages import decode, encode, prepare
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
 from ..core.threads import io_threads
-from ..errors import CheckpointCorruptedError, CheckpointError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointReplacedError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_name, temporary_name
@@ -262,7 +262,7 @@ def _check_not_replaced(
     """Refuse a checkpoint that is not the one that the coordinator has seen."""
     if found.save_id != begun.save_id:
         text = f"checkpoint {begun.unique_id} in {source.location} was replaced during its export"
-        raise CheckpointError(text) from cause
+        raise CheckpointReplacedError(text) from cause
 
 
 def _write_share(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from ..errors import (
@@ -24,7 +24,7 @@ from .foreign import Format, foreign_id, look
 from .ids import committed_ids, newest_id, save_of
 from .nothing import nothing_text
 
-__all__ = ["Restarts", "check_sizes", "read_checkpoint", "why_unknown"]
+__all__ = ["Restarts", "check_sizes", "read_checkpoint", "unless_replaced", "why_unknown"]
 
 _MOST_RESTARTS = 3
 _logger = logging.getLogger("paddle_dist_ckpt")
@@ -130,6 +130,24 @@ class Restarts:
                 "it was being read; try again when nobody saves to this id"
             )
         return True
+
+
+@contextmanager
+def unless_replaced(storage: Storage, metadata: Metadata) -> Iterator[None]:
+    """Reading that does not start again: whoever saves under the same id meanwhile has not damaged anything.
+
+    Raises:
+        CheckpointReplacedError: a file was missing, or not as ``.metadata`` had it, and the checkpoint is of another
+            save by now.
+    """
+    try:
+        yield
+    except (CheckpointCorruptedError, FileNotFoundError) as error:
+        if Restarts(storage).due(metadata):
+            raise CheckpointReplacedError(
+                f"checkpoint {metadata.unique_id} in {storage.location} was replaced while it was being read"
+            ) from error
+        raise
 
 
 def check_sizes(storage: Storage, metadata: Metadata, files: Iterable[int], all_here: bool = True) -> None:

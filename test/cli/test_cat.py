@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt.cli import contents
 from paddle_dist_ckpt.cli.regions import edges, parse_slice, windows
 from paddle_dist_ckpt.core.box import Box, whole
 from test.cli.commands import answer, fails, run, save_model
@@ -54,6 +56,23 @@ def test_values(tmp_path: Path) -> None:
     assert run("cat", tmp_path, "name") == "text\n"
     assert answer("cat", tmp_path, "large")["value"] == list(range(3000))
     assert "neither slices nor statistics" in fails("cat", tmp_path, "step", "--stats")
+
+
+@pytest.mark.parametrize(("command", "reads"), [(("model.w",), "read_region"), (("large",), "read_value")])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], reads: str
+) -> None:
+    save_model(tmp_path, {"w": COUNTING}, 0, large=list(range(3000)))
+    plain = getattr(contents, reads)
+
+    def read(*args: Any) -> Any:
+        save_model(tmp_path, {"w": COUNTING + 1}, 0, large=[])
+        return plain(*args)
+
+    monkeypatch.setattr(contents, reads, read)
+    text = fails("cat", tmp_path, *command)
+    assert "checkpoint 0 in" in text
+    assert "was replaced while it was being read" in text
 
 
 def test_numbers_that_json_lacks_are_text(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt.cli import comparison
 from paddle_dist_ckpt.cli.comparison import ComparisonFacts, Side, compare_together
 from paddle_dist_ckpt.cli.differences import compare_items
 from paddle_dist_ckpt.core.dtypes import DTYPES
@@ -137,6 +138,25 @@ def test_how_far_items_are_apart(a: list[float], b: list[float], expected: tuple
     else:
         assert found is not None
         assert (found.differing, found.max_abs, found.max_rel, found.nan_a, found.nan_b) == expected
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "a", {"w": ARRAYS["w"]}, 0)
+    save_model(tmp_path / "b", {"w": ARRAYS["w"]}, 0, large=list(range(3000)))
+    for name, replaced in (("_compare_windows", "a"), ("read_value", "b")):
+        plain = getattr(comparison, name)
+
+        def read(*args: Any, plain: Any = plain, replaced: str = replaced) -> Any:
+            save_model(tmp_path / replaced, {"w": ARRAYS["w"]}, 0)
+            return plain(*args)
+
+        save_model(tmp_path / "a", {"w": ARRAYS["w"]}, 0, large=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(comparison, name, read)
+            text = fails("diff", tmp_path / "a", tmp_path / "b")
+        assert "was replaced while it was being read" in text
 
 
 def test_ranks_compare_together(tmp_path: Path) -> None:
