@@ -28,10 +28,10 @@ from ..core.box import Box
 from ..core.columns import IntArray
 from ..core.decoding import decoding
 from ..core.dtypes import DType
-from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from .codec import NO_DIGEST, VERSION, TableRecord, check_block_bytes, digest_around
+from .header import DIGEST_AT, MAX_HEADER_BYTES, read_header_metadata
 from .metadata import FileInfo
 from .room import Room, record_cost
 
@@ -51,12 +51,9 @@ __all__ = [
 ]
 
 FORMAT = "paddle_dist_ckpt.data"
-MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 PART_HEADER_BYTES = 60 << 20
 _ALIGNMENT = 4096
-_PIECE = 4 << 20
-_DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
-_HASHES_AT = _DIGEST_AT + len(NO_DIGEST) + len('","hashes":"')
+_HASHES_AT = DIGEST_AT + len(NO_DIGEST) + len('","hashes":"')
 Hashes = npt.NDArray[np.uint64]
 
 
@@ -165,18 +162,7 @@ class _EntryRecord(msgspec.Struct, frozen=True, gc=False):
     data_offsets: tuple[int, int]
 
 
-class _HeaderMetadata(msgspec.Struct, frozen=True):
-    xxh3_64: str
-    hashes: bytes
-    info: str
-
-
-class _Header(msgspec.Struct, frozen=True):
-    metadata: _HeaderMetadata = msgspec.field(name="__metadata__")
-
-
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
-_HEADER_DECODER = msgspec.json.Decoder(_Header)
 _INFO_DECODER = msgspec.json.Decoder(DataFileInfo)
 
 
@@ -228,13 +214,13 @@ class FileLayout:
         text = base64.b64encode(hashes.astype("<u8").tobytes())
         header = bytearray(self._template)
         header[_HASHES_AT : _HASHES_AT + len(text)] = text
-        header[_DIGEST_AT : _DIGEST_AT + len(NO_DIGEST)] = header_digest(header).encode()
+        header[DIGEST_AT : DIGEST_AT + len(NO_DIGEST)] = header_digest(header).encode()
         return header
 
 
 def header_digest(header: bytes | bytearray | memoryview) -> str:
     """The digest of a header, which the header itself and `.metadata` have."""
-    return digest_around(header, _DIGEST_AT)
+    return digest_around(header, DIGEST_AT)
 
 
 def split_in_parts(table: FileTable, limit: int = PART_HEADER_BYTES) -> list[FileTable]:
@@ -267,7 +253,7 @@ def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Ha
     """
     if file.size != expected.size:
         raise CheckpointCorruptedError(f"{expected.name} has {file.size} bytes; {expected.size} were written")
-    record, data_start = _read_metadata(file, expected.name)
+    record, data_start = read_header_metadata(file, expected.name)
     if record.xxh3_64 != expected.digest:
         raise CheckpointCorruptedError(f"{expected.name}: its header is that of another save")
     hashes = record.hashes
@@ -290,7 +276,7 @@ def read_info(file: ReadableFile, name: str, room: Room | None = None) -> tuple[
     Raises:
         CheckpointCorruptedError: its header is not that of a data file of this format. (Its data are not looked at.)
     """
-    record, data_start = _read_metadata(file, name)
+    record, data_start = read_header_metadata(file, name)
     with decoding(f"{name}: its header cannot be understood"):
         text = record.info.encode()
         (room or Room()).spend(record_cost(text), len(text))
@@ -299,33 +285,3 @@ def read_info(file: ReadableFile, name: str, room: Room | None = None) -> tuple[
         raise CheckpointCorruptedError(f"{name} is not a {FORMAT} file of version 1")
     check_block_bytes(info.block_bytes)
     return info, np.frombuffer(record.hashes, "<u8"), FileInfo(name, file.size, record.xxh3_64), data_start
-
-
-def _read_metadata(file: ReadableFile, name: str) -> tuple[_HeaderMetadata, int]:
-    """What a data file's header has beside the entries, and how long the header is."""
-    with decoding(f"{name}: its header is damaged, or of another format"):
-        header = _read_text(file)
-        record = _HEADER_DECODER.decode(header.data[8:]).metadata
-        if header_digest(header.data) != record.xxh3_64:
-            raise CheckpointCorruptedError("it was damaged after it was written")
-    return record, len(header)
-
-
-def _read_text(file: ReadableFile) -> Bytes1D:
-    """The length and the text that a file begins with; of one with a hole there, no more than before the hole."""
-    length = np.zeros(8, np.uint8)
-    try:
-        file.read_into([length], 0)
-        size = int.from_bytes(length.tobytes(), "little")
-        if not 2 <= size <= min(MAX_HEADER_BYTES, file.size - 8):
-            raise CheckpointCorruptedError(f"this is not a whole safetensors file, or it has a header of {size} bytes")
-        header = np.empty(8 + size, np.uint8)
-        header[:8] = length
-        for start in range(8, len(header), _PIECE):
-            piece = header[start : start + _PIECE]
-            file.read_into([piece], start)
-            if not piece.all():
-                raise CheckpointCorruptedError("a zero byte in text")
-    except EOFError as error:
-        raise CheckpointCorruptedError(f"cut short: {error}") from error
-    return header

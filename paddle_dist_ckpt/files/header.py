@@ -1,0 +1,107 @@
+"""The header of a data file, read in pieces: it is nearly as large as the file if that has very many tiny entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..core.decoding import decoding
+from ..core.memory import Bytes1D
+from ..errors import CheckpointCorruptedError
+from ..storage.base import ReadableFile
+from .codec import NO_DIGEST
+
+__all__ = ["DIGEST_AT", "MAX_HEADER_BYTES", "HeaderMetadata", "read_header_metadata"]
+
+MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
+DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
+_PIECE = 4 << 20
+_AFTER_STRINGS = b":,}] \t\r\n"
+
+
+class HeaderMetadata(msgspec.Struct, frozen=True):
+    """What a header has beside the entries: see :mod:`.datafile`."""
+
+    xxh3_64: str
+    hashes: bytes
+    info: str
+
+
+class _Header(msgspec.Struct, frozen=True):
+    metadata: HeaderMetadata = msgspec.field(name="__metadata__")
+
+
+class _Entries(msgspec.Struct, frozen=True):
+    """Entries that nobody asks for."""
+
+
+# Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
+_HEADER_DECODER = msgspec.json.Decoder(_Header)
+_ENTRIES_DECODER = msgspec.json.Decoder(_Entries)
+
+
+def read_header_metadata(file: ReadableFile, name: str) -> tuple[HeaderMetadata, int]:
+    """What a data file's header has beside the entries, and how long the header is.
+
+    The entries, which take nearly all of a header of many, are decoded some after others, and not kept.
+    """
+    with decoding(f"{name}: its header is damaged, or of another format"):
+        digest, record, size, text = xxhash.xxh3_64(), None, 0, bytearray()
+        for piece, size in _header_pieces(file):  # noqa: B007
+            at = DIGEST_AT if record is None and not text else len(piece)
+            for part in (piece[:at].data, NO_DIGEST.encode()[: len(piece) - at], piece[at + len(NO_DIGEST) :].data):
+                digest.update(part)
+            seen = max(0, len(text) - 3)
+            text += piece[0 if text else 8 :].data
+            end = _end_of_an_entry(text, seen)
+            if end:
+                rest = text[end + 1 :]
+                text[end:] = b"}"
+                record = _decoded(text, record)
+                text = bytearray(b"{") + rest
+        record = _decoded(text, record)
+        if digest.hexdigest() != record.xxh3_64:
+            raise CheckpointCorruptedError("it was damaged after it was written")
+    return record, size
+
+
+def _end_of_an_entry(text: bytearray, start: int) -> int:
+    """Where the last entry ends that is seen from ``start`` on to have one behind it, or 0.
+
+    Within a string the quote would be escaped; one at a string's end has one of ``_AFTER_STRINGS`` behind it. (So may
+    one before a key, which is passed over.)
+    """
+    end = text.rfind(b'},"', start)
+    while end >= 0 and text[end + 3 : end + 4] in _AFTER_STRINGS:  # or the text ends there
+        end = text.rfind(b'},"', start, end)
+    return end + 1
+
+
+def _decoded(text: bytearray, record: HeaderMetadata | None) -> HeaderMetadata:
+    """What the first part of a header has; after that, look whether others are what they should be."""
+    if record is None:
+        return _HEADER_DECODER.decode(text).metadata
+    _ENTRIES_DECODER.decode(text)
+    return record
+
+
+def _header_pieces(file: ReadableFile) -> Iterator[tuple[Bytes1D, int]]:
+    """The length and the text that a file begins with, in pieces, each with the bytes of all; of one with a hole there,
+    no more than before the hole."""
+    try:
+        length = np.zeros(8, np.uint8)
+        file.read_into([length], 0)
+        size = int.from_bytes(length.tobytes(), "little")
+        if not 2 <= size <= min(MAX_HEADER_BYTES, file.size - 8):
+            raise CheckpointCorruptedError(f"this is not a whole safetensors file, or it has a header of {size} bytes")
+        for start in range(0, 8 + size, _PIECE):
+            piece = np.empty(min(_PIECE, 8 + size - start), np.uint8)
+            file.read_into([piece], start)
+            if not piece[0 if start else 8 :].all():
+                raise CheckpointCorruptedError("a zero byte in text")
+            yield piece, 8 + size
+    except EOFError as error:
+        raise CheckpointCorruptedError(f"cut short: {error}") from error
