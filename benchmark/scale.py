@@ -36,6 +36,7 @@ from paddle_dist_ckpt.files.metadata import FileInfo, Metadata
 from paddle_dist_ckpt.loading.answering import Answering
 from paddle_dist_ckpt.loading.fit import Fit
 from paddle_dist_ckpt.loading.messages import LoadAnswer, WantedPaths
+from paddle_dist_ckpt.loading.stored import StoredShards
 from paddle_dist_ckpt.loading.wanted import WantedState
 from paddle_dist_ckpt.planning.cover import tensors_covered
 from paddle_dist_ckpt.planning.load_plan import WantedBoxes, plan_load
@@ -158,7 +159,12 @@ def measure_load(plan: PlannedSave) -> dict[str, Any]:
     giving, answer = timed(lambda: encode(Answering(metadata, {}).answer(WantedPaths(table.paths), {})))
     wanted = _wanted(table, ranks // 2)
     adapter = NumpyAdapter()
-    planning, fit = timed(lambda: Fit(decode(answer, LoadAnswer), wanted, False, (), adapter.devices))
+
+    def plan_of_load() -> Fit:
+        found = decode(answer, LoadAnswer)
+        return Fit(StoredShards(found), found, wanted, False, (), adapter.devices)
+
+    planning, fit = timed(plan_of_load)
     assert not fit.problems
     return {
         "metadata_bytes": len(data),

@@ -198,14 +198,14 @@ def _leaves(metadata: Metadata, pattern: str | None) -> tuple[list[TensorFacts],
             values.append(ValueFacts(key, None, nbytes))
         else:
             name = "array" if kind == Kind.ARRAY else "tensor"
-            pieces = len(layout.boxes)
+            pieces = len(layout.parts)
             tensors.append(TensorFacts(key, name, layout.shape, dtype.name, nbytes, pieces, grids[number]))
     return tensors, sorted(values, key=lambda value: value.key)
 
 
 def _grid(layout: Layout) -> tuple[int, ...] | None:
-    cuts = layout.cuts()
-    return tuple(len(cut) + 1 for cut in cuts) if cuts is not None else None
+    starts = layout.starts()
+    return tuple(map(len, starts)) if starts is not None else None
 
 
 def steps_facts(path: str) -> StepsFacts | None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..errors import CheckpointCorruptedError
 
 __all__ = [
+    "MANY",
     "Column",
     "IntArray",
     "Mask",
@@ -19,6 +20,7 @@ __all__ = [
     "any_in_row",
     "column_size",
     "edges_of",
+    "narrow",
     "pack_column",
     "pack_signed",
     "places_of_equals",
@@ -38,7 +40,10 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+MANY = 1 << 16
+"""Rows from which on columns take too much memory to be kept in 64 bits, or to be looked at together."""
 _COLUMN_DTYPES = ("<u1", "<u2", "<u4", "<u8")
+_SIGNED = (np.int8, np.int16, np.int32, np.int64)
 _TOPS = [(int(np.iinfo(name).max), name) for name in _COLUMN_DTYPES]
 
 
@@ -106,6 +111,21 @@ def places_within(counts: IntArray, start: IntArray | int = 0) -> IntArray:
     """``start``, ``start + 1``, ... within each of some runs that stand one behind the other, ``[sum of counts]``."""
     places: IntArray = np.arange(int(counts.sum())) + np.repeat(start - (np.cumsum(counts) - counts), counts)
     return places
+
+
+def narrow(values: IntArray, most: int | None = None) -> IntArray:
+    """The same integers, if they are many, in the narrowest signed type that holds them: columns that are kept, of
+    which each is small. Who calculates with them takes some as 64 bits first.
+
+    Args:
+        values: The integers.
+        most: None of them is larger, or below ``-most``, if that is known.
+    """
+    if len(values) < MANY:
+        return values
+    low, high = (int(values.min()), int(values.max())) if most is None else (-most, most)
+    kind = next(k for k in _SIGNED if np.iinfo(k).min <= low and high <= np.iinfo(k).max)
+    return values.astype(kind, copy=False)
 
 
 def pack_signed(values: npt.ArrayLike) -> bytes:

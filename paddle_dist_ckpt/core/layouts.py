@@ -13,9 +13,9 @@ import numpy as np
 from ..errors import CheckpointCorruptedError
 from .box import Box, whole
 from .boxes import Boxes
-from .columns import Column, IntArray, pack_column, unpack_column
+from .columns import MANY, Column, IntArray, edges_of, narrow, pack_column, unpack_column
 
-__all__ = ["Grid", "Layout", "LayoutRecord", "grid_starts", "shared_layouts"]
+__all__ = ["Grid", "Layout", "LayoutBoxes", "LayoutRecord", "grid_starts", "shared_layouts"]
 
 _MOST_EMPTY = 1024  # boxes of a tensor without elements: they need no bytes in any file
 
@@ -38,7 +38,7 @@ class Grid:
     """Boxes that are a grid over all of a tensor, in row-major order, in memory of its edges alone.
 
     Attributes:
-        starts: For each dimension where the boxes start along it.
+        starts: For each dimension where the boxes start along it; very many in narrow columns.
         lengths: And how far each of those reaches.
     """
 
@@ -60,6 +60,12 @@ class Grid:
         """The boxes one by one."""
         return Boxes(_row_major(self.starts), _row_major(self.lengths))
 
+    def take(self, rows: IntArray) -> Boxes:
+        """Some of them."""
+        places = np.unravel_index(rows, [len(starts) for starts in self.starts])
+        columns = [[part[at] for part, at in zip(s, places, strict=True)] for s in (self.starts, self.lengths)]
+        return Boxes(*(np.stack(column, axis=1).astype(np.int64, copy=False) for column in columns))
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -67,7 +73,8 @@ class Layout:
 
     Attributes:
         shape: The global shape.
-        parts: The boxes, of the tensor's dimensions, in ascending order of their offsets.
+        parts: The boxes, of the tensor's dimensions, in ascending order of their offsets. The columns of very many are
+            narrow ones.
     """
 
     shape: tuple[int, ...]
@@ -78,18 +85,21 @@ class Layout:
         """The boxes one by one."""
         return self.parts.boxes() if isinstance(self.parts, Grid) else self.parts
 
+    def starts(self) -> list[IntArray] | None:
+        """For each dimension where the grid's boxes start; None if the boxes are not a whole grid."""
+        return self.parts.starts if isinstance(self.parts, Grid) else grid_starts(self.parts, whole(self.shape))
+
     def cuts(self) -> list[list[int]] | None:
-        """For each dimension where the grid's boxes but the first start; None if the boxes are not a whole grid."""
-        parts = self.parts
-        starts = parts.starts if isinstance(parts, Grid) else grid_starts(parts, whole(self.shape))
+        """The same without the first, as numbers."""
+        starts = self.starts()
         return [s[1:].tolist() for s in starts] if starts is not None else None
 
     @classmethod
     def from_cuts(cls, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:
         """The grid that these cuts make, its boxes in row-major order."""
-        starts = [np.array([0, *c], np.int64) for c in cuts]
-        lengths = [np.diff(s, append=n) for s, n in zip(starts, shape, strict=True)]
-        return cls(tuple(shape), Grid(starts, lengths))
+        starts = [np.concatenate([np.zeros(1, np.int64), np.array(c, np.int64)]) for c in cuts]
+        lengths = [narrow(np.diff(s, append=n), n) for s, n in zip(starts, shape, strict=True)]
+        return cls(tuple(shape), Grid([narrow(s, n) for s, n in zip(starts, shape, strict=True)], lengths))
 
     def to_record(self) -> LayoutRecord:
         """The layout as it is stored."""
@@ -115,7 +125,8 @@ class Layout:
             raise CheckpointCorruptedError(f"a layout of shape {shape} has {record.count} boxes")
         bounds = [n + 1 for n in shape]
         boxes = Boxes(*(_stack(columns, record.count, bounds) for columns in (record.offsets, record.extents)))
-        if (boxes.high > np.array(shape, np.int64)).any() or _not_ascending(boxes.offset):
+        pieces = [slice(start, start + MANY + 1) for start in range(0, len(boxes), MANY)]  # each with the row behind it
+        if any(_outside(boxes.take(piece), shape) or _not_ascending(boxes.offset[piece]) for piece in pieces):
             raise CheckpointCorruptedError(f"a layout of shape {shape} has boxes outside of it or out of order")
         return cls(shape, boxes)
 
@@ -169,9 +180,54 @@ def _row_major(columns: Sequence[IntArray]) -> IntArray:
     return np.stack([m.reshape(-1) for m in mesh], axis=1) if mesh else np.zeros((1, 0), np.int64)
 
 
+class LayoutBoxes:
+    """The boxes of some layouts, one layout behind the other. Those of large ones are made when they are asked for.
+
+    Args:
+        layouts: The layouts.
+        dimensions: How many dimensions the boxes get, as :class:`Boxes` are padded.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], dimensions: int) -> None:
+        self._dimensions = dimensions
+        counts = [len(layout.parts) for layout in layouts]
+        self._large = {i: layouts[i] for i, count in enumerate(counts) if count >= MANY}
+        small = [layout for i, layout in enumerate(layouts) if i not in self._large]
+        self._small = Boxes.joined([layout.boxes for layout in small], dimensions)
+        self._edges = edges_of(np.array(counts, np.int64))
+        self._before = edges_of(np.array([0 if i in self._large else n for i, n in enumerate(counts)], np.int64))
+
+    def __len__(self) -> int:
+        return int(self._edges[-1])
+
+    def take(self, rows: IntArray) -> Boxes:
+        """Some of them."""
+        if not self._large:
+            return self._small.take(rows)
+        layout = np.searchsorted(self._edges, rows, side="right") - 1
+        place = rows - self._edges[layout]
+        found = Boxes(*(np.full((len(rows), self._dimensions), fill, np.int64) for fill in (0, 1)))
+        for number, one in self._large.items():
+            mine = np.flatnonzero(layout == number)
+            if len(mine):
+                some, width = one.parts.take(place[mine]), len(one.shape)
+                found.offset[mine, :width], found.shape[mine, :width] = some.offset, some.shape
+        rest = np.flatnonzero(~np.isin(layout, list(self._large)))
+        some = self._small.take(self._before[layout[rest]] + place[rest])
+        found.offset[rest], found.shape[rest] = some.offset, some.shape
+        return found
+
+
+def _outside(boxes: Boxes, shape: tuple[int, ...]) -> bool:
+    """Whether some box ends outside of a tensor of this shape."""
+    high = boxes.offset.astype(np.int64) + boxes.shape
+    return bool((high > np.array(shape, np.int64)).any())
+
+
 def _stack(columns: Sequence[Column], count: int, bounds: Sequence[int]) -> IntArray:
     """Columns of ``count`` integers, each below its bound, side by side, ``[count, columns]``."""
-    parts = [unpack_column(c, count, bound, "a layout") for c, bound in zip(columns, bounds, strict=True)]
+    most = max(bounds, default=1)
+    parts = [narrow(unpack_column(c, count, n, "a layout"), most) for c, n in zip(columns, bounds, strict=True)]
     return np.stack(parts, axis=1) if parts else np.zeros((count, 0), np.int64)
 
 
@@ -179,7 +235,7 @@ def _not_ascending(offsets: IntArray) -> bool:
     """Whether some row does not come after the one before it, by the first column in which they differ."""
     if len(offsets) < 2 or not offsets.shape[1]:
         return len(offsets) >= 2  # rows without columns are equal
-    step = np.diff(offsets, axis=0)  # [n - 1, ndim]
+    step = np.diff(offsets.astype(np.int64), axis=0)  # [n - 1, ndim]
     first = (step != 0).argmax(axis=1)
     return bool((np.take_along_axis(step, first[:, None], axis=1) <= 0).any())
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from .box import Box
 from .boxes import Boxes
-from .columns import IntArray, edges_of, places_within
+from .columns import IntArray, edges_of, narrow, places_within
 from .dtypes import DType
-from .layouts import Layout
+from .layouts import Layout, LayoutBoxes
 
 __all__ = ["Kind", "ShardTable", "file_key"]
 
@@ -38,12 +38,13 @@ def file_key(file: IntArray, itemsize: IntArray) -> IntArray:
 
     All are ``[n]``; ``file`` may also be the rank that writes each.
     """
-    return file * _LARGEST_ITEM + (_LARGEST_ITEM - 1 - itemsize)
+    key: IntArray = np.multiply(file, _LARGEST_ITEM, dtype=np.int64)
+    return key + (_LARGEST_ITEM - 1 - itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """Every tensor and shard of a checkpoint, or of some of its tensors.
+    """Every tensor and shard of a checkpoint, or of some of its tensors. Columns of very many shards are narrow.
 
     Attributes:
         paths: The tensors' paths, ascending.
@@ -84,7 +85,7 @@ class ShardTable:
     @cached_property
     def shard_tensor(self) -> IntArray:
         """The tensor of each shard, ``[shards]``."""
-        return np.repeat(np.arange(len(self.paths)), np.diff(self.first_shard))
+        return narrow(np.repeat(np.arange(len(self.paths)), np.diff(self.first_shard)))
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -105,7 +106,7 @@ class ShardTable:
     def shard_bytes(self) -> IntArray:
         """Size of each shard, ``[shards]``."""
         volumes = np.concatenate([np.zeros(0, np.int64), *(layout.parts.volumes for layout in self.layouts)])
-        return volumes[self.shard_layout_row] * self._shard_itemsizes
+        return narrow(volumes[self.shard_layout_row] * self._shard_itemsizes)
 
     @cached_property
     def dtype_list(self) -> list[DType]:
@@ -127,19 +128,21 @@ class ShardTable:
     def _shard_itemsizes(self) -> IntArray:
         return np.repeat(self.itemsizes, np.diff(self.first_shard))
 
-    def layout_boxes(self, dimensions: int) -> Boxes:
+    def layout_boxes(self, dimensions: int) -> LayoutBoxes:
         """The boxes of all layouts, one layout after the other, in so many dimensions."""
-        return Boxes.joined([layout.boxes for layout in self.layouts], dimensions)
+        return LayoutBoxes(self.layouts, dimensions)
 
     def shard_boxes(self, dimensions: int) -> Boxes:
         """The box of every shard, in so many dimensions."""
-        return self.layout_boxes(dimensions).take(self.shard_layout_row)
+        if len(self.layouts) == len(self.paths) == 1:
+            return Boxes.joined([self.layouts[0].boxes], dimensions)  # of which there may be very many
+        return Boxes.joined([layout.boxes for layout in self.layouts], dimensions).take(self.shard_layout_row)
 
     @cached_property
     def file_order(self) -> IntArray:
         """The shards by file and, within a file, in the order in which they stand in it, ``[shards]``."""
         key = file_key(self.shard_file, self._shard_itemsizes)
-        return np.argsort(key, kind="stable").astype(np.int64)
+        return narrow(np.argsort(key, kind="stable").astype(np.int64))
 
     @cached_property
     def data_offsets(self) -> IntArray:
@@ -164,11 +167,16 @@ class ShardTable:
         """
         order = self.file_order
         file = self.shard_file[order]
-        ends = edges_of(-(-self.shard_bytes[order] // block_bytes))
+        ends = edges_of(-(-self.shard_bytes[order].astype(np.int64) // block_bytes))
         edges = ends[np.searchsorted(file, np.arange(max(files, int(file.max(initial=-1)) + 1) + 1))]
-        first = np.empty_like(order)
+        first = np.empty(len(order), np.int64)
         first[order] = ends[:-1] - edges[file]
-        return first, np.diff(edges)
+        return narrow(first), np.diff(edges)
+
+    def forget(self) -> None:
+        """Free the columns that follow from others, which are made again if they are asked for."""
+        for name in ("shard_tensor", "shard_bytes", "file_order", "data_offsets"):
+            self.__dict__.pop(name, None)
 
     def select(self, tensors: Sequence[int]) -> tuple[ShardTable, IntArray]:
         """The table of some tensors (ascending), and the shards of this table that it has. Files keep their numbers."""

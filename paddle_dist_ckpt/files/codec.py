@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..core.columns import Column, IntArray, column_size, pack_column, unpack_column
+from ..core.columns import Column, IntArray, column_size, narrow, pack_column, unpack_column
 from ..core.decoding import decoding
 from ..core.dtypes import DTYPES
 from ..core.layouts import Layout, LayoutRecord
@@ -134,7 +134,7 @@ def table_from_record(record: TableRecord, files: int) -> ShardTable:
     layout_of = unpack_column(record.layout, tensors, len(record.layouts), "column layout")
     shards = column_size(record.shard_file, "column shard_file")
     layouts = _bounded_layouts(record.layouts, layout_of, shards)
-    shard_file = unpack_column(record.shard_file, shards, files, "column shard_file")
+    shard_file = narrow(unpack_column(record.shard_file, shards, files, "column shard_file"))
     known = [DTYPES[name] for name in record.dtypes]
     names: list[str | None] = list(record.names) or [None] * tensors
     table = ShardTable(record.paths, [known[i] for i in dtype.tolist()], kinds, layouts, layout_of, shard_file, names)

@@ -106,9 +106,10 @@ class BoxReader:
         """Add to the wanted shards the parts that make up one box."""
         plan, box = self._plan, self._boxes[row]
         ndim = len(box.shape)
-        for overlap in range(self._first[row], self._first[row + 1]):
-            shard, like = int(plan.shard[overlap]), int(plan.like[overlap])
-            common, stored = plan.boxes.box(like, ndim), plan.stored.box(like, ndim)
+        mine = slice(self._first[row], self._first[row + 1])
+        commons, all_stored, _ = plan.alike.take(plan.like[mine])
+        for i, shard in enumerate(plan.shard[mine].tolist()):
+            common, stored = commons.box(i, ndim), all_stored.box(i, ndim)
             if shard not in wanted:
                 wanted[shard] = (self._entry(shard, self._tensors[row], stored), [])
             place = common.relative_to(box.offset).slices

@@ -201,13 +201,12 @@ def _merge_tables(tables: Sequence[ShardTable]) -> ShardTable:
             if known != tensor:
                 raise CheckpointCorruptedError(f"{path}: the data files do not agree on what it is")
             parts.append((layout, file))
-    layouts: dict[object, tuple[int, Layout]] = {}
+    layouts: dict[bytes, tuple[int, Layout]] = {}
     layout_of, shard_file, paths = [], [], sorted(found)
     for path in paths:
-        (_, _, shape), _, parts = found[path]
+        _, _, parts = found[path]
         layout, files = _merged(parts)
-        cuts = layout.cuts()
-        key = shape, layout.boxes.table.tobytes() if cuts is None else tuple(map(tuple, cuts))
+        key = msgspec.msgpack.encode(layout.to_record())  # the same whatever type its columns have in memory
         layout_of.append(layouts.setdefault(key, (len(layouts), layout))[0])
         shard_file.append(files)
     tensors = [found[path][0] for path in paths]

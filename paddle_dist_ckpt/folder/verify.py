@@ -140,7 +140,8 @@ def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progre
     with closing(known.file):
         for start in range(0, len(shards), _MOST_ENTRIES):
             some = shards[start : start + _MOST_ENTRIES]
-            columns = table.data_offsets[some], table.shard_bytes[some], first_block[some]
+            starts, sizes = table.data_offsets[some].astype(np.int64), table.shard_bytes[some].astype(np.int64)
+            columns = starts, sizes, first_block[some].astype(np.int64)
             threads = io_threads(1, waits=True)
             problems += check_entries(known, metadata.block_bytes, *columns, partial(key, some), threads, progress)
     return problems

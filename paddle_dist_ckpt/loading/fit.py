@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, Mask, edges_of, pack_column
+from ..core.columns import IntArray, Mask, any_in_row, edges_of, narrow, pack_column
 from ..core.device_memory import DeviceAccess
 from ..core.dtypes import DTYPES
 from ..core.grouping import group_rows
@@ -30,7 +30,9 @@ from .wanted import WantedState
 
 __all__ = ["NO_ENTRY", "Fit"]
 
-_TOGETHER = 1 << 16  # kinds that are looked at together
+_TOGETHER = 1 << 14  # kinds that are looked at together
+_MANY = 1 << 17  # needs from which on they are read some after others
+_READ_TOGETHER = 1 << 14  # of which there is all that it takes to read them; threads work on several such parts
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 
 
@@ -38,23 +40,21 @@ class Fit:
     """A load's plan on one rank.
 
     Its needs are the overlaps of targets with stored shards, numbered from 0. Its columns have a row for each need
-    (``[needs]``), or for needs that are alike in all their boxes (``[kinds, dimensions]``).
+    (``[needs]``), or for needs that are alike in all their boxes (``[kinds]``).
 
-    ``left_out`` are stored values that this rank does not take, ``devices`` reaches the memory of devices, if tensors
-    are there, ``resize`` is ``LoadOptions.resize``.
+    ``answer`` may be without what ``stored`` has of it. ``left_out`` are stored values that this rank does not take,
+    ``devices`` reaches the memory of devices, if tensors are there, ``resize`` is ``LoadOptions.resize``.
 
     Attributes:
         targets: What is filled.
         problems: What does not fit, a line each.
         skipped: What is left as it is, if the load does not fail, a line each.
         stored: What is stored of it.
-
-    Raises:
-        CheckpointCorruptedError: the answer contradicts itself.
     """
 
     def __init__(
         self,
+        stored: StoredShards,
         answer: LoadAnswer,
         wanted: WantedState,
         cast: bool,
@@ -62,8 +62,7 @@ class Fit:
         devices: DeviceAccess | None,
         resize: Rules = MappingProxyType({}),
     ) -> None:
-        self.stored = StoredShards(answer)
-        self.answer, self.wanted = answer.without_table(), wanted
+        self.stored, self.answer, self.wanted = stored, answer, wanted
         self._table = self.stored.table
         self.problems = wanted.problems + _unfit(answer, wanted)
         self.problems += [f"{key}: a recipe, and no rank has such a tensor" for key in answer.unmatched]
@@ -75,8 +74,8 @@ class Fit:
         self.skipped = self.problems + wanted.left + left + self.targets.resized
 
     def _plan(self) -> None:
-        """Fill the columns: ``_target``, ``_shard`` and ``_like`` are ``[needs]``; the boxes' shape, where it starts in
-        the shard and in the target, and the shard's shape, are ``[kinds, dimensions]``."""
+        """Fill the columns: ``_target``, ``_shard``, ``_like``, ``_nbytes`` and ``_entry_bytes`` are ``[needs]``;
+        ``_alike`` makes the boxes of ``[kinds]``."""
         targets, table = self.targets, self._table
         boxes = [piece.box for _, piece in targets.cells]
         dimensions = max([1, *(len(box.shape) for box in boxes), *(len(x.shape) for x in table.layouts)])
@@ -89,15 +88,13 @@ class Fit:
         targets.stage_shared(np.flatnonzero(filled))
         kept = filled[plan.wanted]
         self._target, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
-        self._shape, self._entry_shape = plan.boxes.shape, plan.stored.shape
-        self._in_entry = plan.boxes.offset - plan.stored.offset
-        # Needs that are alike have wanted boxes that are alike; any of them will do.
-        owner = np.zeros(len(plan.boxes), np.int64)
-        owner[plan.like] = plan.wanted
-        self._in_target = plan.boxes.offset - wanted.boxes.offset[owner]
+        self._alike = plan.alike
+        volumes = np.zeros((2, len(plan.alike)), np.int64)
+        for piece in _pieces(len(plan.alike)):
+            common, stored, _ = plan.alike.take(piece)
+            volumes[:, piece] = common.volumes, stored.volumes
         itemsize = table.itemsizes[table.shard_tensor[self._shard]]
-        self._nbytes: IntArray = plan.boxes.volumes[self._like] * itemsize
-        self._entry_bytes: IntArray = plan.stored.volumes[self._like] * itemsize
+        self._nbytes, self._entry_bytes = (narrow(volume[self._like] * itemsize) for volume in volumes)
 
     def _uncovered(self, row: int) -> str:
         """The problem with a target of which not everything is stored, or something repeatedly."""
@@ -113,12 +110,14 @@ class Fit:
 
     def needs(self, staged: bool) -> IntArray:
         """The needs whose targets are looked at before they are used, or all the others."""
-        return np.flatnonzero(self.targets.staged[self._target] == staged)
+        return narrow(np.flatnonzero(self.targets.staged[self._target] == staged))
 
     def device_groups(self, needs: IntArray, most: int) -> tuple[IntArray, list[tuple[IntArray, IntArray]]]:
         """Divide some needs: those of targets on the host, or staged; and targets on a device in groups of at most
         ``most`` bytes each (or one), each group with its needs."""
         rows = self.rows_on_device(needs)
+        if not len(rows):
+            return needs, []
         starts: list[int] = []
         room = 0
         for i, nbytes in enumerate(self.targets.nbytes[rows].tolist()):
@@ -151,9 +150,12 @@ class Fit:
 
         An estimate: all of an entry for a need that is not contiguous in it.
         """
-        # A box is in one piece unless it is cut in some dimension and longer than 1 in one before that.
-        inner_cut = np.logical_or.accumulate((self._shape != self._entry_shape)[:, :0:-1], axis=1)[:, ::-1]
-        contiguous = ~(inner_cut & (self._shape[:, :-1] != 1)).any(axis=1)
+        contiguous = np.zeros(len(self._alike), bool)
+        for piece in _pieces(len(self._alike)):
+            common, stored, _ = self._alike.take(piece)
+            # A box is in one piece unless it is cut in some dimension and longer than 1 in one before that.
+            inner_cut = np.logical_or.accumulate((common.shape != stored.shape)[:, :0:-1], axis=1)[:, ::-1]
+            contiguous[piece] = ~any_in_row(inner_cut & (common.shape[:, :-1] != 1))
         file = self._table.shard_file[self._shard]
         nbytes = np.zeros(int(file.max(initial=-1)) + 1, np.int64)
         np.add.at(nbytes, file, np.where(contiguous[self._like], self._nbytes, self._entry_bytes))
@@ -194,8 +196,8 @@ class Fit:
         return SmallItems(
             files=[self.stored.file_name(i) for i in files.tolist()],
             file=file.reshape(-1),
-            starts=self.stored.starts[shard],
-            blocks=self.stored.blocks[shard],
+            starts=self.stored.starts[shard].astype(np.int64),
+            blocks=self.stored.blocks[shard].astype(np.int64),
             addresses=self.targets.address[rows],
             kind=kind,
             kinds=kinds,
@@ -203,9 +205,18 @@ class Fit:
             name=lambda i: self.wanted_key(int(needs[i])),
         )
 
-    def batches(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[Batch]:
+    def batches(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> Iterator[Batch]:
         """Those of these needs that are read in batches, file by file, in the order in which they stand there."""
-        return batches_of([self.items(needs[self._is_batched[needs]])], opened, self.answer.block_bytes)
+        small = narrow(needs[self._is_batched[needs]])
+        together = max(1, len(small))
+        if len(small) > _MANY:
+            shard, together = self._shard[small], _READ_TOGETHER
+            starts, file = self.stored.starts[shard], self._table.shard_file[shard]
+            if not ((file[1:] > file[:-1]) | ((file[1:] == file[:-1]) & (starts[1:] >= starts[:-1]))).all():
+                small = small[np.lexsort((starts, file))]
+        for start in range(0, len(small), together):
+            items = self.items(small[start : start + together])
+            yield from batches_of([items], opened, self.answer.block_bytes)
 
     def unpack(self, needs: IntArray, data: Bytes1D) -> None:
         """Hand out what was sent for needs, the boxes one behind the other.
@@ -251,20 +262,20 @@ class Fit:
     def _places(self, like: IntArray, cell: IntArray, packed: bool) -> IntArray:
         """Of needs that are alike: with which element of its entry and of its target each starts, -1 if it is not in
         one piece there; how many elements it has, and its entry, ``[n, 4]``."""
-        shape, entry_shape = self._shape[like], self._shape[like] if packed else self._entry_shape[like]
-        in_entry = np.zeros_like(shape) if packed else self._in_entry[like]
-        needed = Boxes(in_entry, shape)
-        source = needed.flat_starts(entry_shape)
-        target = Boxes(self._in_target[like], shape).flat_starts(self._cell_shape[cell])
-        return np.column_stack([source, target, needed.volumes, Boxes(in_entry, entry_shape).volumes])
+        common, stored, asked = self._alike.take(like)
+        entry_shape = common.shape if packed else stored.shape
+        needed = Boxes(np.zeros_like(common.offset) if packed else common.offset - stored.offset, common.shape)
+        target = Boxes(common.offset - asked.offset, common.shape).flat_starts(self._cell_shape[cell])
+        return np.column_stack(
+            [needed.flat_starts(entry_shape), target, needed.volumes, Boxes(needed.offset, entry_shape).volumes]
+        )
 
     def _boxes(self, need: int) -> tuple[int, Box, Box, tuple[int, ...]]:
         """A need's target, its box as counted from the target's corner and from the shard's, the shard's shape."""
-        row, like = int(self._target[need]), self._like[need]
+        row, like = int(self._target[need]), int(self._like[need])
         ndim = len(self.targets.box(row).shape)
-        columns = self._shape, self._in_target, self._in_entry, self._entry_shape
-        shape, in_target, in_entry, entry_shape = (tuple(column[like, :ndim].tolist()) for column in columns)
-        return row, Box(in_target, shape), Box(in_entry, shape), entry_shape
+        common, stored, asked = (boxes.box(0, ndim) for boxes in self._alike.take(slice(like, like + 1)))
+        return row, common.relative_to(asked.offset), common.relative_to(stored.offset), stored.shape
 
     def entries(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
         """The shards of the others of these needs, each with who consumes it."""
@@ -281,14 +292,18 @@ class Fit:
         """What other ranks may read for this one."""
         tensor, like = self.targets.tensor[self._target], self._like
         tensors, number = np.unique(tensor, return_inverse=True)
+        parts = [
+            np.hstack([common.offset - stored.offset, common.shape]).reshape(-1)
+            for common, stored, _ in map(self._alike.take, _pieces(len(self._alike)))
+        ]
         return ShardNeeds(
             tensors=[self._table.paths[t] for t in tensors.tolist()],
             tensor=pack_column(number),
             shard=pack_column(self._shard - self._table.first_shard[tensor]),
             box=pack_column(like),
             staged=pack_column(self.targets.staged[self._target]),
-            dimensions=self._shape.shape[1],
-            boxes=pack_column(np.hstack([self._in_entry, self._shape]).reshape(-1)),
+            dimensions=self._alike.asked.dimensions,
+            boxes=pack_column(np.concatenate([np.zeros(0, np.int64), *parts])),
         )
 
     def consumer(self, need: int, entry_part: Box) -> Consumer:
@@ -297,6 +312,11 @@ class Fit:
         shift = entry_part.relative_to(entry_box.offset).offset
         part = Box(tuple(a + b for a, b in zip(shift, box.offset, strict=True)), entry_part.shape)
         return self.targets.consumer(row, part, entry_part)
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    """Kinds that are looked at together."""
+    return (slice(start, start + _TOGETHER) for start in range(0, count, _TOGETHER))
 
 
 NO_ENTRY = "no such entry in its object"

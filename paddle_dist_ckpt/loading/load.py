@@ -51,6 +51,7 @@ from .messages import (
     WantedPaths,
 )
 from .reading import DataFiles, LoadContext, Reading
+from .stored import StoredShards
 from .wanted import WantedState, collect
 
 __all__ = ["LeavesLoad", "load"]
@@ -146,9 +147,11 @@ class LeavesLoad:
         tally = self._files.tally
         with tally.phase("plan"):
             wanted, answer = self._ask("request", self._request, LoadAnswer, LoadCoordinator.request)
-            plan = functools.partial(self._plan, wanted, answer)
+            answers = [answer]  # to be taken from there: who plans drops the columns where they have been read
+            plan = functools.partial(self._plan, wanted, answers)
+            del answer
             fit, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
-            del plan, answer  # of which the fit keeps what is still needed
+            del plan
         if decision.restart:
             raise _Replaced
         self._files.look_into_cache(decision.shared)
@@ -243,10 +246,11 @@ class LeavesLoad:
             self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete, location
         )
 
-    def _plan(self, wanted: WantedState, answer: LoadAnswer) -> tuple[Fit, DecideRequest]:
-        session, options = self.context.session, self.context.options
+    def _plan(self, wanted: WantedState, answers: list[LoadAnswer]) -> tuple[Fit, DecideRequest]:
+        session, options, answer = self.context.session, self.context.options, answers.pop()
         left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)
-        fit = Fit(answer, wanted, options.cast, left_out, self.context.adapter.devices, options.resize or {})
+        stored, answer = StoredShards(answer), answer.without_table()
+        fit = Fit(stored, answer, wanted, options.cast, left_out, self.context.adapter.devices, options.resize or {})
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if options.exchange != "always" or len(session.ranks) == 1:

@@ -111,6 +111,7 @@ class LoadCoordinator:
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
         answered = {data: encode(self._answering.answer(paths, arranged)) for data, paths in wanted.items()}
+        metadata.table.forget()
         return {rank: answered[request.wanted] for rank, request in requests.items()}
 
     def _arranged(self, wanted: Sequence[WantedPaths]) -> dict[str, Arranged | None]:
@@ -174,10 +175,9 @@ class LoadCoordinator:
             return dict.fromkeys(messages, encode(msgspec.structs.replace(decision, shared=shared)))
         wanted = {name for n in needs.values() for name in n.files}
         files = [(info, count) for info, count in self._answering.files if info.name in wanted]
-        decision = msgspec.structs.replace(decision, exchange=True, files=files)
-        probe = msgspec.structs.replace(decision, probe=True)
         probing = {group[0] for group in self._groups.values()}
-        return {rank: encode(probe if rank in probing else decision) for rank in messages}
+        replace = functools.partial(msgspec.structs.replace, decision, exchange=True, files=files)
+        return {rank: encode(replace(probe=rank in probing)) for rank in messages}
 
     def _bytes_by_host(self, needs: Mapping[int, DecideRequest]) -> Counter[tuple[str, str]]:
         """How much the ranks of a host would read of a file, by host and file."""

@@ -21,6 +21,7 @@ from .fit import Fit
 from .making import RecipeArranger, is_itself
 from .messages import WantedPaths, WantedRecord
 from .recipes import Matching, match_recipes, with_hint
+from .stored import StoredShards
 from .stored_tensors import stored_tensors
 from .wanted import WantedState
 
@@ -108,7 +109,8 @@ def rehearse(
     paths = WantedPaths(
         wanted.tensors.paths, {}, made=list(matching.recipes), sources=matching.sources, records=wanted.records
     )
-    fit = Fit(answering.answer(paths, arranged), wanted, cast, (), None)
+    answer = answering.answer(paths, arranged)
+    fit = Fit(StoredShards(answer), answer, wanted, cast, (), None)
     reads, nbytes = fit.bytes_to_read()
     tensors = [
         path for path, kind in zip(metadata.table.paths, metadata.table.kinds, strict=True) if kind != Kind.VALUE

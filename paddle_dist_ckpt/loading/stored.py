@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..core.columns import IntArray, unpack_column
+from ..core.columns import IntArray, narrow, unpack_column
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError
 from ..files.codec import table_from_record
@@ -39,8 +39,8 @@ class StoredShards:
         self.table: ShardTable = table_from_record(answer.tensors, len(answer.files))
         _check_values(self.table)
         shards = len(self.table.shard_file)
-        self.starts: IntArray = unpack_column(answer.starts, shards, _MANY, "starts")
-        self.blocks: IntArray = unpack_column(answer.blocks, shards, _MANY, "blocks")
+        self.starts: IntArray = narrow(unpack_column(answer.starts, shards, _MANY, "starts"))
+        self.blocks: IntArray = narrow(unpack_column(answer.blocks, shards, _MANY, "blocks"))
         self.files: dict[str, tuple[FileInfo, int]] = {info.name: (info, count) for info, count in answer.files}
 
     def key(self, shard: int) -> str:

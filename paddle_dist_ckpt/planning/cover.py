@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..core.box import Box, intersect, subtract
 from ..core.boxes import Boxes
-from ..core.columns import IntArray, Mask, all_in_row, places_within
+from ..core.columns import MANY, IntArray, Mask, all_in_row, places_within
 from ..core.grouping import group_blocks, mixed
 from ..core.layouts import grid_starts
 
@@ -105,13 +105,20 @@ def _are_grids(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
 
 def _measures_agree(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     """:func:`covers_exactly` for tilings of any kind."""
-    low, high, region_low, region_high = boxes.offset, boxes.high, regions.offset, regions.high
-    inside = all_in_row(low >= region_low.take(groups, axis=0)) & all_in_row(high <= region_high.take(groups, axis=0))
-    exact: Mask = np.bincount(groups[~inside], minlength=len(regions)) == 0
+    region_low, region_high = regions.offset, regions.high
+    pieces = [slice(start, start + MANY) for start in range(0, len(groups), MANY)]
+    exact: Mask = np.ones(len(regions), bool)
+    for piece in pieces:
+        some, of = boxes.take(piece), groups[piece]
+        inside = all_in_row(some.offset >= region_low.take(of, axis=0))
+        inside &= all_in_row(some.high <= region_high.take(of, axis=0))
+        exact[of[~inside]] = False
     bounds = np.searchsorted(groups, np.arange(len(regions) + 1))
     sums = np.zeros(len(groups) + 1, np.uint64)
     for seeds in _seeds(groups, boxes, regions):
-        np.cumsum(_measure(low, high, seeds), out=sums[1:])  # which may wrap around: so do differences, back again
+        for piece in pieces:
+            sums[1:][piece] = _measure(boxes.offset[piece], boxes.take(piece).high, seeds)
+        np.cumsum(sums, out=sums)  # which may wrap around: so do differences, back again
         exact &= np.diff(sums[bounds]) % _PRIME == _measure(region_low, region_high, seeds) % _PRIME
     return exact
 
@@ -121,7 +128,8 @@ def _seeds(groups: IntArray, boxes: Boxes, regions: Boxes) -> _U64:
     sizes = np.array([len(boxes), len(regions), boxes.dimensions], np.int64)
     digest = hashlib.blake2b()
     for column in (sizes, groups, boxes.offset, boxes.shape, regions.offset, regions.shape):
-        digest.update(np.ascontiguousarray(column, "<i8").reshape(-1).data)
+        for start in range(0, len(column), MANY):
+            digest.update(np.ascontiguousarray(column[start : start + MANY], "<i8").reshape(-1).data)
     expanded = hashlib.shake_256(digest.digest()).digest(8 * _ROUNDS * boxes.dimensions)
     return np.frombuffer(expanded, "<u8").reshape(_ROUNDS, boxes.dimensions)
 

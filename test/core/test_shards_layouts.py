@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_dist_ckpt.core import columns, layouts
 from paddle_dist_ckpt.core.box import whole
 from paddle_dist_ckpt.core.boxes import Boxes
+from paddle_dist_ckpt.core.columns import MANY, narrow
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.shards import ShardTable
@@ -68,9 +70,12 @@ def test_columns_are_what_loops_find(table: ShardTable) -> None:
 
 
 @examples(25)
-@given(tables(), st.integers(4, 6))
-def test_boxes_of_all_layouts_stand_one_behind_the_other(table: ShardTable, dimensions: int) -> None:
-    boxes = table.layout_boxes(dimensions)
+@given(tables(), st.integers(4, 6), st.sampled_from([2, 4, MANY]))
+def test_boxes_of_all_layouts_stand_one_behind_the_other(table: ShardTable, dimensions: int, many: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "MANY", many)  # from which on a layout's boxes are made when they are asked for
+        of_all = table.layout_boxes(dimensions)
+        boxes = of_all.take(np.arange(len(of_all)))
     row = 0
     for layout in table.layouts:
         for offset, extent in layout.boxes.to_list():
@@ -78,6 +83,8 @@ def test_boxes_of_all_layouts_stand_one_behind_the_other(table: ShardTable, dime
             assert boxes.box(row) == (offset + (0,) * pad, extent + (1,) * pad)
             row += 1
     assert boxes.offset.shape == boxes.shape.shape == (row, dimensions)
+    some = np.arange(row)[::-2]
+    assert of_all.take(some).table.tolist() == boxes.take(some).table.tolist()
 
 
 @pytest.mark.parametrize("width", [2**31, 2**53 + 1])
@@ -87,3 +94,37 @@ def test_sizes_are_exact_above_what_a_float_counts(width: int) -> None:
     assert table.shard_bytes.tolist() == [n * size for size in (1, 4, 16) for n in (1, width - 1)]
     assert table.file_bytes(1).tolist() == [21 * width]
     assert table.blocks(1, 1)[1].tolist() == [21 * width]
+
+
+@pytest.mark.parametrize(
+    "values", [[0, 127], [-128, 5], [128, 0], [-129, 1], [2**31 - 1, 0], [2**31, 0], [-(2**40), 3]]
+)
+def test_many_integers_are_kept_in_the_narrowest_type(values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert narrow(np.array(values)).dtype == np.int64  # for they are few
+    monkeypatch.setattr(columns, "MANY", 2)
+    found = narrow(np.array(values))
+    assert found.tolist() == values
+    fits = [
+        np.iinfo(kind).min <= min(values) and max(values) <= np.iinfo(kind).max for kind in ("i1", "i2", "i4", "i8")
+    ]
+    assert found.dtype.itemsize == 2 ** fits.index(True)
+
+
+@examples(25)
+@given(tables())
+def test_tables_of_narrow_columns_say_the_same(table: ShardTable) -> None:
+    def made() -> ShardTable:
+        numbers = table.shard_file + 100  # which times the most bytes of an item is more than 8 bits hold
+        return ShardTable(
+            table.paths, table.dtypes, table.kinds, table.layouts, table.layout_of, narrow(numbers), table.names
+        )
+
+    wide, names = made(), ("shard_tensor", "shard_bytes", "file_order", "data_offsets")
+    expected = [getattr(wide, name).tolist() for name in names], [column.tolist() for column in wide.blocks(2, 200)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "MANY", 1)
+        few = made()
+        for _ in range(2):
+            found = [getattr(few, name).tolist() for name in names], [column.tolist() for column in few.blocks(2, 200)]
+            assert found == expected
+            few.forget()

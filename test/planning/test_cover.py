@@ -24,6 +24,13 @@ def grids(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True, params=[2, cover.MANY], ids=["in pieces", "all together"])
+def pieces(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cover, "MANY", request.param)
+        yield
+
+
 def check(shapes_and_boxes: list[tuple[tuple[int, ...], list[Box]]], dimensions: int = 4) -> list[bool]:
     """``covers_exactly`` for tensors and their boxes, the way the plans call it."""
     groups = [g for g, (_, boxes) in enumerate(shapes_and_boxes) for _ in boxes]

@@ -20,7 +20,7 @@ from paddle_dist_ckpt.core.layouts import Layout, grid_starts
 from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.planning import cover, load_plan, order
 from paddle_dist_ckpt.planning.cover import covers_exactly, tensors_covered
-from paddle_dist_ckpt.planning.load_plan import Overlaps, WantedBoxes, plan_load
+from paddle_dist_ckpt.planning.load_plan import Alike, Overlaps, WantedBoxes, plan_load
 from paddle_dist_ckpt.planning.order import box_order, file_order, shard_order
 from test.strategies import boxes_in, examples, grids, paint, shapes, tilings
 
@@ -208,9 +208,15 @@ def test_plans_are_the_same_with_grids_and_without(problem: tuple[ShardTable, Wa
         found = plans(table, wanted, many, few)
         for name in Overlaps.__slots__:
             a, b = (getattr(plan, name) for plan in (found, expected))
-            a, b = (column.table if isinstance(column, Boxes) else column for column in (a, b))
-            assert a.tolist() == b.tolist(), name
-            assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+            for x, y in zip(*map(columns_of, (a, b)), strict=True):
+                assert x.tolist() == y.tolist(), name
+                assert (x.dtype, x.shape) == (y.dtype, y.shape), name
+
+
+def columns_of(columns: np.ndarray | Alike) -> list[np.ndarray]:
+    if isinstance(columns, Alike):
+        return [boxes.table for boxes in columns.take(slice(None))]
+    return [columns]
 
 
 def test_a_wanted_box_outside_of_a_grid_is_uncovered() -> None:

@@ -57,7 +57,7 @@ def items_of(items: Overlaps, row: int, ndim: int) -> list[tuple[int, Box]]:
     """The shards and boxes that are read for one wanted box."""
     found = []
     for i in np.flatnonzero(items.wanted == row).tolist():
-        offset, shape = items.boxes.box(items.like[i])
+        offset, shape = items.alike.take(items.like[i : i + 1])[0].box(0)
         assert offset[ndim:] == (0,) * (DIMENSIONS - ndim)
         assert shape[ndim:] == (1,) * (DIMENSIONS - ndim)
         found.append((int(items.shard[i]), Box(offset[:ndim], shape[:ndim])))
@@ -151,5 +151,5 @@ def test_a_job_of_many_ranks_takes_no_pair_of_all_shards() -> None:
     )
     items = plan_load(table, WantedBoxes(np.arange(tensors), Boxes.of([Box((64 * 7,), (64,))] * tensors, 1)))
     assert len(items.uncovered) == 0
-    assert int(items.boxes.volumes[items.like].sum()) == 64 * tensors
+    assert int(items.alike.take(items.like)[0].volumes.sum()) == 64 * tensors
     assert len(items.wanted) == math.ceil(64 * 8 / 96) * tensors - 64 * 7 // 96 * tensors

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_dist_ckpt.core import columns, layouts
 from paddle_dist_ckpt.core.box import Box, intersect, whole
 from paddle_dist_ckpt.core.boxes import Boxes
+from paddle_dist_ckpt.core.columns import MANY
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.shards import ShardTable
-from paddle_dist_ckpt.planning import load_plan
+from paddle_dist_ckpt.planning import cover, load_plan
 from paddle_dist_ckpt.planning.load_plan import Overlaps, WantedBoxes, plan_load
 from test.strategies import boxes_in, examples, grids, paint, shapes, tilings
 
@@ -51,11 +53,13 @@ def check(table: ShardTable, wanted: Sequence[tuple[int, Box]]) -> None:
     items = plan(table, wanted)
     assert items.wanted.tolist() == [row for row, *_ in expected]
     assert items.shard.tolist() == [shard for _, shard, *_ in expected]
-    for found, boxes in [
-        (items.boxes, [part for *_, part, _ in expected]),
-        (items.stored, [stored for *_, stored in expected]),
-    ]:
-        assert found.take(items.like).table.tolist() == Boxes.of(boxes, DIMENSIONS).table.tolist()
+    columns = (
+        [part for *_, part, _ in expected],
+        [stored for *_, stored in expected],
+        [wanted[row][1] for row, *_ in expected],
+    )
+    for found, boxes in zip(items.alike.take(items.like), columns, strict=True):
+        assert found.table.tolist() == Boxes.of(boxes, DIMENSIONS).table.tolist()
     assert items.uncovered.tolist() == uncovered
 
 
@@ -85,6 +89,16 @@ def problems(draw: st.DrawFn) -> Problem:
 def thresholds(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_plan, "_MANY", request.param)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True, params=[3, MANY], ids=["in pieces", "all together"])
+def pieces(request: pytest.FixtureRequest) -> Iterator[None]:
+    """However few boxes there are of which the columns are narrow, and which are looked at together."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (columns, layouts, cover, load_plan):
+            patch.setattr(module, "MANY", request.param)
+        patch.setattr(load_plan, "_TOGETHER", request.param)
         yield
 
 
