@@ -28,6 +28,8 @@ from .checkpoint import check_sizes
 __all__ = ["BoxReader", "read_json", "read_values"]
 
 Array = npt.NDArray[Any]
+_Wanted = dict[int, tuple[StoredEntry, list[Consumer]]]
+_TOGETHER = 1 << 13  # overlaps for which there are objects at a time
 
 
 class BoxReader:
@@ -91,29 +93,39 @@ class BoxReader:
             CheckpointCorruptedError: a file is missing or damaged, or a block is not what was written.
             OSError: reading failed.
         """
-        wanted: dict[int, tuple[StoredEntry, list[Consumer]]] = {}
+        wanted: _Wanted = {}
         for row, target in zip(rows, targets, strict=True):
-            self._want(row, target, wanted)
+            for some in self._overlaps(row):
+                self._want(row, some, target, wanted)
+                if len(wanted) >= _TOGETHER:
+                    read_entries(wanted.values(), self._metadata.block_bytes, threads, check, progress)
+                    wanted.clear()
         read_entries(wanted.values(), self._metadata.block_bytes, threads, check, progress)
 
     def is_hole(self, row: int) -> bool:
         """Whether one of the boxes is known to be zeros without being read."""
-        raw, wanted = self._metadata.table.dtypes[self._tensors[row]].raw, dict[int, Any]()
-        self._want(row, np.broadcast_to(np.zeros((), raw), self._boxes[row].shape), wanted)
-        return are_holes(wanted.values(), self._metadata.block_bytes)
+        raw = self._metadata.table.dtypes[self._tensors[row]].raw
+        nothing = np.broadcast_to(np.zeros((), raw), self._boxes[row].shape)
+        parts = (self._want(row, some, nothing, {}) for some in self._overlaps(row))
+        return all(are_holes(wanted.values(), self._metadata.block_bytes) for wanted in parts)
 
-    def _want(self, row: int, target: Array, wanted: dict[int, tuple[StoredEntry, list[Consumer]]]) -> None:
-        """Add to the wanted shards the parts that make up one box."""
+    def _overlaps(self, row: int) -> Iterator[slice]:
+        """The overlaps that make up one box, so many at a time that all that it takes to read them has room."""
+        first, last = self._first[row : row + 2]
+        return (slice(start, min(start + _TOGETHER, last)) for start in range(first, last, _TOGETHER))
+
+    def _want(self, row: int, some: slice, target: Array, wanted: _Wanted) -> _Wanted:
+        """Add to the wanted shards some of the parts that make up one box."""
         plan, box = self._plan, self._boxes[row]
         ndim = len(box.shape)
-        mine = slice(self._first[row], self._first[row + 1])
-        commons, all_stored, _ = plan.alike.take(plan.like[mine])
-        for i, shard in enumerate(plan.shard[mine].tolist()):
+        commons, all_stored, _ = plan.alike.take(plan.like[some])
+        for i, shard in enumerate(plan.shard[some].tolist()):
             common, stored = commons.box(i, ndim), all_stored.box(i, ndim)
             if shard not in wanted:
                 wanted[shard] = (self._entry(shard, self._tensors[row], stored), [])
             place = common.relative_to(box.offset).slices
             wanted[shard][1].append(Consumer(common.relative_to(stored.offset), view_at(target, place)))
+        return wanted
 
     def _entry(self, shard: int, tensor: int, stored: Box) -> StoredEntry:
         table = self._metadata.table

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tracemalloc
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import pytest
 from paddle_dist_ckpt import CheckpointCorruptedError, read_metadata
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.files.reader import read_entries
+from paddle_dist_ckpt.folder import boxes
 from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.storage import LocalStorage
 from test.jobs import CountingStorage, data_files, data_reads, make_array, save_on, split_rows
+from test.torture.crafting import Entry, write_checkpoint
 
 ARRAYS = {
     "columns": make_array((9, 3000), "bfloat16"),
@@ -89,6 +93,43 @@ def test_only_the_blocks_that_hold_the_box_are_read(tmp_path: Path) -> None:
     reads = data_reads(tmp_path, log)
     assert len(reads) == 1
     assert reads[0][2] - reads[0][1] == 4096  # one block of the 2,800 bytes that are wanted
+
+
+def test_boxes_are_read_some_shards_after_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.setattr(boxes, "_TOGETHER", 2)
+    read_together: list[int] = []
+
+    def counted(wanted: Collection[Any], *args: Any) -> None:
+        read_together.append(len(wanted))
+        read_entries(wanted, *args)
+
+    monkeypatch.setattr(boxes, "read_entries", counted)
+    targets = [target_of(key, box) for key, box in BOXES]
+    with reader_of(LocalStorage(tmp_path), BOXES) as reader:
+        reader.read(range(len(BOXES)), targets)
+        assert not reader.is_hole(4)
+    for (key, box), target in zip(BOXES, targets, strict=True):
+        assert target.tobytes() == expected(key, box).tobytes()
+    assert len(read_together) > 3
+    assert max(read_together) <= 3
+
+
+def test_memory_for_a_shard_of_a_box_is_bounded(tmp_path: Path) -> None:
+    """There are no objects for all of them, whoever reads them and asks whether they are holes."""
+    shards = 1 << 16
+    write_checkpoint(tmp_path, {"/w": Entry([shards], [list(range(1, shards))], "uint8", 0, b"x" * shards)})
+    target = np.zeros(shards, np.uint8)
+    tracemalloc.start()
+    with reader_of(LocalStorage(tmp_path), [("w", whole((shards,)))]) as reader:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        assert not reader.is_hole(0)
+        reader.read([0], [target])
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (target == ord("x")).all()
+    assert peak - before < 24 << 20  # a shard's objects take more than a KiB
 
 
 def test_a_damaged_block_is_named(tmp_path: Path) -> None:

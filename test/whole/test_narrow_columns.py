@@ -21,6 +21,7 @@ from paddle_dist_ckpt.core.columns import MANY, pack_column
 from paddle_dist_ckpt.core.layouts import Layout, LayoutRecord
 from paddle_dist_ckpt.core.shards import ShardTable
 from paddle_dist_ckpt.files.codec import TableRecord, table_from_record
+from paddle_dist_ckpt.folder import boxes
 from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.loading import fit
 from paddle_dist_ckpt.options import LoadOptions
@@ -55,6 +56,7 @@ def narrow_from(rows: int) -> Iterator[None]:
         for module in (columns, layouts, cover, load_plan):
             patch.setattr(module, "MANY", rows)
         patch.setattr(load_plan, "_TOGETHER", 3)
+        patch.setattr(boxes, "_TOGETHER", 3)
         for name in ("_TOGETHER", "_MANY", "_READ_TOGETHER"):
             patch.setattr(fit, name, 3)
         yield
