@@ -27,7 +27,7 @@ from ..core.memory import Bytes1D, address_of, bytes_at, copy_each, fresh_pages
 from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
 from .device import at_device, has_kernels, host_tensor
-from .device_memory import Kind, StridedBytes, TensorBytes
+from .device_memory import MemoryKind, StridedBytes, TensorBytes
 from .device_streams import current_stream, forget_reached, recorded, stream_for_copies, wait_for
 
 __all__ = ["DeviceCopies", "PaddleDevices"]
@@ -98,11 +98,11 @@ class DeviceCopies:
         self,
         requests: Sequence[_Request],
         host: Any,
-        copy_pack: Callable[[_Pack], Callable[[], _Work]],
+        copy_pack: Callable[[_PackedCopies], Callable[[], _Work]],
         copy_one: Callable[[_Request], _Work],
     ) -> None:
         """Queue copies, the small ones together."""
-        by_kind: dict[Kind, list[_Request]] = {}
+        by_kind: dict[MemoryKind, list[_Request]] = {}
         for request in requests:
             by_kind.setdefault(request[0].kind, []).append(request)
         for kind, here in by_kind.items():
@@ -111,7 +111,7 @@ class DeviceCopies:
                 if device not in _without_packs:
                     try:
                         with paddle.no_grad(), at_device(device):
-                            copy = copy_pack(_Pack(kind, pack))
+                            copy = copy_pack(_PackedCopies(kind, pack))
                         self._run(device, [copy], host)
                         continue
                     except _REFUSALS as error:
@@ -164,7 +164,7 @@ class DeviceCopies:
                 stream.wait_event(recorded(paddle.device.current_stream(device), device, ()))
         return self._streams[device]
 
-    def _read_pack(self, pack: _Pack) -> Callable[[], _Work]:
+    def _read_pack(self, pack: _PackedCopies) -> Callable[[], _Work]:
         """Copy from a device to the host; straight to where it goes, if that stands together there."""
         data, scratch = self._host_side(pack)
         parts, inner = pack.tensors()
@@ -181,7 +181,7 @@ class DeviceCopies:
 
         return work
 
-    def _write_pack(self, pack: _Pack) -> Callable[[], _Work]:
+    def _write_pack(self, pack: _PackedCopies) -> Callable[[], _Work]:
         """Copy from the host to a device; what does not stand together on the host is put together there."""
         parts, lengths = pack.views(), (pack.sizes // pack.kind.itemsize).tolist()
         data, scratch = self._host_side(pack)
@@ -207,7 +207,7 @@ class DeviceCopies:
 
         return work
 
-    def _host_side(self, pack: _Pack) -> tuple[Bytes1D, Bytes1D | None]:
+    def _host_side(self, pack: _PackedCopies) -> tuple[Bytes1D, Bytes1D | None]:
         """A pack's bytes on the host: where they are if they stand together, else a part of a buffer, and that."""
         nbytes = int(pack.sizes.sum())
         if stand_together(pack.addresses, pack.sizes):
@@ -241,11 +241,11 @@ class _Marks:
 _without_packs: set[str] = set()  # devices that have failed to make one
 
 
-class _Pack:
+class _PackedCopies:
     """Small copies of one kind that are made as one: of each the address on the host, its bytes, and where these start
     among all of them, ``[copies]``."""
 
-    def __init__(self, kind: Kind, requests: Sequence[_Request]) -> None:
+    def __init__(self, kind: MemoryKind, requests: Sequence[_Request]) -> None:
         self.kind, self._requests = kind, requests
         self.addresses: IntArray = np.array([request[2] for request in requests], np.int64)
         self.sizes: IntArray = np.array([request[3] for request in requests], np.int64)
@@ -281,7 +281,7 @@ class _Pack:
         return tensor.reshape([-1, *inner]) if inner else tensor
 
 
-def _packed(kind: Kind, requests: Sequence[_Request]) -> tuple[list[list[_Request]], list[_Request]]:
+def _packed(kind: MemoryKind, requests: Sequence[_Request]) -> tuple[list[list[_Request]], list[_Request]]:
     """Divide copies of a kind: packs, and those that are made by themselves."""
     if kind.device in _without_packs or not has_kernels(kind.device, kind.dtype, "concat", "split"):
         return [], list(requests)

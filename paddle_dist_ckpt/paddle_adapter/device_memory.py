@@ -13,13 +13,13 @@ import paddle
 from ..core.memory import Bytes1D
 from .device import at_device, has_kernels, host_tensor, name_of
 
-__all__ = ["Kind", "StridedBytes", "TensorBytes"]
+__all__ = ["MemoryKind", "StridedBytes", "TensorBytes"]
 
 _view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class MemoryKind:
     """What items of a device's memory have in common that can be copied together: where they are, and their type."""
 
     device: str
@@ -27,11 +27,13 @@ class Kind:
     itemsize: int
 
 
-_kinds: dict[tuple[str, str], Kind] = {}
-_latest: list[tuple[Any, Any, Kind]] = []  # the place, the dtype and the kind of the tensor that was looked at last
+_kinds: dict[tuple[str, str], MemoryKind] = {}
+_latest: list[
+    tuple[Any, Any, MemoryKind]
+] = []  # the place, the dtype and the kind of the tensor that was looked at last
 
 
-def _kind_of(tensor: Any) -> Kind:
+def _kind_of(tensor: Any) -> MemoryKind:
     """The same object for all tensors of a kind. Mostly it is that of the last one, which is seen sooner than looked
     up."""
     place, dtype = tensor.place, tensor.dtype
@@ -39,7 +41,7 @@ def _kind_of(tensor: Any) -> Kind:
         if dtype is latest_dtype and place._equals(latest_place):
             return kind
     device = name_of(place)
-    kind = _kinds.setdefault((device, str(dtype)), Kind(device, dtype, int(tensor.element_size())))
+    kind = _kinds.setdefault((device, str(dtype)), MemoryKind(device, dtype, int(tensor.element_size())))
     _latest[:] = [(place, dtype, kind)]
     return kind
 
