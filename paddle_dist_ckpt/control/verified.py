@@ -69,8 +69,9 @@ def digest_of(data: Bytes1D, block_bytes: int = 0) -> int:
     """The digest of a message; with ``block_bytes``, of the digests of its blocks."""
     if not block_bytes:
         return xxhash.xxh3_64_intdigest(data.data)
-    starts = range(0, data.size, block_bytes)
-    return digest_of_blocks([xxhash.xxh3_64_intdigest(data.data[at : at + block_bytes]) for at in starts])
+    # Backwards: the cache still has what was written last.
+    starts = reversed(range(0, data.size, block_bytes))
+    return digest_of_blocks([xxhash.xxh3_64_intdigest(data.data[at : at + block_bytes]) for at in starts][::-1])
 
 
 def digest_of_blocks(digests: Digests | Sequence[int]) -> int:
