@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,11 +14,15 @@ import numpy.typing as npt
 
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
+from ..core.buffers import Buffers
+from ..core.columns import IntArray, places_within
 from ..core.decoding import decoding
-from ..core.memory import Bytes1D, zeros_of
+from ..core.memory import Bytes1D, address_of, zeros_of
+from ..core.threads import run_all
 from ..errors import CheckpointCorruptedError
+from ..files.batches import Batch, ItemKind, Kinds
 from ..files.metadata import Metadata
-from ..files.reader import Consumer, StoredEntry, are_holes, read_entries, view_at
+from ..files.reader import Consumer, StoredEntry, are_holes, entry_tasks, view_at
 from ..files.room import Room, bytes_on_disk
 from ..files.runs import OpenFile, open_data_file
 from ..planning.load_plan import WantedBoxes, plan_load
@@ -59,7 +64,8 @@ class BoxReader:
             key, box = metadata.key(table.paths[self._tensors[row]]), self._boxes[row]
             raise CheckpointCorruptedError(f"{key}: the checkpoint does not hold the region {box} exactly once")
         check_sizes(storage, metadata, np.unique(table.shard_file[self._plan.shard]).tolist())
-        self._first = np.searchsorted(self._plan.wanted, np.arange(len(self._boxes) + 1)).tolist()
+        self._row_tensor = wanted.tensor
+        self._edges = np.searchsorted(self._plan.wanted, np.arange(len(self._boxes) + 1))  # of the overlaps, by box
         self._starts = table.data_offsets
         self._first_blocks, self._block_counts = table.blocks(metadata.block_bytes, len(metadata.files))
         self._opened: dict[int, OpenFile] = {}
@@ -93,39 +99,110 @@ class BoxReader:
             CheckpointCorruptedError: a file is missing or damaged, or a block is not what was written.
             OSError: reading failed.
         """
-        wanted: _Wanted = {}
-        for row, target in zip(rows, targets, strict=True):
-            for some in self._overlaps(row):
-                self._want(row, some, target, wanted)
-                if len(wanted) >= _TOGETHER:
-                    read_entries(wanted.values(), self._metadata.block_bytes, threads, check, progress)
-                    wanted.clear()
-        read_entries(wanted.values(), self._metadata.block_bytes, threads, check, progress)
+        size = self._metadata.block_bytes
+        for large, batches in self._parts(rows, targets):
+            buffers = Buffers(threads)
+            tasks = itertools.chain(
+                entry_tasks(large.values(), size, buffers, progress),
+                *(batch.tasks(buffers, progress) for batch in batches),
+            )
+            run_all(tasks, threads, check)
 
     def is_hole(self, row: int) -> bool:
         """Whether one of the boxes is known to be zeros without being read."""
         raw = self._metadata.table.dtypes[self._tensors[row]].raw
         nothing = np.broadcast_to(np.zeros((), raw), self._boxes[row].shape)
-        parts = (self._want(row, some, nothing, {}) for some in self._overlaps(row))
-        return all(are_holes(wanted.values(), self._metadata.block_bytes) for wanted in parts)
+        return all(
+            are_holes(large.values(), self._metadata.block_bytes) and all(batch.are_zeros() for batch in batches)
+            for large, batches in self._parts([row], [nothing], [0])
+        )
 
-    def _overlaps(self, row: int) -> Iterator[slice]:
-        """The overlaps that make up one box, so many at a time that all that it takes to read them has room."""
-        first, last = self._first[row : row + 2]
-        return (slice(start, min(start + _TOGETHER, last)) for start in range(first, last, _TOGETHER))
+    def _parts(
+        self, rows: Sequence[int], targets: Sequence[Array], addresses: Sequence[int] | None = None
+    ) -> Iterator[tuple[_Wanted, list[Batch]]]:
+        """What has to be read to fill arrays with some of the boxes, so much at a time that all that it takes to read
+        it has room: entries as objects, and in batches those of one block at most of which the target, which is
+        contiguous, has a part in one piece.
 
-    def _want(self, row: int, some: slice, target: Array, wanted: _Wanted) -> _Wanted:
-        """Add to the wanted shards some of the parts that make up one box."""
-        plan, box = self._plan, self._boxes[row]
-        ndim = len(box.shape)
-        commons, all_stored, _ = plan.alike.take(plan.like[some])
-        for i, shard in enumerate(plan.shard[some].tolist()):
-            common, stored = commons.box(i, ndim), all_stored.box(i, ndim)
-            if shard not in wanted:
-                wanted[shard] = (self._entry(shard, self._tensors[row], stored), [])
-            place = common.relative_to(box.offset).slices
-            wanted[shard][1].append(Consumer(common.relative_to(stored.offset), view_at(target, place)))
-        return wanted
+        ``addresses`` is where the targets are taken to be, -1 for one that is not contiguous; None if as they are.
+        """
+        if addresses is None:
+            addresses = [address_of(target) if target.flags.c_contiguous else -1 for target in targets]
+        asked, address = np.array(rows, np.int64), np.array(addresses, np.int64)
+        counts = self._edges[asked + 1] - self._edges[asked]
+        overlaps = places_within(counts, self._edges[asked])
+        place = np.repeat(np.arange(len(asked)), counts)  # the target of each overlap
+        for start in range(0, len(overlaps), _TOGETHER):
+            some = overlaps[start : start + _TOGETHER], place[start : start + _TOGETHER]
+            yield self._chunk(*some, asked, targets, address)
+
+    def _chunk(
+        self, overlaps: IntArray, place: IntArray, rows: IntArray, targets: Sequence[Array], address: IntArray
+    ) -> tuple[_Wanted, list[Batch]]:
+        """See :meth:`_parts`; ``place`` says which of ``rows``, ``targets`` and ``address`` each overlap is of."""
+        table = self._metadata.table
+        common, stored, box = self._plan.alike.take(self._plan.like[overlaps])
+        shard, tensor = self._plan.shard[overlaps].astype(np.int64), self._row_tensor[rows[place]]
+        source = Boxes(common.offset - stored.offset, common.shape).flat_starts(stored.shape)
+        target = Boxes(common.offset - box.offset, common.shape).flat_starts(box.shape)
+        is_small = table.shard_bytes[shard] <= self._metadata.block_bytes
+        is_small &= (source >= 0) & (target >= 0) & (address[place] >= 0)
+        at = np.flatnonzero(is_small)
+        shard_of, tensor_of = shard[at], tensor[at]
+        goes_to = address[place[at]] + target[at] * table.itemsizes[tensor_of]
+        batches = self._batches(shard_of, tensor_of, source[at], goes_to, common.volumes[at])
+        large: _Wanted = {}
+        for i in np.flatnonzero(~is_small).tolist():
+            row, into, number = int(rows[place[i]]), targets[int(place[i])], int(shard[i])
+            ndim = len(self._boxes[row].shape)
+            part, whole_shard = common.box(i, ndim), stored.box(i, ndim)
+            if number not in large:
+                large[number] = (self._entry(number, int(tensor[i]), whole_shard), [])
+            wanted = view_at(into, part.relative_to(self._boxes[row].offset).slices)
+            large[number][1].append(Consumer(part.relative_to(whole_shard.offset), wanted))
+        return large, batches
+
+    def _batches(
+        self, shard: IntArray, tensor: IntArray, source: IntArray, addresses: IntArray, sizes: IntArray
+    ) -> list[Batch]:
+        """Elements in a row of small shards, file by file.
+
+        Args:
+            shard: The shard of each row of elements, ``[n]``.
+            tensor: Its tensor.
+            source: The first of the elements in the shard.
+            addresses: Where that goes.
+            sizes: How many elements there are.
+        """
+        table = self._metadata.table
+        starts, file = self._starts[shard].astype(np.int64), table.shard_file[shard]
+        order = np.lexsort((starts, file))
+        shard, tensor, starts, file, source = (c[order] for c in (shard, tensor, starts, file, source))
+        addresses, sizes, nbytes = addresses[order], sizes[order], table.shard_bytes[shard].astype(np.int64)
+        pair = table.dtype_of[tensor]
+        items = nbytes // table.itemsizes[tensor]  # of the shard
+
+        def one(number: int) -> ItemKind:
+            dtype, size = table.dtypes[int(tensor[number])], int(sizes[number])
+            part = Box((int(source[number]),), (size,))
+            return ItemKind(dtype, dtype, (int(items[number]),), part, (size,), whole((size,)), None)
+
+        kinds = Kinds.of_columns(
+            one, [(d, d) for d in table.dtype_list], pair, source, np.zeros_like(source), sizes, nbytes
+        )
+
+        def batch(first: int, last: int) -> Batch:
+            def key(i: int) -> str:
+                return self._metadata.key(table.paths[int(tensor[first + i])])
+
+            some = slice(first, last)
+            blocks = self._first_blocks[shard[some]].astype(np.int64)
+            opened, size = self._file(int(file[first])), self._metadata.block_bytes
+            begin, kind = starts[some], np.arange(first, last)
+            return Batch(opened, size, begin, begin + nbytes[some], blocks, key, kind, addresses[some], kinds, key)
+
+        edges = [0, *(np.flatnonzero(file[1:] != file[:-1]) + 1).tolist(), len(file)]
+        return [batch(first, last) for first, last in itertools.pairwise(edges) if first < last]
 
     def _entry(self, shard: int, tensor: int, stored: Box) -> StoredEntry:
         table = self._metadata.table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 from paddle_dist_ckpt import CheckpointCorruptedError, read_metadata
 from paddle_dist_ckpt.core.box import Box, whole
 from paddle_dist_ckpt.core.dtypes import DTYPES
-from paddle_dist_ckpt.files.reader import read_entries
 from paddle_dist_ckpt.folder import boxes
 from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.storage import LocalStorage
@@ -98,21 +97,78 @@ def test_only_the_blocks_that_hold_the_box_are_read(tmp_path: Path) -> None:
 def test_boxes_are_read_some_shards_after_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
     monkeypatch.setattr(boxes, "_TOGETHER", 2)
-    read_together: list[int] = []
+    counts: list[int] = []
+    plain = BoxReader._chunk
 
-    def counted(wanted: Collection[Any], *args: Any) -> None:
-        read_together.append(len(wanted))
-        read_entries(wanted, *args)
+    def counted(self: BoxReader, overlaps: np.ndarray, *args: Any) -> Any:
+        counts.append(len(overlaps))
+        return plain(self, overlaps, *args)
 
-    monkeypatch.setattr(boxes, "read_entries", counted)
+    monkeypatch.setattr(BoxReader, "_chunk", counted)
     targets = [target_of(key, box) for key, box in BOXES]
     with reader_of(LocalStorage(tmp_path), BOXES) as reader:
         reader.read(range(len(BOXES)), targets)
         assert not reader.is_hole(4)
     for (key, box), target in zip(BOXES, targets, strict=True):
         assert target.tobytes() == expected(key, box).tobytes()
-    assert len(read_together) > 3
-    assert max(read_together) <= 3
+    assert len(counts) > 3
+    assert max(counts) == 2
+
+
+def small_ones() -> dict[str, np.ndarray]:
+    dtypes = ("float32", "uint8", "bfloat16", "complex128", "int64")
+    shapes = ((), (5,), (3, 4), (2, 1, 6), (1, 7, 2, 2))
+    kinds = ((dtype, shape) for dtype in dtypes for shape in shapes)
+    return {f"{i:02}": make_array(shape, dtype) for i, (dtype, shape) in enumerate(kinds)}
+
+
+def test_there_are_no_objects_for_small_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read together, of several files and types, whole or a part in one piece, into what is contiguous."""
+    arrays = small_ones()
+    save_on(
+        [
+            {key: split_rows(array, 2)[rank] if array.ndim else array for key, array in arrays.items()}
+            for rank in (0, 1)
+        ],
+        tmp_path,
+    )
+    wanted = [(key, whole(array.shape)) for key, array in arrays.items()]
+    wanted += [
+        (key, Box((1, *box.offset[1:]), (1, *box.shape[1:]))) for key, box in wanted if box.shape and box.shape[0] > 1
+    ]
+    targets = [target_of(key, box, arrays) for key, box in wanted]
+    with reader_of(LocalStorage(tmp_path), wanted) as reader, monkeypatch.context() as patch:
+        patch.setattr(boxes, "StoredEntry", None)
+        reader.read(range(len(wanted)), targets)
+    for (key, box), target in zip(wanted, targets, strict=True):
+        assert target.tobytes() == np.ascontiguousarray(arrays[key][box.slices]).tobytes(), (key, box)
+
+
+def test_small_shards_of_which_a_part_or_the_target_is_not_in_one_piece(tmp_path: Path) -> None:
+    arrays = {"a": make_array((4, 6)), "b": make_array((8, 3), "int64"), "c": make_array((5,))}
+    save_on([arrays], tmp_path)
+    wanted = [("a", Box((1, 2), (3, 2))), ("b", whole((8, 3))), ("c", whole((5,))), ("a", Box((2, 0), (2, 6)))]
+    memory = [target_of(key, box, arrays) for key, box in wanted]
+    targets = [memory[0], np.zeros((3, 8), np.uint64).T, np.zeros(10, np.uint32)[::2], memory[3]]
+    with reader_of(LocalStorage(tmp_path), wanted) as reader:
+        reader.read(range(4), targets)
+    for (key, box), target in zip(wanted, targets, strict=True):
+        assert np.ascontiguousarray(target).tobytes() == np.ascontiguousarray(arrays[key][box.slices]).tobytes(), key
+
+
+def test_small_shards_that_are_holes_are_known_to_be_zeros(tmp_path: Path) -> None:
+    cuts = [list(range(1024, 1 << 20, 1024))]
+    write_checkpoint(
+        tmp_path / "zeros", {"/w": Entry([1 << 20], cuts, "uint8"), "/x": Entry([9], [[]], "uint8", 0, b"x" * 9)}
+    )
+    boxes_there = [("w", whole((1 << 20,))), ("x", whole((9,)))]
+    with reader_of(LocalStorage(tmp_path / "zeros"), boxes_there) as reader:
+        if not reader.is_hole(0):
+            pytest.skip("this filesystem has no holes")
+        assert not reader.is_hole(1)
+        target = np.ones(1 << 20, np.uint8)
+        reader.read([0], [target])
+    assert not target.any()
 
 
 def test_memory_for_a_shard_of_a_box_is_bounded(tmp_path: Path) -> None:
