@@ -18,6 +18,7 @@ _WARM_RANKS = {  # what the test files import that use ranks which take seconds 
     "from test.device_plugin.ranks import DevicePool": "devices",
     "from test.ranks.pool import RankPool": "pool",
 }
+_running: dict[str, RankPool] = {}  # those of them that tests have used, by the name of the fixture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the tests how much to draw, before they are imported."""
+    """Tell the tests how much to draw, before they are imported; and end a run of which a worker of pytest-xdist dies.
+
+    A worker in its place would be given the test that killed the last one, or nothing, and be waited for for ever.
+    """
     strategies.long_run = config.getoption("long")
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +51,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            text = _text_of(config.rootpath / file)
-            warm = (name for line, name in _WARM_RANKS.items() if line in text)
-            return next(warm, file if 'scope="module"' in text else nodeid)
+            path = config.rootpath / file
+            return _warm_ranks_of(path) or (file if 'scope="module"' in _text_of(path) else nodeid)
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End warm ranks when the tests that share them are over: each thread of gloo's wakes a hundred times a second."""
+    name = _warm_ranks_of(item.path)
+    if name is None:
+        return
+    used = getattr(item, "funcargs", {}).get(name)
+    if used is not None:
+        _running[name] = used
+    if name in _running and (nextitem is None or _warm_ranks_of(nextitem.path) != name):
+        _running.pop(name).close()
+
+
+def _warm_ranks_of(file: Path) -> str | None:
+    """The fixture of the warm ranks that tests of a file share, if they do."""
+    text = _text_of(file)
+    return next((name for line, name in _WARM_RANKS.items() if line in text), None)
 
 
 @cache
@@ -60,9 +84,10 @@ def _text_of(file: Path) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``.
 
-    Those marked ``slow`` come first, so that no worker is busy with one when the others have nothing left to do.
+    Those marked ``slow`` come first, so that no worker is busy with one when the others have nothing left to do; and
+    those that share warm ranks one after the other.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, _warm_ranks_of(item.path) or "without"))
     if not config.getoption("long"):
         _skip(items, "long", "runs with --long only")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
