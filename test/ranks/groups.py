@@ -27,6 +27,7 @@ __all__ = ["check_groups", "group_of", "install", "make_groups", "send_at_once"]
 
 _STORE_TIMEOUT_SECONDS = 60
 _FIRST_GROUP_ID = 1000  # far above the ids that Paddle counts up from 10
+_MADE_AT_FIRST = 4  # groups of up to so many ranks, which most tests use; each has threads that wake up again and again
 
 # State of the worker process: the groups of the first n ranks, and what has to live as long as they do.
 _groups: dict[int, Any] = {}
@@ -39,12 +40,15 @@ _new_process_group = collective._new_process_group_impl
 def group_of(size: int) -> Any:
     """Return the group of ranks 0 to ``size`` - 1, the default group if these are all.
 
-    On a rank outside the group it is a group that the rank is no member of, as ``dist.new_group`` gives.
+    On a rank outside the group it is a group that the rank is no member of, as ``dist.new_group`` gives. The first call
+    for a group of more than four waits for all of its ranks.
     """
     if size == dist.get_world_size():
         return collective._get_default_group()
-    if size not in _groups:
+    if not _groups or not 0 < size < dist.get_world_size():
         raise ValueError(f"no group of {size} ranks was made in this world; call dist.new_group on all of its ranks")
+    if size not in _groups:  # as it is on all of its ranks
+        _make(range(size, size + 1))
     return _groups[size]
 
 
@@ -66,8 +70,11 @@ def send_at_once() -> None:
 
 
 def make_groups() -> None:
-    """Make the groups that `group_of` returns. All ranks call it, once."""
-    sizes = range(1, dist.get_world_size())
+    """Make the groups that `group_of` returns, large ones when it is first asked for them. All ranks call it, once."""
+    _make(range(1, min(dist.get_world_size(), _MADE_AT_FIRST + 1)))
+
+
+def _make(sizes: range) -> None:
     mine = [size for size in sizes if size > max(1, dist.get_rank())]
     stores = [_own_store(_FIRST_GROUP_ID + size, dist.get_rank()) for size in mine]
     # Ranks wait for each other in every group, so all groups meet at the same time.
@@ -83,7 +90,7 @@ def make_groups() -> None:
 def check_groups() -> None:
     """Send one number through every group. All ranks call it; it hangs or raises when they are out of step."""
     for size in range(2, dist.get_world_size() + 1):
-        if dist.get_rank() < size:
+        if dist.get_rank() < size and (size in _groups or size == dist.get_world_size()):
             ones = paddle.ones([1])
             dist.all_reduce(ones, group=group_of(size))
             if float(ones) != size:
