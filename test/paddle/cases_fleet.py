@@ -40,7 +40,7 @@ State = dict[str, dict[str, Any]]
 Table = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # by part and key: global shape and dtype
 
 VOCABULARY, HIDDEN, INNER, EXPERTS = 28, 12, 20, 4
-_WORLD = 8
+_WORLD = 4
 
 
 @dataclass(frozen=True, slots=True)
