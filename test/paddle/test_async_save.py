@@ -19,7 +19,7 @@ from test.jobs import without_times
 from test.paddle import cases_async as cases
 from test.paddle.outcomes import Outcome
 from test.paddle.tensors import to_array
-from test.ranks.fresh import FreshRanks, logs_of
+from test.ranks.fresh import FreshRanks, fresh_ranks, logs_of
 from test.ranks.pool import RankPool
 from test.ranks.world import REPOSITORY
 from test.strategies import draws, some
@@ -225,7 +225,8 @@ def test_ranks_that_end_commit_first(tmp_path: Path) -> None:
 
 
 def test_processes_that_die_at_random_moments(tmp_path: Path) -> None:
-    alone_ok("end_at_random", str(tmp_path), draws(3, 100))
+    (end,) = fresh_ranks(1, cases.end_at_random, str(tmp_path), draws(3, 100))
+    assert end.exit_code == 0, end
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
@@ -257,4 +258,5 @@ def test_forks_of_ranks_while_one_is_under_way(tmp_path: Path) -> None:
 
 
 def test_a_fork_when_one_has_ended_has_memory_of_its_own(tmp_path: Path) -> None:
-    alone_ok("fork_afterwards", str(tmp_path))
+    (end,) = fresh_ranks(1, cases.fork_afterwards, str(tmp_path))
+    assert end.exit_code == 0, end
