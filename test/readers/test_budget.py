@@ -26,27 +26,31 @@ _ARRAY = (
     b"\x80\x04cnumpy.core.multiarray\n_reconstruct\n\x940cnumpy\nndarray\n\x940cnumpy\ndtype\n\x8c\x02f4\x89\x88\x87R"
     b"\x940}(" + text("x") + b"h\x00)R(K\x01\x85h\x02\x89C\x04\0\0\0\0tb\x94"
 )
-PICKLES = {
-    "references to nothing": _START + b"\x94" * _SIZE + b".",
-    "a list of nothing": _LIST + b"N" * _SIZE + b"es.",
-    "a list of small numbers": _LIST + b"K\x01" * (_SIZE // 2) + b"es.",
-    "a list of larger numbers": _LIST + b"M\x01\x02" * (_SIZE // 3) + b"es.",
-    "a list of one dict": b"\x80\x04}\x940}" + text("a") + b"](" + b"h\x00" * (_SIZE // 2) + b"es.",
-    "a list of one array": _ARRAY + text("a") + b"](" + b"h\x03" * (_SIZE // 2) + b"eu.",
-    "texts of wide characters": _LIST + b"\x8c\x04\xf0\x9f\x98\x80" * (_SIZE // 6) + b"es.",
-    "what is dropped at once": _START + b"N0" * (_SIZE // 2) + b".",
-    "lines": _LIST + b"V\n" * (_SIZE // 2) + b"es.",
-    "a dict far below": _START
-    + (text("a") + b"}") * 58
-    + b"("
-    + b"".join(b"J" + struct.pack("<i", i) + b"N" for i in range(_SIZE // 6))
-    + b"u"
-    + b"s" * 58
-    + b".",
-    "dicts in dicts": _START
-    + b"("
-    + b"".join(b"\x8c\x05%05x}" % i + b"\x8c\x01a}" * 59 + b"s" * 59 for i in range(_SIZE // 306))
-    + b"u.",
+PICKLES: dict[str, Callable[[], bytes]] = {
+    "references to nothing": lambda: _START + b"\x94" * _SIZE + b".",
+    "a list of nothing": lambda: _LIST + b"N" * _SIZE + b"es.",
+    "a list of small numbers": lambda: _LIST + b"K\x01" * (_SIZE // 2) + b"es.",
+    "a list of larger numbers": lambda: _LIST + b"M\x01\x02" * (_SIZE // 3) + b"es.",
+    "a list of one dict": lambda: b"\x80\x04}\x940}" + text("a") + b"](" + b"h\x00" * (_SIZE // 2) + b"es.",
+    "a list of one array": lambda: _ARRAY + text("a") + b"](" + b"h\x03" * (_SIZE // 2) + b"eu.",
+    "texts of wide characters": lambda: _LIST + b"\x8c\x04\xf0\x9f\x98\x80" * (_SIZE // 6) + b"es.",
+    "what is dropped at once": lambda: _START + b"N0" * (_SIZE // 2) + b".",
+    "lines": lambda: _LIST + b"V\n" * (_SIZE // 2) + b"es.",
+    "a dict far below": lambda: (
+        _START
+        + (text("a") + b"}") * 58
+        + b"("
+        + b"".join(b"J" + struct.pack("<i", i) + b"N" for i in range(_SIZE // 6))
+        + b"u"
+        + b"s" * 58
+        + b"."
+    ),
+    "dicts in dicts": lambda: (
+        _START
+        + b"("
+        + b"".join(b"\x8c\x05%05x}" % i + b"\x8c\x01a}" * 59 + b"s" * 59 for i in range(_SIZE // 306))
+        + b"u."
+    ),
 }
 
 
@@ -55,12 +59,16 @@ def _members(member: bytes) -> bytes:
     return b"{" + b",".join(b'"%06x":' % i + member for i in range(_SIZE // (len(member) + 10))) + b"}"
 
 
-HEADERS = {
-    "wrong members": _members(b"0"),
-    "members of no bytes": _members(b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'),
-    "a long shape": b'{"a":{"dtype":"U8","shape":[' + b"0," * (_SIZE // 2) + b'0],"data_offsets":[0,0]}}',
-    "escapes": b'{"__metadata__":{"a":"' + b'\\"' * (_SIZE // 2) + b'"}}',
+HEADERS: dict[str, Callable[[], bytes]] = {
+    "wrong members": lambda: _members(b"0"),
+    "members of no bytes": lambda: _members(b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'),
+    "a long shape": lambda: b'{"a":{"dtype":"U8","shape":[' + b"0," * (_SIZE // 2) + b'0],"data_offsets":[0,0]}}',
+    "escapes": lambda: b'{"__metadata__":{"a":"' + b'\\"' * (_SIZE // 2) + b'"}}',
 }
+
+
+def _with_length(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header
 
 
 def _links(folder: Path) -> None:
@@ -85,10 +93,10 @@ def _hole(name: str, start: bytes, size: int) -> Callable[[Path], None]:
 
 
 FOLDERS: dict[str, Callable[[Path], object]] = {
-    **{name: lambda f, p=content: (f / "a.pdparams").write_bytes(p) for name, content in PICKLES.items()},
+    **{name: lambda f, made=made: (f / "a.pdparams").write_bytes(made()) for name, made in PICKLES.items()},
     **{
-        name: lambda f, h=header: (f / "a.safetensors").write_bytes(struct.pack("<Q", len(h)) + h)
-        for name, header in HEADERS.items()
+        name: lambda f, made=made: (f / "a.safetensors").write_bytes(_with_length(made()))
+        for name, made in HEADERS.items()
     },
     "an index of many": lambda f: (f / "model.safetensors.index.json").write_bytes(
         b'{"weight_map":' + _members(b'"x.safetensors"') + b"}"
