@@ -54,6 +54,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = config.rootpath / file
             return _warm_ranks_of(path) or (file if 'scope="module"' in _text_of(path) else nodeid)
 
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            """Forget the test, too, or what is left is counted among all that has been done, after each test."""
+            nodeid = self.registered_collections[node][item_index]
+            units, scope = self.assigned_work[node], self._split_scope(nodeid)
+            del units[scope][nodeid]
+            if not units[scope]:
+                del units[scope]
+            self._reschedule(node)
+
     return Scheduling(config, log)
 
 
@@ -70,6 +79,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _running.pop(name).close()
 
 
+@cache
 def _warm_ranks_of(file: Path) -> str | None:
     """The fixture of the warm ranks that tests of a file share, if they do."""
     text = _text_of(file)
