@@ -45,8 +45,11 @@ def counted(work: Callable[[], Any]) -> dict[str, tuple[int, int]]:
     """Return what ``work`` made Paddle ask the runtime for, as (calls, bytes) by name."""
     paddle.device.synchronize()
     control.reset()
-    work()
-    return {name: (count.calls, count.bytes) for name, count in control.counts().items()}
+    made = work()
+    found = {name: (count.calls, count.bytes) for name, count in control.counts().items()}
+    paddle.device.synchronize()  # or what a copy that is under way writes to may be gone
+    del made
+    return found
 
 
 def places() -> tuple[str, str]:
