@@ -84,15 +84,17 @@ class Machine:
     nothing.
     """
 
-    __slots__ = ("allowed", "below", "made", "memo", "persistent", "spent", "stack", "steps", "window")
+    __slots__ = ("allowed", "below", "made", "memo", "persistent", "room", "spent", "stack", "steps", "window", "worth")
 
     def __init__(self, window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None) -> None:
         self.window, self.allowed, self.persistent = window, allowed, persistent
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: list[Any] = []
-        self.spent = 0  # items and characters that functions were given
-        self.made = 0  # containers and byte strings, which cost more memory than bytes
+        # Items and characters that functions were given; containers and byte strings, which cost more memory than their
+        # bytes; and how many of either the last look at what had been read allowed.
+        self.spent, self.worth = 0, _SHARED
+        self.made, self.room = 0, _FEW
         self.steps = 0  # that have not been counted in the budget yet
 
     def push_new(self, value: Any) -> None:
@@ -102,16 +104,18 @@ class Machine:
     def count_new(self) -> None:
         self.made += 1
         self.steps += 4
-        if self.made > _FEW or self.steps > _MANY_STEPS:
+        if self.made > self.room or self.steps > _MANY_STEPS:
             self.check_made()
 
     def check_made(self) -> None:
         """Make sure that what has been done and made so far is not more than what has been read is worth."""
         self.window.file.budget.spend(self.steps, self.window.file.name)
         self.steps = 0
-        if self.made - _FEW > self.window.taken // 8 or len(self.memo) - _MANY > self.window.taken // 4:
+        taken = self.window.taken
+        self.room = _FEW + taken // 8
+        if self.made > self.room or len(self.memo) - _MANY > taken // 4:
             raise ValueError("more objects than its size has room for")
-        if len(self.stack) - _MANY > self.window.taken // 4:
+        if len(self.stack) - _MANY > taken // 4:
             raise ValueError("more on the stack than its size has room for")
 
     def mark(self) -> None:
@@ -260,8 +264,10 @@ class Machine:
     def spend(self, value: Any) -> None:
         self.steps += 4
         self.spent += 1 + (len(value) if isinstance(value, (str, list, tuple, dict)) else 0)
-        if self.spent > self.window.taken + _SHARED:
-            raise ValueError("it copies more than it has")
+        if self.spent > self.worth:
+            self.worth = self.window.taken + _SHARED
+            if self.spent > self.worth:
+                raise ValueError("it copies more than it has")
 
     def reduce(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()

@@ -138,8 +138,12 @@ def _run(machine: Machine) -> Any:
                 window.at = at = at + 1
                 machine.build()
             else:
-                window.at, inside = at, False
-                code = window.byte()
+                inside = False
+                if code < 0:
+                    window.at = at
+                    code = window.byte()
+                else:
+                    window.at = at + 1
                 machine.steps += _STEPS_OF_OTHERS
                 if code == 0x2E:  # STOP
                     (result,) = machine.stack
