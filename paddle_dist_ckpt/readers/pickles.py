@@ -86,9 +86,13 @@ def _run(machine: Machine) -> Any:
             elif code == 0x4B:  # BININT1
                 at += 2
                 stack.append(data[at - 1])
-            elif code == 0x86:  # TUPLE2
+            elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
                 at += 1
-                stack[-2:] = ((stack[-2], stack[-1]),)
+                count = code - 0x84
+                items = tuple(stack[-count:])
+                if len(items) < count:
+                    raise ValueError("the stack is empty")
+                stack[-count:] = (items,)
                 machine.made += 1
                 if not machine.made % _MANY:
                     window.at = at
@@ -118,6 +122,12 @@ def _run(machine: Machine) -> Any:
                 at += 1
                 machine.mark()
                 stack = machine.stack
+            elif code == 0x74:  # TUPLE
+                window.at = at = at + 1
+                items = tuple(stack)
+                stack = machine.stack = machine.below.pop()
+                stack.append(items)
+                machine.count_new()
             elif code == 0x75:  # SETITEMS
                 window.at = at = at + 1  # by which it is known how much may be made
                 machine.set_items()
