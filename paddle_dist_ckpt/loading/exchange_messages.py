@@ -56,6 +56,11 @@ class Message:
         for one in order.kinds:
             dtype, box = DTYPES[one.dtype], whole(one.box.shape)
             kinds.append(ItemKind(dtype, dtype, one.shape, one.box, box.shape, box, None))
+        key_of = all_of(order.key)
+
+        def key(item: int) -> str:
+            return order.keys[key_of[item]]
+
         return SmallItems(
             files=order.files,
             file=all_of(order.file),
@@ -64,8 +69,8 @@ class Message:
             addresses=address + edges_of(_sizes(order))[:-1],
             kind=all_of(order.kind),
             kinds=Kinds.of(kinds),
-            key=order.keys.__getitem__,
-            name=order.keys.__getitem__,
+            key=key,
+            name=key,
         )
 
 

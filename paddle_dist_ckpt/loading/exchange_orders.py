@@ -50,6 +50,7 @@ class ExchangePlanner:
                 self._reach.setdefault(file_number[name], []).append(place)
         self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks])
         self._layouts: dict[int, Boxes] = {}
+        self._boxes = metadata.table.layout_boxes(max((len(one.shape) for one in metadata.table.layouts), default=0))
         self._first_block, _ = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
 
     def unreached(self) -> list[str]:
@@ -164,8 +165,9 @@ class ExchangePlanner:
         shard = needs.shard[part]
         files, file = self._files(shard)
         tensor = table.shard_tensor[shard]
-        columns = np.column_stack([table.layout_row_of(shard), table.dtype_of[tensor], needs.box[part]])
+        columns = np.column_stack([self._shape_of(shard), table.dtype_of[tensor], needs.box[part]])
         first, kind = group_rows(columns)
+        keyed, key = np.unique(tensor, return_inverse=True)
         kinds = []
         for i in part[first].tolist():
             which, place = self._place(int(needs.shard[i]))
@@ -180,8 +182,18 @@ class ExchangePlanner:
             block=pack_column(self._first_block[shard]),
             kind=pack_column(kind),
             kinds=kinds,
-            keys=[self._metadata.key(table.paths[t]) for t in tensor.tolist()],
+            keys=[self._metadata.key(table.paths[t]) for t in keyed.tolist()],
+            key=pack_column(key.reshape(-1)),
         )
+
+    def _shape_of(self, shards: IntArray) -> IntArray:
+        """Numbers that shards of one shape have in common, ``[shards]``."""
+        table = self._metadata.table
+        first, row = group_rows(table.layout_row_of(shards)[:, None])
+        rows = table.layout_row_of(shards[first])
+        dimensions = [len(table.layouts[i].shape) for i in table.layout_of[table.shard_tensor[shards[first]]].tolist()]
+        _, number = group_rows(np.column_stack([dimensions, self._boxes.take(rows).shape]))
+        return number[row]
 
     def _place(self, shard: int) -> tuple[int, Box]:
         """A shard's tensor and box; the boxes of a layout are made once."""

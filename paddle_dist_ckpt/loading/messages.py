@@ -232,8 +232,8 @@ class PackOrder(msgspec.Struct, frozen=True, array_like=True):
     """Boxes of small shards that one rank reads for one rank (``ALL``: for all others), in columns.
 
     The rank that they are for, which may be the reader, is told its own needs, ``rows``. A reader that sends them is
-    told of each in which of the ``files`` its shard is, where, with which block and key, and which of the ``kinds`` it
-    is. A reader that keeps them is told the files.
+    told of each in which of the ``files`` its shard is, where, with which block, and which of the ``kinds`` and of the
+    ``keys`` it has. A reader that keeps them is told the files.
     """
 
     reader: int
@@ -246,6 +246,7 @@ class PackOrder(msgspec.Struct, frozen=True, array_like=True):
     kind: Column = _EMPTY
     kinds: list[PackKind] = []
     keys: list[str] = []
+    key: Column = _EMPTY
 
 
 class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):

@@ -13,11 +13,24 @@ import pytest
 
 from paddle_dist_ckpt.core.box import Box, flat_range
 from paddle_dist_ckpt.core.boxes import Boxes
+from paddle_dist_ckpt.core.columns import all_of
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.files.batches import ItemKind, Kinds
 from paddle_dist_ckpt.files.runs import OpenFile, Segments
-from paddle_dist_ckpt.loading import fit
-from test.jobs import load_alone, load_whole, make_array, same_bits, save_on, split_rows
+from paddle_dist_ckpt.loading import exchange_orders, fit
+from paddle_dist_ckpt.loading.messages import PackOrder
+from paddle_dist_ckpt.options import LoadOptions
+from test.jobs import (
+    check_pieces,
+    load_alone,
+    load_on,
+    load_whole,
+    make_array,
+    same_bits,
+    save_on,
+    sharded,
+    split_rows,
+)
 from test.torture.crafting import Entry, column, write_checkpoint
 
 SHARDS = 1 << 18
@@ -68,6 +81,36 @@ def test_memory_for_a_shard_is_bounded(tmp_path: Path, dimensions: int | str) ->
     tracemalloc.stop()
     assert (found == ord("x")).all()
     assert peak < 56 << 20  # a column of 64 bits takes 2 MiB, the header 20
+
+
+@pytest.mark.parametrize("cut", ["a grid", "irregular"])
+def test_a_sender_is_told_once_what_shards_have_in_common(
+    tmp_path: Path, cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their shape, type and key, wherever they lie: objects for each would be most of an exchange's memory."""
+    told: list[PackOrder] = []
+
+    def recorded(*args: Any, **fields: Any) -> PackOrder:
+        told.append(PackOrder(*args, **fields))
+        return told[-1]
+
+    monkeypatch.setattr(exchange_orders, "PackOrder", recorded)
+    if cut == "a grid":
+        write_checkpoint(
+            tmp_path, {"/w": Entry([16, 256], [list(range(1, 16)), list(range(1, 256))], "uint8", 0, b"x" * 4096)}
+        )
+    else:
+        irregular(tmp_path, 2048)
+    found = load_whole(tmp_path, flat=True)["w"]
+    states = [{"w": sharded(found, [Box((0, 0), found.shape)], fill=False)} for _ in range(2)]
+    load_on(states, tmp_path, options=LoadOptions(exchange="always", timeout=60))
+    for state in states:
+        check_pieces(state["w"], found)
+    senders = [order for order in told if order.kinds]
+    assert sum(len(all_of(order.start)) for order in senders) > 1000
+    for order in senders:
+        assert len(order.keys) == 1
+        assert len(order.kinds) == len({kind.shape for kind in order.kinds}) < 64
 
 
 @pytest.mark.parametrize("files", [1, 3])
