@@ -262,10 +262,9 @@ class LeavesLoad:
         """Rounds ``exchange``, ``open`` and ``collectives``."""
 
         def reach() -> tuple[None, ExchangeRequest]:
-            if decision.probe:
-                self._files.open(decision.files)
+            unreachable = self._files.open(decision.files) if decision.probe else {}
             asked = {info.name for info, _ in decision.files}
-            return None, ExchangeRequest(sorted(self._files.opened.keys() & asked), fit.shard_needs())
+            return None, ExchangeRequest(sorted(self._files.opened.keys() & asked), fit.shard_needs(), unreachable)
 
         def open_mine() -> tuple[None, DoneRequest]:
             return None, DoneRequest(self._files.open([file for file in decision.files if file[0].name in order.files]))

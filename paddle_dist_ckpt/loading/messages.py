@@ -182,10 +182,12 @@ class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``exchange``: which of the asked files are in a rank's folder, if it was to find out, and what it needs."""
+    """Round ``exchange``: which of the asked files a rank has opened, if it was to find out, and what it needs; why it
+    could not open others."""
 
     files: list[str]
     needs: ShardNeeds
+    unreachable: dict[str, str] = {}
 
 
 class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):

@@ -541,6 +541,19 @@ def test_a_file_that_is_missing_everywhere_is_named(tmp_path: Path) -> None:
         assert all(same_bits(target, blank_like(array)) for target in targets)
 
 
+def test_why_a_file_cannot_be_read_is_said(tmp_path: Path) -> None:
+    array = make_array((30, 30))
+    save_on([{"a": part} for part in split_rows(array, 2)], tmp_path)
+    damaged = data_files(tmp_path)[1]
+    damaged.write_bytes(b"\xff" * damaged.stat().st_size)
+    for exchange in EXCHANGES:
+        options = LoadOptions(exchange=exchange, timeout=60)
+        results = try_load([{"a": blank_like(array)} for _ in range(2)], tmp_path, options=options)
+        for error in errors_of(results, CheckpointCorruptedError):
+            assert f"{damaged.name}: its header is damaged" in str(error)
+            assert str(error).count(damaged.name) == 1
+
+
 def test_names_that_the_ranks_have_alike_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {"model": {"fc.weight": make_array((8, 6)), "fc.bias": make_array((6,))}}
     save_on([saved] * 3, tmp_path)
