@@ -200,7 +200,8 @@ class LoadCoordinator:
         reach = {rank: reaches[group[0]].files for group in self._groups.values() for rank in group}
         needs = {rank: reaches[rank].needs for rank in reaches}
         planner = ExchangePlanner(self._metadata, self._session.ranks, reach, needs, self._options.staging_bytes)
-        self._reasons |= {name: reason for one in reaches.values() for name, reason in one.unreachable.items()}
+        found = {name: reason for one in reaches.values() for name, reason in one.unreachable.items()}
+        self._reasons = found | self._reasons  # which are of all ranks, if those have tried
         if self._is_replaced({name: self._reasons.get(name, "no rank can read it") for name in planner.unreached()}):
             return dict.fromkeys(messages, encode(ExchangeAnswer(restart=True)))
         return {rank: encode(order) for rank, order in planner.orders().items()}
