@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from ..errors import CheckpointCorruptedError
 from .box import Box, whole
 from .boxes import Boxes
+from .cached import cached_property
 from .columns import MANY, Column, IntArray, edges_of, narrow, pack_column, unpack_column
 
 __all__ = ["Grid", "Layout", "LayoutBoxes", "LayoutRecord", "grid_starts", "shared_layouts"]

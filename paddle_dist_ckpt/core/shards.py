@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 
 from .box import Box
 from .boxes import Boxes
+from .cached import cached_property
 from .columns import IntArray, edges_of, narrow, places_within
 from .dtypes import DType
 from .layouts import Layout, LayoutBoxes

@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.box import Box
+from ..core.cached import cached_property
 from ..core.columns import IntArray
 from ..core.decoding import decoding
 from ..core.dtypes import DType

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from ..core.cached import cached_property
 from ..core.layouts import Layout
 from ..core.shards import Kind, ShardTable
 from ..tree.paths import Part, flat_keys, parse_path, plain_keys

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.buffers import Buffers
+from ..core.cached import cached_property
 from ..core.memory import Bytes1D
 from ..core.threads import run_all
 from ..storage.base import Storage, WritableFile

@@ -6,12 +6,12 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ..core.cached import cached_property
 from ..core.columns import pack_column
 from ..core.parts import Arranged
 from ..core.shards import Kind

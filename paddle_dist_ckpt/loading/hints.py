@@ -11,9 +11,9 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import cached_property
 from typing import NamedTuple
 
+from ..core.cached import cached_property
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..tree.names import may_be_optimizers

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..core.buffers import Buffers
+from ..core.cached import cached_property
 from ..core.columns import IntArray
 from ..core.device_memory import Copies, NoCopies
 from ..core.parts import Arranger

@@ -7,13 +7,13 @@ import itertools
 import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import paddle
 
 from ..core.box import Box, cut_flat_range, whole
+from ..core.cached import cached_property
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.shards import Kind

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import paddle.distributed as dist
 from paddle.base.framework import _current_expected_place as _current_place
 
 from ..control.verified import ADVICE
+from ..core.cached import cached_property
 from ..core.memory import Bytes1D, address_of, copy_bytes
 from ..errors import CollectiveError
 from .device import at_device, host_tensor, is_gpu_build, name_of

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ import xxhash
 
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
+from ..core.cached import cached_property
 from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.decoding import json_cost
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies, Request, Scattered, read_scattered

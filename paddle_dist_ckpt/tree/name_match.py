@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from functools import cached_property
 
+from ..core.cached import cached_property
 from .names import Names, OptimizerVariable, container_of, may_be_optimizers, variable_containers
 
 __all__ = ["NameMatch"]

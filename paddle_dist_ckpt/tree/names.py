@@ -22,9 +22,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
+from ..core.cached import cached_property
 from .paths import parent_of, plain_key
 
 __all__ = [
