@@ -11,8 +11,10 @@ import numpy as np
 
 from ..core.box import Box, flat_range
 from ..core.boxes import Boxes
+from ..core.cached import cached_property
 from ..core.columns import IntArray, Mask, all_of, pack_column
 from ..core.grouping import group_rows
+from ..core.layouts import LayoutBoxes
 from ..files.metadata import Metadata
 from ..planning.exchange_packs import Pack, SmallNeeds
 from ..planning.exchange_plan import ALL, ExchangeShard, Need, Unit, plan_exchange
@@ -50,7 +52,6 @@ class ExchangePlanner:
                 self._reach.setdefault(file_number[name], []).append(place)
         self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks])
         self._layouts: dict[int, Boxes] = {}
-        self._boxes = metadata.table.layout_boxes(max((len(one.shape) for one in metadata.table.layouts), default=0))
         self._first_block, _ = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
 
     def unreached(self) -> list[str]:
@@ -189,11 +190,17 @@ class ExchangePlanner:
     def _shape_of(self, shards: IntArray) -> IntArray:
         """Numbers that shards of one shape have in common, ``[shards]``."""
         table = self._metadata.table
-        first, row = group_rows(table.layout_row_of(shards)[:, None])
-        rows = table.layout_row_of(shards[first])
+        rows = table.layout_row_of(shards)
+        first, row = group_rows(rows[:, None])
         dimensions = [len(table.layouts[i].shape) for i in table.layout_of[table.shard_tensor[shards[first]]].tolist()]
-        _, number = group_rows(np.column_stack([dimensions, self._boxes.take(rows).shape]))
+        _, number = group_rows(np.column_stack([dimensions, self._boxes.take(rows[first]).shape]))
         return number[row]
+
+    @cached_property
+    def _boxes(self) -> LayoutBoxes:
+        """The boxes of all layouts, one layout after the other."""
+        table = self._metadata.table
+        return table.layout_boxes(max(len(layout.shape) for layout in table.layouts))
 
     def _place(self, shard: int) -> tuple[int, Box]:
         """A shard's tensor and box; the boxes of a layout are made once."""
