@@ -158,3 +158,19 @@ def test_what_nobody_has_thought_of_is_damage(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(PdparamsReader, "read", lambda self, *args: (_ for _ in ()).throw(OSError(5, "broken")))
     with pytest.raises(OSError, match="broken"):
         read_metadata(tmp_path)
+
+
+def test_tensors_of_a_few_bytes_take_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 120 bytes have 84 steps: more than 100 for each would have checkpoints of very many such tensors refused."""
+    counted: list[int] = []
+    spend = Budget.spend
+
+    def counting(self: Budget, steps: int, where: object) -> None:
+        counted.append(steps)
+        spend(self, steps, where)
+
+    monkeypatch.setattr(Budget, "spend", counting)
+    arrays = {f"w{i}": np.arange(6, dtype="float32") + i for i in range(1000)}
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(arrays, 4))
+    assert len(read_metadata(tmp_path).table.paths) == len(arrays)
+    assert 50 < sum(counted) / len(arrays) < 100
