@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ..core.columns import IntArray
 from .datafile import FileTable
 
 __all__ = ["BlockHashes"]
@@ -35,8 +35,8 @@ class BlockHashes:
     """
 
     def __init__(self, table: FileTable) -> None:
-        self.values: npt.NDArray[np.uint64] = np.zeros(table.first_block[-1], np.uint64)
-        self._first_block, self._offsets, self._size = table.first_block, table.offsets, table.block_bytes
+        self.values: npt.NDArray[np.uint64] = np.zeros(table.blocks, np.uint64)
+        self._table = table
         self._open: dict[int, _PartialBlock] = {}
         self._lock = threading.Lock()
 
@@ -48,8 +48,8 @@ class BlockHashes:
             at: Where in it the bytes start.
             data: The bytes. They may cease to be when this returns.
         """
-        size, first, stop = self._size, self._first_block[entry], at + len(data)
-        nbytes = self._offsets[entry + 1] - self._offsets[entry]
+        size, first, stop = self._table.block_bytes, int(self._table.first_block[entry]), at + len(data)
+        nbytes = int(self._table.sizes[entry])
         for block in range(at // size, -(-stop // size)):
             start, end = block * size, min(block * size + size, nbytes)
             low, high = max(start, at), min(end, stop)
@@ -59,11 +59,12 @@ class BlockHashes:
             else:
                 self._add_part(first + block, low - start, part, end - start)
 
-    def add_small(self, entries: Sequence[int], nbytes: int, window: memoryview, start: int) -> None:
+    def add_small(self, entries: IntArray, nbytes: int, window: memoryview, start: int) -> None:
         """Hash whole entries of one size, and of one block each, in a window that starts at byte ``start``."""
-        digest, places = xxhash.xxh3_64_intdigest, [self._offsets[entry] - start for entry in entries]
-        digests = [digest(window[place : place + nbytes]) for place in places]
-        self.values[[self._first_block[entry] for entry in entries]] = np.array(digests, np.uint64)
+        places = self._table.starts[entries] - start
+        parts = map(window.__getitem__, map(slice, places.tolist(), (places + nbytes).tolist()))
+        digests = np.fromiter(map(xxhash.xxh3_64_intdigest, parts), np.uint64, len(places))
+        self.values[self._table.first_block[entries]] = digests
 
     def _add_part(self, block: int, at: int, part: memoryview | bytes, nbytes: int) -> None:
         """Hash a part of a block. One that comes before what stands before it is kept until that has come."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.buffers import Buffers
+from ..core.columns import IntArray, places_of_equals
 from ..core.device_memory import Copies, DeviceArray, Mark, NoCopies, Request, Scattered, read_scattered
 from ..core.memory import Bytes1D, address_of, copy_bytes, copy_each, gather
 from .block_hashes import BlockHashes
@@ -28,6 +29,7 @@ __all__ = ["AHEAD", "WINDOW_BYTES", "Contents", "SnapshotContents", "Source", "T
 WINDOW_BYTES = 2 << 20
 AHEAD = 2  # windows that are copied from a device while others are hashed and written
 _SMALL = 4096  # entries of at most so many bytes, as the smallest block has, are one block each and need less care
+_NOWHERE = -1  # stands for the address of what has none
 _SNAPSHOT_WINDOW_BYTES = 4 * WINDOW_BYTES  # needs no memory, and interrupts training less often
 
 Source = int | npt.NDArray[Any] | DeviceArray
@@ -72,6 +74,11 @@ class TensorContents:
     def __init__(self, table: FileTable, sources: Sequence[Source], buffers: Buffers, copies: Copies | None) -> None:
         self._table, self._sources, self._buffers = table, sources, buffers
         self._copies, self._ahead = (copies, AHEAD) if copies is not None else (NoCopies(), 0)
+        self._addresses = np.array([source if type(source) is int else _NOWHERE for source in sources], np.int64)
+        # Which entries are small and can be copied together, or have come from a device before their window is entered.
+        self._small = (table.sizes > 0) & (table.sizes <= _SMALL)
+        for i in np.flatnonzero(self._small & (self._addresses == _NOWHERE)).tolist():
+            self._small[i] = isinstance(sources[i], DeviceArray)
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """A part of the data section in windows, each of which must be entered, once, by whatever thread.
@@ -121,27 +128,28 @@ class TensorContents:
             read_scattered(filling.scattered, self._copies)
             start, window = filling.start, filling.buffer[: filling.stop - filling.start]
             base, view = address_of(window) - start, window.data
-            small: dict[int, list[int]] = {}  # by size
-            for i, low, high in _entries_of(self._table, start, filling.stop):
-                inside, source = start <= low and high <= filling.stop, self._sources[i]
-                if inside and 0 < high - low <= _SMALL and isinstance(source, int | DeviceArray):
-                    small.setdefault(high - low, []).append(i)
-                    continue
+            small = self._small_within(start, filling.stop)
+            for i, low, high in _entries_of(self._table, start, filling.stop, left_out=small):
                 first, last = max(start, low), min(filling.stop, high)
                 if first < last:
                     part = view[first - start : last - start]
                     self._fill(i, first - low, last - low, base + first, part)
                     hashes.add(i, first - low, part)
-            for nbytes, entries in small.items():
-                pairs = [
-                    (self._table.offsets[i], source) for i in entries if isinstance(source := self._sources[i], int)
-                ]
-                places, addresses = np.array(pairs, np.int64).reshape(-1, 2).T
-                copy_each(places + base, addresses, nbytes)
+            sizes = self._table.sizes[small]
+            for rows in places_of_equals(sizes):
+                entries, nbytes = small[rows], int(sizes[rows[0]])
+                on_host = entries[self._addresses[entries] != _NOWHERE]
+                copy_each(self._table.starts[on_host] + base, self._addresses[on_host], nbytes)
                 hashes.add_small(entries, nbytes, view, start)
             yield start, window
         finally:
             self._give_back(filling)
+
+    def _small_within(self, start: int, stop: int) -> IntArray:
+        """Which of the small entries lie in bytes ``start:stop``, all of each."""
+        starts = self._table.starts
+        first, last = np.searchsorted(starts, start), np.searchsorted(starts, stop, "right") - 1
+        return first + np.flatnonzero(self._small[first:last])
 
     def _fill(self, i: int, low: int, high: int, address: int, part: memoryview) -> None:
         """Copy bytes ``low:high`` of an entry to their place in a window, unless they have come from a device."""
@@ -197,8 +205,16 @@ class SnapshotContents:
         yield start, window
 
 
-def _entries_of(table: FileTable, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The entries that bytes ``start:stop`` of the data section have a part of, with where each lies in it."""
+def _entries_of(
+    table: FileTable, start: int, stop: int, left_out: IntArray | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """The entries that bytes ``start:stop`` of the data section have a part of, with where each lies in it.
+
+    Some of them may be left out.
+    """
     offsets = table.offsets
     first, last = bisect.bisect_right(offsets, start) - 1, bisect.bisect_left(offsets, stop)
-    return zip(range(first, last), offsets[first:last], offsets[first + 1 : last + 1], strict=True)
+    if left_out is None:
+        return zip(range(first, last), offsets[first:last], offsets[first + 1 : last + 1], strict=True)
+    entries = np.delete(np.arange(first, last), left_out - first).tolist()
+    return ((i, offsets[i], offsets[i + 1]) for i in entries)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ..core.box import Box
 from ..core.cached import cached_property
-from ..core.columns import IntArray
+from ..core.columns import IntArray, edges_of
 from ..core.decoding import decoding
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
@@ -94,9 +94,15 @@ class FileTable:
         return np.array([kind.nbytes for kind in self.kinds], np.int64)[self.kind]
 
     @cached_property
+    def starts(self) -> IntArray:
+        """Where each entry starts in the data section, and behind the last its end, ``[n + 1]``."""
+        return edges_of(self.sizes)
+
+    @cached_property
     def offsets(self) -> list[int]:
-        """Where each entry starts in the data section, and behind the last its end."""
-        return [0, *np.cumsum(self.sizes).tolist()]
+        """The same, to be looked at one by one."""
+        found: list[int] = self.starts.tolist()
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +110,14 @@ class FileTable:
         return self.offsets[-1]
 
     @cached_property
-    def first_block(self) -> list[int]:
-        """The number of each entry's first block among all of the file, and behind the last the total."""
-        return [0, *np.cumsum(-(-self.sizes // self.block_bytes)).tolist()]
+    def first_block(self) -> IntArray:
+        """The number of each entry's first block among all of the file, and behind the last the total, ``[n + 1]``."""
+        return edges_of(-(-self.sizes // self.block_bytes))
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return int(self.first_block[-1])
 
     @cached_property
     def text(self) -> bytes:
@@ -196,24 +207,25 @@ class FileLayout:
     """
 
     def __init__(self, table: FileTable, info: DataFileInfo) -> None:
-        hashes = base64.b64encode(bytes(8 * table.first_block[-1])).decode("ascii")
-        metadata = {"xxh3_64": NO_DIGEST, "hashes": hashes, "info": msgspec.json.encode(info).decode()}
-        head = msgspec.json.encode({"__metadata__": metadata})
-        text = head[:-1] + (b"," + table.text if table.text else b"") + b"}"
-        self.data_start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
+        metadata = {"xxh3_64": NO_DIGEST, "hashes": "", "info": msgspec.json.encode(info).decode()}
+        self._head = bytes(8) + msgspec.json.encode({"__metadata__": metadata})[:-1]
+        self._tail = (b"," if table.text else b"", table.text, b"}")
+        hashes = -(-8 * table.blocks // 3) * 4  # in base64
+        self._nbytes = len(self._head) + hashes + sum(map(len, self._tail))
+        self.data_start = -(-self._nbytes // _ALIGNMENT) * _ALIGNMENT
         if self.data_start > MAX_HEADER_BYTES:
             raise UnsupportedValueError(
                 f"{table.names[0] if table.names else 'the values'} and what else goes in one file need a header of "
                 f"{self.data_start} bytes, of which {MAX_HEADER_BYTES} are possible; larger block_bytes make it smaller"
             )
         self.table, self.size = table, self.data_start + table.nbytes
-        self._template = (self.data_start - 8).to_bytes(8, "little") + text.ljust(self.data_start - 8)
 
     def header(self, hashes: Hashes) -> bytearray:
         """The header with the blocks' digests in it; also the part of the file before the first entry."""
+        head, padding = self._head, b" " * (self.data_start - self._nbytes)
         text = base64.b64encode(hashes.astype("<u8").tobytes())
-        header = bytearray(self._template)
-        header[_HASHES_AT : _HASHES_AT + len(text)] = text
+        header = bytearray().join([head[:_HASHES_AT], text, head[_HASHES_AT:], *self._tail, padding])
+        header[:8] = (self.data_start - 8).to_bytes(8, "little")
         header[DIGEST_AT : DIGEST_AT + len(NO_DIGEST)] = header_digest(header).encode()
         return header
 
