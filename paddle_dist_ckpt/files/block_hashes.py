@@ -59,10 +59,10 @@ class BlockHashes:
             else:
                 self._add_part(first + block, low - start, part, end - start)
 
-    def add_small(self, entries: IntArray, nbytes: int, window: memoryview, start: int) -> None:
-        """Hash whole entries of one size, and of one block each, in a window that starts at byte ``start``."""
+    def add_small(self, entries: IntArray, window: memoryview, start: int) -> None:
+        """Hash whole entries, of one block each, in a window that starts at byte ``start``."""
         places = self._table.starts[entries] - start
-        parts = map(window.__getitem__, map(slice, places.tolist(), (places + nbytes).tolist()))
+        parts = map(window.__getitem__, map(slice, places.tolist(), (places + self._table.sizes[entries]).tolist()))
         digests = np.fromiter(map(xxhash.xxh3_64_intdigest, parts), np.uint64, len(places))
         self.values[self._table.first_block[entries]] = digests
 

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.buffers import Buffers
-from ..core.columns import IntArray, places_of_equals
+from ..core.columns import IntArray, Mask
 from ..core.device_memory import Copies, DeviceArray, Mark, NoCopies, Request, Scattered, read_scattered
-from ..core.memory import Bytes1D, address_of, copy_bytes, copy_each, gather
+from ..core.memory import Bytes1D, address_of, copy_bytes, copy_various, gather
 from .block_hashes import BlockHashes
 from .datafile import FileTable
 
@@ -30,6 +30,7 @@ WINDOW_BYTES = 2 << 20
 AHEAD = 2  # windows that are copied from a device while others are hashed and written
 _SMALL = 4096  # entries of at most so many bytes, as the smallest block has, are one block each and need less care
 _NOWHERE = -1  # stands for the address of what has none
+_NO_ENTRIES = np.zeros(0, np.int64)
 _SNAPSHOT_WINDOW_BYTES = 4 * WINDOW_BYTES  # needs no memory, and interrupts training less often
 
 Source = int | npt.NDArray[Any] | DeviceArray
@@ -76,7 +77,7 @@ class TensorContents:
         self._copies, self._ahead = (copies, AHEAD) if copies is not None else (NoCopies(), 0)
         self._addresses = np.array([source if type(source) is int else _NOWHERE for source in sources], np.int64)
         # Which entries are small and can be copied together, or have come from a device before their window is entered.
-        self._small = (table.sizes > 0) & (table.sizes <= _SMALL)
+        self._small = _are_small(table)
         for i in np.flatnonzero(self._small & (self._addresses == _NOWHERE)).tolist():
             self._small[i] = isinstance(sources[i], DeviceArray)
 
@@ -128,28 +129,28 @@ class TensorContents:
             read_scattered(filling.scattered, self._copies)
             start, window = filling.start, filling.buffer[: filling.stop - filling.start]
             base, view = address_of(window) - start, window.data
-            small = self._small_within(start, filling.stop)
+            small = self._copy_small(start, filling.stop, base)
             for i, low, high in _entries_of(self._table, start, filling.stop, left_out=small):
                 first, last = max(start, low), min(filling.stop, high)
                 if first < last:
                     part = view[first - start : last - start]
                     self._fill(i, first - low, last - low, base + first, part)
                     hashes.add(i, first - low, part)
-            sizes = self._table.sizes[small]
-            for rows in places_of_equals(sizes):
-                entries, nbytes = small[rows], int(sizes[rows[0]])
-                on_host = entries[self._addresses[entries] != _NOWHERE]
-                copy_each(self._table.starts[on_host] + base, self._addresses[on_host], nbytes)
-                hashes.add_small(entries, nbytes, view, start)
+            hashes.add_small(small, view, start)
             yield start, window
         finally:
             self._give_back(filling)
 
-    def _small_within(self, start: int, stop: int) -> IntArray:
-        """Which of the small entries lie in bytes ``start:stop``, all of each."""
-        starts = self._table.starts
-        first, last = np.searchsorted(starts, start), np.searchsorted(starts, stop, "right") - 1
-        return first + np.flatnonzero(self._small[first:last])
+    def _copy_small(self, start: int, stop: int, base: int) -> IntArray:
+        """Copy what is small, and lies in bytes ``start:stop`` as a whole, to its place behind an address.
+
+        Returns:
+            Which entries these are, and those of them that have come from a device.
+        """
+        small = _within(self._table, self._small, start, stop)
+        on_host = small[self._addresses[small] != _NOWHERE]
+        copy_various(self._table.starts[on_host] + base, self._addresses[on_host], self._table.sizes[on_host])
+        return small
 
     def _fill(self, i: int, low: int, high: int, address: int, part: memoryview) -> None:
         """Copy bytes ``low:high`` of an entry to their place in a window, unless they have come from a device."""
@@ -166,7 +167,8 @@ class TensorContents:
         try:
             scattered = self._queue(start, stop, memory)
             base, view = address_of(memory) - start, memory.data
-            for i, low, high in _entries_of(self._table, start, stop):
+            small = self._copy_small(start, stop, base)
+            for i, low, high in _entries_of(self._table, start, stop, left_out=small):
                 first, last = max(start, low), min(stop, high)
                 if first < last and not isinstance(self._sources[i], DeviceArray):
                     self._fill(i, first - low, last - low, base + first, view[first - start : last - start])
@@ -188,6 +190,7 @@ class SnapshotContents:
 
     def __init__(self, table: FileTable, memory: Bytes1D, start: int) -> None:
         self._table, self._memory, self._start = table, memory, start
+        self._small = _are_small(table)
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """See :meth:`TensorContents.windows`."""
@@ -198,23 +201,35 @@ class SnapshotContents:
     @contextmanager
     def _hashed(self, start: int, stop: int, hashes: BlockHashes) -> Iterator[tuple[int, Bytes1D]]:
         window = self._memory[start - self._start : stop - self._start]
-        for i, low, high in _entries_of(self._table, start, stop):
+        view = window.data
+        small = _within(self._table, self._small, start, stop)
+        for i, low, high in _entries_of(self._table, start, stop, left_out=small):
             first, last = max(start, low), min(stop, high)
             if first < last:
-                hashes.add(i, first - low, window.data[first - start : last - start])
+                hashes.add(i, first - low, view[first - start : last - start])
+        hashes.add_small(small, view, start)
         yield start, window
 
 
-def _entries_of(
-    table: FileTable, start: int, stop: int, left_out: IntArray | None = None
-) -> Iterator[tuple[int, int, int]]:
-    """The entries that bytes ``start:stop`` of the data section have a part of, with where each lies in it.
+def _are_small(table: FileTable) -> Mask:
+    """Which entries are, and have any bytes."""
+    return (table.sizes > 0) & (table.sizes <= _SMALL)
 
-    Some of them may be left out.
+
+def _within(table: FileTable, those: Mask, start: int, stop: int) -> IntArray:
+    """Which of those entries lie in bytes ``start:stop`` of the data section as a whole."""
+    first, last = np.searchsorted(table.starts, start), np.searchsorted(table.starts, stop, "right") - 1
+    return first + np.flatnonzero(those[first:last])
+
+
+def _entries_of(
+    table: FileTable, start: int, stop: int, left_out: IntArray = _NO_ENTRIES
+) -> Iterator[tuple[int, int, int]]:
+    """The entries that bytes ``start:stop`` of the data section have a part of, but for some that have a part there.
+
+    Yields:
+        The entry, and where it lies in the data section.
     """
     offsets = table.offsets
     first, last = bisect.bisect_right(offsets, start) - 1, bisect.bisect_left(offsets, stop)
-    if left_out is None:
-        return zip(range(first, last), offsets[first:last], offsets[first + 1 : last + 1], strict=True)
-    entries = np.delete(np.arange(first, last), left_out - first).tolist()
-    return ((i, offsets[i], offsets[i + 1]) for i in entries)
+    return ((i, offsets[i], offsets[i + 1]) for i in np.delete(np.arange(first, last), left_out - first).tolist())
