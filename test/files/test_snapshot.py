@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -346,3 +348,31 @@ def test_nothing_holds_the_sources_when_the_snapshot_is_taken(tmp_path: Path) ->
     gc.collect()
     assert all(reference() is None for reference in held)
     save.close()
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["from the tensors", "from a snapshot"])
+def test_small_entries_take_no_steps_of_their_own(is_copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls from Python are counted: thousands of small entries need fewer than there are entries."""
+    for kind in (contents.TensorContents, contents.SnapshotContents):
+        monkeypatch.setattr(kind, "window_bytes", contents.WINDOW_BYTES)
+    file = file_of(bytes_of(*[96] * 3000, *[40] * 3000), 4096)
+    memory, hashes, calls = fresh_pages(file.table.nbytes), BlockHashes(file.table), 0
+    tensors = file.tensors()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        if is_copied:
+            tensors.copy_to(memory, 0)
+        source = SnapshotContents(file.table, memory, 0) if is_copied else tensors
+        with closing(source.windows(range(file.table.nbytes), hashes)) as windows:
+            for window in windows:
+                with window as (_, data):
+                    assert bytes(data) == file.data
+    finally:
+        sys.setprofile(None)
+    assert hashes.values.tolist() == file.digests()
+    assert calls < 1000
