@@ -62,6 +62,8 @@ class CoordinatorSession:
         self._moved = False
         self.resume = 0
         self._judged_at = math.inf
+        self._holds_until = -math.inf  # after a sleep no round ends before: those who wait may have given up
+        self._now = now
         self.verdict: ErrorRecord | None = None
 
     @property
@@ -171,16 +173,19 @@ class CoordinatorSession:
                 self._emit(rank, wire.Beat(self._number, self._moved), b"")
             self._moved = False
         silence = math.inf if self.failing else min(self._heard.values(), default=math.inf) + self._timeout
-        self._due = min(self._next_beat, self._judged_at, silence)
+        held = self._holds_until if self._holds_until > now else math.inf
+        self._due = min(self._next_beat, self._judged_at, silence, held)
         return self._due
 
     def _notice_own_sleep(self, now: float) -> None:
         """If this process itself has slept, as one that is frozen does, let in first what the others sent meanwhile.
 
-        Not if they have been found silent before.
+        They are not silent, unless they were found so before; and they may have given up on the round, which must not
+        end without them then.
         """
+        self._now = now
         if now > self._due + GRACE and (self._failures or not self.failing):
-            self._due, least = now, now + GRACE - self._timeout
+            self._due, self._holds_until, least = now, now + GRACE, now + GRACE - self._timeout
             self._heard = {rank: max(heard, least) for rank, heard in self._heard.items()}
 
     def _judge_if_due(self, now: float) -> None:
@@ -245,8 +250,9 @@ class CoordinatorSession:
         return failures.timeout_error(doing, missing, self._timeout, self._unproven, self._absent)
 
     def parts(self) -> Mapping[int, bytes] | None:
-        """The current round's answers, once every rank's is there and nothing has failed."""
-        return self._answers if len(self._answers) == len(self._ranks) and not self.failing else None
+        """The current round's answers, once every rank's is there, nothing has failed, and no sleep has just ended."""
+        is_over = len(self._answers) == len(self._ranks) and not self.failing and self._now >= self._holds_until
+        return self._answers if is_over else None
 
     def reply(self, replies: Mapping[int, bytes]) -> None:
         """End the round with a reply for every rank. After a failure nothing is sent: the verdict is the reply."""

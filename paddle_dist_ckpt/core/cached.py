@@ -8,7 +8,7 @@ compute a value twice here; it is the same.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 __all__ = ["cached_property"]
 
@@ -20,7 +20,7 @@ class cached_property(functools.cached_property[T]):  # noqa: N801
 
     if not TYPE_CHECKING:
 
-        def __get__(self, instance, owner=None):
+        def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
             if instance is None:
                 return self
             value = instance.__dict__[self.attrname] = self.func(instance)

@@ -336,6 +336,29 @@ def test_a_coordinator_that_slept_hears_first_what_the_others_sent_meanwhile(oth
     assert session.verdict.missing_ranks == ((0,) if others == "have given up" else (1, 2))
 
 
+@pytest.mark.parametrize("others", ["wait", "have given up"])
+def test_a_coordinator_that_slept_ends_no_round_before_it_knows_who_still_waits(others: str) -> None:
+    """The others had answered before it slept; that they have given up since comes after its own answer."""
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: None, 0.0)
+    for rank in (1, 2):
+        session.handle(rank, wire.Open(0, "save", 1.0), b"", 0.0)
+        session.handle(rank, wire.Answer(0, 0, "plan"), b"", 0.0)
+    session.tick(0.0)
+    session.handle(0, wire.Open(0, "save", 1.0), b"", 9.0)
+    session.handle(0, wire.Answer(0, 0, "plan"), b"", 9.0)
+    assert session.parts() is None
+    if others == "have given up":
+        session.handle(1, wire.Fail(0, "", failures.timeout_error("save", [0], 1.0)), b"", 9.01)
+    else:
+        for rank in (1, 2):
+            session.handle(rank, wire.Beat(0), b"", 9.0 + GRACE / 2)
+    again = session.tick(9.0 + GRACE / 2)
+    assert session.parts() is None
+    assert others == "have given up" or again <= 9.0 + GRACE
+    session.tick(9.0 + GRACE)
+    assert (session.parts() is not None) == (others == "wait")
+
+
 def test_a_rank_that_slept_hears_first_what_the_coordinator_sent_meanwhile() -> None:
     member = MemberSession(0, "save", rank=1, coordinator=0, timeout=1.0, now=0.0)
     member.tick(0.0)
