@@ -18,7 +18,7 @@ __all__ = ["Assembly", "AtPath", "text_of"]
 
 _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
-_STEPS_OF_LEAF, _STEPS_OF_PIECE = 12, 8
+_STEPS_OF_LEAF, _STEPS_OF_PIECE = 18, 12
 _MOST_SHOWN = 200  # characters of a key in a message
 _INT64 = range(-(2**63), 2**63)
 

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
-from .pickle_machine import Built, Latin1, Lying, Refused
+from .pickle_machine import NOTHING, Built, Latin1, Lying, Machine, Recurring, Refused
 
 __all__ = ["NUMPY", "PickledArray"]
 
 _EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # of ml_dtypes
 _NAMES = {np.dtype(name).str[1:]: name for name in DTYPES if name not in _EXTENDED} | {name: name for name in _EXTENDED}
 _MOST_DIMENSIONS = 32
+_STEPS_OF_USUAL = 24
+_SIZES = rb"(?:K.|M..|J.{4})"  # BININT1, BININT2, BININT
+_USUAL = re.compile(
+    # BINGET, BININT1, TUPLE1, MEMOIZE, BINGET, TUPLE3, MEMOIZE, REDUCE, MEMOIZE, MARK, BININT1: an array of no elements
+    rb"h(.)K\x00\x85\x94h(.)\x87\x94R\x94\(K\x01"
+    # its shape: EMPTY_TUPLE, or up to three sizes and TUPLE1 to TUPLE3, or more between MARK and TUPLE; MEMOIZE
+    rb"(?:\)|(?:(" + _SIZES + rb"{1,3})([\x85-\x87])|\((" + _SIZES + rb"{4,32})t)\x94)"
+    # its element type by BINGET or LONG_BINGET, NEWFALSE, and the data: SHORT_BINBYTES, BINBYTES or BINBYTES8
+    rb"(?:h(.)|j(.{4}))\x89(?=C(.)|B(.{4})|\x8e(.{8}))",
+    re.DOTALL,
+)
+"""The instructions that protocol 4 has for an array behind the one that gets the function which makes it."""
+_SIZE = re.compile(rb"K(.)|M(..)|J(.{4})", re.DOTALL)
+_LAST = b"\x94t\x94b"  # MEMOIZE, TUPLE, MEMOIZE, BUILD: behind an array's data
 
 
 class _ElementType(Built):
@@ -120,6 +135,48 @@ class PickledArray(Built):
         return dtype, shape
 
 
+class _MakesArrays(Recurring):
+    """What :func:`numpy.core.multiarray._reconstruct` stands for."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> PickledArray:
+        return PickledArray(*args)
+
+    def follow(self, machine: Machine, data: bytes, at: int) -> int:
+        """Follow an array's instructions up to its data, and if these have been read, to its end.
+
+        What they put into the memo is forgotten, since nothing that makes pickles gets it again, except for the array,
+        and for data of no byte or one: Python has one object for all that are alike.
+        """
+        found = _USUAL.match(data, at)
+        if found is None:
+            return at
+        marker, code, few, closing, many, near, far, *lengths = found.groups()
+        memo, stack = machine.memo, machine.stack
+        sizes = _SIZE.findall(few or many or b"")
+        places = (near[0] if near else int.from_bytes(far, "little"), marker[0], code[0])
+        if (few and len(sizes) != closing[0] - 0x84) or any(p >= len(memo) or memo[p] is NOTHING for p in places):
+            return at
+        shape = tuple([a[0] if a else int.from_bytes(b or c, "little", signed=bool(c)) for a, b, c in sizes])
+        element = memo[places[0]]
+        array = stack[-1] = PickledArray()
+        memo += (NOTHING, NOTHING, array, NOTHING) if shape else (NOTHING, NOTHING, array)
+        machine.count(_STEPS_OF_USUAL)
+        end = found.end()
+        length = next(filter(None, lengths))
+        nbytes, start = int.from_bytes(length, "little"), end + 1 + len(length)
+        if data.startswith(_LAST, start + nbytes):
+            machine.window.at = start
+            lying = Lying(machine.window.position, nbytes)
+            array.build((shape, element, False, lying))
+            memo += (lying if nbytes < 2 else NOTHING, NOTHING)
+            return start + nbytes + len(_LAST)
+        machine.mark()
+        machine.stack += (1, shape, element, False)
+        return end
+
+
 def _from_buffer(data: Any, element: Any, shape: Any, order: Any, *more: Any) -> PickledArray:
     """As protocol 5 has arrays."""
     array = PickledArray()
@@ -168,7 +225,7 @@ NUMPY: dict[str, Any] = {
         f"numpy.{core}.{name}": function
         for core in ("core", "_core")
         for name, function in (
-            ("multiarray._reconstruct", PickledArray),
+            ("multiarray._reconstruct", _MakesArrays()),
             ("multiarray.scalar", _scalar),
             ("numeric._frombuffer", _from_buffer),
         )

@@ -8,6 +8,7 @@ A checkpoint of number i is a file `i.metadata`, a pickle of Paddle's class Meta
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import defaultdict
@@ -28,7 +29,7 @@ from .paddle_pickles import PADDLE, Record, flat_pieces, meant
 from .pickle_machine import ENDURED
 from .pickles import walk
 from .safetensors_header import read_safetensors_header
-from .window import WindowedFile
+from .window import WindowedFile, on_disk
 
 __all__ = ["PaddleReader"]
 
@@ -53,12 +54,13 @@ class PaddleReader:
     def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
         if unique_id not in self.found(names):
             raise CheckpointNotFoundError(f"{storage.location} has no checkpoint of Paddle's with the id {unique_id}")
-        name, budget = f"{unique_id}.metadata", Budget()
+        data = [file for file in names if (match := _DATA.fullmatch(file)) and int(match[2]) == unique_id]
+        name, budget = f"{unique_id}.metadata", Budget(functools.partial(on_disk, storage, data))
         try:
             described = _Described(name, *_walked(storage, name, budget))
         except ENDURED as error:
             raise CheckpointCorruptedError(f"{name}: it is not as Paddle writes it ({str(error)[:200]})") from error
-        ranks = [int(match[1]) for file in names if (match := _DATA.fullmatch(file)) and int(match[2]) == unique_id]
+        ranks = [int(file.partition("_")[0]) for file in data]
         assembly = Assembly(storage, names, budget)
         described.add_to(assembly, storage, budget)
         return assembly.catalog(self.format, unique_id, 1 + max(ranks))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .window import FileWindow
 
-__all__ = ["ENDURED", "NOTHING", "Built", "Latin1", "Lying", "Machine", "Refused", "filled"]
+__all__ = ["ENDURED", "NOTHING", "Built", "Latin1", "Lying", "Machine", "Recurring", "Refused", "filled"]
 
 ENDURED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 """What damaged contents may raise in code that takes them for what they should be."""
@@ -21,11 +21,12 @@ _MOST_MARKS = 10_000
 _MOST_KEY = 16  # parts of a tuple that is a key
 _HASHED = range(-(2**60), 2**60)  # larger integers may be made to have one hash
 _HASHED_WITHIN = range(-(2**31), 2**31)  # and so may tuples of integers that are not this small
-_STEPS_OF_DICT, _STEPS_OF_LARGE = 8, 5  # of a dict that gets its first entry, of each item of a large one
-_STEPS_OF_LINE, _STEPS_OF_POP = 8, 4
+_STEPS_OF_DICT, _STEPS_OF_LARGE = 10, 6  # of a dict that gets its first entry, of each item of a large one
+_STEPS_OF_LINE, _STEPS_OF_POP, _STEPS_OF_BYTES = 8, 4, 5
+_STEPS_OF_NEW = 6  # of a container, or of an object
 _SMALL_DICT = 64  # items
 _SHARED = 1 << 16  # items and characters that functions may be given beyond the bytes that were read
-_FEW, _MANY = 1 << 17, 1 << 20  # objects that may be made whatever was read, and references to them
+_MANY = 1 << 20  # references in the memo and on the stack that there may be whatever was read
 _MANY_STEPS = 4096  # between looks at the budget
 NOTHING: Any = object()
 """What the memo has at places that have not been filled."""
@@ -77,6 +78,28 @@ class Built:
         raise NotImplementedError
 
 
+class Recurring:
+    """What a name may stand for if pickles have very many calls of it, all in the same form: a function."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def follow(self, machine: Machine, data: bytes, at: int) -> int:
+        """Follow the instructions of one call, behind the one that got this from the memo, to the same effect.
+
+        Args:
+            machine: The machine, with this on its stack.
+            data: What has been read ahead.
+            at: Where the next instruction is in it.
+
+        Returns:
+            Where the instruction is that comes next: ``at`` if these are others, and nothing has been done.
+        """
+        raise NotImplementedError
+
+
 class Machine:
     """The machine: a stack, the stacks below its marks, a memo, and what has been made and given to functions.
 
@@ -84,17 +107,15 @@ class Machine:
     nothing.
     """
 
-    __slots__ = ("allowed", "below", "made", "memo", "persistent", "room", "spent", "stack", "steps", "window", "worth")
+    __slots__ = ("allowed", "below", "memo", "persistent", "spent", "stack", "steps", "window", "worth")
 
     def __init__(self, window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None) -> None:
         self.window, self.allowed, self.persistent = window, allowed, persistent
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: list[Any] = []
-        # Items and characters that functions were given; containers and byte strings, which cost more memory than their
-        # bytes; and how many of either the last look at what had been read allowed.
+        # Items and characters that functions were given, and how many the last look at what had been read allowed.
         self.spent, self.worth = 0, _SHARED
-        self.made, self.room = 0, _FEW
         self.steps = 0  # that have not been counted in the budget yet
 
     def push_new(self, value: Any) -> None:
@@ -102,20 +123,22 @@ class Machine:
         self.count_new()
 
     def count_new(self) -> None:
-        self.made += 1
-        self.steps += 4
-        if self.made > self.room or self.steps > _MANY_STEPS:
-            self.check_made()
+        self.count(_STEPS_OF_NEW)
 
-    def check_made(self) -> None:
-        """Make sure that what has been done and made so far is not more than what has been read is worth."""
+    def count(self, steps: int) -> None:
+        """Count steps, and now and then what they come to."""
+        self.steps += steps
+        if self.steps > _MANY_STEPS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make sure that what has been done and kept so far is not more than what has been read is worth."""
         self.window.file.budget.spend(self.steps, self.window.file.name)
         self.steps = 0
-        taken = self.window.taken
-        self.room = _FEW + taken // 8
-        if self.made > self.room or len(self.memo) - _MANY > taken // 4:
+        most = _MANY + self.window.taken // 4
+        if len(self.memo) > most:
             raise ValueError("more objects than its size has room for")
-        if len(self.stack) - _MANY > taken // 4:
+        if len(self.stack) > most:
             raise ValueError("more on the stack than its size has room for")
 
     def mark(self) -> None:
@@ -147,6 +170,7 @@ class Machine:
         data = self.window.take(nbytes) if kept else None
         if not kept:
             self.window.skip(nbytes)
+        self.steps += _STEPS_OF_BYTES
         self.push_new(Lying(position, nbytes, data=data))
 
     def old_string(self, nbytes: int) -> None:
@@ -210,7 +234,7 @@ class Machine:
             self.steps += _STEPS_OF_DICT + len(items)
         else:
             self.steps += _STEPS_OF_LARGE * len(items)
-            self.check_made()
+            self.settle()
         filled(self.stack[-1], items)
 
     def last(self, count: int) -> None:
@@ -262,8 +286,9 @@ class Machine:
         self.push_new(function(*args))
 
     def spend(self, value: Any) -> None:
-        self.steps += 4
-        self.spent += 1 + (len(value) if isinstance(value, (str, list, tuple, dict)) else 0)
+        size = len(value) if isinstance(value, (str, list, tuple, dict)) else 0
+        self.steps += 4 if type(value) is not dict else 4 + 2 * size
+        self.spent += 1 + size
         if self.spent > self.worth:
             self.worth = self.window.taken + _SHARED
             if self.spent > self.worth:

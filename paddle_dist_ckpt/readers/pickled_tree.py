@@ -51,13 +51,17 @@ class _Tree:
 
     def below(self, path: tuple[Part, ...], value: Any) -> Iterator[PickledLeaf]:
         """The leaves at a path and below it."""
-        self._count(path, _STEPS * (1 + len(path)) + sum([len(part) for part in path if type(part) is str]) // _CHEAP)
+        self._count_entry(path)
         array, name = _tensor(value)
         if array is not None:
             yield PickledLeaf(path, array, name)
         elif type(value) is dict and (value or not path) and all(type(key) in (str, int) for key in value):
             for key, part in value.items():
-                yield from self.below((*path, key), part)
+                if type(part) is PickledArray:  # a step down for each would take longer than all else
+                    self._count_entry((*path, key))
+                    yield PickledLeaf((*path, key), part, None)
+                else:
+                    yield from self.below((*path, key), part)
         elif self._holds_array(path, value, len(path)):
             if type(value) is dict:
                 raise UnsupportedValueError(f"{self._where(path)} has a key above an array that is neither str nor int")
@@ -114,6 +118,9 @@ class _Tree:
             return data.decode("utf-8").encode("latin1") if lying.form == "encoded" else data
         except UnicodeError as error:
             raise CheckpointCorruptedError(f"{self._where(path)} is no text: {error}") from error
+
+    def _count_entry(self, path: tuple[Part, ...]) -> None:
+        self._count(path, _STEPS * (1 + len(path)) + sum([len(part) for part in path if type(part) is str]) // _CHEAP)
 
     def _count(self, path: tuple[Part, ...], amount: int) -> None:
         self._file.budget.spend(amount, self._file.name)

@@ -14,17 +14,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
-from .pickle_machine import ENDURED, NOTHING, Machine, Refused, filled
+from .pickle_machine import ENDURED, NOTHING, Machine, Recurring, Refused, filled
 from .window import FileWindow
 
 __all__ = ["walk"]
 
-_MANY = 4096  # objects that are made between looks at how many there are
 _LONGEST = 9  # bytes of an instruction with a number
 _U2, _U4, _U8, _I4, _F8 = map(struct.Struct, ("<H", "<I", "<Q", "<i", ">d"))
 _NUMBERS = {0x4D: _U2, 0x4A: _I4, 0x47: _F8}
 """BININT2, BININT, BINFLOAT."""
-_STEPS_OF_OTHERS, _STEPS_OF_NUMBER = 6, 7  # a number takes less time, and as much memory
+_STEPS_OF_OTHERS, _STEPS_OF_NUMBER, _STEPS_OF_TUPLE = 8, 7, 8  # a number takes less time, and as much memory
 
 
 def walk(window: FileWindow, allowed: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -83,6 +82,9 @@ def _run(machine: Machine) -> Any:
                 if value is NOTHING:
                     raise KeyError(data[at - 1])
                 stack.append(value)
+                if isinstance(value, Recurring):
+                    window.at = at = value.follow(machine, data, at)
+                    stack = machine.stack
             elif code == 0x4B:  # BININT1
                 at += 2
                 stack.append(data[at - 1])
@@ -93,10 +95,8 @@ def _run(machine: Machine) -> Any:
                 if len(items) < count:
                     raise ValueError("the stack is empty")
                 stack[-count:] = (items,)
-                machine.made += 1
-                if not machine.made % _MANY:
-                    window.at = at
-                    machine.check_made()
+                window.at = at
+                machine.count(_STEPS_OF_TUPLE)
             elif code == 0x6A:  # LONG_BINGET
                 at += 5
                 (index,) = _U4.unpack_from(data, at - 4)
@@ -108,7 +108,7 @@ def _run(machine: Machine) -> Any:
                 start = at + 2
                 at = start + data[at + 1]
                 text = data[start:at].decode("utf-8", "surrogatepass")
-                machine.steps += 6 if text.isascii() else 24  # characters of others take up to four bytes
+                machine.steps += 8 if text.isascii() else 24  # characters of others take up to four bytes
                 stack.append(text)
             elif code in _NUMBERS:
                 layout = _NUMBERS[code]
@@ -154,7 +154,7 @@ def _run(machine: Machine) -> Any:
                     code = window.byte()
                 else:
                     window.at = at + 1
-                machine.steps += _STEPS_OF_OTHERS
+                machine.count(_STEPS_OF_OTHERS)
                 if code == 0x2E:  # STOP
                     (result,) = machine.stack
                     if machine.below:
@@ -165,10 +165,8 @@ def _run(machine: Machine) -> Any:
                     raise ValueError(f"there is no instruction {code:#04x}")
                 step(machine)
                 stack, at, inside = machine.stack, window.at, True
-                if machine.steps > _MANY:
-                    machine.check_made()
                 if data is not window.data:
-                    machine.check_made()
+                    machine.settle()
                     data = window.data
                     last = len(data) - _LONGEST
     finally:

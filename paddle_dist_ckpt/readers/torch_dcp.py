@@ -7,6 +7,7 @@ for a nested path comes with that path; an int in it is an index of a list.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -27,7 +28,7 @@ from .pickles import walk
 from .torch_pickles import METADATA, TorchDType, TorchRecord
 from .torch_saved import PlacedTensor, SavedLeaf, SavedReader, torch_dtype
 from .torch_zip import AheadFile, TorchZip
-from .window import WindowedFile
+from .window import WindowedFile, on_disk
 
 __all__ = ["TorchDCPReader"]
 
@@ -83,7 +84,8 @@ class TorchDCPReader:
         """See :class:`Reader`. Tensors that do not lie in C order are unsupported."""
         if _METADATA not in names or unique_id:
             raise CheckpointNotFoundError(f"{storage.location} has no {_METADATA} of a checkpoint {unique_id}")
-        names, budget = set(names), Budget()
+        data = [name for name in names if _DATA.fullmatch(name)]
+        names, budget = set(names), Budget(functools.partial(on_disk, storage, data))
         with WindowedFile(storage, _METADATA, budget) as file:
             metadata = walk(file.window(), METADATA)
         try:

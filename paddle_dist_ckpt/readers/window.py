@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any
 
@@ -10,13 +12,24 @@ import numpy as np
 
 from ..core.memory import Bytes1D
 from ..errors import CheckpointCorruptedError
-from ..storage.base import Storage
+from ..storage.base import ReadableFile, Storage
 from .budget import Budget
 
-__all__ = ["FileWindow", "WindowedFile"]
+__all__ = ["FileWindow", "WindowedFile", "on_disk"]
 
 _MOST_OF_HOLES = 32 << 20  # where filesystems compress, files have fewer bytes on the disk than their own
 _FIRST, _MOST = 4 << 10, 64 << 10  # what is read ahead: little behind a jump, more and more where all is wanted
+
+
+def on_disk(storage: Storage, names: Iterable[str]) -> Iterator[tuple[object, int]]:
+    """What files are, whatever their names, and how many bytes each has on the disk; those that are there."""
+    for name in names:
+        with suppress(FileNotFoundError, IsADirectoryError), closing(storage.open(name)) as file:
+            yield _on_disk(name, file)
+
+
+def _on_disk(name: str, file: ReadableFile) -> tuple[object, int]:
+    return getattr(file, "on_disk", (name, file.size))
 
 
 class WindowedFile:
@@ -40,8 +53,8 @@ class WindowedFile:
             raise CheckpointCorruptedError(f"{storage.location}/{name}: {error.strerror or 'it is no file'}") from error
         self.name = name
         self.size, self.budget = self._file.size, budget
-        identity, nbytes = getattr(self._file, "on_disk", (name, self.size))
-        self._on_disk: int = nbytes
+        identity, nbytes = _on_disk(name, self._file)
+        self._on_disk = nbytes
         budget.grant(identity, nbytes)
 
     def __enter__(self) -> WindowedFile:

@@ -48,6 +48,8 @@ PICKLES: dict[str, Callable[[int], bytes]] = {
     "an entry of a dict": _again(b"(NNu"),
     "keys that are tuples": _counted(lambda i: _number(i) + b"N\x86N", _DICT + b"(", b"u."),
     "keys that are texts": _counted(lambda i: b"\x8c\x06%06x}" % i, _DICT + b"(", b"u."),
+    "numbers by name": _counted(lambda i: b"\x8c\x06%06xK\1" % i, _DICT + b"(", b"u."),
+    "arrays of one byte": lambda size: pickle.dumps({f"{i:06x}": np.zeros(1, np.uint8) for i in range(size // 38)}, 4),
     "marks": _again(b"(1"),
     "what is dropped": _again(b"N0"),
 }

@@ -72,9 +72,8 @@ def test_what_is_not_allowed_is_found(cost: Cost, problem: str | None) -> None:
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_small_pickles_made_to_be_expensive_keep_the_budget(name: str, tmp_path: Path) -> None:
-    content = PICKLES[name](1 << 20)
-    assert abs(len(content) - (1 << 20)) < 1 << 10, "as large as asked for, but for a part that does not fit"
+    content = PICKLES[name](4 << 20)
+    assert abs(len(content) - (4 << 20)) < 2 << 10, "as large as asked for, but for a part that does not fit"
     (tmp_path / "a.pdparams").write_bytes(content)
     cost = cost_of(lambda path: len(read_metadata(path).table.paths), tmp_path, tmp_path)
-    assert not cost.kinds or "CheckpointError" in cost.kinds, cost.outcome
-    assert cost.memory <= (64 << 20) + len(content)
+    assert problem_of(cost, len(content)) is None
