@@ -12,7 +12,7 @@ import numpy as np
 from ..core.box import Box, flat_range
 from ..core.boxes import Boxes
 from ..core.cached import cached_property
-from ..core.columns import IntArray, Mask, all_of, pack_column
+from ..core.columns import IntArray, Mask, all_of, narrow, pack_column
 from ..core.grouping import group_rows
 from ..core.layouts import LayoutBoxes
 from ..files.metadata import Metadata
@@ -288,23 +288,23 @@ class _Needs:
     def joined(cls, metadata: Metadata, messages: Sequence[ShardNeeds]) -> _Needs:
         """What ranks said, one behind the other."""
         table = metadata.table
-        columns: list[IntArray] = []
+        columns: list[tuple[IntArray, ...]] = []
         boxes: list[Boxes] = []
-        for rank, message in enumerate(messages):
+        for place, message in enumerate(messages):
             tensors = np.array([table.index[path] for path in message.tensors], np.int64)
-            tensor = tensors[all_of(message.tensor)]
-            shard, row = table.first_shard[tensor] + all_of(message.shard), np.arange(len(tensor))
+            shard = table.first_shard[tensors[all_of(message.tensor)]] + all_of(message.shard)
             box = all_of(message.box) + sum(map(len, boxes))
-            columns.append(np.stack([shard, np.full_like(shard, rank), row, box, all_of(message.staged)]))
+            parts = shard, np.full_like(shard, place), np.arange(len(shard)), box, all_of(message.staged)
+            columns.append(tuple(map(narrow, parts)))
             flat, size = all_of(message.boxes), message.dimensions
             rows = flat.reshape(-1, 2 * size)
             boxes.append(Boxes(rows[:, :size], rows[:, size:]))
-        shard, rank, row, box, staged = np.hstack(columns)
+        shard, rank, row, box, staged = map(np.concatenate, zip(*columns, strict=True))
         every = Boxes.joined(boxes, max(part.dimensions for part in boxes))
         first, alike = group_rows(every.table)
-        box, found = alike[box], every.take(first)
+        box, found = narrow(alike)[box], every.take(first)
         nbytes = found.volumes[box] * table.itemsizes[table.shard_tensor[shard]]
-        return cls(shard, rank, row, box, staged == 1, nbytes, found)
+        return cls(shard, rank, row, box, staged == 1, narrow(nbytes), found)
 
     def small(self, metadata: Metadata, places: IntArray) -> SmallNeeds:
         """Some needs, all of small shards, for the plan."""

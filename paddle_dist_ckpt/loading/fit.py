@@ -292,19 +292,30 @@ class Fit:
         """What other ranks may read for this one."""
         tensor, like = self.targets.tensor[self._target], self._like
         tensors, number = np.unique(tensor, return_inverse=True)
-        parts = [
-            np.hstack([common.offset - stored.offset, common.shape]).reshape(-1)
-            for common, stored, _ in map(self._alike.take, _pieces(len(self._alike)))
-        ]
+        boxes, box = self._boxes_in_shards()
         return ShardNeeds(
             tensors=[self._table.paths[t] for t in tensors.tolist()],
             tensor=pack_column(number),
             shard=pack_column(self._shard - self._table.first_shard[tensor]),
-            box=pack_column(like),
+            box=pack_column(box[like]),
             staged=pack_column(self.targets.staged[self._target]),
             dimensions=self._alike.asked.dimensions,
-            boxes=pack_column(np.concatenate([np.zeros(0, np.int64), *parts])),
+            boxes=pack_column(boxes.reshape(-1)),
         )
+
+    def _boxes_in_shards(self) -> tuple[IntArray, IntArray]:
+        """The different boxes that needs have, in their shards' coordinates, offsets and lengths, ``[boxes, 2 *
+        d]``; and which of them each of the needs that are alike has."""
+        found, number, count = [np.zeros((0, 2 * self._alike.asked.dimensions), np.int64)], [], 0
+        for common, stored, _ in map(self._alike.take, _pieces(len(self._alike))):
+            rows = np.hstack([common.offset - stored.offset, common.shape])
+            first, group = group_rows(rows)
+            found.append(rows[first])
+            number.append(narrow(group + count))
+            count += len(first)
+        rows = np.concatenate(found)
+        first, group = group_rows(rows)
+        return rows[first], group[np.concatenate([np.zeros(0, np.int64), *number])]
 
     def consumer(self, need: int, entry_part: Box) -> Consumer:
         """The consumer of a part of a need; the part is counted from the shard's corner."""

@@ -18,7 +18,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.files.batches import ItemKind, Kinds
 from paddle_dist_ckpt.files.runs import OpenFile, Segments
 from paddle_dist_ckpt.loading import exchange_orders, fit
-from paddle_dist_ckpt.loading.messages import PackOrder
+from paddle_dist_ckpt.loading.messages import PackOrder, ShardNeeds
 from paddle_dist_ckpt.options import LoadOptions
 from test.jobs import (
     check_pieces,
@@ -84,17 +84,24 @@ def test_memory_for_a_shard_is_bounded(tmp_path: Path, dimensions: int | str) ->
 
 
 @pytest.mark.parametrize("cut", ["a grid", "irregular"])
-def test_a_sender_is_told_once_what_shards_have_in_common(
+def test_ranks_are_told_once_what_shards_have_in_common(
     tmp_path: Path, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their shape, type and key, wherever they lie: objects for each would be most of an exchange's memory."""
+    """Their shape, type and key, and what is needed of them: these for each would be most of an exchange's memory."""
     told: list[PackOrder] = []
+    asked: list[ShardNeeds] = []
+
+    def noted(*args: Any, **fields: Any) -> ShardNeeds:
+        asked.append(ShardNeeds(*args, **fields))
+        return asked[-1]
 
     def recorded(*args: Any, **fields: Any) -> PackOrder:
         told.append(PackOrder(*args, **fields))
         return told[-1]
 
     monkeypatch.setattr(exchange_orders, "PackOrder", recorded)
+    monkeypatch.setattr(fit, "ShardNeeds", noted)
+    monkeypatch.setattr(fit, "_TOGETHER", 300)
     if cut == "a grid":
         write_checkpoint(
             tmp_path, {"/w": Entry([16, 256], [list(range(1, 16)), list(range(1, 256))], "uint8", 0, b"x" * 4096)}
@@ -106,6 +113,11 @@ def test_a_sender_is_told_once_what_shards_have_in_common(
     load_on(states, tmp_path, options=LoadOptions(exchange="always", timeout=60))
     for state in states:
         check_pieces(state["w"], found)
+    assert [len(all_of(needs.box)) > 1000 for needs in asked] == [True, True]
+    for needs in asked:
+        boxes = all_of(needs.boxes).reshape(-1, 4).tolist()
+        assert len(boxes) == len(set(map(tuple, boxes))) < 64
+        assert set(all_of(needs.box).tolist()) == set(range(len(boxes)))
     senders = [order for order in told if order.kinds]
     assert sum(len(all_of(order.start)) for order in senders) > 1000
     for order in senders:
