@@ -168,7 +168,7 @@ class _MakesArrays(Recurring):
         nbytes, start = int.from_bytes(length, "little"), end + 1 + len(length)
         if data.startswith(_LAST, start + nbytes):
             machine.window.at = start
-            lying = Lying(machine.window.position, nbytes)
+            lying = Lying(machine.window.skip(nbytes), nbytes)
             array.build((shape, element, False, lying))
             memo += (lying if nbytes < 2 else NOTHING, NOTHING)
             return start + nbytes + len(_LAST)
