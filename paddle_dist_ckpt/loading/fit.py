@@ -304,8 +304,8 @@ class Fit:
         )
 
     def _boxes_in_shards(self) -> tuple[IntArray, IntArray]:
-        """The different boxes that needs have, in their shards' coordinates, offsets and lengths, ``[boxes, 2 *
-        d]``; and which of them each of the needs that are alike has."""
+        """The different boxes of needs, in their shards' coordinates, as offsets and lengths, ``[boxes, 2 * d]``; and
+        which of them those needs have that are alike, ``[kinds]``."""
         found, number, count = [np.zeros((0, 2 * self._alike.asked.dimensions), np.int64)], [], 0
         for common, stored, _ in map(self._alike.take, _pieces(len(self._alike))):
             rows = np.hstack([common.offset - stored.offset, common.shape])

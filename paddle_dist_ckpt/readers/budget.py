@@ -8,7 +8,7 @@ from ..errors import CheckpointCorruptedError
 
 __all__ = ["Budget"]
 
-_FREE = 9 << 19  # steps that may be made of any checkpoint, however small
+_FREE = 9 << 19  # steps that may be made of any checkpoint, however small: about a second
 _SMALL = 32 << 20  # bytes for which there are three steps for twenty; beyond them, two
 
 

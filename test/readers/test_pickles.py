@@ -89,6 +89,12 @@ def test_it_does_not_matter_what_has_been_read_ahead(protocol: int, walked: Walk
         assert walked(pickle.dumps(value, protocol)) == value
 
 
+def test_objects_may_be_many_as_they_are_in_the_metadata_of_many_shards(walked: Walk) -> None:
+    """One for four bytes: only steps bound them, which a checkpoint has more of the larger its files are."""
+    value = [(i % 256,) for i in range(400_000)]
+    assert walked(pickle.dumps(value, 4)) == value
+
+
 def test_what_is_one_object_stays_one(walked: Walk) -> None:
     part: list[Any] = [1]
     part.append(part)

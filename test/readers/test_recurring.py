@@ -75,7 +75,7 @@ def step_by_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]
 def test_wherever_they_lie_in_what_has_been_read_ahead(
     outcome: Callable[[bytes], Outcome], step_by_step: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    for length in range(0, 4096, 61 if draws(1, 2) == 1 else 7):
+    for length in range(0, 4096, 4096 // draws(67, 512)):
         data = pickle.dumps({"before": "x" * length, **_state()}, 4)
         found = outcome(data)
         assert found[0] == "read"
