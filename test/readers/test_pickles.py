@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,13 +15,14 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointCorruptedError, UnsupportedValueError
-from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.readers import pickles
 from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.pickle_machine import Built, Latin1, Lying, Machine, Refused
 from paddle_dist_ckpt.readers.pickles import walk
 from paddle_dist_ckpt.readers.window import WindowedFile
 from paddle_dist_ckpt.storage import LocalStorage
+from test.torture.budgets import Cost, cost_of
+from test.torture.hostile_files import problem_of
 
 Walk = Callable[..., Any]
 
@@ -225,37 +224,24 @@ HOSTILE = {
 }
 
 
-def bounded(work: Callable[[], Any], size: int) -> BaseException | None:
-    """What the work raised, within a second and with 64 MiB beyond the size of what it reads.
+def cost_to_walk(walked: Walk, data: bytes, allowed: dict[str, Any] | None = None) -> Cost:
+    """What it takes to walk a pickle, which is within what its size allows."""
 
-    It is done twice: to trace memory takes ten times as long as the work.
-    """
-    start = time.process_time()
-    raised = _raised_by(work)
-    assert time.process_time() - start < 3, "a second, several times over: the machine may be busy"
-    tracemalloc.start()
-    try:
-        _raised_by(work)
-        assert tracemalloc.get_traced_memory()[1] < size + (64 << 20)
-    finally:
-        tracemalloc.stop()
-    return raised
+    def walk_it(which: bytes) -> None:
+        walked(which, allowed)
 
-
-def _raised_by(work: Callable[[], Any]) -> CheckpointError | None:
-    try:
-        work()
-    except CheckpointError as error:
-        return error
-    return None
+    cost = cost_of(walk_it, b"N.", data)
+    assert problem_of(cost, len(data)) is None
+    return cost
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickles_are_refused(name: str, walked: Walk) -> None:
-    raised = bounded(lambda: walked(HOSTILE[name]), len(HOSTILE[name]))
-    assert isinstance(raised, (CheckpointCorruptedError, UnsupportedValueError)), raised
-    assert str(raised).startswith("file: ")
-    assert str(raised).isprintable()
+    cost = cost_to_walk(walked, HOSTILE[name])
+    raised, _, message = cost.outcome.partition(": ")
+    assert raised in ("CheckpointCorruptedError", "UnsupportedValueError"), cost
+    assert message.startswith("file: ")
+    assert message.isprintable()
 
 
 _SIZE = 256 << 10
@@ -274,7 +260,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_take_little_time_and_memory(name: str, walked: Walk) -> None:
-    bounded(lambda: walked(BOMBS[name], {"c.c": _Thing}), len(BOMBS[name]))
+    cost_to_walk(walked, BOMBS[name], {"c.c": _Thing})
 
 
 def test_damage_anywhere_is_endured(walked: Walk) -> None:

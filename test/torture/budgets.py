@@ -9,8 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 __all__ = ["Cost", "bytes_on_disk", "cost_of"]
+
+T = TypeVar("T")
 
 _HANGS = 20  # s of processor time
 _ADDRESSES = 64 << 30  # of address space, most of which is never touched
@@ -31,8 +34,8 @@ def bytes_on_disk(folder: Path) -> int:
     return sum(min(status.st_blocks * 512, status.st_size) for status in map(Path.stat, folder.iterdir()))
 
 
-def cost_of(work: Callable[[Path], object], small: Path, folder: Path) -> Cost:
-    """Give a folder to something in a child, after a small one, so that what it needs of code is there."""
+def cost_of(work: Callable[[T], object], small: T, large: T) -> Cost:
+    """Give something in a child what may be large, after what is small, so that what it needs of code is there."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -45,7 +48,7 @@ def cost_of(work: Callable[[Path], object], small: Path, folder: Path) -> Cost:
             resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, resource.RLIM_INFINITY))
             outcome, kinds = "", tuple[str, ...]()
             try:
-                outcome = str(work(folder))
+                outcome = str(work(large))
             except BaseException as error:
                 outcome, kinds = (
                     f"{type(error).__name__}: {error}",
