@@ -22,6 +22,7 @@ class MemberSession:
         lead: If this rank is the coordinator, that side of the session, unless it was over when this rank opened it.
         verdict: Why the session has failed, once it has.
         own_error: What this rank itself raised, if it did.
+        round: The number of the round that this rank is in, or was in last; -1 before the first one.
         round_name: Of the round that this rank is in; empty between rounds.
         moved_since: Tells whether work that may block in collectives gets on here since some time; None without any.
         group_moved: When some rank last said that it does.
@@ -41,7 +42,7 @@ class MemberSession:
         self.moved_since: Callable[[float], bool] | None = None
         self.group_moved = now
         self._coordinator_left = False
-        self._round = -1
+        self.round = -1
         self.round_name = ""
         self._replies: dict[int, bytes] = {}
 
@@ -69,13 +70,13 @@ class MemberSession:
 
     def begin_round(self, name: str) -> int:
         """Number the next round. It fails at once if the coordinator has closed the session."""
-        self._round += 1
+        self.round += 1
         self.round_name = name
         self._give_up_on_round()
-        return self._round
+        return self.round
 
     def _give_up_on_round(self) -> None:
-        if self._coordinator_left and self.round_name and self._round not in self._replies:
+        if self._coordinator_left and self.round_name and self.round not in self._replies:
             self._fail_for_coordinator(f"closed the session before the end of round {self.round_name!r}")
 
     def _fail_for_coordinator(self, text: str) -> None:
@@ -111,7 +112,7 @@ class MemberSession:
 
     def take_reply(self) -> bytes | None:
         """The reply of the round, which ends it for this rank; None if it has not come."""
-        reply = self._replies.pop(self._round, None)
+        reply = self._replies.pop(self.round, None)
         if reply is not None:
             self.round_name = ""
         return reply

@@ -148,7 +148,7 @@ class Session:
         self.check()
         task, member = _Collectives(transport), self._member
         member.moved_since = task.moved_since
-        nonce = f"{self.ranks} {self.coordinator} {member.number} {member.round_name}"
+        nonce = f"{self.ranks} {self.coordinator} {member.number} {member.round} {member.round_name}"
         result = task.start(VerifiedTransfers(task, self.rank, nonce), work, self._board.changed)
         try:
             self._board.wait(member, lambda: result.done() or None, lambda: self._watch(task))

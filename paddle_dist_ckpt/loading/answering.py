@@ -58,6 +58,7 @@ class Answering:
 
     Attributes:
         files: The data files, each with its number of blocks.
+        first_block: The number of each shard's first block in its file, ``[shards]``.
         asked: The stored paths of what ranks were given, or leave as it is whether it is stored or not.
         hints: What may be meant by keys that are missing.
         without_tensors: The stored paths of containers in which a rank's state_dict has no entries, or none but of a
@@ -77,7 +78,7 @@ class Answering:
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
         self._paths = sorted([*metadata.table.paths, *self._values])
-        self._first_block, counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
+        self.first_block, counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self.names = Names(metadata.table.paths, metadata.table.names)
@@ -320,7 +321,7 @@ class Answering:
             files=[self.files[i] for i in used.tolist()],
             tensors=msgspec.structs.replace(table_to_record(table), shard_file=pack_column(renumbered.reshape(-1))),
             starts=pack_column(metadata.table.data_offsets[shards]),
-            blocks=pack_column(self._first_block[shards]),
+            blocks=pack_column(self.first_block[shards]),
             keys={path: special[path] for path in table.paths if path in special} if special else {},
             values=found.values,
             unfit=found.unfit,
@@ -337,6 +338,7 @@ class Answering:
             hints={path: [(hint.key, hint.shape) for hint in hints] for path, hints in found.hints.items()},
             save_id=metadata.save_id if metadata.format == "native" else "",
             cost=metadata.cost,
+            firsts=pack_column(metadata.table.first_shard[sorted(found.tensors)]),
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.box import Box, flat_range
 from ..core.boxes import Boxes
 from ..core.cached import cached_property
-from ..core.columns import IntArray, Mask, all_of, narrow, pack_column
+from ..core.columns import IntArray, all_of, narrow, pack_column
 from ..core.grouping import group_rows
 from ..core.layouts import LayoutBoxes
 from ..files.metadata import Metadata
@@ -34,15 +34,20 @@ __all__ = ["ExchangePlanner"]
 
 
 class ExchangePlanner:
-    """Plans the exchange of one load. Ranks are positions inside, global ranks outside."""
+    """Plans a part of an exchange: of shards below ``end``, or of all.
+
+    Ranks are positions inside, global ranks outside.
+    """
 
     def __init__(
         self,
         metadata: Metadata,
+        first_block: IntArray,
         ranks: Sequence[int],
         reach: Mapping[int, Sequence[str]],
         needs: Mapping[int, ShardNeeds],
         staging_bytes: int,
+        end: int,
     ) -> None:
         self._metadata, self._ranks, self._own_bytes = metadata, ranks, own_round_bytes(staging_bytes)
         file_number = {info.name: i for i, info in enumerate(metadata.files)}
@@ -50,9 +55,10 @@ class ExchangePlanner:
         for place, rank in enumerate(ranks):
             for name in reach.get(rank, ()):
                 self._reach.setdefault(file_number[name], []).append(place)
-        self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks])
+        self._end = end
+        self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks], end)
         self._layouts: dict[int, Boxes] = {}
-        self._first_block, _ = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
+        self._first_block = first_block
 
     def unreached(self) -> list[str]:
         """Files that are needed and that no rank can read."""
@@ -61,17 +67,15 @@ class ExchangePlanner:
 
     def orders(self) -> dict[int, ExchangeAnswer]:
         """Each rank's order, by global rank."""
-        staged, main = self._rounds(True), self._rounds(False)
-        columns = zip(self._ranks, staged, main, strict=True)
-        return {rank: ExchangeAnswer(staged=first, main=second) for rank, first, second in columns}
+        columns = zip(self._ranks, self._rounds(), strict=True)
+        return {rank: ExchangeAnswer(rounds=rounds, end=self._end) for rank, rounds in columns}
 
-    def _rounds(self, staged: bool) -> list[list[ExchangeRound]]:
-        """Each rank's part in the rounds of one pass."""
+    def _rounds(self) -> list[list[ExchangeRound]]:
+        """What each rank does in the rounds."""
         needs, block_bytes = self._needs, self._metadata.block_bytes
-        chosen = needs.staged == staged
         is_small = self._metadata.table.shard_bytes[needs.shard] <= block_bytes
-        shards, large = self._large(np.flatnonzero(chosen & ~is_small))
-        places = self._ordered(np.flatnonzero(chosen & is_small))
+        shards, large = self._large(np.flatnonzero(~is_small))
+        places = self._ordered(np.flatnonzero(is_small))
         small = needs.small(self._metadata, places)
         plan = plan_exchange(shards, large, self._reach, len(self._ranks), block_bytes, small, self._own_bytes)
         rounds: list[list[ExchangeRound]] = [[] for _ in self._ranks]
@@ -271,7 +275,6 @@ class _Needs:
     Attributes:
         shard, rank, row: The shard, who needs some of it, and that rank's own number for it, ``[needs]``.
         box: Which of ``boxes`` it is in the shard's coordinates, ``[needs]``.
-        staged: Whether its target is looked at before it is used, ``[needs]``.
         nbytes: Its size, ``[needs]``.
         boxes: The different boxes.
     """
@@ -280,31 +283,29 @@ class _Needs:
     rank: IntArray
     row: IntArray
     box: IntArray
-    staged: Mask
     nbytes: IntArray
     boxes: Boxes
 
     @classmethod
-    def joined(cls, metadata: Metadata, messages: Sequence[ShardNeeds]) -> _Needs:
-        """What ranks said, one behind the other."""
+    def joined(cls, metadata: Metadata, messages: Sequence[ShardNeeds], end: int) -> _Needs:
+        """What ranks said of the shards below ``end``, or of all, one behind the other."""
         table = metadata.table
         columns: list[tuple[IntArray, ...]] = []
         boxes: list[Boxes] = []
         for place, message in enumerate(messages):
-            tensors = np.array([table.index[path] for path in message.tensors], np.int64)
-            shard = table.first_shard[tensors[all_of(message.tensor)]] + all_of(message.shard)
-            box = all_of(message.box) + sum(map(len, boxes))
-            parts = shard, np.full_like(shard, place), np.arange(len(shard)), box, all_of(message.staged)
-            columns.append(tuple(map(narrow, parts)))
+            shard, box = all_of(message.shard), all_of(message.box) + sum(map(len, boxes))
+            parts = shard, np.full_like(shard, place), all_of(message.row), box
+            chosen = shard < (end or len(table.shard_file))
+            columns.append(tuple(narrow(part[chosen]) for part in parts))
             flat, size = all_of(message.boxes), message.dimensions
             rows = flat.reshape(-1, 2 * size)
             boxes.append(Boxes(rows[:, :size], rows[:, size:]))
-        shard, rank, row, box, staged = map(np.concatenate, zip(*columns, strict=True))
+        shard, rank, row, box = map(np.concatenate, zip(*columns, strict=True))
         every = Boxes.joined(boxes, max(part.dimensions for part in boxes))
         first, alike = group_rows(every.table)
         box, found = narrow(alike)[box], every.take(first)
         nbytes = found.volumes[box] * table.itemsizes[table.shard_tensor[shard]]
-        return cls(shard, rank, row, box, staged == 1, narrow(nbytes), found)
+        return cls(shard, rank, row, box, narrow(nbytes), found)
 
     def small(self, metadata: Metadata, places: IntArray) -> SmallNeeds:
         """Some needs, all of small shards, for the plan."""

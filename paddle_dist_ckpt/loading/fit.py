@@ -288,26 +288,42 @@ class Fit:
             found[shard][1].append(self.targets.consumer(row, box, entry_box))
         return list(found.values())
 
-    def shard_needs(self) -> ShardNeeds:
-        """What other ranks may read for this one."""
-        tensor, like = self.targets.tensor[self._target], self._like
-        tensors, number = np.unique(tensor, return_inverse=True)
-        boxes, box = self._boxes_in_shards()
-        return ShardNeeds(
-            tensors=[self._table.paths[t] for t in tensors.tolist()],
-            tensor=pack_column(number),
-            shard=pack_column(self._shard - self._table.first_shard[tensor]),
-            box=pack_column(box[like]),
-            staged=pack_column(self.targets.staged[self._target]),
+    def shard_needs(self, staged: bool, start: int, most: int) -> tuple[ShardNeeds, int]:
+        """What other ranks may read for this one.
+
+        Args:
+            staged: Whether it is for targets that are looked at before they are used, or for all others.
+            start: The first shard whose turn it is, as the coordinator counts them.
+            most: How many needs there should be at most; there are more if so many are of the first of these shards.
+
+        Returns:
+            The needs; and before which shard they end, 0 if there are no more.
+        """
+        needs = self.needs(staged)
+        shard = narrow(self.stored.everywhere(self._shard[needs]))
+        chosen, end = shard >= start, 0
+        if int(chosen.sum()) > most:
+            end = int(np.partition(shard[chosen], most)[most])
+            if int(shard[chosen].min()) == end:
+                end += 1
+            chosen &= shard < end
+        needs, shard = needs[chosen], shard[chosen]
+        alike, like = np.unique(self._like[needs], return_inverse=True)
+        boxes, box = self._boxes_in_shards(alike)
+        found = ShardNeeds(
+            row=pack_column(needs),
+            shard=pack_column(shard),
+            box=pack_column(box[like.reshape(-1)]),
             dimensions=self._alike.asked.dimensions,
             boxes=pack_column(boxes.reshape(-1)),
         )
+        return found, end
 
-    def _boxes_in_shards(self) -> tuple[IntArray, IntArray]:
-        """The different boxes of needs, in their shards' coordinates, as offsets and lengths, ``[boxes, 2 * d]``; and
-        which of them those needs have that are alike, ``[kinds]``."""
+    def _boxes_in_shards(self, alike: IntArray) -> tuple[IntArray, IntArray]:
+        """The different boxes of needs that are alike, in their shards' coordinates, as offsets and lengths, ``[boxes,
+        2 * d]``; and which of them each has, ``[kinds]``."""
         found, number, count = [np.zeros((0, 2 * self._alike.asked.dimensions), np.int64)], [], 0
-        for common, stored, _ in map(self._alike.take, _pieces(len(self._alike))):
+        for common, stored, _ in (self._alike.take(alike[piece]) for piece in _pieces(len(alike))):
             rows = np.hstack([common.offset - stored.offset, common.shape])
             first, group = group_rows(rows)
             found.append(rows[first])

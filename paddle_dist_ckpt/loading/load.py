@@ -6,7 +6,8 @@
     open      ... and whether the readers have their files
     collectives  what there is to move data by, and whether it works
     staged    values stored as entries, and tied tensors, are read to buffers and looked at
-    read      everything else is read to where it belongs
+    read      everything else is read to where it belongs (if it is in exchanges of very many shards, part by part:
+              each but the last one comes with the next ``exchange``)
     restore   if there are objects: they are given their states
 
 If files are gone because a save has replaced the checkpoint meanwhile, the load starts again.
@@ -19,14 +20,13 @@ import copy
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..control.rounds import Messages, ask, only_on
-from ..control.verified import agree_on_collectives
 from ..core.messages import encode
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
@@ -37,14 +37,14 @@ from ..tree.building import assign_all, build_tree
 from ..tree.paths import is_own, parent_of, plain_key
 from ..tree.state_dict import Leaves, PerRank, flatten
 from ..tree.values import from_jsonable
+from .exchange_parts import ExchangeParts, Replaced
 from .fit import Fit
 from .load_coordinator import LoadCoordinator
 from .messages import (
     DecideAnswer,
     DecideRequest,
     DoneRequest,
-    ExchangeAnswer,
-    ExchangeRequest,
+    ExchangeRound,
     GoOnAnswer,
     LoadAnswer,
     LoadRequest,
@@ -99,10 +99,6 @@ def load(
     return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read).run()
 
 
-class _Replaced(Exception):
-    """The checkpoint was replaced meanwhile; raised on all ranks alike."""
-
-
 @dataclass(slots=True)
 class LeavesLoad:
     """One rank's part in a load that fills tensors among leaves, and has the values for the others restored.
@@ -124,6 +120,7 @@ class LeavesLoad:
     read: Callable[[int | None], Metadata] | None = None
     _files: DataFiles = field(init=False)
     _coordinator: LoadCoordinator | None = None
+    _touched: bool = False
 
     def run(self) -> LoadReport:
         """Load."""
@@ -135,9 +132,17 @@ class LeavesLoad:
             while True:
                 try:
                     report = self._attempt()
-                except _Replaced:
+                except Replaced:
                     self._files.forget()
                     continue
+                except CheckpointError as error:
+                    if self._touched:
+                        error.args = (f"{error.args[0]}{self.warning}",)
+                    raise
+                except OSError as error:  # of a process that works alone; from several it comes as RankFailureError
+                    if self._touched:
+                        raise CheckpointError(f"reading failed: {error}{self.warning}") from error
+                    raise
                 level = logging.INFO if context.is_coordinator and not context.is_part else logging.DEBUG
                 _logger.log(level, "%s", loaded_line(report))
                 return report
@@ -153,18 +158,18 @@ class LeavesLoad:
             fit, decision = self._ask("decide", plan, DecideAnswer, LoadCoordinator.decide)
             del plan
         if decision.restart:
-            raise _Replaced
+            raise Replaced
         self._files.look_into_cache(decision.shared)
-        order = self._agree_on_exchange(fit, decision) if decision.exchange else None
-        reading = Reading(self.context, fit, self._files, order)
+        parts = ExchangeParts(self.context, fit, self._files, decision, self._ask)
+        reading = Reading(self.context, fit, self._files)
 
         def read_staged() -> tuple[list[str], DoneRequest]:
-            reading.run(True)
+            run(last)
             problems = fit.targets.compare_shared()
             return problems, DoneRequest(problems=problems)
 
         def read() -> tuple[dict[str, Any], DoneRequest]:
-            reading.run(False)
+            run(last)
             fit.targets.finish(reading.copies)
             return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
 
@@ -174,19 +179,19 @@ class LeavesLoad:
 
         skipped = list(fit.skipped)
         if decision.staged:
-            skipped += self._ask("staged", read_staged, GoOnAnswer, LoadCoordinator.done)[0]
-        try:
+            with reading.one_pass(True) as run:
+                last = parts.last(True, run)
+                skipped += self._ask("staged", read_staged, GoOnAnswer, LoadCoordinator.done)[0]
+        with reading.one_pass(False) as run:
+            last = parts.last(False, self._touching(run))
+            self._touched = True
             with tally.phase("read"):
                 values, _ = self._ask("read", read, GoOnAnswer, LoadCoordinator.done)
-                if decision.objects:  # which may refuse their states
-                    self._ask("restore", restore, GoOnAnswer, LoadCoordinator.done)
-                else:
-                    restore()
-        except CheckpointError as error:
-            error.args = (f"{error.args[0]}{self.warning}",)
-            raise
-        except OSError as error:  # of a process that works alone; from several it comes as RankFailureError
-            raise CheckpointError(f"reading failed: {error}{self.warning}") from error
+        with tally.phase("read"):
+            if decision.objects:  # which may refuse their states
+                self._ask("restore", restore, GoOnAnswer, LoadCoordinator.done)
+            else:
+                restore()
         return LoadReport(
             path=self.context.storage.location,
             unique_id=fit.answer.unique_id,
@@ -194,6 +199,15 @@ class LeavesLoad:
             unused_keys=tuple(decision.unused),
             **asdict(tally),
         )
+
+    def _touching(self, run: Callable[[Sequence[ExchangeRound]], None]) -> Callable[[Sequence[ExchangeRound]], None]:
+        """What runs rounds that write to tensors."""
+
+        def noted(rounds: Sequence[ExchangeRound]) -> None:
+            self._touched = True
+            run(rounds)
+
+        return noted
 
     def _bytes_there(self, answer: LoadAnswer) -> int:
         """What the checkpoint has on the disk, as far as this rank sees it. One that sees nothing, for which others
@@ -257,24 +271,6 @@ class LeavesLoad:
             unreachable = self._files.open([fit.stored.files[name] for name in needed])
         staged = bool(fit.targets.staged.any())
         return fit, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)
-
-    def _agree_on_exchange(self, fit: Fit, decision: DecideAnswer) -> ExchangeAnswer:
-        """Rounds ``exchange``, ``open`` and ``collectives``."""
-
-        def reach() -> tuple[None, ExchangeRequest]:
-            unreachable = self._files.open(decision.files) if decision.probe else {}
-            asked = {info.name for info, _ in decision.files}
-            return None, ExchangeRequest(sorted(self._files.opened.keys() & asked), fit.shard_needs(), unreachable)
-
-        def open_mine() -> tuple[None, DoneRequest]:
-            return None, DoneRequest(self._files.open([file for file in decision.files if file[0].name in order.files]))
-
-        with self._files.tally.phase("open"):
-            _, order = self._ask("exchange", reach, ExchangeAnswer, LoadCoordinator.exchange)
-            if order.restart or self._ask("open", open_mine, GoOnAnswer, LoadCoordinator.done)[1].restart:
-                raise _Replaced
-            agree_on_collectives(self.context.session, self.context.transport)
-        return order
 
 
 def _digest(config: Mapping[str, Any] | None) -> str:

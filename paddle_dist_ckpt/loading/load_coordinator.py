@@ -65,6 +65,7 @@ class LoadCoordinator:
         self._folders: dict[int, FolderIdentity]  # of ranks that have one; who has none reaches nothing
         self._groups: dict[FolderIdentity, list[int]]  # the ranks that see each folder, ascending
         self._reasons: dict[str, str] = {}
+        self._reach: dict[int, list[str]] | None = None  # the files that each rank can read, if there is an exchange
         self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
         self._doubtful: list[str] = []
@@ -160,7 +161,7 @@ class LoadCoordinator:
         missing = {name: reason for _, n in sorted(needs.items()) for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
-        self._reasons = missing
+        self._reasons, self._reach = missing, None
         if missing and self._options.exchange == "never":
             raise self._unread(missing, "; exchange is 'never', so no other rank may read it")
         decision = DecideAnswer(
@@ -195,13 +196,16 @@ class LoadCoordinator:
         return self._options.exchange != "never" and any(count > 1 for count in hosts.values())
 
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Round ``exchange``: who reads what for whom."""
-        reaches = {rank: decode(data, ExchangeRequest) for rank, data in messages.items()}
-        reach = {rank: reaches[group[0]].files for group in self._groups.values() for rank in group}
-        needs = {rank: reaches[rank].needs for rank in reaches}
-        planner = ExchangePlanner(self._metadata, self._session.ranks, reach, needs, self._options.staging_bytes)
-        found = {name: reason for one in reaches.values() for name, reason in one.unreachable.items()}
-        self._reasons = found | self._reasons  # which are of all ranks, if those have tried
+        """Round ``exchange``: who reads what for whom, of the shards that all ranks have told of."""
+        requests = {rank: decode(data, ExchangeRequest) for rank, data in messages.items()}
+        if self._reach is None:
+            self._reach = {rank: requests[group[0]].files for group in self._groups.values() for rank in group}
+            found = {name: reason for one in requests.values() for name, reason in one.unreachable.items()}
+            self._reasons = found | self._reasons  # which are of all ranks, if those have tried
+        ranks, needs = self._session.ranks, {rank: one.needs for rank, one in requests.items()}
+        end = min((one.end for one in requests.values() if one.end), default=0)
+        first_block, staging_bytes = self._answering.first_block, self._options.staging_bytes
+        planner = ExchangePlanner(self._metadata, first_block, ranks, self._reach, needs, staging_bytes, end)
         if self._is_replaced({name: self._reasons.get(name, "no rank can read it") for name in planner.unreached()}):
             return dict.fromkeys(messages, encode(ExchangeAnswer(restart=True)))
         return {rank: encode(order) for rank, order in planner.orders().items()}

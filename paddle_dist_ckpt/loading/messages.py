@@ -100,7 +100,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     that are there for these alone, ``unmatched`` the keys of recipes that no rank has a tensor for.
     ``hints`` are stored flat keys that may be meant by wanted paths where nothing is, with the shapes of tensors.
     ``save_id`` is the save's, empty if it is not in files of this format; ``cost`` what the values of `.metadata` cost,
-    see :class:`.files.metadata.Metadata`.
+    see :class:`.files.metadata.Metadata`. ``firsts`` are the coordinator's numbers of the tensors' first shards.
     """
 
     unique_id: int
@@ -125,6 +125,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     hints: dict[str, list[tuple[str, tuple[int, ...] | None]]] = {}
     save_id: str = ""
     cost: int = 0
+    firsts: Column = _EMPTY
 
     def without_table(self) -> LoadAnswer:
         """The same without the columns, which take as much memory again where there are many shards."""
@@ -164,30 +165,29 @@ class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
-    """The boxes that a rank needs of tensors' shards, in columns with a row for each need, in the order of the rank's
-    own numbers for them.
+    """The boxes that a rank needs of tensors' shards, in columns with a row for each need.
 
-    ``tensors`` are paths; ``tensor`` says of which of them a need is, and ``shard`` counts that tensor's shards.
-    ``box`` is which of ``boxes`` it needs of the shard, in the shard's own coordinates: ``dimensions`` offsets and as
-    many lengths each. ``staged`` is 0 or 1.
+    ``row`` is the rank's own number for it, ``shard`` the coordinator's for its shard. ``box`` is which of ``boxes`` it
+    needs of the shard, in the shard's own coordinates: ``dimensions`` offsets and as many lengths each.
     """
 
-    tensors: list[str]
-    tensor: Column
+    row: Column
     shard: Column
     box: Column
-    staged: Column
     dimensions: int
     boxes: Column
 
 
 class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``exchange``: which of the asked files a rank has opened, if it was to find out, and what it needs; why it
-    could not open others."""
+    """Round ``exchange``: what a rank needs of the shards whose turn it is, below ``end``; of all if that is 0.
+
+    In the first one also which of the asked files it has opened, if it was to find out, and why not others.
+    """
 
     files: list[str]
     needs: ShardNeeds
     unreachable: dict[str, str] = {}
+    end: int = 0
 
 
 class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -264,18 +264,17 @@ class ExchangeRound(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Round ``exchange``: one rank's part: rounds of the staged pass and of the main one."""
+    """Round ``exchange``: what one rank does for the needs of shards below ``end``; there are no others if it is 0."""
 
     restart: bool = False
-    staged: list[ExchangeRound] = []
-    main: list[ExchangeRound] = []
+    rounds: list[ExchangeRound] = []
+    end: int = 0
 
     @property
     def files(self) -> set[str]:
         """The files that the rank reads."""
-        rounds = [*self.staged, *self.main]
-        units = {unit.shard.file for one in rounds for unit in one.units if unit.shard is not None}
-        return units.union(*(pack.files for one in rounds for pack in one.packs))
+        units = {unit.shard.file for one in self.rounds for unit in one.units if unit.shard is not None}
+        return units.union(*(pack.files for one in self.rounds for pack in one.packs))
 
 
 class DoneRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ import errno
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from ..core.buffers import Buffers
@@ -27,7 +27,7 @@ from ..options import LoadOptions
 from ..reports import Stopwatch
 from .exchange import Exchange
 from .fit import Fit
-from .messages import ExchangeAnswer, ExchangeRound
+from .messages import ExchangeRound
 from .staging import GroupStaging, group_bytes
 
 __all__ = ["DataFiles", "LoadContext", "Reading", "unreadable_on"]
@@ -117,29 +117,32 @@ class DataFiles(ExitStack):
 
 @dataclass(frozen=True)
 class Reading:
-    """Reads a load's needs in one or two passes: first those of staged targets, if there are any.
-
-    ``order`` is this rank's part in an exchange; None if it reads for itself.
-    """
+    """Reads a load's needs in one or two passes: first those of staged targets, if there are any."""
 
     context: LoadContext
     fit: Fit
     files: DataFiles
-    order: ExchangeAnswer | None
 
-    def run(self, staged: bool) -> None:
-        """One pass: for the staged targets, or for all others."""
-        needs = self.fit.needs(staged)
-        context = self.context
+    @contextmanager
+    def one_pass(self, staged: bool) -> Iterator[Callable[[Sequence[ExchangeRound] | None], None]]:
+        """Around one pass: for the staged targets, or for all others.
+
+        Gives what reads it all, if that is given None, or runs rounds of an exchange. It shows and counts what is read.
+        """
+        context, needs = self.context, self.fit.needs(staged)
         shown, total = context.options.progress, self.fit.nbytes(needs)
         with Progress("load", total, shown, context.is_coordinator, True) as progress:
-            if self.order is not None:
-                self._exchange(self.order.staged if staged else self.order.main, progress)
-            else:
+
+            def run(rounds: Sequence[ExchangeRound] | None) -> None:
+                if rounds is not None:
+                    self._exchange(rounds, progress)
+                    return
                 try:
                     run_all(self._tasks(needs, progress), self._threads, context.session.check)
                 finally:
                     self.copies.mark().wait()
+
+            yield run
         self.files.tally.bytes_read += progress.done
 
     @cached_property

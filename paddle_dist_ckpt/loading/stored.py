@@ -19,6 +19,7 @@ from .messages import LoadAnswer
 __all__ = ["StoredShards"]
 
 _MANY = 2**62
+_TOGETHER = 1 << 14  # shards of which numbers are made together
 
 
 class StoredShards:
@@ -37,11 +38,21 @@ class StoredShards:
     def __init__(self, answer: LoadAnswer) -> None:
         self._keys, self._files = answer.keys, answer.files
         self.table: ShardTable = table_from_record(answer.tensors, len(answer.files))
+        self._firsts = unpack_column(answer.firsts, len(self.table.paths), _MANY, "firsts")
         _check_values(self.table)
         shards = len(self.table.shard_file)
         self.starts: IntArray = narrow(unpack_column(answer.starts, shards, _MANY, "starts"))
         self.blocks: IntArray = narrow(unpack_column(answer.blocks, shards, _MANY, "blocks"))
         self.files: dict[str, tuple[FileInfo, int]] = {info.name: (info, count) for info, count in answer.files}
+
+    def everywhere(self, shards: IntArray) -> IntArray:
+        """The coordinator's numbers of shards, in which they come in the same order."""
+        numbers = np.empty(len(shards), np.int64)
+        shift = self._firsts - self.table.first_shard[:-1]
+        for start in range(0, len(shards), _TOGETHER):
+            some = shards[start : start + _TOGETHER]
+            numbers[start : start + _TOGETHER] = some + shift[self.table.shard_tensor[some]]
+        return numbers
 
     def key(self, shard: int) -> str:
         """The flat key of a shard's tensor."""
