@@ -22,6 +22,7 @@ from .layouts import Layout, LayoutBoxes
 
 __all__ = ["Kind", "ShardTable", "file_key"]
 
+_TOGETHER = 1 << 16  # shards of which something is calculated together
 _LARGEST_ITEM = 64  # bytes, and more than any item has
 
 
@@ -106,7 +107,11 @@ class ShardTable:
     def shard_bytes(self) -> IntArray:
         """Size of each shard, ``[shards]``."""
         volumes = np.concatenate([np.zeros(0, np.int64), *(layout.parts.volumes for layout in self.layouts)])
-        return narrow(volumes[self.shard_layout_row] * self._shard_itemsizes)
+        sizes = np.empty(int(self.first_shard[-1]), np.int64)
+        for start in range(0, len(sizes), _TOGETHER):
+            some = np.arange(start, min(start + _TOGETHER, len(sizes)))
+            sizes[some] = volumes[self.layout_row_of(some)] * self.itemsizes[self.shard_tensor[some]]
+        return narrow(sizes)
 
     @cached_property
     def dtype_list(self) -> list[DType]:
@@ -167,10 +172,17 @@ class ShardTable:
         """
         order = self.file_order
         file = self.shard_file[order]
-        ends = edges_of(-(-self.shard_bytes[order].astype(np.int64) // block_bytes))
+        ends = np.zeros(len(order) + 1, np.int64)  # of runs of blocks; calculated in place, for there may be very many
+        counts = ends[1:]
+        counts[:] = self.shard_bytes[order]
+        np.negative(counts, out=counts)  # rounds up
+        counts //= block_bytes
+        np.negative(counts, out=counts)
+        np.cumsum(counts, out=counts)
         edges = ends[np.searchsorted(file, np.arange(max(files, int(file.max(initial=-1)) + 1) + 1))]
+        ends[:-1] -= edges[file]
         first = np.empty(len(order), np.int64)
-        first[order] = ends[:-1] - edges[file]
+        first[order] = ends[:-1]
         return narrow(first), np.diff(edges)
 
     def forget(self) -> None:

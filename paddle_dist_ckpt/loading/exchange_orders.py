@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.box import Box, flat_range
+from ..core.box import flat_range
 from ..core.boxes import Boxes
 from ..core.cached import cached_property
 from ..core.columns import IntArray, all_of, narrow, pack_column
@@ -57,7 +57,6 @@ class ExchangePlanner:
                 self._reach.setdefault(file_number[name], []).append(place)
         self._end = end
         self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks], end)
-        self._layouts: dict[int, Boxes] = {}
         self._first_block = first_block
 
     def unreached(self) -> list[str]:
@@ -93,13 +92,15 @@ class ExchangePlanner:
     def _large(self, places: IntArray) -> tuple[dict[int, ExchangeShard], dict[int, list[Need]]]:
         """Needs of large shards as objects, and the shards, by number."""
         table, needs = self._metadata.table, self._needs
-        shards: dict[int, ExchangeShard] = {}
+        different = np.unique(needs.shard[places])
+        files = table.shard_file[different].tolist()
+        shards = {
+            shard: ExchangeShard(file, shape, table.dtypes[tensor].itemsize)
+            for shard, file, (tensor, shape) in zip(different.tolist(), files, self._shapes(different), strict=True)
+        }
         large: dict[int, list[Need]] = {}
         for need in places.tolist():
             shard = int(needs.shard[need])
-            if shard not in shards:
-                tensor, box = self._place(shard)
-                shards[shard] = ExchangeShard(int(table.shard_file[shard]), box.shape, table.dtypes[tensor].itemsize)
             box = needs.boxes.box(int(needs.box[need]), len(shards[shard].shape))
             large.setdefault(shard, []).append(Need(int(needs.rank[need]), int(needs.row[need]), box))
         return shards, large
@@ -173,11 +174,10 @@ class ExchangePlanner:
         columns = np.column_stack([self._shape_of(shard), table.dtype_of[tensor], needs.box[part]])
         first, kind = group_rows(columns)
         keyed, key = np.unique(tensor, return_inverse=True)
-        kinds = []
-        for i in part[first].tolist():
-            which, place = self._place(int(needs.shard[i]))
-            box = needs.boxes.box(int(needs.box[i]), len(place.shape))
-            kinds.append(PackKind(place.shape, table.dtypes[which].name, box))
+        kinds = [
+            PackKind(shape, table.dtypes[t].name, needs.boxes.box(box, len(shape)))
+            for box, (t, shape) in zip(needs.box[part[first]].tolist(), self._shapes(shard[first]), strict=True)
+        ]
         return PackOrder(
             reader=self._ranks[reader],
             destination=self._global(destination),
@@ -204,16 +204,15 @@ class ExchangePlanner:
     def _boxes(self) -> LayoutBoxes:
         """The boxes of all layouts, one layout after the other."""
         table = self._metadata.table
-        return table.layout_boxes(max(len(layout.shape) for layout in table.layouts))
+        return table.layout_boxes(max([1, *(len(layout.shape) for layout in table.layouts)]))
 
-    def _place(self, shard: int) -> tuple[int, Box]:
-        """A shard's tensor and box; the boxes of a layout are made once."""
+    def _shapes(self, shards: IntArray) -> list[tuple[int, tuple[int, ...]]]:
+        """Shards' tensors and shapes. The boxes of a layout, which may be very many, are not all made for that."""
         table = self._metadata.table
-        tensor = int(table.shard_tensor[shard])
-        layout = int(table.layout_of[tensor])
-        if layout not in self._layouts:
-            self._layouts[layout] = table.layouts[layout].boxes
-        return tensor, self._layouts[layout].box(shard - int(table.first_shard[tensor]))
+        tensors = table.shard_tensor[shards]
+        shapes = self._boxes.take(table.layout_row_of(shards)).shape.tolist()
+        dimensions = [len(table.layouts[i].shape) for i in table.layout_of[tensors].tolist()]
+        return [(t, tuple(shape[:size])) for t, shape, size in zip(tensors.tolist(), shapes, dimensions, strict=True)]
 
     def _files(self, shard: IntArray) -> tuple[list[str], IntArray]:
         """The names of the files that shards are in, and in which each is."""
@@ -238,9 +237,9 @@ class ExchangePlanner:
                 if reads or p.destination in (ALL, place)
             ]
             if parcels:
-                shard = self._order(unit.shard) if reads else None
-                itemsize = shards[unit.shard].itemsize
-                told.append(UnitOrder(self._ranks[unit.reader], itemsize, parcels, shard, is_whole))
+                shard = shards[unit.shard]
+                order = self._order(unit.shard, shard.shape) if reads else None
+                told.append(UnitOrder(self._ranks[unit.reader], shard.itemsize, parcels, order, is_whole))
         return told
 
     def _is_whole(self, unit: Unit, shard: ExchangeShard) -> bool:
@@ -255,14 +254,14 @@ class ExchangePlanner:
         start, stop = found[0][0] * shard.itemsize, found[-1][1] * shard.itemsize
         return start % block_bytes == 0 and (stop % block_bytes == 0 or stop == shard.itemsize * math.prod(shard.shape))
 
-    def _order(self, shard: int) -> ShardOrder:
+    def _order(self, shard: int, shape: tuple[int, ...]) -> ShardOrder:
         table = self._metadata.table
-        tensor, box = self._place(shard)
+        tensor = int(table.shard_tensor[shard])
         return ShardOrder(
             file=self._metadata.files[table.shard_file[shard]].name,
             start=int(table.data_offsets[shard]),
             first_block=int(self._first_block[shard]),
-            shape=box.shape,
+            shape=shape,
             dtype=table.dtypes[tensor].name,
             key=self._metadata.key(table.paths[tensor]),
         )

@@ -303,10 +303,9 @@ class Fit:
         shard = narrow(self.stored.everywhere(self._shard[needs]))
         chosen, end = shard >= start, 0
         if int(chosen.sum()) > most:
-            end = int(np.partition(shard[chosen], most)[most])
-            if int(shard[chosen].min()) == end:
-                end += 1
+            end = max(int(np.partition(shard[chosen], most)[most]), int(shard[chosen].min()) + 1)
             chosen &= shard < end
+            end = end if end <= int(shard.max()) else 0
         needs, shard = needs[chosen], shard[chosen]
         alike, like = np.unique(self._like[needs], return_inverse=True)
         boxes, box = self._boxes_in_shards(alike)

@@ -1,0 +1,202 @@
+"""Exchanges that are planned part by part: the same comes of them, and what they take does not grow with the shards."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.core.columns import all_of
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, RankFailureError
+from paddle_dist_ckpt.loading import exchange_orders, exchange_parts
+from paddle_dist_ckpt.loading.messages import ExchangeAnswer, ShardNeeds
+from paddle_dist_ckpt.options import LoadOptions
+from test.jobs import (
+    alike,
+    check_pieces,
+    data_files,
+    errors_of,
+    everything,
+    load_on,
+    make_array,
+    replaced_bytes,
+    rows_of,
+    save_on,
+    sharded,
+    try_load,
+)
+from test.torture.budgets import cost_of
+from test.torture.crafting import Entry, write_checkpoint
+
+ALWAYS = LoadOptions(exchange="always", timeout=60)
+_LARGE = 3 << 20  # bytes, which is more than a block
+
+
+class Seen:
+    """The parts of the exchanges of a test: the needs that were planned in each, by rank, and where each ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+        self.parts: list[list[list[int]]] = []
+        self.ends: list[int] = []
+        monkeypatch.setattr(exchange_parts, "_MOST_NEEDS", most)
+        real = exchange_orders._Needs.joined
+
+        def joined(metadata: Any, messages: Sequence[ShardNeeds], end: int) -> Any:
+            self.ends.append(end)
+            self.parts.append([all_of(one.shard).tolist() for one in messages])
+            found = real(metadata, messages, end)
+            assert (found.shard < (end or len(metadata.table.shard_file))).all(), "others are planned in the next part"
+            return found
+
+        monkeypatch.setattr(exchange_orders._Needs, "joined", joined)
+
+    def check(self, most: int, ranks: int) -> None:
+        """See that no rank said more than it may, but for needs of a single shard."""
+        for part in self.parts:
+            for shards in part:
+                assert len(shards) <= max(1, most // ranks) or len(set(shards)) == 1
+
+
+def state_of(rank: int, ranks: int, fill: bool, keys: Sequence[str]) -> dict[str, Any]:
+    """What a rank has of some tensors: cut along rows, along columns, large, plain; and of a large value."""
+    made = {f"rows{i}": make_array((24 + i, 10), seed=i) for i in range(6)}
+    state: dict[str, Any] = {
+        key: sharded(array, [rows_of(array.shape, rank, ranks, i % 2)], fill=fill)
+        for i, (key, array) in enumerate(made.items())
+    }
+    large = make_array((_LARGE // 256, 64), seed=7)
+    state["large"] = sharded(large, [rows_of(large.shape, rank, ranks)], fill=fill)
+    state["plain"] = make_array((40,), "int64", 8) if fill else np.zeros(40, np.int64)
+    state["text"] = "long " * 30_000 if fill else None
+    return {key: value for key, value in state.items() if key in keys}
+
+
+KEYS = [*(f"rows{i}" for i in range(6)), "large", "plain", "text"]
+
+
+def check(states: Sequence[dict[str, Any]]) -> None:
+    """See that states have what was saved."""
+    whole = state_of(0, 1, True, KEYS)
+    for state in states:
+        for key, found in state.items():
+            if hasattr(found, "pieces"):
+                check_pieces(found, whole[key].pieces[0])
+            else:
+                assert alike(found, whole[key]), key
+
+
+@pytest.mark.parametrize("most", [1, 5, 17, 1000])
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (3, 2), (4, 4)])
+def test_parts_of_any_size_bring_what_was_saved(
+    tmp_path: Path, saved_on: int, loaded_on: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_on([state_of(rank, saved_on, True, KEYS) for rank in range(saved_on)], tmp_path)
+    seen = Seen(monkeypatch, most)
+    states = [state_of(rank, loaded_on, False, KEYS) for rank in range(loaded_on)]
+    load_on(states, tmp_path, options=ALWAYS)
+    check(states)
+    seen.check(most, loaded_on)
+    passes = seen.ends.count(0)
+    assert passes == 2, "the large value is looked at before it is used"
+    assert (len(seen.ends) > passes) == (most < 1000)
+
+
+@pytest.mark.parametrize("most", [1, 4, 1000])
+def test_ranks_that_want_different_tensors(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count shards otherwise than the coordinator, who has those of all; and some are through sooner."""
+    save_on([state_of(rank, 3, True, KEYS) for rank in range(3)], tmp_path)
+    seen = Seen(monkeypatch, most)
+    wanted = [["rows3", "rows5"], ["plain", "rows0", "text", "large"], ["rows1", "rows2", "rows4"], []]
+    states = [state_of(0, 1, False, keys) for keys in wanted]
+    load_on(states, tmp_path, options=ALWAYS)
+    check(states)
+    seen.check(most, 4)
+
+
+def test_many_needs_of_one_shard_are_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = make_array((64, 8))
+    save_on([{"a": sharded(array, everything(array)), "b": array}, {}], tmp_path)
+    seen = Seen(monkeypatch, 4)
+    states = [{"a": sharded(array, [rows_of(array.shape, i, 32) for i in range(32)], fill=False)} for _ in range(2)]
+    load_on(states, tmp_path, options=ALWAYS)
+    for state in states:
+        check_pieces(state["a"], array)
+    assert [len(shards) for part in seen.parts for shards in part] == [32, 32], "a part, and no empty one behind it"
+
+
+def _between_parts(monkeypatch: pytest.MonkeyPatch, number: int, work: Any) -> None:
+    """Do something when the coordinator has planned so many parts."""
+    real, planned = exchange_orders.ExchangePlanner.orders, []
+
+    def orders(self: Any) -> dict[int, ExchangeAnswer]:
+        planned.append(self)
+        if len(planned) == number:
+            work()
+        return real(self)
+
+    monkeypatch.setattr(exchange_orders.ExchangePlanner, "orders", orders)
+
+
+def _saved_on_four(folder: Path, first: int) -> list[dict[str, Any]]:
+    """A tensor a rank, in a file a rank; what is asked for, by two: the second has files
+    of its own, none of them in the first part."""
+    states = [{f"t{rank}": make_array((50,), "int32", first + rank)} for rank in range(4)]
+    save_on(states, folder, 0)
+    return [{f"t{i}": np.zeros(50, np.int32) for i in wanted} for wanted in ([0, 1, 2], [2, 3])]
+
+
+def test_a_checkpoint_that_is_replaced_between_parts_is_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of what had come of the first one."""
+    states = _saved_on_four(tmp_path, 0)
+    Seen(monkeypatch, 2)
+    _between_parts(monkeypatch, 4, lambda: _saved_on_four(tmp_path, 100))
+    load_on(states, tmp_path, options=ALWAYS)
+    for state in states:
+        assert all(alike(array, make_array((50,), "int32", 100 + int(key[1]))) for key, array in state.items())
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_what_cannot_be_read_in_a_later_part_is_said_on_all_ranks(
+    tmp_path: Path, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that tensors are partly written by then."""
+    states = _saved_on_four(tmp_path, 0)
+    last = max(data_files(tmp_path))
+    Seen(monkeypatch, 2)
+    if harm == "gone":
+        kept = tmp_path / "kept"
+        _between_parts(monkeypatch, 4, lambda: shutil.move(last, kept))
+        results = try_load(states, tmp_path, options=ALWAYS)
+    else:
+        with replaced_bytes(last, {last.stat().st_size - 10: 77}):
+            results = try_load(states, tmp_path, options=ALWAYS)
+    kinds = (CheckpointCorruptedError, RankFailureError)
+    for error in errors_of(results, CheckpointCorruptedError if harm == "gone" else kinds):  # type: ignore[arg-type]
+        assert "partly written" in str(error)
+        assert last.name in str(error)
+
+
+def test_memory_is_bounded_however_many_shards_there_are(tmp_path: Path) -> None:
+    few, many = tmp_path / "few", tmp_path / "many"
+    for folder, side in ((few, 4), (many, 512)):
+        cuts = [list(range(1, side)), list(range(1, side))]
+        write_checkpoint(folder, {"/w": Entry([side, side], cuts, "uint8", 0, b"x" * side**2)})
+
+    def load(folder: Path) -> bool:
+        side = 4 if folder == few else 512
+        array = np.full((side, side), ord("x"), np.uint8)
+        states = [{"w": sharded(array, everything(array), fill=False)} for _ in range(2)]
+        load_on(states, folder, options=ALWAYS)
+        for state in states:
+            check_pieces(state["w"], array)
+        return True
+
+    cost = cost_of(load, few, many)
+    assert cost.outcome == "True"
+    assert cost.memory < 160 << 20
