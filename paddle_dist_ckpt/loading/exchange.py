@@ -44,6 +44,7 @@ class Exchange:
     Attributes:
         staging_bytes: The most memory through which data go to tensors on a device; the transport may use as much of
             a device's.
+        begun: Targets on a device for which earlier parts of the exchange have brought something.
         failure: The first error in reading. The exchange goes on all the same, with arbitrary bytes, so that no other
             rank waits for ever; whoever runs it raises the error afterwards.
     """
@@ -55,6 +56,7 @@ class Exchange:
     copies: Copies
     staging_bytes: int
     progress: Callable[[int], None]
+    begun: set[int]
     failure: Exception | None = None
     _on_host: bool = True
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class Exchange:
         Not so with tensors on a device: their rows are in host memory only in rounds that bring something for them.
         """
         rows = [self.fit.rows_on_device(needs_of(one)) for one in rounds]
-        staging = RoundStaging(self.fit.targets, self.copies, rows, self.staging_bytes)
+        staging = RoundStaging(self.fit.targets, self.copies, rows, self.staging_bytes, self.begun)
         messages = [messages_of(one) for one in rounds]
         self._on_host = not any(map(len, rows))
         ahead = _ReadingAhead([functools.partial(self._read, one, i) for i, one in enumerate(messages)])

@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.buffers import Buffers
 from ..core.cached import cached_property
@@ -122,6 +122,9 @@ class Reading:
     context: LoadContext
     fit: Fit
     files: DataFiles
+    _begun: set[int] = field(
+        default_factory=set
+    )  # targets on a device for which a part of an exchange brought something
 
     @contextmanager
     def one_pass(self, staged: bool) -> Iterator[Callable[[Sequence[ExchangeRound] | None], None]]:
@@ -184,7 +187,9 @@ class Reading:
 
         def run(transfers: Transfers) -> Exchange:
             most = context.options.staging_bytes
-            exchange = Exchange(context.session, self.fit, self.files, transfers, self.copies, most, progress)
+            exchange = Exchange(
+                context.session, self.fit, self.files, transfers, self.copies, most, progress, self._begun
+            )
             exchange.run(rounds)
             return exchange
 

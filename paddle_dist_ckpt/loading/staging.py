@@ -95,10 +95,11 @@ class RoundStaging:
 
     If there are more than ``most`` bytes, some go to the device before they are complete, and come back later; more are
     there only if a single round needs them. ``rows`` are those on a device that each round brings something for.
+    ``begun`` are those for which earlier parts of the exchange have brought something, to which this one's are added.
     """
 
-    def __init__(self, targets: Targets, copies: Copies, rows: Sequence[IntArray], most: int) -> None:
-        self._targets, self._copies, self._rows, self._most = targets, copies, rows, most
+    def __init__(self, targets: Targets, copies: Copies, rows: Sequence[IntArray], most: int, begun: set[int]) -> None:
+        self._targets, self._copies, self._rows, self._most, self._begun = targets, copies, rows, most, begun
         self._last = {row: i for i, here in enumerate(rows) for row in here.tolist()}
         self._open: dict[int, int] = {}  # rows that are on the host, with their sizes, the least recently used first
         self._incomplete: set[int] = set()  # rows that are on the device for the time being
@@ -123,6 +124,7 @@ class RoundStaging:
     def finish(self) -> None:
         """Wait until everything is on the device."""
         self._copies.mark().wait()
+        self._begun.update(self._last)
 
     def _make_room(self, nbytes: int, number: int, needed: set[int]) -> None:
         room = self._most - nbytes
@@ -142,8 +144,8 @@ class RoundStaging:
     def _bring(self, row: int, size: int) -> None:
         """Give a row memory on the host, with what the device has of it so far."""
         memory: Bytes1D = np.empty(size, np.uint8)
-        if row in self._incomplete:
-            self._incomplete.remove(row)
+        if row in self._incomplete or row in self._begun:
+            self._incomplete.discard(row)
             self._targets.device_memory([row])[0].read(0, size, memory, self._copies)
         self._targets.place(row, memory)
         self._open[row] = size

@@ -15,6 +15,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
+from paddle_dist_ckpt.loading import exchange_parts
 from test.device_plugin import control
 from test.device_plugin.build import NAME
 from test.paddle import cases_conversions as conversions
@@ -100,6 +101,15 @@ def save_slowly(layout_name: str, path: str, speed: float) -> int:
         return save("device", layout_name, path)
     finally:
         control.set_speed(0)
+
+
+def load_in_parts(layout_name: str, path: str, most: int) -> list[str]:
+    """Load by an exchange whose parts have so few needs that tensors are filled by several of them."""
+    before, exchange_parts._MOST_NEEDS = exchange_parts._MOST_NEEDS, most
+    try:
+        return load("device", layout_name, path, "always")
+    finally:
+        exchange_parts._MOST_NEEDS = before
 
 
 def load_slowly(layout_name: str, path: str, exchange: str, speed: float) -> list[str]:

@@ -76,6 +76,16 @@ def test_exchange(either: DevicePool, saved: Saved, pair: tuple[str, str], excha
     assert_loads(either, destination, saved(source), exchange)
 
 
+@pytest.mark.parametrize("most", [1, 8])
+@pytest.mark.parametrize(("source", "destination"), some(PAIRS, 3))
+def test_an_exchange_in_parts_adds_to_what_is_on_the_device(
+    devices: DevicePool, saved: Saved, source: str, destination: str, most: int
+) -> None:
+    ranks = LAYOUTS[destination].ranks
+    found = devices.run(cases.load_in_parts, destination, str(saved(source)), most, ranks=ranks)
+    assert found == [[]] * ranks
+
+
 @pytest.mark.parametrize(("source", "destination"), PAIRS)
 def test_every_rank_has_a_disk_of_its_own(either: DevicePool, tmp_path: Path, source: str, destination: str) -> None:
     either.run(cases.save, "device", source, str(tmp_path), True, ranks=LAYOUTS[source].ranks)

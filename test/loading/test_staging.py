@@ -43,7 +43,7 @@ class _Mark:
 def run(rounds: Sequence[Sequence[int]], most: int) -> tuple[Rows, list[int], list[set[int]]]:
     """The targets, the most rows that took host memory in each round, and those that were not waited for."""
     targets, counts, under_way = Rows(100), [], []
-    staging = RoundStaging(targets, targets, [np.array(rows, np.int64) for rows in rounds], most)  # type: ignore[arg-type]
+    staging = RoundStaging(targets, targets, [np.array(rows, np.int64) for rows in rounds], most, set())  # type: ignore[arg-type]
     for number, rows in enumerate(rounds):
         with staging.round(number):
             assert set(rows) <= targets.placed
