@@ -152,7 +152,8 @@ def load_state_dict(
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptedError, RankFailureError: stored bytes are not what was written, or cannot be read. The
             message says whether targets were touched.
-        CheckpointReplacedError: other saves replaced the checkpoint four times meanwhile. Nothing was touched.
+        CheckpointReplacedError: other saves replaced the checkpoint four times meanwhile. Nothing was touched, or the
+            message says so.
         CheckpointTimeoutError: a rank did not join the call, or went silent.
         TypeError, ValueError: an argument is invalid.
 

@@ -115,19 +115,24 @@ class Restarts:
     def __init__(self, storage: Storage) -> None:
         self._storage, self._count = storage, 0
 
-    def due(self, metadata: Metadata) -> bool:
+    def due(self, metadata: Metadata, begun: bool = False) -> bool:
         """Whether the checkpoint is of another save by now, so that it is no wonder if files of this one are missing.
 
+        Args:
+            metadata: What has been read.
+            begun: Whether some of it is where it was to go, so that it is too late to read another one.
+
         Raises:
-            CheckpointReplacedError: that has been so too often.
+            CheckpointReplacedError: that is so, and it is too late, or has been so too often.
         """
         if metadata.format != "native" or save_of(self._storage, metadata.unique_id) == metadata.save_id:
             return False  # other formats replace nothing in one step
         self._count += 1
-        if self._count > _MOST_RESTARTS:
+        if begun or self._count > _MOST_RESTARTS:
+            times = "" if self._count == 1 else f" {self._count} times"
             raise CheckpointReplacedError(
-                f"checkpoint {metadata.unique_id} in {self._storage.location} was replaced {self._count} times while "
-                "it was being read; try again when nobody saves to this id"
+                f"checkpoint {metadata.unique_id} in {self._storage.location} was replaced{times} while it was being "
+                "read; try again when nobody saves to this id"
             )
         return True
 

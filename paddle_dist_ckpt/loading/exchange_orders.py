@@ -36,7 +36,8 @@ __all__ = ["ExchangePlanner"]
 class ExchangePlanner:
     """Plans a part of an exchange: of shards below ``end``, or of all.
 
-    Ranks are positions inside, global ranks outside.
+    Ranks are positions inside, global ranks outside. ``reach`` are the positions of those that can read each file,
+    ``loads`` is what each has to read so far, to which this adds.
     """
 
     def __init__(
@@ -44,25 +45,16 @@ class ExchangePlanner:
         metadata: Metadata,
         first_block: IntArray,
         ranks: Sequence[int],
-        reach: Mapping[int, Sequence[str]],
-        needs: Mapping[int, ShardNeeds],
+        reach: Mapping[int, Sequence[int]],
+        needs: Sequence[ShardNeeds],
         staging_bytes: int,
+        loads: list[int],
         end: int,
     ) -> None:
         self._metadata, self._ranks, self._own_bytes = metadata, ranks, own_round_bytes(staging_bytes)
-        file_number = {info.name: i for i, info in enumerate(metadata.files)}
-        self._reach: dict[int, list[int]] = {}
-        for place, rank in enumerate(ranks):
-            for name in reach.get(rank, ()):
-                self._reach.setdefault(file_number[name], []).append(place)
-        self._end = end
-        self._needs = _Needs.joined(metadata, [needs[rank] for rank in ranks], end)
+        self._reach, self._loads, self._end = reach, loads, end
+        self._needs = _Needs.joined(metadata, needs, end)
         self._first_block = first_block
-
-    def unreached(self) -> list[str]:
-        """Files that are needed and that no rank can read."""
-        missing = set(self._metadata.table.shard_file[self._needs.shard].tolist()) - set(self._reach)
-        return [self._metadata.files[i].name for i in sorted(missing)]
 
     def orders(self) -> dict[int, ExchangeAnswer]:
         """Each rank's order, by global rank."""
@@ -76,7 +68,9 @@ class ExchangePlanner:
         shards, large = self._large(np.flatnonzero(~is_small))
         places = self._ordered(np.flatnonzero(is_small))
         small = needs.small(self._metadata, places)
-        plan = plan_exchange(shards, large, self._reach, len(self._ranks), block_bytes, small, self._own_bytes)
+        plan = plan_exchange(
+            shards, large, self._reach, len(self._ranks), block_bytes, small, self._own_bytes, self._loads
+        )
         rounds: list[list[ExchangeRound]] = [[] for _ in self._ranks]
         for one in plan:
             units = [(unit, self._is_whole(unit, shards[unit.shard])) for unit in one if isinstance(unit, Unit)]
@@ -291,14 +285,16 @@ class _Needs:
         table = metadata.table
         columns: list[tuple[IntArray, ...]] = []
         boxes: list[Boxes] = []
+        before = 0  # how many boxes ranks before this one have said
         for place, message in enumerate(messages):
-            shard, box = all_of(message.shard), all_of(message.box) + sum(map(len, boxes))
+            shard, box = all_of(message.shard), all_of(message.box) + before
             parts = shard, np.full_like(shard, place), all_of(message.row), box
             chosen = shard < (end or len(table.shard_file))
             columns.append(tuple(narrow(part[chosen]) for part in parts))
             flat, size = all_of(message.boxes), message.dimensions
             rows = flat.reshape(-1, 2 * size)
             boxes.append(Boxes(rows[:, :size], rows[:, size:]))
+            before += len(rows)
         shard, rank, row, box = map(np.concatenate, zip(*columns, strict=True))
         every = Boxes.joined(boxes, max(part.dimensions for part in boxes))
         first, alike = group_rows(every.table)

@@ -19,7 +19,8 @@ from .reading import DataFiles, LoadContext
 
 __all__ = ["ExchangeParts", "Replaced"]
 
-_MOST_NEEDS = 1 << 16  # of all ranks together, in one part
+_MOST_NEEDS = 1 << 16  # of all ranks together, in one part,
+_LEAST_NEEDS = 1 << 13  # but of one rank so many: of many ranks a part takes long, so that there had better be few
 
 
 class Replaced(Exception):
@@ -53,13 +54,15 @@ class ExchangeParts:
 
         Raises:
             Replaced: files are gone, for the checkpoint was replaced.
+            CheckpointReplacedError: so it is, and tensors have been written to.
         """
         if not self.decision.exchange:
             return None
         rounds, start = None, 0
         while rounds is None or start:
             part = functools.partial(self._run_and_want, run, rounds, staged, start)
-            order = self._order(part)
+            with self.files.tally.phase("open" if rounds is None else "read"):
+                order = self._order(part)
             rounds, start = order.rounds, order.end
         return rounds
 
@@ -78,9 +81,9 @@ class ExchangeParts:
         if not self._begun:
             unreachable = self.files.open(self.decision.files) if self.decision.probe else {}
             names = sorted(self.files.opened.keys() & {info.name for info, _ in self.decision.files})
-        most = max(1, _MOST_NEEDS // len(self.context.session.ranks))
+        most = max(1, _LEAST_NEEDS, _MOST_NEEDS // len(self.context.session.ranks))
         needs, end = self.fit.shard_needs(staged, start, most)
-        return None, ExchangeRequest(names, needs, unreachable, end)
+        return None, ExchangeRequest(names, needs, unreachable, end, rounds is not None and not staged)
 
     def _order(self, part: Callable[[], tuple[None, ExchangeRequest]]) -> ExchangeAnswer:
         """What this rank is to do in a part, when it has its files and the ranks know what they exchange data by."""

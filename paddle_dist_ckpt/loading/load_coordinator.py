@@ -65,7 +65,9 @@ class LoadCoordinator:
         self._folders: dict[int, FolderIdentity]  # of ranks that have one; who has none reaches nothing
         self._groups: dict[FolderIdentity, list[int]]  # the ranks that see each folder, ascending
         self._reasons: dict[str, str] = {}
-        self._reach: dict[int, list[str]] | None = None  # the files that each rank can read, if there is an exchange
+        self._reach: dict[int, list[int]] | None = None  # who can read each file, as positions, if there is an exchange
+        self._loads: list[int] = []  # what each rank has to read for it
+        self._begun = False
         self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
         self._doubtful: list[str] = []
@@ -161,7 +163,7 @@ class LoadCoordinator:
         missing = {name: reason for _, n in sorted(needs.items()) for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
-        self._reasons, self._reach = missing, None
+        self._reasons, self._reach, self._loads = missing, None, [0] * len(self._session.ranks)
         if missing and self._options.exchange == "never":
             raise self._unread(missing, "; exchange is 'never', so no other rank may read it")
         decision = DecideAnswer(
@@ -175,7 +177,8 @@ class LoadCoordinator:
             shared = sorted({name for (_, name), nbytes in by_host.items() if nbytes > sizes[name] * _SHARED})
             return dict.fromkeys(messages, encode(msgspec.structs.replace(decision, shared=shared)))
         wanted = {name for n in needs.values() for name in n.files}
-        files = [(info, count) for info, count in self._answering.files if info.name in wanted]
+        self._wanted_files = [i for i, info in enumerate(self._metadata.files) if info.name in wanted]
+        files = [self._answering.files[i] for i in self._wanted_files]
         probing = {group[0] for group in self._groups.values()}
         replace = functools.partial(msgspec.structs.replace, decision, exchange=True, files=files)
         return {rank: encode(replace(probe=rank in probing)) for rank in messages}
@@ -198,17 +201,38 @@ class LoadCoordinator:
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``exchange``: who reads what for whom, of the shards that all ranks have told of."""
         requests = {rank: decode(data, ExchangeRequest) for rank, data in messages.items()}
+        self._begun = any(one.begun for one in requests.values())
         if self._reach is None:
-            self._reach = {rank: requests[group[0]].files for group in self._groups.values() for rank in group}
+            self._reach = self._who_reaches({rank: one.files for rank, one in requests.items()})
             found = {name: reason for one in requests.values() for name, reason in one.unreachable.items()}
             self._reasons = found | self._reasons  # which are of all ranks, if those have tried
-        ranks, needs = self._session.ranks, {rank: one.needs for rank, one in requests.items()}
+            names = (self._metadata.files[i].name for i in self._wanted_files if i not in self._reach)
+            if self._is_replaced({name: self._reasons.get(name, "no rank can read it") for name in names}):
+                return dict.fromkeys(messages, encode(ExchangeAnswer(restart=True)))
+        needs = [requests[rank].needs for rank in self._session.ranks]
         end = min((one.end for one in requests.values() if one.end), default=0)
-        first_block, staging_bytes = self._answering.first_block, self._options.staging_bytes
-        planner = ExchangePlanner(self._metadata, first_block, ranks, self._reach, needs, staging_bytes, end)
-        if self._is_replaced({name: self._reasons.get(name, "no rank can read it") for name in planner.unreached()}):
-            return dict.fromkeys(messages, encode(ExchangeAnswer(restart=True)))
+        planner = ExchangePlanner(
+            self._metadata,
+            self._answering.first_block,
+            self._session.ranks,
+            self._reach,
+            needs,
+            self._options.staging_bytes,
+            self._loads,
+            end,
+        )
         return {rank: encode(order) for rank, order in planner.orders().items()}
+
+    def _who_reaches(self, opened: Mapping[int, Sequence[str]]) -> dict[int, list[int]]:
+        """The positions of the ranks that can read each file, by its number: those that see a folder of which the first
+        rank has opened it."""
+        number = {info.name: i for i, info in enumerate(self._metadata.files)}
+        files = {rank: opened[group[0]] for group in self._groups.values() for rank in group}
+        reach: dict[int, list[int]] = {}
+        for place, rank in enumerate(self._session.ranks):
+            for name in files.get(rank, ()):
+                reach.setdefault(number[name], []).append(place)
+        return reach
 
     def done(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Rounds ``open``, ``staged``, ``read`` and ``restore``: go on if every rank has done its part."""
@@ -219,7 +243,7 @@ class LoadCoordinator:
 
     def _is_replaced(self, gone: Mapping[str, str]) -> bool:
         """Whether files are gone since the checkpoint was replaced; raise if they are gone for another reason."""
-        if gone and not self._restarts.due(self._metadata):
+        if gone and not self._restarts.due(self._metadata, self._begun):
             raise self._unread(gone, "")
         return bool(gone)
 

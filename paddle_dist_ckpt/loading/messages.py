@@ -181,13 +181,15 @@ class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
 class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
     """Round ``exchange``: what a rank needs of the shards whose turn it is, below ``end``; of all if that is 0.
 
-    In the first one also which of the asked files it has opened, if it was to find out, and why not others.
+    In the first one also which of the asked files it has opened, if it was to find out, and why not others. ``begun``:
+    some of what was asked for is already where it was to go.
     """
 
     files: list[str]
     needs: ShardNeeds
     unreachable: dict[str, str] = {}
     end: int = 0
+    begun: bool = False
 
 
 class ParcelOrder(msgspec.Struct, frozen=True, array_like=True):

@@ -145,8 +145,10 @@ class Reading:
                 finally:
                     self.copies.mark().wait()
 
-            yield run
-        self.files.tally.bytes_read += progress.done
+            try:
+                yield run
+            finally:
+                self.files.tally.bytes_read += progress.done
 
     @cached_property
     def copies(self) -> Copies:

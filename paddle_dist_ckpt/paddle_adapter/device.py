@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ from paddle.base.framework import _dygraph_place_guard as _place_guard
 from ..core.memory import Bytes1D, array_at
 
 __all__ = [
+    "are_on_device",
     "at_device",
     "has_devices",
     "has_kernels",
@@ -54,11 +55,22 @@ def is_gpu_build() -> bool:
 
 def is_on_device(tensor: Any) -> bool:
     """Whether the host cannot access a tensor's memory. One without memory is nowhere."""
-    if not tensor._is_initialized():
+    return bool(tensor._is_initialized()) and _is_devices(tensor.place)
+
+
+def are_on_device(tensors: Sequence[Any]) -> list[bool]:
+    """The same of many. Where there are no devices they are not even looked at.
+
+    Raises:
+        RuntimeError: there are, and one has no memory.
+    """
+    return [_is_devices(tensor.place) for tensor in tensors] if has_devices() else [False] * len(tensors)
+
+
+def _is_devices(place: Any) -> bool:
+    if place.is_cpu_place():
         return False
-    place = tensor.place
-    pinned = place.is_cuda_pinned_place() or getattr(place, "is_xpu_pinned_place", bool)()
-    return not (place.is_cpu_place() or pinned)
+    return not (place.is_cuda_pinned_place() or getattr(place, "is_xpu_pinned_place", bool)())
 
 
 @cache

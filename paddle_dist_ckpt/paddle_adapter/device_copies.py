@@ -183,7 +183,7 @@ class DeviceCopies:
 
     def _write_pack(self, pack: _PackedCopies) -> Callable[[], _Work]:
         """Copy from the host to a device; what does not stand together on the host is put together there."""
-        parts, lengths = pack.views(), (pack.sizes // pack.kind.itemsize).tolist()
+        parts, lengths = pack.to_fill(), (pack.sizes // pack.kind.itemsize).tolist()
         data, scratch = self._host_side(pack)
         if scratch is not None:
             _copy_rows(pack.starts + address_of(scratch), pack.addresses, pack.sizes)
@@ -270,10 +270,9 @@ class _PackedCopies:
             for (memory, at, _, n), shape in rows
         ], []
 
-    def views(self) -> list[Any]:
-        """The items on the device as tensors of one dimension, and never the tensors themselves: those that Paddle is
-        given to fill it may move to the host."""
-        return [memory.small_part(start, nbytes) for memory, start, _, nbytes in self._requests]
+    def to_fill(self) -> list[Any]:
+        """Tensors over the memory of the items on the device, which are to be filled."""
+        return [memory.to_fill(start, nbytes) for memory, start, _, nbytes in self._requests]
 
     def alike(self, data: Bytes1D, inner: Sequence[int]) -> Any:
         """Host memory as a tensor of the same type and of such a shape, without a copy."""

@@ -90,6 +90,13 @@ class TensorBytes:
             return _view_shape(self.tensor, [nbytes // self.kind.itemsize])
         return self.part(start, nbytes)
 
+    def to_fill(self, start: int, nbytes: int) -> Any:
+        """A tensor over the memory of these bytes for an operation that fills it, and gives it a shape of its own.
+
+        Never the tensor itself, which Paddle may move elsewhere then. No kernel is run for this.
+        """
+        return self.tensor.detach() if self.is_all(start, nbytes, self.tensor.shape) else self.part(start, nbytes)
+
     def is_all(self, start: int, nbytes: int, shape: Sequence[int]) -> bool:
         """Whether these bytes are all of it, one item behind the other. ``shape`` is the tensor's."""
         return not start and math.prod(shape) * self.kind.itemsize == nbytes and self.tensor.is_contiguous()

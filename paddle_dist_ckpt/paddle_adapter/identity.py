@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 
 from ..core.tensors import Geometry
+from .device import are_on_device
 from .placement import local_shape, placement_copies, placement_texts
 
 __all__ = ["KnownTensor", "TensorIdentity", "addresses_of", "have_rest", "looks_of", "read"]
@@ -43,7 +44,8 @@ class KnownTensor:
     @property
     def look(self) -> tuple[Any, ...]:
         """What tells most tensors apart, with a fast hash. No other dtype has this id as long as this one is kept."""
-        return tuple(self.shape), id(self.dtype), None if self.local_shape is None else tuple(self.local_shape)
+        local = None if self.local_shape is None else tuple(self.local_shape)
+        return tuple(self.shape), id(self.dtype), local, self.geometry.on_device
 
     @staticmethod
     def of(value: Any, is_dist: bool, geometry: Geometry, starts: tuple[int, ...]) -> KnownTensor:
@@ -111,10 +113,15 @@ class TensorIdentity:
 
 
 def looks_of(values: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
-    """Of each tensor, the :attr:`KnownTensor.look` that it has in common with those that it may be like."""
+    """Of each tensor, the :attr:`KnownTensor.look` that it has in common with those that it may be like.
+
+    Raises:
+        RuntimeError: one has no memory, where there are devices.
+    """
     is_dist = list(map(paddle.Tensor.is_dist, values))
     local = [tuple(local_shape(one)) if dist else None for one, dist in zip(values, is_dist, strict=True)]
-    return zip(map(tuple, read("shape", values)), map(id, read("dtype", values)), local, strict=True)
+    shapes, dtypes = map(tuple, read("shape", values)), map(id, read("dtype", values))
+    return zip(shapes, dtypes, local, are_on_device(values), strict=True)
 
 
 def have_rest(values: Sequence[Any], known: Sequence[KnownTensor]) -> bool:

@@ -152,14 +152,16 @@ class PaddleAdapter:
         return TensorView(known.geometry, addresses, value, self._name(value))
 
     def views(self, values: Sequence[Any]) -> TensorViews | None:
-        """See :class:`..core.tensors.TensorAdapter`. It cannot be done where there are devices, or without elements."""
-        if self.devices is not None or IS_PADDLE_2_6 or not self.tensor_types.issuperset(map(type, values)):
+        """See :class:`..core.tensors.TensorAdapter`. It cannot be done of those in pieces, or without elements."""
+        if IS_PADDLE_2_6 or not self.tensor_types.issuperset(map(type, values)):
             return None
         if any(value.dtype is not value.dtype for value in values[:1]):
             return None  # Paddle 3.0 makes a new dtype for each that asks, and so no two tensors would look the same
         try:
             known = [one for one in map(self._likely.get, looks_of(values)) if one is not None]
             if not known or len(known) < len(values) or not have_rest(values, known):
+                return None
+            if any(len(one.starts) > 1 for one in known):
                 return None
         except RuntimeError:  # Paddle refuses to tell something of a tensor without memory
             return None

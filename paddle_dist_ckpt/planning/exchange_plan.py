@@ -66,6 +66,7 @@ def plan_exchange(
     block_bytes: int,
     small: SmallNeeds,
     own_bytes: int,
+    loads: list[int],
 ) -> list[list[Unit | Pack]]:
     """Divide what is needed into units of whole blocks, give each a reader, and order them in rounds.
 
@@ -84,6 +85,7 @@ def plan_exchange(
         block_bytes: Bytes that share a checksum.
         small: Who needs what of all other shards.
         own_bytes: The most that a rank may read for itself in a round, if that is not a single unit.
+        loads: What each rank has to read so far, to which this adds.
 
     Returns:
         Rounds of units, the same for all ranks.
@@ -92,7 +94,6 @@ def plan_exchange(
     total += small.total
     most = max(block_bytes, total // (_UNITS_PER_RANK * ranks))
     unit_bytes = min(_UNIT_BYTES, most)
-    loads = [0] * ranks
     units: list[tuple[Unit | Pack, list[int]]] = []
     for number in sorted(needs):  # tensor by tensor, so that each is complete soon after it has been begun
         shard, wanted = shards[number], needs[number]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
 
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_merged_state_dict, load_state_dict, save_state_dict
 from paddle_dist_ckpt.loading import exchange_parts
@@ -105,11 +106,10 @@ def save_slowly(layout_name: str, path: str, speed: float) -> int:
 
 def load_in_parts(layout_name: str, path: str, most: int) -> list[str]:
     """Load by an exchange whose parts have so few needs that tensors are filled by several of them."""
-    before, exchange_parts._MOST_NEEDS = exchange_parts._MOST_NEEDS, most
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_parts, "_MOST_NEEDS", most)
+        patch.setattr(exchange_parts, "_LEAST_NEEDS", 1)
         return load("device", layout_name, path, "always")
-    finally:
-        exchange_parts._MOST_NEEDS = before
 
 
 def load_slowly(layout_name: str, path: str, exchange: str, speed: float) -> list[str]:

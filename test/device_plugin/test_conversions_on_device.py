@@ -79,10 +79,10 @@ def test_exchange(either: DevicePool, saved: Saved, pair: tuple[str, str], excha
 @pytest.mark.parametrize("most", [1, 8])
 @pytest.mark.parametrize(("source", "destination"), some(PAIRS, 3))
 def test_an_exchange_in_parts_adds_to_what_is_on_the_device(
-    devices: DevicePool, saved: Saved, source: str, destination: str, most: int
+    ready: DevicePool, saved: Saved, source: str, destination: str, most: int
 ) -> None:
     ranks = LAYOUTS[destination].ranks
-    found = devices.run(cases.load_in_parts, destination, str(saved(source)), most, ranks=ranks)
+    found = ready.run(cases.load_in_parts, destination, str(saved(source)), most, ranks=ranks)
     assert found == [[]] * ranks
 
 

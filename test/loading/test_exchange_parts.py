@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.core.columns import all_of
-from paddle_dist_ckpt.errors import CheckpointCorruptedError, RankFailureError
+from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointReplacedError, RankFailureError
 from paddle_dist_ckpt.loading import exchange_orders, exchange_parts
 from paddle_dist_ckpt.loading.messages import ExchangeAnswer, ShardNeeds
 from paddle_dist_ckpt.options import LoadOptions
@@ -43,6 +43,7 @@ class Seen:
         self.parts: list[list[list[int]]] = []
         self.ends: list[int] = []
         monkeypatch.setattr(exchange_parts, "_MOST_NEEDS", most)
+        monkeypatch.setattr(exchange_parts, "_LEAST_NEEDS", 1)
         real = exchange_orders._Needs.joined
 
         def joined(metadata: Any, messages: Sequence[ShardNeeds], end: int) -> Any:
@@ -149,16 +150,45 @@ def _saved_on_four(folder: Path, first: int) -> list[dict[str, Any]]:
     return [{f"t{i}": np.zeros(50, np.int32) for i in wanted} for wanted in ([0, 1, 2], [2, 3])]
 
 
-def test_a_checkpoint_that_is_replaced_between_parts_is_loaded_anew(
+def test_a_checkpoint_that_is_replaced_between_parts_is_not_mixed_with_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is left of what had come of the first one."""
+    """It is too late to start again: the other one may lack something that has been written."""
     states = _saved_on_four(tmp_path, 0)
     Seen(monkeypatch, 2)
     _between_parts(monkeypatch, 4, lambda: _saved_on_four(tmp_path, 100))
+    for error in errors_of(try_load(states, tmp_path, options=ALWAYS), CheckpointReplacedError):
+        assert "was replaced while it was being read" in str(error)
+        assert "partly written" in str(error)
     load_on(states, tmp_path, options=ALWAYS)
     for state in states:
         assert all(alike(array, make_array((50,), "int32", 100 + int(key[1]))) for key, array in state.items())
+
+
+def test_a_file_that_is_missing_from_the_start_is_missed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = _saved_on_four(tmp_path, 0)
+    last = max(data_files(tmp_path))
+    last.unlink()
+    Seen(monkeypatch, 2)
+    for error in errors_of(try_load(states, tmp_path, options=ALWAYS), CheckpointCorruptedError):
+        assert last.name in str(error)
+        assert "partly written" not in str(error)
+    assert not any(array.any() for state in states for array in state.values())
+
+
+def test_what_parts_take_is_in_the_report_and_divided_among_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {f"t{i}": make_array((100,), "int32", i) for i in range(16)}
+    save_on([arrays], tmp_path)
+    seen = Seen(monkeypatch, 4)
+    reports = load_on([{key: np.zeros(100, np.int32) for key in arrays} for _ in range(4)], tmp_path, options=ALWAYS)
+    assert len(seen.ends) == 16
+    assert [report.bytes_read for report in reports] == [1600] * 4
+    assert [report.bytes_received for report in reports] == [4800] * 4
+    assert all(report.seconds.keys() == {"plan", "open", "read"} for report in reports)
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])

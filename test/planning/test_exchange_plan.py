@@ -67,7 +67,7 @@ def planned(job: Job, block_bytes: int, own_bytes: int = 16 << 20) -> list[list[
     columns = SmallNeeds(shard, file, entry, rank, box, nbytes)
     large = {n: wanted for n, wanted in job.needs.items() if n not in shard}
     shards = {number: job.shards[number] for number in large}
-    rounds = plan_exchange(shards, large, job.reach, job.ranks, block_bytes, columns, own_bytes)
+    rounds = plan_exchange(shards, large, job.reach, job.ranks, block_bytes, columns, own_bytes, [0] * job.ranks)
 
     def units(one: Unit | Pack) -> list[Unit]:
         if isinstance(one, Unit):
