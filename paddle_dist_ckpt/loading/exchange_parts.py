@@ -1,4 +1,4 @@
-"""An exchange in parts, so that what its plan takes is bounded however many shards there are: a few for most of them.
+"""An exchange in parts, so that what its plan takes is bounded however many shards there are. Mostly it is one part.
 
 Each part has what all ranks need of some of the shards, in the order in which the coordinator counts them. Every rank
 says what it needs next, as much as it may; the part ends where the rank ends that came least far. What the others have
@@ -81,7 +81,7 @@ class ExchangeParts:
         if not self._begun:
             unreachable = self.files.open(self.decision.files) if self.decision.probe else {}
             names = sorted(self.files.opened.keys() & {info.name for info, _ in self.decision.files})
-        most = max(1, _LEAST_NEEDS, _MOST_NEEDS // len(self.context.session.ranks))
+        most = max(_LEAST_NEEDS, _MOST_NEEDS // len(self.context.session.ranks))
         needs, end = self.fit.shard_needs(staged, start, most)
         return None, ExchangeRequest(names, needs, unreachable, end, rounds is not None and not staged)
 
