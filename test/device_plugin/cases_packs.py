@@ -14,6 +14,7 @@ import pytest
 from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, save_state_dict
 from paddle_dist_ckpt.core.memory import bytes_at
 from paddle_dist_ckpt.paddle_adapter import device_copies, device_memory
+from paddle_dist_ckpt.paddle_adapter.tensors import PaddleAdapter
 from test.device_plugin import control
 
 SAVING, LOADING = SaveOptions(no_dist=True, progress=False), LoadOptions(no_dist=True, progress=False)
@@ -176,6 +177,31 @@ def views_and_parts(path: str, shapes: list[tuple[int, ...]]) -> tuple[int, int,
         load_state_dict(targets, path, options=LOADING)
     assert {name: _bits(one) for name, one in targets.items()} == {name: _bits(one) for name, one in state.items()}
     return in_save, made - in_save, max(parts)
+
+
+def beside_each_other(path: str, count: int) -> tuple[int, list[str]]:
+    """Save and load tensors of one shape, every other one of them on the host; gives how many were looked at one by one
+    when all had been seen, and where the loaded ones are."""
+
+    def made(seed: int) -> dict[str, paddle.Tensor]:
+        tensors = [_made("float32", (7,), seed + i) for i in range(count)]
+        return {f"{i:04}": one.cpu() if i % 2 else one for i, one in enumerate(tensors)}
+
+    state, targets = made(0), made(9)
+    save_state_dict(state, path, options=SAVING)
+    alone = 0
+    view = PaddleAdapter.view
+
+    def counted(*given: Any) -> Any:
+        nonlocal alone
+        alone += 1
+        return view(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PaddleAdapter, "view", counted)
+        load_state_dict(targets, path, options=LOADING)
+    assert {name: _bits(one) for name, one in targets.items()} == {name: _bits(one) for name, one in state.items()}
+    return alone, [str(one.place) for one in targets.values()]
 
 
 def transposed(path: str, rows: int, columns: int) -> tuple[int, list[int], list[int]]:

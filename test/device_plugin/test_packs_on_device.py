@@ -62,6 +62,12 @@ def test_small_tensors_are_saved_with_few_views_and_loaded_without(
     assert parts == 256
 
 
+def test_tensors_here_and_there_are_told_apart_and_looked_at_together(devices: DevicePool, tmp_path: Path) -> None:
+    ((alone, places),) = devices.run(cases.beside_each_other, str(tmp_path), 2000, ranks=1)
+    assert alone <= 512, "those of the first few hundred, among which neither kind was known"
+    assert [build.NAME in place for place in places] == [i % 2 == 0 for i in range(2000)]
+
+
 def test_a_transposed_tensor_is_copied_once(devices: DevicePool, tmp_path: Path) -> None:
     ((nbytes, copied, peaks),) = devices.run(cases.transposed, str(tmp_path), 2500, 4100, ranks=1)
     assert copied == [nbytes] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt.control.verified import VerifiedTransfers
 from paddle_dist_ckpt.core.columns import all_of
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointReplacedError, RankFailureError
 from paddle_dist_ckpt.loading import exchange_orders, exchange_parts
@@ -116,6 +118,24 @@ def test_ranks_that_want_different_tensors(tmp_path: Path, most: int, monkeypatc
     load_on(states, tmp_path, options=ALWAYS)
     check(states)
     seen.check(most, 4)
+
+
+def test_no_part_takes_what_another_has_left_in_memory_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is delivered is checked with a nonce, another one for each part and each pass, the same on all ranks."""
+    save_on([state_of(rank, 2, True, KEYS) for rank in range(2)], tmp_path)
+    seen, nonces = Seen(monkeypatch, 4), Counter[str]()
+    real = VerifiedTransfers.__init__
+
+    def noted(self: VerifiedTransfers, operations: Any, rank: int, nonce: str) -> None:
+        nonces[nonce] += 1
+        real(self, operations, rank, nonce)
+
+    monkeypatch.setattr(VerifiedTransfers, "__init__", noted)
+    load_on([state_of(rank, 2, False, KEYS) for rank in range(2)], tmp_path, options=ALWAYS)
+    assert set(nonces.values()) == {2}
+    assert len(nonces) >= len(seen.ends) > 3
 
 
 def test_many_needs_of_one_shard_are_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,7 @@ def costs_little(folder: Path, message: str) -> None:
     assert problem_of(cost, bytes_on_disk(folder)) is None
     assert {kind.__name__ for kind in REFUSED} & set(cost.kinds), cost
     assert re.search(message, cost.outcome), cost
+    assert len(cost.outcome) < 4096
 
 
 @pytest.mark.parametrize("name", PICKLES)

@@ -14,8 +14,8 @@ from typing import TypeVar
 __all__ = ["Cost", "bytes_on_disk", "cost_of"]
 
 T = TypeVar("T")
-
 _HANGS = 20  # s of processor time
+_MOST_TEXT = 8 << 10  # characters of an outcome, more than any message may have
 _ADDRESSES = 64 << 30  # of address space, most of which is never touched
 
 
@@ -56,7 +56,7 @@ def cost_of(work: Callable[[T], object], small: T, large: T) -> Cost:
                 )
             after = resource.getrusage(resource.RUSAGE_SELF)
             seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            cost = Cost(outcome[:500], kinds, (after.ru_maxrss - before.ru_maxrss) << 10, seconds)
+            cost = Cost(outcome[:_MOST_TEXT], kinds, (after.ru_maxrss - before.ru_maxrss) << 10, seconds)
             os.write(writer, pickle.dumps(cost))
         finally:
             os._exit(0)

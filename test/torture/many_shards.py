@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmark import machine
 from test.ranks.pool import RankPool
 
 from .budgets import bytes_on_disk
@@ -24,12 +25,6 @@ _COLUMNS = 256
 _LOAD = "test.torture.many_shards:load_with_exchange"  # by its name, since this module is run
 
 
-def _most_memory() -> int:
-    """The most memory that this process has had since it last asked to forget that, in bytes."""
-    lines = Path("/proc/self/status").read_text("ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-
-
 def load_with_exchange(folder: str, rows: int) -> tuple[float, float]:
     """Load all of it on this rank, too; the memory that it took beyond what there was, in MiB, and the seconds."""
     import paddle
@@ -37,10 +32,9 @@ def load_with_exchange(folder: str, rows: int) -> tuple[float, float]:
     from paddle_dist_ckpt import LoadOptions, load_state_dict
 
     tensor = paddle.zeros([rows, _COLUMNS], "uint8")
-    Path("/proc/self/clear_refs").write_text("5", "ascii")
-    before, start = _most_memory(), time.perf_counter()
+    before, start = machine.reset_peak_memory()["VmRSS"], time.perf_counter()
     load_state_dict({"w": tensor}, folder, options=LoadOptions(exchange="always", timeout=300))
-    taken = (_most_memory() - before) / (1 << 20), time.perf_counter() - start
+    taken = (machine.used_memory()["VmHWM"] - before) / (1 << 20), time.perf_counter() - start
     assert (tensor.numpy() == ord("x")).all()
     return taken
 
