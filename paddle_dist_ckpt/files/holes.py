@@ -22,11 +22,15 @@ class Holes:
     Args:
         name: The file's name, for errors.
         file: The file.
+
+    Attributes:
+        none: Whether it has none, as far as is known.
     """
 
     def __init__(self, name: str, file: ReadableFile) -> None:
         self._name, self._known = name, getattr(file, "hole_bytes", None)
         self._on_disk: int = getattr(file, "on_disk", (name, file.size))[1]
+        self.none = self._on_disk >= file.size
         self._left = _MOST + self._on_disk
         self._may_exceed = self._known is not None and file.size - self._on_disk > self._left
         self._seen = set[int]()

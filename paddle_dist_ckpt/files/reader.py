@@ -126,7 +126,8 @@ def _segments(entry: StoredEntry, consumers: Sequence[Consumer], block_bytes: in
     nbytes = entry.nbytes
     if nbytes <= block_bytes:
         return [_Segment(entry, 0, nbytes, consumers)] if nbytes else []
-    chunk = max(1, CHUNK_BYTES // block_bytes)
+    straight = len(consumers) == 1 and _bytes_in_a_row(consumers[0], entry) is not None
+    chunk = max(1, (entry.file.chunk_bytes if straight else CHUNK_BYTES) // block_bytes)
     ranges = touched_blocks(entry.shape, entry.dtype.itemsize, (c.box for c in consumers), block_bytes)
     bounds = [(*_bounds(entry, consumer.box), consumer) for consumer in consumers]
     segments = []
@@ -144,6 +145,14 @@ def _bounds(entry: StoredEntry, box: Box) -> tuple[int, int]:
     for n, offset, extent in zip(entry.shape, box.offset, box.shape, strict=True):
         first, last = first * n + offset, last * n + offset + extent - 1
     return first * entry.dtype.itemsize, (last + 1) * entry.dtype.itemsize
+
+
+def _bytes_in_a_row(consumer: Consumer, entry: StoredEntry) -> tuple[int, int] | None:
+    """Which bytes of an entry a consumer wants, if it wants them as they are and in a row: the first, the end."""
+    elements, size = flat_range(consumer.box, entry.shape), entry.dtype.itemsize
+    if consumer.convert is not None or elements is None or not consumer.target.flags.c_contiguous:
+        return None
+    return elements[0] * size, elements[1] * size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,12 +175,12 @@ class _Parts(Segments):
     def straight(self, segment: int) -> tuple[Bytes1D, int] | None:
         """See :class:`Segments`."""
         part = self.parts[segment]
-        size, spans = part.entry.dtype.itemsize, []  # the first byte, the one behind the last, and where they go
+        spans = []  # the first byte, the one behind the last, and where they go
         for consumer in part.consumers:
-            elements = flat_range(consumer.box, part.entry.shape)
-            if consumer.convert is not None or elements is None or not consumer.target.flags.c_contiguous:
+            span = _bytes_in_a_row(consumer, part.entry)
+            if span is None:
                 return None
-            start, stop = elements[0] * size, elements[1] * size
+            start, stop = span
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 spans.append((low, high, address_of(consumer.target) + low - start))

@@ -109,10 +109,11 @@ class DataFiles(ExitStack):
         return failed
 
     def look_into_cache(self, shared: Sequence[str]) -> None:
-        """Find out which of the files are read once, past the page cache: not those that other ranks read as well."""
+        """Find out which of the files are cached, and which are read once, past the page cache: not those that other
+        ranks read as well."""
         for name, opened in self.opened.items():
-            once = name not in shared and not opened.file.is_cached()
-            self.opened[name] = dataclasses.replace(opened, once=once)
+            cached = opened.file.is_cached()
+            self.opened[name] = dataclasses.replace(opened, once=not cached and name not in shared, cached=cached)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class ReadableFile(Protocol):
         ...
 
     def is_cached(self) -> bool:
-        """Whether most of it can be read without waiting for a disk, as far as is known."""
+        """Whether most of it can be read without waiting for a disk, as far as is known: in small pieces, then."""
         ...
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..core.memory import Bytes1D
@@ -21,18 +21,24 @@ _MOST_BUFFERS = 1024  # IOV_MAX
 _LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
 
 
-@contextmanager
-def about(path: Path) -> Iterator[None]:
-    """Make every OSError say which path it is about: those of open files name none, or a number."""
-    try:
-        yield
-    except OSError as error:
+class about:  # noqa: N801 (it is called like a function; as a generator it would take a third of a small read's time)
+    """Makes every OSError in its block say which path it is about: those of open files name none, or a number."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, OSError):
+            return
         if error.errno is None:
-            if str(path) not in str(error):
-                error.args = (f"{error}: {path}",)
+            if str(self._path) not in str(error):
+                error.args = (f"{error}: {self._path}",)
         elif not isinstance(error.filename, (str, bytes, os.PathLike)) or str(error.filename).startswith("/proc/"):
-            error.filename = str(path)
-        raise
+            error.filename = str(self._path)
 
 
 def close_read(descriptor: int, path: Path) -> None:
@@ -113,9 +119,7 @@ class LocalReadable:
 
     def read_into(self, buffers: Sequence[Bytes1D], offset: int, once: bool = False) -> None:
         views = [buffer.data for buffer in buffers if len(buffer)]
-        nbytes = sum(map(len, views))
-        past_cache = once and nbytes >= _LEAST_DIRECT and not is_cached(self._descriptor, offset, nbytes)
-        direct = self._open_direct() if past_cache else None
+        direct = self._open_direct() if once and self._is_missing(offset, sum(map(len, views))) else None
         while views:
             got = 0
             with about(self._path):
@@ -159,6 +163,10 @@ class LocalReadable:
             except OSError as error:
                 return holes + (end - offset if error.errno == errno.ENXIO else 0)
         return holes
+
+    def _is_missing(self, offset: int, nbytes: int) -> bool:
+        """Whether the cache lacks so much of a range that it is better read past it."""
+        return nbytes >= _LEAST_DIRECT and not is_cached(self._descriptor, offset, nbytes)
 
     def _open_direct(self) -> int | None:
         with self._lock:
