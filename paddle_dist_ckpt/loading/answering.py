@@ -6,6 +6,7 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, filterfalse
 from typing import Any
 
 import msgspec
@@ -59,7 +60,6 @@ class Answering:
     Attributes:
         files: The data files, each with its number of blocks.
         first_block: The number of each shard's first block in its file, ``[shards]``.
-        asked: The stored paths of what ranks were given, or leave as it is whether it is stored or not.
         hints: What may be meant by keys that are missing.
         without_tensors: The stored paths of containers in which a rank's state_dict has no entries, or none but of a
             learning rate's scheduler, as that of an optimizer before its first step.
@@ -84,7 +84,8 @@ class Answering:
         self.names = Names(metadata.table.paths, metadata.table.names)
         self._wanted_names = Names([], [])
         self.hints = Hints(metadata, wanted_keys)
-        self.asked: set[str] = set()
+        self._asked_tensors: set[int] = set()  # by place, of what ranks were given, or leave as it is, if it is stored
+        self._asked_values: set[str] = set()
         self.without_tensors: set[str] = set()
 
     @cached_property
@@ -100,9 +101,7 @@ class Answering:
         self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
         match = NameMatch(self.names, self._index, names, moved)
-        places = match.places(as_they_are)
-        for path in as_they_are:
-            place = places.get(path)
+        for path, place in zip(as_they_are, match.places(as_they_are), strict=True):
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
                 if paths[place] != path:
@@ -118,7 +117,8 @@ class Answering:
             self._answer_value(path, source, present, found)
         for key in wanted.sources:
             self._answer_source(key, found)
-        self.asked.update(paths[t] for t in (*found.tensors, *match.places(wanted.kept).values()))
+        self._asked_tensors |= found.tensors
+        self._asked_tensors.update(place for place in match.places(wanted.kept) if place is not None)
         return self._assemble(found)
 
     def _names_of(self, wanted: WantedPaths) -> Names:
@@ -156,13 +156,24 @@ class Answering:
             found.tensors.add(place)
             found.sources[key] = path
 
+    @property
+    def asked(self) -> set[str]:
+        """The stored paths of what ranks were given, or leave as it is whether it is stored or not."""
+        return {self._metadata.table.paths[place] for place in self._asked_tensors} | self._asked_values
+
+    def not_asked(self) -> list[str]:
+        """The stored paths of all else, tensors first."""
+        tensors, values = self._asked_tensors, self._asked_values
+        left = [path for place, path in enumerate(self._metadata.table.paths) if place not in tensors]
+        return left + [path for path, _ in self._metadata.value_records if path not in values]
+
     def nothing_asked(self) -> dict[str, int]:
         """Containers of which a rank's state_dict has no tensors and no rank asks for one, by flat key: how many the
         checkpoint has there."""
-        found = {}
+        found, asked = {}, self.asked if self.without_tensors else set()
         for path in sorted(self.without_tensors):
             tensors = [stored for stored in self._below(path) if not self._is_value(stored) and not is_own(stored)]
-            if tensors and self.asked.isdisjoint(tensors):
+            if tensors and asked.isdisjoint(tensors):
                 found[plain_key(path)] = len(tensors)
         return found
 
@@ -176,8 +187,8 @@ class Answering:
         Not what may be an optimizer variable, whose key says which it is in one run only.
         """
         values = (path for path, present in wanted.values.items() if present in ("none", "other"))
-        paths = [path for path in (*wanted.tensors, *wanted.kept, *values) if "~" not in path]
-        paths = [path for path in paths if path not in self._index and path not in self._values]
+        absent = filterfalse(self._index.__contains__, chain(wanted.tensors, wanted.kept, values))
+        paths = [path for path in absent if "~" not in path and path not in self._values]
         elsewhere = [path for path in paths if not may_be_optimizers(path)]
         if not elsewhere:
             return {}
@@ -232,7 +243,7 @@ class Answering:
         """Take a value, or an array of an object."""
         if stored in self._values:
             found.values[wanted] = self._values[stored]
-            self.asked.add(stored)
+            self._asked_values.add(stored)
         else:
             found.tensors.add(self._index[stored])
             found.renamed.setdefault(stored, []).append(wanted)
@@ -312,7 +323,8 @@ class Answering:
 
     def _assemble(self, found: _Draft) -> LoadAnswer:
         metadata = self._metadata
-        table, shards = metadata.table.select(sorted(found.tensors))
+        places = sorted(found.tensors)
+        table, shards = metadata.table.select(places)
         used, renumbered = np.unique(table.shard_file, return_inverse=True)
         special = metadata.special_keys
         return LoadAnswer(
@@ -338,7 +350,7 @@ class Answering:
             hints={path: [(hint.key, hint.shape) for hint in hints] for path, hints in found.hints.items()},
             save_id=metadata.save_id if metadata.format == "native" else "",
             cost=metadata.cost,
-            firsts=pack_column(metadata.table.first_shard[sorted(found.tensors)]),
+            firsts=pack_column(metadata.table.first_shard[places]),
         )
 
 

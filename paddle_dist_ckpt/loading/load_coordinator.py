@@ -143,8 +143,7 @@ class LoadCoordinator:
     def decide(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``decide``: raise what does not fit; restart if files are gone; choose how to read."""
         needs = {rank: decode(data, DecideRequest) for rank, data in messages.items()}
-        paths = [*self._metadata.table.paths, *(path for path, _ in self._metadata.value_records)]
-        left = [path for path in paths if path not in self._answering.asked]
+        left = self._answering.not_asked()
         unreadable = [plain_key(path) for path in self._metadata.left_out]
         unused = [*map(self._metadata.key, left), *(k for k in unreadable if k not in self._asked_keys)]
         problems = {rank: n.problems for rank, n in needs.items()}

@@ -118,13 +118,13 @@ def rehearse(
     written = matching.recipes or match_recipes(recipes, {join("", key): key for key in targets}).recipes
     problems += [with_hint(problem, idle) for problem in fit.problems]
     found = dict(_made(fit, stored, written))
-    bad = {line.partition(": ")[0] for line in problems}
+    bad, asked = {line.partition(": ")[0] for line in problems}, answering.asked
     gone = {*fit.answer.skipped, *fit.answer.unfit}
     return Rehearsal(
         made=[one._replace(nbytes=reads.get(path, 0)) for path, one in found.items()],
         as_stored=[key for path, key in _keys(wanted) if path not in found and path not in gone and key not in bad],
         left=[f"{key}: {fit.answer.skipped[path]}" for path, key in _keys(wanted) if path in fit.answer.skipped],
-        unused=[key for path in tensors if (key := metadata.key(path)) not in sources and path not in answering.asked],
+        unused=[key for path in tensors if (key := metadata.key(path)) not in sources and path not in asked],
         problems=problems,
         nbytes=nbytes,
         idle=list(map(str, idle)),

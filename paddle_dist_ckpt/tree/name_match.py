@@ -24,7 +24,7 @@ another one's data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ..core.cached import cached_property
 from .names import Names, OptimizerVariable, container_of, may_be_optimizers, variable_containers
@@ -45,28 +45,29 @@ class NameMatch:
     def __init__(self, stored: Names, index: Mapping[str, int], wanted: Names, moved: Mapping[str, str]) -> None:
         self._stored, self._index, self._wanted, self._moved = stored, index, wanted, moved
 
-    def places(self, paths: Iterable[str]) -> Mapping[str, int]:
-        """The number of the stored tensor for each of these wanted paths, without those for which there is none."""
+    def places(self, paths: Sequence[str]) -> list[int | None]:
+        """The number of the stored tensor for each of these wanted paths; None where there is none."""
         index, moved = self._index, self._moved
-        if not moved and (self._is_alike() or not any(map(may_be_optimizers, self._wanted.paths))):
-            return index if paths == self._stored.paths else {path: index[path] for path in paths if path in index}
+        own = list(map(index.get, paths))
+        if not moved and (self._is_alike(paths, own) or not any(map(may_be_optimizers, self._wanted.paths))):
+            return own
         found: dict[str, int] = {}
         by_name: dict[str, int] = {}
         stored = self._stored.variables
         for path in paths:
-            own = moved.get(path, path)
-            place, variable = index.get(own), self._variables.get(path)
-            if place is not None and (path in moved or variable is None or stored.get(own) == variable):
+            at = moved.get(path, path)
+            place, variable = index.get(at), self._variables.get(path)
+            if place is not None and (path in moved or variable is None or stored.get(at) == variable):
                 found[path] = place
-            elif (named := self._by_name(path, own, variable)) is not None:
+            elif (named := self._by_name(path, at, variable)) is not None:
                 by_name[path] = named
-            elif place is not None and own not in stored:
+            elif place is not None and at not in stored:
                 found[path] = place  # it is not known which parameter that is of, so only its key speaks for it
         counts, taken = Counter(by_name.values()), set(found.values())
         for path, place in by_name.items():
             if path in moved or (counts[place] == 1 and place not in taken):  # else it cannot be both
                 found[path] = place
-        return found
+        return list(map(found.get, paths))
 
     @cached_property
     def _variables(self) -> Mapping[str, OptimizerVariable]:
@@ -79,14 +80,14 @@ class NameMatch:
             for path, (parameters, accumulator) in variables.items()
         }
 
-    def _is_alike(self) -> bool:
-        """Whether the same names are at the same paths, so that equal keys mean the same."""
-        index, names, wanted = self._index, self._stored.names, self._wanted
-        if wanted.paths == self._stored.paths and wanted.names == names:
-            return True  # as nearly always; this is seen faster
-        return all(
-            path in index and names[index[path]] == name for path, name in zip(wanted.paths, wanted.names, strict=True)
-        )
+    def _is_alike(self, paths: Sequence[str], own: list[int | None]) -> bool:
+        """Whether the same names are at the same paths, so that equal keys mean the same; as nearly always.
+
+        ``own`` are the numbers of what is stored at ``paths``, which are all wanted ones or some.
+        """
+        names, wanted = self._stored.names, self._wanted
+        places = own if paths == wanted.paths else list(map(self._index.get, wanted.paths))
+        return all(place is not None and names[place] == name for place, name in zip(places, wanted.names, strict=True))
 
     def _by_name(self, path: str, own: str, variable: OptimizerVariable | None) -> int | None:
         if own != path and _tail(own) != _tail(path):  # the user has named something else

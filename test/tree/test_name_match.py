@@ -52,7 +52,7 @@ def match(stored: Entries, wanted: Entries, moved: dict[str, str] | None = None)
     paths = list(stored)
     names, asked = Names(paths, list(stored.values())), Names(list(wanted), list(wanted.values()))
     places = NameMatch(names, {path: i for i, path in enumerate(paths)}, asked, moved or {}).places(list(wanted))
-    return {path: paths[places[path]] if path in places else None for path in wanted}
+    return {path: None if place is None else paths[place] for path, place in zip(wanted, places, strict=True)}
 
 
 @pytest.mark.parametrize("prefix", ["", "/job/~i3"])
