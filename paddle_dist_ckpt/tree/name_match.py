@@ -48,9 +48,8 @@ class NameMatch:
     def places(self, paths: Sequence[str]) -> list[int | None]:
         """The number of the stored tensor for each of these wanted paths; None where there is none."""
         index, moved = self._index, self._moved
-        own = list(map(index.get, paths))
-        if not moved and (self._is_alike(paths, own) or not any(map(may_be_optimizers, self._wanted.paths))):
-            return own
+        if not moved and (self._is_alike or not any(map(may_be_optimizers, self._wanted.paths))):
+            return self._own if paths == self._wanted.paths else list(map(index.get, paths))
         found: dict[str, int] = {}
         by_name: dict[str, int] = {}
         stored = self._stored.variables
@@ -80,14 +79,19 @@ class NameMatch:
             for path, (parameters, accumulator) in variables.items()
         }
 
-    def _is_alike(self, paths: Sequence[str], own: list[int | None]) -> bool:
-        """Whether the same names are at the same paths, so that equal keys mean the same; as nearly always.
+    @cached_property
+    def _own(self) -> list[int | None]:
+        """The number of what is stored at each wanted path."""
+        return list(map(self._index.get, self._wanted.paths))
 
-        ``own`` are the numbers of what is stored at ``paths``, which are all wanted ones or some.
-        """
-        names, wanted = self._stored.names, self._wanted
-        places = own if paths == wanted.paths else list(map(self._index.get, wanted.paths))
-        return all(place is not None and names[place] == name for place, name in zip(places, wanted.names, strict=True))
+    @cached_property
+    def _is_alike(self) -> bool:
+        """Whether the same names are at the same paths, so that equal keys mean the same; as nearly always."""
+        names = self._stored.names
+        return all(
+            place is not None and names[place] == name
+            for place, name in zip(self._own, self._wanted.names, strict=True)
+        )
 
     def _by_name(self, path: str, own: str, variable: OptimizerVariable | None) -> int | None:
         if own != path and _tail(own) != _tail(path):  # the user has named something else
