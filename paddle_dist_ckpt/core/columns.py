@@ -21,6 +21,7 @@ __all__ = [
     "column_size",
     "edges_of",
     "narrow",
+    "numbered",
     "pack_column",
     "pack_signed",
     "places_of_equals",
@@ -45,6 +46,12 @@ MANY = 1 << 16
 _COLUMN_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 _SIGNED = (np.int8, np.int16, np.int32, np.int64)
 _TOPS = [(int(np.iinfo(name).max), name) for name in _COLUMN_DTYPES]
+
+
+def numbered(numbers: IntArray) -> tuple[IntArray, IntArray]:
+    """The different ones among small numbers, ascending, and which of these each is: as np.unique, without sorting."""
+    seen = np.bincount(numbers) > 0
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[numbers]
 
 
 def pack_column(values: npt.ArrayLike) -> Column:

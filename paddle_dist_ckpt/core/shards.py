@@ -16,14 +16,13 @@ import numpy as np
 from .box import Box
 from .boxes import Boxes
 from .cached import cached_property
-from .columns import IntArray, edges_of, narrow, places_within
+from .columns import IntArray, edges_of, narrow, numbered, places_within
 from .dtypes import DType
 from .layouts import Layout, LayoutBoxes
 
-__all__ = ["Kind", "ShardTable", "file_key"]
+__all__ = ["Kind", "ShardTable", "by_file"]
 
 _TOGETHER = 1 << 16  # shards of which something is calculated together
-_LARGEST_ITEM = 64  # bytes, and more than any item has
 
 
 class Kind(IntEnum):
@@ -34,13 +33,19 @@ class Kind(IntEnum):
     VALUE = 2
 
 
-def file_key(file: IntArray, itemsize: IntArray) -> IntArray:
-    """What to sort shards by to have them file by file, and in each the larger items first, as files hold them.
+def by_file(file: IntArray, itemsize: IntArray) -> IntArray:
+    """The order of shards that has them file by file, and in each the larger items first, as files hold them.
 
-    All are ``[n]``; ``file`` may also be the rank that writes each.
+    Equal ones stay as they stand. All are ``[n]``; ``file`` may also be the rank that writes each.
     """
-    key: IntArray = np.multiply(file, _LARGEST_ITEM, dtype=np.int64)
-    return key + (_LARGEST_ITEM - 1 - itemsize)
+    sizes, size = numbered(itemsize)
+    key = np.multiply(file, len(sizes), dtype=np.int64)
+    key += len(sizes) - 1
+    key -= size
+    if key.max(initial=0) < 1 << 16:
+        key = key.astype(np.uint16)  # which numpy sorts in linear time
+    order: IntArray = np.argsort(key, kind="stable")
+    return order
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +151,7 @@ class ShardTable:
     @cached_property
     def file_order(self) -> IntArray:
         """The shards by file and, within a file, in the order in which they stand in it, ``[shards]``."""
-        key = file_key(self.shard_file, self._shard_itemsizes)
-        return narrow(np.argsort(key, kind="stable").astype(np.int64))
+        return narrow(by_file(self.shard_file, self._shard_itemsizes))
 
     @cached_property
     def data_offsets(self) -> IntArray:
@@ -194,13 +198,13 @@ class ShardTable:
         """The table of some tensors (ascending), and the shards of this table that it has. Files keep their numbers."""
         chosen = np.array(tensors, np.int64)
         shards = places_within(np.diff(self.first_shard)[chosen], self.first_shard[chosen])
-        used, layout_of = np.unique(self.layout_of[chosen], return_inverse=True)
+        used, layout_of = numbered(self.layout_of[chosen])
         table = ShardTable(
             [self.paths[t] for t in tensors],
             [self.dtypes[t] for t in tensors],
             self.kinds[chosen],
             [self.layouts[i] for i in used],
-            layout_of.reshape(-1).astype(np.int64),
+            layout_of,
             self.shard_file[shards],
             [None] * len(tensors),
         )

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..core.cached import cached_property
-from ..core.columns import pack_column
+from ..core.columns import numbered, pack_column
 from ..core.parts import Arranged
 from ..core.shards import Kind
 from ..files.codec import table_to_record
@@ -325,13 +325,13 @@ class Answering:
         metadata = self._metadata
         places = sorted(found.tensors)
         table, shards = metadata.table.select(places)
-        used, renumbered = np.unique(table.shard_file, return_inverse=True)
+        used, renumbered = numbered(table.shard_file)
         special = metadata.special_keys
         return LoadAnswer(
             unique_id=metadata.unique_id,
             block_bytes=metadata.block_bytes,
             files=[self.files[i] for i in used.tolist()],
-            tensors=msgspec.structs.replace(table_to_record(table), shard_file=pack_column(renumbered.reshape(-1))),
+            tensors=msgspec.structs.replace(table_to_record(table), shard_file=pack_column(renumbered)),
             starts=pack_column(metadata.table.data_offsets[shards]),
             blocks=pack_column(self.first_block[shards]),
             keys={path: special[path] for path in table.paths if path in special} if special else {},

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.columns import IntArray
-from ..core.shards import file_key
+from ..core.shards import by_file
 
 __all__ = ["box_order", "file_order", "shard_order"]
 
@@ -40,7 +40,7 @@ def file_order(shapes: IntArray, itemsize: IntArray, tensor: IntArray, boxes: Bo
         rank: Who writes each box, ``[n]``.
     """
     order = box_order(shapes, tensor, boxes)
-    return order[np.argsort(file_key(rank[order], itemsize[tensor[order]]), kind="stable")]
+    return order[by_file(rank[order], itemsize[tensor[order]])]
 
 
 def shard_order(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> IntArray:
