@@ -42,6 +42,7 @@ def by_file(file: IntArray, itemsize: IntArray) -> IntArray:
     key = np.multiply(file, len(sizes), dtype=np.int64)
     key += len(sizes) - 1
     key -= size
+    del size  # there may be very many
     if key.max(initial=0) < 1 << 16:
         key = key.astype(np.uint16)  # which numpy sorts in linear time
     order: IntArray = np.argsort(key, kind="stable")

@@ -54,8 +54,9 @@ class OpenFile:
 
     @property
     def chunk_bytes(self) -> int:
-        """How much of what needs no buffer is read at a time."""
-        return STRAIGHT_BYTES if self.cached and self.holes is not None and self.holes.none else CHUNK_BYTES
+        """How much of what needs no buffer is one task. What is not verified is not read in windows, either."""
+        in_windows = self.cached and self.hashes is not None
+        return STRAIGHT_BYTES if in_windows and self.holes is not None and self.holes.none else CHUNK_BYTES
 
     def is_hole(self, start: int, nbytes: int) -> bool:
         """Whether a part of the data section is a hole, which has no bytes on the disk, as far as is known."""

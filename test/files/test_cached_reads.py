@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,14 @@ import pytest
 import xxhash
 
 from paddle_dist_ckpt.core.box import Box, whole
+from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.files.holes import Holes
-from paddle_dist_ckpt.files.reader import Consumer, StoredEntry, read_entries
+from paddle_dist_ckpt.files.reader import Consumer, StoredEntry, entry_tasks, read_entries
 from paddle_dist_ckpt.files.runs import CHUNK_BYTES, STRAIGHT_BYTES, OpenFile
+from paddle_dist_ckpt.storage.local_files import LocalReadable
+from test.jobs import CountingStorage, blank_like, data_reads, load_alone, make_array, save_alone
 
 START = 24  # of the data section
 ROW = 1000  # items of four bytes: blocks and windows end within rows
@@ -99,6 +104,20 @@ def test_every_part_is_what_was_written(name: str, block_bytes: int, cached: boo
         assert most == max(CHUNK_BYTES, block_bytes)
 
 
+def test_what_needs_no_buffer_is_read_in_long_segments_if_it_is_cached_and_verified() -> None:
+    def tasks(file: OpenFile, box: Box) -> int:
+        target = np.zeros(box.shape, np.uint32)
+        entry = StoredEntry(file, 0, 0, SHAPE, DTYPES["uint32"], "w")
+        return len(list(entry_tasks([(entry, [Consumer(box, target)])], 1 << 20, Buffers(1), lambda nbytes: None)))
+
+    cached, cold = (opened(CONTENT, 1 << 20, cached=cached)[0] for cached in (True, False))
+    chunks = -(-CONTENT.nbytes // CHUNK_BYTES)
+    assert tasks(cached, whole(SHAPE)) == -(-CONTENT.nbytes // STRAIGHT_BYTES) < chunks
+    assert tasks(cold, whole(SHAPE)) == chunks
+    assert tasks(cached, BOXES["columns"]) == chunks, "its buffer stays small"
+    assert tasks(dataclasses.replace(cached, hashes=None), whole(SHAPE)) == chunks, "nor is it read in windows"
+
+
 @pytest.mark.parametrize("block_bytes", BLOCKS)
 @pytest.mark.parametrize("place", [0, WINDOW, (1 << 20) - 1, STRAIGHT_BYTES + 5, ROWS * ROW * 4 - 1])
 @pytest.mark.parametrize("name", ["all", "columns"])
@@ -136,3 +155,17 @@ def test_a_file_with_holes_is_looked_at_chunk_by_chunk() -> None:
     file, source = opened(content, 1 << 20, cached=True, hole=hole)
     assert np.array_equal(read(file, whole(SHAPE), 1 << 20), content)
     assert sum(nbytes for _, nbytes in source.reads) == content.nbytes - len(hole)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_load_reads_in_windows_what_is_cached(cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = make_array((1500, 1000), "int32")
+    save_alone({"w": array}, tmp_path)
+    monkeypatch.setattr(LocalReadable, "is_cached", lambda file: cached)
+    log: list[tuple[str, int, int]] = []
+    target = blank_like(array)
+    load_alone({"w": target}, CountingStorage(tmp_path, log))
+    assert np.array_equal(target, array)
+    sizes = [stop - start for _, start, stop in data_reads(tmp_path, log)]
+    assert sum(sizes) == array.nbytes
+    assert max(sizes) == (WINDOW if cached else CHUNK_BYTES)
