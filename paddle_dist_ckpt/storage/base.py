@@ -65,7 +65,10 @@ class ReadableFile(Protocol):
         ...
 
     def is_cached(self) -> bool:
-        """Whether most of it can be read without waiting for a disk, as far as is known: in small pieces, then."""
+        """Whether most of it can be read without waiting for a disk, as far as is known.
+
+        What needs no wait is read in pieces of 256 KiB, so that it is hashed while the processor's cache has it.
+        """
         ...
 
     def close(self) -> None:
