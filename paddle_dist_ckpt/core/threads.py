@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 (Paddle needs it, and when the interpreter ends it cannot be imported)
 import os
+import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -101,43 +101,37 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
 
 
 class Beside:
-    """Runs tasks beside its owner, one after the other, on a thread that lives while there are any.
+    """Runs tasks beside its owner, one after the other, on a thread that lives from the first one to :meth:`finish`.
 
     The thread is a daemon: nobody waits for a task whose owner has been given up.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
-        self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._running = False
-        self._ended = threading.Condition(self._lock)
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def start(self, task: Callable[[], T]) -> Future[T]:
         """Have a task run when those before it have ended."""
         result: Future[T] = Future()
-        with self._lock:
-            self._tasks.append((task, result))
-            starts, self._running = not self._running, True
-        if starts:
-            threading.Thread(target=self._run, name=f"paddle_dist_ckpt {self._name}", daemon=True).start()
+        self._tasks.put((task, result))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"paddle_dist_ckpt {self._name}", daemon=True)
+            self._thread.start()
         return result
 
     def finish(self) -> None:
         """Wait until all tasks have ended; their owner's memory is used by none of them any more."""
-        with self._ended:
-            self._ended.wait_for(lambda: not self._running)
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._tasks:
-                    self._running = False
-                    self._ended.notify_all()
-                    return
-                task, result = self._tasks.popleft()
+        while (one := self._tasks.get()) is not None:
+            task, result = one
             try:
                 result.set_result(task())
             except BaseException as error:
                 result.set_exception(error)
-            del task, result  # not to be kept until the next one comes
+            del one, task, result  # not to be kept until the next one comes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,7 @@ class Exchange:
     failure: Exception | None = None
     _on_host: bool = True
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
+    _whole_targets: dict[Message, Bytes1D | None] = field(default_factory=dict)
 
     def run(self, rounds: Sequence[ExchangeRound]) -> None:
         """Run all rounds. While the messages of one travel, the next one is read, and more if that takes no memory.
@@ -164,6 +165,11 @@ class Exchange:
 
     def _whole_target(self, message: Message) -> Bytes1D | None:
         """The target's memory if a message can be sent from it, or received in it, as it is."""
+        if message not in self._whole_targets:
+            self._whole_targets[message] = self._find_whole_target(message)
+        return self._whole_targets[message]
+
+    def _find_whole_target(self, message: Message) -> Bytes1D | None:
         start = stop = 0
         if message.pack is not None:
             return None
@@ -266,4 +272,4 @@ class _ReadingAhead:
 
     def wait(self) -> None:
         """Wait until nothing is read any more."""
-        wait(self._begun)
+        self._beside.finish()

@@ -7,6 +7,7 @@ import functools
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_tasks_beside_their_owner_run_in_order() -> None:
 
 def test_a_task_beside_its_owner_that_fails_stops_no_other() -> None:
     beside = Beside("test")
-    for _ in range(2):  # the thread is another one the second time, or the same
+    for _ in range(2):
         failing, other = beside.start(lambda: 1 // 0), beside.start(lambda: 3)
         assert other.result(30) == 3
         with pytest.raises(ZeroDivisionError):
@@ -68,3 +69,28 @@ def test_who_finishes_waits_for_all_tasks_beside() -> None:
         beside.start(functools.partial(slow, number))
     beside.finish()
     assert ended == [0, 1, 2]
+
+
+def test_tasks_beside_their_owner_share_a_thread_until_the_owner_finishes() -> None:
+    beside = Beside("test")
+    threads = [beside.start(threading.current_thread).result(30) for _ in range(3)]
+    assert len(set(threads)) == 1
+    beside.finish()
+    assert not threads[0].is_alive()
+    other = beside.start(threading.current_thread).result(30)
+    assert other is not threads[0]
+    beside.finish()
+    assert not other.is_alive()
+
+
+def test_nothing_is_kept_of_a_task_beside_that_has_ended() -> None:
+    class Memory:
+        pass
+
+    beside, memory = Beside("test"), Memory()
+    gone = weakref.ref(memory)
+    beside.start(functools.partial(lambda _: None, memory)).result(30)
+    del memory
+    beside.start(lambda: None).result(30)  # the thread has turned to another one
+    assert gone() is None
+    beside.finish()
