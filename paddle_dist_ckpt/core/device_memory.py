@@ -101,8 +101,9 @@ class NoCopies:
 class DeviceAccess(Protocol):
     """Reaches the memory of the devices that a framework drives."""
 
-    def memory_of(self, tensor: Any) -> DeviceBytes:
-        """The memory of a tensor on a device (of the ``owner`` of its view), from its first element to its last one."""
+    def memories_of(self, tensors: Sequence[Any]) -> Sequence[DeviceBytes]:
+        """The memory of tensors on devices (of the ``owner`` of the view of each), from its first element to its last
+        one."""
         ...
 
     def copies(self) -> Copies:

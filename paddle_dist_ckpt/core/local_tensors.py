@@ -135,8 +135,7 @@ def device_arrays(
     if not owners:
         return found
     assert devices is not None, "what is on a device can be reached"
-    for number, owner, address in zip(cell.tolist(), owners, addresses, strict=True):
+    for number, memory, address in zip(cell.tolist(), devices.memories_of(owners), addresses, strict=True):
         geometry, shard = cells[number]
-        memory = devices.memory_of(owner)
         found.append(DeviceArray(memory, address - memory.base, shard.box.shape, shard.strides, geometry.dtype.raw))
     return found

@@ -23,6 +23,7 @@ from paddle.base.framework import _dygraph_place_guard as _place_guard
 from ..core.memory import Bytes1D, array_at
 
 __all__ = [
+    "are_equal",
     "are_on_device",
     "at_device",
     "has_devices",
@@ -64,7 +65,15 @@ def are_on_device(tensors: Sequence[Any]) -> list[bool]:
     Raises:
         RuntimeError: there are, and one has no memory.
     """
-    return [_is_devices(tensor.place) for tensor in tensors] if has_devices() else [False] * len(tensors)
+    if not has_devices():
+        return [False] * len(tensors)
+    places = [tensor.place for tensor in tensors]
+    return [_is_devices(places[0])] * len(places) if are_equal(places) else list(map(_is_devices, places))
+
+
+def are_equal(places: Sequence[Any]) -> bool:
+    """Whether places are all the same one."""
+    return bool(places) and all(map(places[0]._equals, places))
 
 
 def _is_devices(place: Any) -> bool:

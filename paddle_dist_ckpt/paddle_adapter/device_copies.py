@@ -27,7 +27,7 @@ from ..core.memory import Bytes1D, address_of, bytes_at, copy_each, fresh_pages
 from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
 from .device import at_device, has_kernels, host_tensor
-from .device_memory import MemoryKind, StridedBytes, TensorBytes
+from .device_memory import MemoryKind, StridedBytes, TensorBytes, memories_of
 from .device_streams import current_stream, forget_reached, recorded, stream_for_copies, wait_for
 
 __all__ = ["DeviceCopies", "PaddleDevices"]
@@ -336,10 +336,10 @@ def _copy_rows(targets: Any, sources: Any, sizes: Any) -> None:
 class PaddleDevices:
     """The devices that Paddle drives. Implements :class:`..core.device_memory.DeviceAccess`."""
 
-    def memory_of(self, tensor: Any) -> TensorBytes:
+    def memories_of(self, tensors: Sequence[Any]) -> list[TensorBytes]:
         """See :class:`..core.device_memory.DeviceAccess`; of a ShardedWeight it is given a tuple."""
-        local = tensor[0] if isinstance(tensor, tuple) else tensor
-        return TensorBytes(local._local_value() if local.is_dist() else local)
+        local = [one[0] if isinstance(one, tuple) else one for one in tensors]
+        return memories_of([one._local_value() if one.is_dist() else one for one in local])
 
     copies = DeviceCopies
 

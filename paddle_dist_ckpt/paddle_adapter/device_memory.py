@@ -11,9 +11,9 @@ from typing import Any
 import paddle
 
 from ..core.memory import Bytes1D
-from .device import at_device, has_kernels, host_tensor, name_of
+from .device import are_equal, at_device, has_kernels, host_tensor, name_of
 
-__all__ = ["MemoryKind", "StridedBytes", "TensorBytes"]
+__all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "kind_of", "memories_of"]
 
 _view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
 
@@ -28,22 +28,22 @@ class MemoryKind:
 
 
 _kinds: dict[tuple[str, str], MemoryKind] = {}
-_latest: list[
-    tuple[Any, Any, MemoryKind]
-] = []  # the place, the dtype and the kind of the tensor that was looked at last
 
 
-def _kind_of(tensor: Any) -> MemoryKind:
-    """The same object for all tensors of a kind. Mostly it is that of the last one, which is seen sooner than looked
-    up."""
-    place, dtype = tensor.place, tensor.dtype
-    for latest_place, latest_dtype, kind in _latest:
-        if dtype is latest_dtype and place._equals(latest_place):
-            return kind
-    device = name_of(place)
-    kind = _kinds.setdefault((device, str(dtype)), MemoryKind(device, dtype, int(tensor.element_size())))
-    _latest[:] = [(place, dtype, kind)]
-    return kind
+def memories_of(tensors: Sequence[Any]) -> list[TensorBytes]:
+    """The memory of plain tensors. Mostly all are at one place, which is seen sooner than the kind of each is found."""
+    places, dtypes = [tensor.place for tensor in tensors], [tensor.dtype for tensor in tensors]
+    if not are_equal(places):
+        return [TensorBytes(tensor, kind_of(tensor)) for tensor in tensors]
+    numbers = list(map(id, dtypes))  # as long as these are kept, no two have the same
+    kinds = {number: kind_of(tensor) for number, tensor in dict(zip(numbers, tensors, strict=True)).items()}
+    return list(map(TensorBytes, tensors, map(kinds.__getitem__, numbers)))
+
+
+def kind_of(tensor: Any) -> MemoryKind:
+    """The same object for all tensors of a kind."""
+    device, dtype = name_of(tensor.place), tensor.dtype
+    return _kinds.setdefault((device, str(dtype)), MemoryKind(device, dtype, int(tensor.element_size())))
 
 
 class TensorBytes:
@@ -53,12 +53,13 @@ class TensorBytes:
 
     Args:
         tensor: The tensor; its strides are not negative.
+        kind: Where it is, and its type.
     """
 
     __slots__ = ("_all_items", "base", "kind", "tensor")
 
-    def __init__(self, tensor: Any) -> None:
-        self.base, self.kind, self.tensor = int(tensor.data_ptr()), _kind_of(tensor), tensor
+    def __init__(self, tensor: Any, kind: MemoryKind) -> None:
+        self.base, self.kind, self.tensor = int(tensor.data_ptr()), kind, tensor
         self._all_items: Any = None
 
     @property
