@@ -36,6 +36,10 @@ _READ_TOGETHER = 1 << 14  # of which there is all that it takes to read them; th
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 
 
+_Boxes = tuple[int, Box, Box, tuple[int, ...]]
+_NO_BOX = whole(())
+
+
 class Fit:
     """A load's plan on one rank.
 
@@ -89,6 +93,7 @@ class Fit:
         kept = filled[plan.wanted]
         self._target, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
         self._alike = plan.alike
+        self._latest_boxes: tuple[int, _Boxes] = (-1, (-1, _NO_BOX, _NO_BOX, ()))
         volumes = np.zeros((2, len(plan.alike)), np.int64)
         for piece in _pieces(len(plan.alike)):
             common, stored, _ = plan.alike.take(piece)
@@ -270,12 +275,19 @@ class Fit:
             [needed.flat_starts(entry_shape), target, needed.volumes, Boxes(needed.offset, entry_shape).volumes]
         )
 
-    def _boxes(self, need: int) -> tuple[int, Box, Box, tuple[int, ...]]:
-        """A need's target, its box as counted from the target's corner and from the shard's, the shard's shape."""
-        row, like = int(self._target[need]), int(self._like[need])
-        ndim = len(self.targets.box(row).shape)
-        common, stored, asked = (boxes.box(0, ndim) for boxes in self._alike.take(slice(like, like + 1)))
-        return row, common.relative_to(asked.offset), common.relative_to(stored.offset), stored.shape
+    def _boxes(self, need: int) -> _Boxes:
+        """A need's target, its box as counted from the target's corner and from the shard's, the shard's shape.
+
+        Of a large need one part is asked for after the other, so what was found last is kept.
+        """
+        latest, found = self._latest_boxes
+        if latest != need:
+            row, like = int(self._target[need]), int(self._like[need])
+            ndim = len(self.targets.box(row).shape)
+            common, stored, asked = (boxes.box(0, ndim) for boxes in self._alike.take(slice(like, like + 1)))
+            found = row, common.relative_to(asked.offset), common.relative_to(stored.offset), stored.shape
+            self._latest_boxes = need, found
+        return found
 
     def entries(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
         """The shards of the others of these needs, each with who consumes it."""
