@@ -11,7 +11,7 @@ import msgspec
 from ..core.cached import cached_property
 from ..core.layouts import Layout
 from ..core.shards import Kind, ShardTable
-from ..tree.paths import Part, flat_keys, parse_path, plain_keys
+from ..tree.paths import Part, flat_keys, parse_path, special_keys
 from ..tree.values import from_jsonable
 from .times import SaveTimes
 
@@ -166,12 +166,8 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def special_keys(self) -> dict[str, str]:
-        """The flat keys that are not just the parts of their path with dots between them, by path."""
-        paths = self._paths
-        keys, plain = flat_keys(paths), plain_keys(paths)
-        if keys == plain:
-            return {}  # as nearly always
-        return {path: key for path, key, own in zip(paths, keys, plain, strict=True) if key != own}
+        """See :func:`..tree.paths.special_keys`."""
+        return special_keys(self._paths)
 
     @cached_property
     def flat_mapping(self) -> dict[str, tuple[Part, ...]]:

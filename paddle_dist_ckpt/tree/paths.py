@@ -35,6 +35,7 @@ __all__ = [
     "parse_path",
     "plain_key",
     "plain_keys",
+    "special_keys",
 ]
 
 
@@ -143,10 +144,23 @@ def flat_keys(paths: Sequence[str]) -> list[str]:
     ``\\r`` before the number of an int key, a list's index, a tuple's, a rank.
     """
     plain = plain_keys(paths)
+    special = _special_keys(paths, plain)
+    return [special.get(path, key) for path, key in zip(paths, plain, strict=True)] if special else plain
+
+
+def special_keys(paths: Sequence[str]) -> dict[str, str]:
+    """The flat keys of paths that are not their plain ones, by path; mostly there are none."""
+    return _special_keys(paths, plain_keys(paths))
+
+
+def _special_keys(paths: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
     shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
     if not shared and "\\" not in "".join(plain):
-        return plain
-    return [_escaped(path) if key in shared or "\\" in key else key for path, key in zip(paths, plain, strict=True)]
+        return {}
+    pairs = zip(paths, plain, strict=True)
+    return {
+        path: escaped for path, key in pairs if (key in shared or "\\" in key) and (escaped := _escaped(path)) != key
+    }
 
 
 class Containers(NamedTuple):

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_dist_ckpt.tree.paths import ListIndex, Part, TupleIndex, flat_keys, format_path, join, parse_path
+from paddle_dist_ckpt.tree.paths import (
+    ListIndex,
+    Part,
+    TupleIndex,
+    flat_keys,
+    format_path,
+    join,
+    parse_path,
+    special_keys,
+)
 from test.strategies import examples
 
 awkward = st.text(st.sampled_from("~/.\\01ilta5[%"), max_size=5)
@@ -94,3 +103,11 @@ def test_flat_keys_are_the_usual_ones_unless_two_would_be_equal() -> None:
     assert flat_keys(["/a/b", "/a.b"]) == ["a.b", "a\\.b"]
     assert flat_keys(["/~i5", "/5", "/~l5", "/~t5"]) == ["\\i5", "5", "\\l5", "\\t5"]
     assert flat_keys(["/a\\b"]) == ["a\\\\b"]
+
+
+def test_special_keys_are_those_that_differ_from_the_plain_ones() -> None:
+    assert special_keys(["/a/b", "/c.d", "/opt/~l0/w", "/~i5"]) == {}
+    assert special_keys(["/a/b", "/a.b", "/c"]) == {"/a.b": "a\\.b"}
+    assert special_keys(["/~i5", "/5", "/x"]) == {"/~i5": "\\i5"}
+    assert special_keys(["/a\\b", "/c"]) == {"/a\\b": "a\\\\b"}
+    assert special_keys([]) == {}
