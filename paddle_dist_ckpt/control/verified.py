@@ -160,7 +160,7 @@ class VerifiedTransfers:
         self._operations.update([source for source, _ in senders])
 
     def finish(self) -> None:
-        """Wait for what is hashed beside, if the work has failed: its memory may be gone after it."""
+        """In any case, after the work: wait until nothing is hashed any more, whose memory may be gone after it."""
         self._beside.finish()
 
     def try_out(self) -> list[str]:

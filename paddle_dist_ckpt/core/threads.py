@@ -103,7 +103,8 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
 class Beside:
     """Runs tasks beside its owner, one after the other, on a thread that lives from the first one to :meth:`finish`.
 
-    The thread is a daemon: nobody waits for a task whose owner has been given up.
+    Only the owner's thread calls it. The other one is a daemon, so nobody waits for a task whose owner has been given
+    up: if the owner hangs, the thread stays as well, and does nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -114,14 +115,15 @@ class Beside:
     def start(self, task: Callable[[], T]) -> Future[T]:
         """Have a task run when those before it have ended."""
         result: Future[T] = Future()
-        self._tasks.put((task, result))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"paddle_dist_ckpt {self._name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"paddle_dist_ckpt {self._name}", daemon=True)
+            thread.start()  # raises where there can be no more threads: nothing is to be finished then
+            self._thread = thread
+        self._tasks.put((task, result))
         return result
 
     def finish(self) -> None:
-        """Wait until all tasks have ended; their owner's memory is used by none of them any more."""
+        """Wait until all tasks have ended, which use their owner's memory no more then, and end the thread."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()

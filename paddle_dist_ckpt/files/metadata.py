@@ -166,7 +166,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def special_keys(self) -> dict[str, str]:
-        """See :func:`..tree.paths.special_keys`."""
+        """The flat keys that are not just the parts of their path with dots between them, by path."""
         return special_keys(self._paths)
 
     @cached_property

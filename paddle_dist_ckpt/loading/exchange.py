@@ -83,6 +83,7 @@ class Exchange:
                     self._exchange(one.senders, messages[i], outgoing)
         finally:
             ahead.wait()
+            self._whole_targets.clear()
             staging.finish()
 
     def _read(self, messages: Mapping[Address, Message], number: int) -> _Outgoing:
@@ -164,7 +165,10 @@ class Exchange:
         return buffer[:size]
 
     def _whole_target(self, message: Message) -> Bytes1D | None:
-        """The target's memory if a message can be sent from it, or received in it, as it is."""
+        """The target's memory if a message can be sent from it, or received in it, as it is.
+
+        What was found stays right: a message belongs to one round, in which targets do not move.
+        """
         if message not in self._whole_targets:
             self._whole_targets[message] = self._find_whole_target(message)
         return self._whole_targets[message]

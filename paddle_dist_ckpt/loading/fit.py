@@ -34,10 +34,9 @@ _TOGETHER = 1 << 14  # kinds that are looked at together
 _MANY = 1 << 17  # needs from which on they are read some after others
 _READ_TOGETHER = 1 << 14  # of which there is all that it takes to read them; threads work on several such parts
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES.values())}
-
-
-_Boxes = tuple[int, Box, Box, tuple[int, ...]]
 _NO_BOX = whole(())
+_Boxes = tuple[int, Box, Box, tuple[int, ...]]
+"""See :meth:`Fit._boxes`."""
 
 
 class Fit:
@@ -278,7 +277,8 @@ class Fit:
     def _boxes(self, need: int) -> _Boxes:
         """A need's target, its box as counted from the target's corner and from the shard's, the shard's shape.
 
-        Of a large need one part is asked for after the other, so what was found last is kept.
+        Of a large need one part is asked for after the other, so what was found last is kept: in one tuple, as several
+        threads ask.
         """
         latest, found = self._latest_boxes
         if latest != need:

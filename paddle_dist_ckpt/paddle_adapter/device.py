@@ -23,8 +23,8 @@ from paddle.base.framework import _dygraph_place_guard as _place_guard
 from ..core.memory import Bytes1D, array_at
 
 __all__ = [
-    "are_equal",
     "are_on_device",
+    "are_one_place",
     "at_device",
     "has_devices",
     "has_kernels",
@@ -68,11 +68,11 @@ def are_on_device(tensors: Sequence[Any]) -> list[bool]:
     if not has_devices():
         return [False] * len(tensors)
     places = [tensor.place for tensor in tensors]
-    return [_is_devices(places[0])] * len(places) if are_equal(places) else list(map(_is_devices, places))
+    return [_is_devices(places[0])] * len(places) if are_one_place(places) else list(map(_is_devices, places))
 
 
-def are_equal(places: Sequence[Any]) -> bool:
-    """Whether places are all the same one."""
+def are_one_place(places: Sequence[Any]) -> bool:
+    """Whether there are places, and all are the same one."""
     return bool(places) and all(map(places[0]._equals, places))
 
 

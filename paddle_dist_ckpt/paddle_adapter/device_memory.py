@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 
 from ..core.memory import Bytes1D
-from .device import are_equal, at_device, has_kernels, host_tensor, name_of
+from .device import are_one_place, at_device, has_kernels, host_tensor, name_of
 
 __all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "kind_of", "memories_of"]
 
@@ -33,9 +33,9 @@ _kinds: dict[tuple[str, str], MemoryKind] = {}
 def memories_of(tensors: Sequence[Any]) -> list[TensorBytes]:
     """The memory of plain tensors. Mostly all are at one place, which is seen sooner than the kind of each is found."""
     places, dtypes = [tensor.place for tensor in tensors], [tensor.dtype for tensor in tensors]
-    if not are_equal(places):
+    if not are_one_place(places):
         return [TensorBytes(tensor, kind_of(tensor)) for tensor in tensors]
-    numbers = list(map(id, dtypes))  # as long as these are kept, no two have the same
+    numbers = list(map(id, dtypes))  # `dtypes` keeps them alive, so that no two have one id
     kinds = {number: kind_of(tensor) for number, tensor in dict(zip(numbers, tensors, strict=True)).items()}
     return list(map(TensorBytes, tensors, map(kinds.__getitem__, numbers)))
 

@@ -91,6 +91,24 @@ def test_nothing_is_kept_of_a_task_beside_that_has_ended() -> None:
     gone = weakref.ref(memory)
     beside.start(functools.partial(lambda _: None, memory)).result(30)
     del memory
-    beside.start(lambda: None).result(30)  # the thread has turned to another one
+    until = time.monotonic() + 30
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.001)
     assert gone() is None
     beside.finish()
+
+
+def test_a_thread_beside_that_cannot_be_started_leaves_nothing_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, ran = Beside("test"), list[int]()
+
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            beside.start(functools.partial(ran.append, 1))
+        beside.finish()
+    beside.start(functools.partial(ran.append, 2)).result(30)
+    beside.finish()
+    assert ran == [2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ from test.jobs import (
     same_bits,
     save_on,
 )
+
+_BESIDE = ("reads ahead", "hashes")
 
 
 class _Held:
@@ -63,6 +66,38 @@ def _load_rounds(tmp_path: Path, targets: list[Any], may_begin: Callable[[], Non
         return rank.load({"w": targets[rank.rank]}, storage, options=LoadOptions(timeout=60, exchange="always"))
 
     return run_ranks(3, work, over=lambda transport, rank: cast("Transport", _Held(transport, may_begin)))
+
+
+def _threads_beside() -> set[str]:
+    """The threads that exchanges have to themselves, once those that are about to end have had time to."""
+    until = time.monotonic() + 30
+    while True:
+        found = {thread.name for thread in threading.enumerate()} & {f"paddle_dist_ckpt {name}" for name in _BESIDE}
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.01)
+
+
+def test_threads_beside_an_exchange_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = _in_rounds(tmp_path, monkeypatch)
+    targets = [blank_like(array) for _ in range(3)]
+    seen: set[str] = set()
+
+    def look() -> None:
+        seen.update(thread.name for thread in threading.enumerate())
+
+    all_ok(_load_rounds(tmp_path, targets, look, []))
+    assert seen >= {f"paddle_dist_ckpt {name}" for name in _BESIDE}
+    assert not _threads_beside()
+    begun: list[int] = []
+
+    def fail_later() -> None:
+        begun.append(0)
+        if len(begun) > 10:
+            raise RuntimeError("broken")
+
+    assert all(isinstance(error, Exception) for error in _load_rounds(tmp_path, targets, fail_later, []))
+    assert not _threads_beside()
 
 
 def test_the_next_round_is_read_before_the_first_has_travelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,47 @@ from collections.abc import Sequence
 import paddle
 import pytest
 
-from paddle_dist_ckpt.paddle_adapter import device
-from paddle_dist_ckpt.paddle_adapter.device import are_equal, are_on_device
+from paddle_dist_ckpt.paddle_adapter import device, device_memory
+from paddle_dist_ckpt.paddle_adapter.device import are_on_device, are_one_place
 from paddle_dist_ckpt.paddle_adapter.device_memory import kind_of, memories_of
 
 _DTYPES = ("float32", "int64", "bfloat16", "float32")
 
 
-class _At:
-    """A tensor's stand-in, at a place with such a name."""
+_MORE = [("float32", 4), ("bfloat16", 2), ("int64", 8)]
 
+
+class _At:
+    """A tensor's stand-in, at a place with such a name, of such a dtype, which is a new object for each that asks, as
+    in older versions of Paddle, or the same one for all."""
+
+    def __init__(self, name: str, dtype: str = "float32", size: int = 4, fresh: bool = True) -> None:
+        self.name, self._dtype, self._size, self._fresh = name, dtype, size, fresh
+
+    @property
+    def place(self) -> _Place:
+        return _Place(self.name)
+
+    @property
+    def dtype(self) -> _Dtype:
+        return _Dtype(self._dtype) if self._fresh else _SAME.setdefault(self._dtype, _Dtype(self._dtype))
+
+    def element_size(self) -> int:
+        return self._size
+
+    def data_ptr(self) -> int:
+        return 16
+
+
+class _Dtype:
     def __init__(self, name: str) -> None:
-        self.place = _Place(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_SAME: dict[str, _Dtype] = {}
 
 
 class _Place:
@@ -35,10 +64,7 @@ class _Place:
         return self.name == "pinned"
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_memory_of_many_tensors_is_that_of_each(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
-    if not together:
-        monkeypatch.setattr("paddle_dist_ckpt.paddle_adapter.device_memory.are_equal", lambda places: False)
+def test_memory_of_many_tensors_is_that_of_each() -> None:
     tensors = [paddle.zeros([2, 3], dtype=dtype) for dtype in _DTYPES]
     found = memories_of(tensors)
     assert [memory.kind for memory in found] == [kind_of(tensor) for tensor in tensors]
@@ -49,11 +75,30 @@ def test_memory_of_many_tensors_is_that_of_each(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
+    "names", [["gpu:0"] * 6, ["gpu:0", "gpu:1"] * 3, ["gpu:0", "gpu:0", "gpu:1", "gpu:0", "gpu:0", "gpu:0"]]
+)
+@pytest.mark.parametrize("dtypes", [_MORE * 2, _MORE[:1] * 6])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_kinds_of_several_devices_and_dtypes(
+    monkeypatch: pytest.MonkeyPatch, names: Sequence[str], dtypes: Sequence[tuple[str, int]], fresh: bool
+) -> None:
+    monkeypatch.setattr(device_memory, "name_of", lambda place: place.name)
+    monkeypatch.setattr(device_memory, "_kinds", {})
+    tensors = [_At(name, *dtype, fresh=fresh) for name, dtype in zip(names, dtypes, strict=True)]
+    kinds = [memory.kind for memory in memories_of(tensors)]
+    assert [(kind.device, str(kind.dtype), kind.itemsize) for kind in kinds] == [
+        (name, *dtype) for name, dtype in zip(names, dtypes, strict=True)
+    ]
+    assert len(set(map(id, kinds))) == len(set(zip(names, dtypes, strict=True)))
+
+
+@pytest.mark.parametrize(
     ("names", "expected"),
     [
         (["gpu:0", "gpu:0"], [True, True]),
         (["gpu:0", "gpu:1"], [True, True]),
         (["gpu:0", "host", "pinned"], [True, False, False]),
+        (["gpu:0", "host", "gpu:0"], [True, False, True]),
         (["host", "gpu:0"], [False, True]),
         (["pinned", "pinned"], [False, False]),
         ([], []),
@@ -65,4 +110,4 @@ def test_each_tensor_is_looked_at_unless_all_are_at_one_place(
     monkeypatch.setattr(device, "has_devices", lambda: True)
     tensors = [_At(name) for name in names]
     assert are_on_device(tensors) == expected
-    assert are_equal([tensor.place for tensor in tensors]) == (len(set(names)) == 1)
+    assert are_one_place([tensor.place for tensor in tensors]) == (len(set(names)) == 1)

@@ -16,7 +16,7 @@ from paddle_dist_ckpt.errors import CheckpointError
 from paddle_dist_ckpt.readers import numpy_pickles
 from paddle_dist_ckpt.readers.budget import Budget
 from paddle_dist_ckpt.readers.paddle_pickles import PADDLE
-from paddle_dist_ckpt.readers.pickle_machine import Machine
+from paddle_dist_ckpt.readers.pickle_machine import Lying, Machine
 from paddle_dist_ckpt.readers.pickles import walk
 from paddle_dist_ckpt.readers.window import WindowedFile
 from paddle_dist_ckpt.storage import LocalStorage
@@ -39,21 +39,26 @@ def _state() -> dict[str, Any]:
 def outcome(tmp_path: Path) -> Callable[[bytes], Outcome]:
     """What a pickle holds, its arrays as what they are opened as, or the error that it is refused with."""
 
-    def shown(value: Any, size: int) -> Any:
+    def shown(value: Any, data: bytes) -> Any:
         if isinstance(value, numpy_pickles.PickledArray):
             try:
-                return value.opened("it", size)
+                return value.opened("it", len(data))
             except CheckpointError as error:
                 return type(error).__name__
         if isinstance(value, dict):
-            return [(key, shown(part, size)) for key, part in value.items()]
-        return [shown(part, size) for part in value] if isinstance(value, (list, tuple)) else repr(value)
+            return [(shown(key, data), shown(part, data)) for key, part in value.items()]
+        if isinstance(value, numpy_pickles._ElementType):  # as a key or in a list: nobody has written such a pickle
+            return [shown(getattr(value, name), data) for name in value.__slots__]
+        if isinstance(value, Lying):  # the same
+            here = data[value.position : value.position + value.nbytes]
+            return value.form, here if value.data is None else value.data
+        return [shown(part, data) for part in value] if isinstance(value, (list, tuple)) else repr(value)
 
     def found(data: bytes) -> Outcome:
         (tmp_path / "file").write_bytes(data)
         with WindowedFile(LocalStorage(tmp_path), "file", Budget()) as file:
             try:
-                return "read", shown(walk(file.window(), PADDLE), len(data))
+                return "read", shown(walk(file.window(), PADDLE), data)
             except (CheckpointError, RecursionError) as error:
                 return type(error).__name__, None
 
