@@ -160,7 +160,7 @@ class VerifiedTransfers:
         self._operations.update([source for source, _ in senders])
 
     def finish(self) -> None:
-        """In any case, after the work: wait until nothing is hashed any more, whose memory may be gone after it."""
+        """After the work, whether it has failed or not: wait until nothing is hashed any more, as its memory may go."""
         self._beside.finish()
 
     def try_out(self) -> list[str]:

@@ -34,7 +34,6 @@ _TOGETHER = 1 << 14  # kinds that are looked at together
 _MANY = 1 << 17  # needs from which on they are read some after others
 _READ_TOGETHER = 1 << 14  # of which there is all that it takes to read them; threads work on several such parts
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES.values())}
-_NO_BOX = whole(())
 _Boxes = tuple[int, Box, Box, tuple[int, ...]]
 """See :meth:`Fit._boxes`."""
 
@@ -92,7 +91,7 @@ class Fit:
         kept = filled[plan.wanted]
         self._target, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
         self._alike = plan.alike
-        self._latest_boxes: tuple[int, _Boxes] = (-1, (-1, _NO_BOX, _NO_BOX, ()))
+        self._latest_boxes: tuple[int, _Boxes] | None = None
         volumes = np.zeros((2, len(plan.alike)), np.int64)
         for piece in _pieces(len(plan.alike)):
             common, stored, _ = plan.alike.take(piece)
@@ -280,14 +279,14 @@ class Fit:
         Of a large need one part is asked for after the other, so what was found last is kept: in one tuple, as several
         threads ask.
         """
-        latest, found = self._latest_boxes
-        if latest != need:
+        latest = self._latest_boxes
+        if latest is None or latest[0] != need:
             row, like = int(self._target[need]), int(self._like[need])
             ndim = len(self.targets.box(row).shape)
             common, stored, asked = (boxes.box(0, ndim) for boxes in self._alike.take(slice(like, like + 1)))
             found = row, common.relative_to(asked.offset), common.relative_to(stored.offset), stored.shape
-            self._latest_boxes = need, found
-        return found
+            latest = self._latest_boxes = need, found
+        return latest[1]
 
     def entries(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
         """The shards of the others of these needs, each with who consumes it."""

@@ -13,7 +13,7 @@ import paddle
 from ..core.memory import Bytes1D
 from .device import are_one_place, at_device, has_kernels, host_tensor, name_of
 
-__all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "kind_of", "memories_of"]
+__all__ = ["MemoryKind", "StridedBytes", "TensorBytes", "memories_of"]
 
 _view_shape = getattr(paddle._C_ops, "view_shape", paddle.Tensor.view)  # what Tensor.view calls, without its questions
 
@@ -34,13 +34,13 @@ def memories_of(tensors: Sequence[Any]) -> list[TensorBytes]:
     """The memory of plain tensors. Mostly all are at one place, which is seen sooner than the kind of each is found."""
     places, dtypes = [tensor.place for tensor in tensors], [tensor.dtype for tensor in tensors]
     if not are_one_place(places):
-        return [TensorBytes(tensor, kind_of(tensor)) for tensor in tensors]
+        return list(map(TensorBytes.of, tensors))
     numbers = list(map(id, dtypes))  # `dtypes` keeps them alive, so that no two have one id
-    kinds = {number: kind_of(tensor) for number, tensor in dict(zip(numbers, tensors, strict=True)).items()}
+    kinds = {number: _kind_of(tensor) for number, tensor in dict(zip(numbers, tensors, strict=True)).items()}
     return list(map(TensorBytes, tensors, map(kinds.__getitem__, numbers)))
 
 
-def kind_of(tensor: Any) -> MemoryKind:
+def _kind_of(tensor: Any) -> MemoryKind:
     """The same object for all tensors of a kind."""
     device, dtype = name_of(tensor.place), tensor.dtype
     return _kinds.setdefault((device, str(dtype)), MemoryKind(device, dtype, int(tensor.element_size())))
@@ -61,6 +61,11 @@ class TensorBytes:
     def __init__(self, tensor: Any, kind: MemoryKind) -> None:
         self.base, self.kind, self.tensor = int(tensor.data_ptr()), kind, tensor
         self._all_items: Any = None
+
+    @staticmethod
+    def of(tensor: Any) -> TensorBytes:
+        """The memory of one tensor."""
+        return TensorBytes(tensor, _kind_of(tensor))
 
     @property
     def _items(self) -> Any:

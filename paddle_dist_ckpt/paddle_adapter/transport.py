@@ -19,7 +19,7 @@ from ..core.memory import Bytes1D, address_of, copy_bytes
 from ..errors import CollectiveError
 from .device import at_device, host_tensor, is_gpu_build, name_of
 from .device_copies import DeviceCopies
-from .device_memory import TensorBytes, kind_of
+from .device_memory import TensorBytes
 
 __all__ = ["PaddleTransport", "takes_host_memory"]
 
@@ -252,7 +252,7 @@ class _DeviceMemory:
     def filled(self, parts: Sequence[Bytes1D]) -> Any:
         """See :class:`_HostMemory`."""
         tensor, copies = self.empty(parts), DeviceCopies()
-        memory = TensorBytes(tensor, kind_of(tensor))
+        memory = TensorBytes.of(tensor)
         copies.write([(memory, start, address_of(part), part.size) for start, part in _places(parts)], parts)
         copies.mark().wait()
         return tensor
@@ -266,7 +266,7 @@ class _DeviceMemory:
     def fetch(tensor: Any, parts: Sequence[Bytes1D]) -> None:
         """See :class:`_HostMemory`. The copies wait for the computations, which wait for the collective."""
         copies = DeviceCopies()
-        memory = TensorBytes(tensor, kind_of(tensor))
+        memory = TensorBytes.of(tensor)
         copies.read([(memory, start, address_of(part), part.size) for start, part in _places(parts)], parts)
         copies.mark().wait()
 

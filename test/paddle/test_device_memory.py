@@ -9,11 +9,9 @@ import pytest
 
 from paddle_dist_ckpt.paddle_adapter import device, device_memory
 from paddle_dist_ckpt.paddle_adapter.device import are_on_device, are_one_place
-from paddle_dist_ckpt.paddle_adapter.device_memory import kind_of, memories_of
+from paddle_dist_ckpt.paddle_adapter.device_memory import TensorBytes, memories_of
 
 _DTYPES = ("float32", "int64", "bfloat16", "float32")
-
-
 _MORE = [("float32", 4), ("bfloat16", 2), ("int64", 8)]
 
 
@@ -67,7 +65,7 @@ class _Place:
 def test_memory_of_many_tensors_is_that_of_each() -> None:
     tensors = [paddle.zeros([2, 3], dtype=dtype) for dtype in _DTYPES]
     found = memories_of(tensors)
-    assert [memory.kind for memory in found] == [kind_of(tensor) for tensor in tensors]
+    assert [memory.kind for memory in found] == [TensorBytes.of(tensor).kind for tensor in tensors]
     assert [memory.base for memory in found] == [tensor.data_ptr() for tensor in tensors]
     assert [memory.kind.itemsize for memory in found] == [4, 8, 2, 4]
     assert found[0].kind is found[3].kind

@@ -15,7 +15,7 @@ from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.paddle_adapter import device
 from paddle_dist_ckpt.paddle_adapter.device import pinned_memory
 from paddle_dist_ckpt.paddle_adapter.device_copies import DeviceCopies, PaddleDevices
-from paddle_dist_ckpt.paddle_adapter.device_memory import TensorBytes, kind_of
+from paddle_dist_ckpt.paddle_adapter.device_memory import TensorBytes
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("cases_gpu.py")
@@ -58,7 +58,7 @@ def test_copies_to_pinned_memory_do_not_wait() -> None:
     assert memory is not None
     tensor = paddle.arange(16 << 20, dtype="float32")
     copies = DeviceCopies()
-    copies.read([(TensorBytes(tensor, kind_of(tensor)), 0, address_of(memory), len(memory))], memory)
+    copies.read([(TensorBytes.of(tensor), 0, address_of(memory), len(memory))], memory)
     copies.mark().wait()
     assert np.array_equal(memory.view("float32"), np.arange(16 << 20, dtype="float32"))
 
