@@ -8,7 +8,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_DOCS := $(VENV)/.installed-docs
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # How many tests run at once. More than two cores can do, since tests also wait for ranks and for disks.
-WORKERS := 3
+WORKERS := 4
 BENCH_VENV := benchmark/.venv
 # Older versions of PaddlePaddle: for each the first numpy that it fails with, and the newest Python that it has wheels for.
 COMPAT := 3.0.0 2.6.2

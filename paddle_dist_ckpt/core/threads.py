@@ -90,10 +90,9 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int, check: Callable[[
             for worker in workers:
                 worker.join()
         except BaseException as error:  # an interruption, after which files are closed in which the threads still work
-            failures.append(error)
+            failures.insert(0, error)
             with ended:
                 ended.wait_for(lambda: not working)
-            raise
     if isinstance(iterator, Generator):
         iterator.close()
     if failures:

@@ -77,14 +77,14 @@ class GroupStaging:
         def run(task: Task) -> None:
             try:
                 task()
+                if next(left) == 0:
+                    with self._lock:
+                        self._targets.send(rows.tolist(), self._copies)
+                        mark = self._copies.mark()
+                    self._buffers.put((memory, mark))  # to be had again when the rows have arrived
             except BaseException:
                 self._buffers.put((None, None))  # whoever waits for one must not wait for ever
                 raise
-            if next(left) == 0:
-                with self._lock:
-                    self._targets.send(rows.tolist(), self._copies)
-                    mark = self._copies.mark()
-                self._buffers.put((memory, mark))  # to be had again when the rows have arrived
 
         for task in tasks:
             yield functools.partial(run, task)

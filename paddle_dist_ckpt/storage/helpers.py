@@ -111,6 +111,7 @@ class Helpers:
             self._closed = True
             for _ in range(self._idle):
                 self._waiting.put(None)
+            self._idle = 0  # what begins later must not wait behind that
 
     def run(self, operation: StorageCall) -> Any:
         """Run an operation and return its result.

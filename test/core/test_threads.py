@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,6 +35,26 @@ def test_nothing_runs_any_more_when_an_interruption_is_raised() -> None:
         signal.signal(signal.SIGINT, before)
     assert sorted(started) == sorted(ended)
     assert len(started) < 10
+
+
+def test_a_generator_of_tasks_is_closed_when_an_interruption_is_raised() -> None:
+    given_back = threading.Event()
+
+    def tasks() -> Iterator[Callable[[], None]]:
+        try:
+            while True:
+                yield _thread.interrupt_main
+        finally:
+            given_back.set()
+
+    unfinished = tasks()  # which is not closed by being forgotten
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all(unfinished, 2, lambda: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert given_back.is_set()
 
 
 def test_tasks_beside_their_owner_run_in_order() -> None:

@@ -1,13 +1,19 @@
-"""Rows on their way to a device, in the rounds of an exchange: which of them are in host memory, and how long."""
+"""Rows on their way to a device: which of them are in host memory, and how long, in the rounds of an exchange; groups
+that cannot be sent."""
 
 from __future__ import annotations
 
+import functools
+import queue
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from paddle_dist_ckpt.loading.staging import RoundStaging
+from paddle_dist_ckpt.core.threads import run_all
+from paddle_dist_ckpt.loading.staging import GroupStaging, RoundStaging
+from test.waiting import PATIENCE
 
 ROW_BYTES = 100
 
@@ -67,3 +73,39 @@ def test_rows_stay_until_their_last_round() -> None:
     assert counts[0] == 2
     assert counts[1] == 3  # row 1 on its way
     assert max(counts) <= 4
+
+
+def test_all_threads_end_when_groups_cannot_be_sent() -> None:
+    waiting, failures = threading.Event(), list[BaseException]()
+
+    class Unsent(Rows):
+        def place_all(self, rows: np.ndarray, memory: np.ndarray, starts: np.ndarray) -> None:
+            pass
+
+        def send(self, rows: Sequence[int], copies: Any) -> None:
+            waiting.wait(PATIENCE)
+            raise RuntimeError("the device is gone")
+
+    class Watched(queue.SimpleQueue):
+        def get(self, *args: Any) -> Any:  # type: ignore[override]
+            if self.empty():
+                waiting.set()
+            return super().get(*args)
+
+    targets = Unsent(100)
+    staging = GroupStaging(targets, targets, functools.partial(np.zeros, dtype=np.uint8))  # type: ignore[arg-type]
+    buffers, staging._buffers = staging._buffers, Watched()
+    while not buffers.empty():
+        staging._buffers.put(buffers.get())
+
+    def load() -> None:
+        tasks = (task for row in range(100) for task in staging.through(np.array([row]), lambda: [lambda: None]))
+        try:
+            run_all(tasks, 8, lambda: None)
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert [str(error) for error in failures] == ["the device is gone"]

@@ -91,6 +91,11 @@ class Watched(threading.Event):
         return super().wait(timeout)
 
 
+def test_what_begins_after_the_end_is_done_as_well(helpers: Helpers) -> None:
+    helpers.close()
+    assert helpers.run(StorageCall("touching a claim", lambda _: 7)) == 7
+
+
 def test_others_that_are_under_way_are_given_up_soon_after(helpers: Helpers) -> None:
     released, raised = threading.Event(), list[BaseException]()
     call = StorageCall("another", lambda _: released.wait())
