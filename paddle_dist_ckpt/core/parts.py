@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .box import Box, intersect
-from .dtypes import DType
+from .dtypes import DType, dtype_named
 
 __all__ = ["Arranged", "Arranger", "IdleStatement", "Part", "SourceTensor", "WantedTensor"]
 
@@ -96,6 +96,12 @@ class Arranged(NamedTuple):
     shape: tuple[int, ...]
     parts: list[Part]
     dtype: str | None = None
+
+    def dtype_of(self, stored: Mapping[str, SourceTensor]) -> DType:
+        """Its element type."""
+        name = next((part.dtype or stored[part.key].dtype.name for part in self.parts), self.dtype)
+        assert name is not None, "it has parts, or says it"
+        return dtype_named(name)
 
 
 class IdleStatement(NamedTuple):

@@ -155,6 +155,15 @@ class ShardTable:
         return narrow(by_file(self.shard_file, self._shard_itemsizes))
 
     @cached_property
+    def _file_edges(self) -> IntArray:
+        return np.searchsorted(self.shard_file[self.file_order], np.arange(int(self.shard_file.max(initial=-1)) + 2))
+
+    def in_file(self, file: int) -> IntArray:
+        """The shards of a file, in the order in which they stand in it."""
+        first, last = self._file_edges[file : file + 2].tolist() if file + 1 < len(self._file_edges) else (0, 0)
+        return self.file_order[first:last]
+
+    @cached_property
     def data_offsets(self) -> IntArray:
         """Where each shard's bytes start in its file's data section, ``[shards]``."""
         if self.positions is not None:
@@ -192,7 +201,7 @@ class ShardTable:
 
     def forget(self) -> None:
         """Free the columns that follow from others, which are made again if they are asked for."""
-        for name in ("shard_tensor", "shard_bytes", "file_order", "data_offsets"):
+        for name in ("shard_tensor", "shard_bytes", "file_order", "_file_edges", "data_offsets"):
             self.__dict__.pop(name, None)
 
     def select(self, tensors: Sequence[int]) -> tuple[ShardTable, IntArray]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..core.cached import cached_property
+from ..core.columns import IntArray
 from ..core.layouts import Layout
 from ..core.shards import Kind, ShardTable
 from ..tree.paths import Part, flat_keys, parse_path, special_keys
@@ -150,6 +151,11 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         for checksum in self.checksums:
             found.setdefault(checksum[0], []).append(checksum)
         return found
+
+    @cached_property
+    def blocks(self) -> tuple[IntArray, IntArray]:
+        """For each shard the number of its first block in its file, and for each file how many blocks it has."""
+        return self.table.blocks(self.block_bytes, len(self.files))
 
     @property
     def _paths(self) -> list[str]:

@@ -67,7 +67,7 @@ class BoxReader:
         self._row_tensor = wanted.tensor
         self._edges = np.searchsorted(self._plan.wanted, np.arange(len(self._boxes) + 1))  # of the overlaps, by box
         self._starts = table.data_offsets
-        self._first_blocks, self._block_counts = table.blocks(metadata.block_bytes, len(metadata.files))
+        self._first_blocks, self._block_counts = metadata.blocks
         self._opened: dict[int, OpenFile] = {}
         self._opening = threading.Lock()
         self._closing = ExitStack()

@@ -105,7 +105,7 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
 def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress) -> None:
     """Copy one data file. Nothing of a block is written before the block is verified."""
     info, table = metadata.files[file], metadata.table
-    first_block, counts = table.blocks(metadata.block_bytes, len(metadata.files))
+    first_block, counts = metadata.blocks
     with closing(source.open(info.name)) as opened:
         hashes, start = read_header(opened, info, int(counts[file]))
         header = np.empty(start, np.uint8)
@@ -116,7 +116,7 @@ def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableF
         progress(start)
         known = OpenFile(f"{source.location}/{info.name}", opened, start, hashes)
         wanted = []
-        for shard in np.flatnonzero(table.shard_file == file).tolist():
+        for shard in table.in_file(file).tolist():
             tensor, box = table.shard_place(shard)
             dtype, place = table.dtypes[tensor], int(table.data_offsets[shard])
             key = metadata.key(table.paths[tensor])

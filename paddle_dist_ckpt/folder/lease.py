@@ -97,12 +97,17 @@ class Lease:
         self.inherited: list[str] = []
         self.doomed: list[str] = []
         self._look()
-        self._write()
-        self._take_over_dead(given_up)
         self._stopped = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="paddle_dist_ckpt claim", daemon=True)
+        self._write()
         if not deletes:
             self._keeper.start()
+        try:
+            self._take_over_dead(given_up)
+        except BaseException:
+            with suppress(OSError, CheckpointError):  # it expires then
+                self.withdraw()
+            raise
 
     @property
     def name(self) -> str:

@@ -125,13 +125,12 @@ def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progre
     if metadata.format != "native":
         return _check_foreign(storage, metadata.files[file], metadata.file_checksums.get(file, []), progress)
     info, table = metadata.files[file], metadata.table
-    first_block, counts = table.blocks(metadata.block_bytes, len(metadata.files))
+    first_block, counts = metadata.blocks
     try:
         known = open_data_file(storage, info, int(counts[file]))
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
-    shards = np.flatnonzero(table.shard_file == file)
-    shards = shards[np.argsort(table.data_offsets[shards], kind="stable")]
+    shards = table.in_file(file)
 
     def key(shards: IntArray, entry: int) -> str:
         return metadata.key(table.paths[int(table.shard_tensor[shards[entry]])])

@@ -78,7 +78,7 @@ class Answering:
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
         self._paths = sorted([*metadata.table.paths, *self._values])
-        self.first_block, counts = metadata.table.blocks(metadata.block_bytes, len(metadata.files))
+        self.first_block, counts = metadata.blocks
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
         self.names = Names(metadata.table.paths, metadata.table.names)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..control import NoTransport, SoloHub
-from ..core.dtypes import DType, arithmetic_dtype, dtype_named
+from ..core.dtypes import DType, arithmetic_dtype
 from ..core.memory import zeros_of
 from ..core.messages import counted
-from ..core.parts import Arranged, Arranger
+from ..core.parts import Arranged, Arranger, SourceTensor
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
 from ..files.metadata import Metadata
@@ -21,7 +21,7 @@ from ..folder.selection import Selection, select, select_keys
 from ..options import LoadOptions
 from ..storage.base import Storage
 from ..tree.building import build_tree
-from ..tree.paths import flat_keys, is_own, join
+from ..tree.paths import flat_keys, is_own, join, plain_key
 from ..tree.state_dict import Adapter, Leaves
 from .answering import Answering
 from .load import LeavesLoad
@@ -58,21 +58,27 @@ def load_merged(
     def scan() -> Leaves:
         nonlocal metadata, chosen, leaves
         while True:
-            metadata = read_checkpoint(storage, unique_id)
-            if arranger is not None:
-                made = _all_made(storage, metadata, arranger, bool(options.strict))
-                leaves, chosen = _made_leaves(metadata, made, adapter.empty, selection)
-                return leaves
-            chosen = select(metadata, selection)
+            metadata, made = read_checkpoint(storage, unique_id), dict[str, Arranged]()
+            if arranger is None:
+                chosen = select(metadata, selection)
+            else:
+                stored = stored_tensors(metadata)
+                every = _all_made(storage.location, metadata, stored, arranger, bool(options.strict))
+                chosen, made = _select_made(metadata, stored, every, selection)
             try:
-                check_sizes(storage, metadata, _files_of(metadata, chosen))
+                check_sizes(storage, metadata, _files_of(metadata, _sources(metadata, chosen, made)))
             except CheckpointCorruptedError:
                 if restarts.due(metadata):
                     continue
                 raise
-            leaves = Leaves()
+            leaves = Leaves()  # for which memory is had only now
             for path in chosen:
-                _add_stored(leaves, metadata, path, adapter.empty)
+                if path not in made:
+                    _add_stored(leaves, metadata, path, adapter.empty)
+                    continue
+                shape, dtype = made[path].shape, made[path].dtype_of(stored)
+                leaves.tensor_paths.append(path)
+                leaves.tensors.append(_empty(adapter.empty, shape, dtype, plain_key(path)))
             return leaves
 
     with SoloHub().session("load", options.timeout) as session:
@@ -90,15 +96,17 @@ def load_merged(
     return tree
 
 
-def _all_made(storage: Storage, metadata: Metadata, arranger: RecipeArranger, strict: bool) -> dict[str, Arranged]:
+def _all_made(
+    location: str, metadata: Metadata, stored: Mapping[str, SourceTensor], arranger: RecipeArranger, strict: bool
+) -> dict[str, Arranged]:
     """All that is made of a checkpoint's tensors, and those that are left, by flat key.
 
     Raises:
         StateDictMismatchError: recipes and the checkpoint do not fit together, and it is to be strict.
     """
-    made, _, problems = arranger.make(stored_tensors(metadata), Answering(metadata, {}).what_is)
+    made, _, problems = arranger.make(stored, Answering(metadata, {}).what_is)
     if problems and strict:
-        where = f"checkpoint {metadata.unique_id} in {storage.location}"
+        where = f"checkpoint {metadata.unique_id} in {location}"
         text = f"{where} does not fit the recipes; {counted(len(problems), 'problem')}:"
         raise StateDictMismatchError(
             "\n".join([text, *problems, "(LoadOptions(strict=False) loads what fits)"]), problems
@@ -108,29 +116,28 @@ def _all_made(storage: Storage, metadata: Metadata, arranger: RecipeArranger, st
     return made
 
 
-def _made_leaves(
-    metadata: Metadata, made: Mapping[str, Arranged], empty: _Empty, selection: Selection
-) -> tuple[Leaves, dict[str, str]]:
-    """What is made of a checkpoint's tensors, and its values, as far as they are selected; their paths, each with the
-    one under which it is returned, which has the flat key as its one part."""
+def _select_made(
+    metadata: Metadata, stored: Mapping[str, SourceTensor], made: Mapping[str, Arranged], selection: Selection
+) -> tuple[dict[str, str], dict[str, Arranged]]:
+    """What is made of a checkpoint's tensors, and its values, as far as they are selected: their paths, each with the
+    one under which it is returned, which has the flat key as its one part; and those that are not stored like this."""
     table = metadata.table
-    stored = stored_tensors(metadata)
     values = [path for path, kind in zip(table.paths, table.kinds.tolist(), strict=True) if kind == Kind.VALUE]
     paths = {metadata.key(path): path for path in (*values, *(path for path, _ in metadata.value_records))}
     of_key = {metadata.key(path): path for path in table.paths}
     paths |= {key: of_key[key] if is_itself(key, one, stored) else join("", key) for key, one in made.items()}
-    chosen = select_keys(paths, selection)
-    leaves = Leaves()
-    for key, path in chosen.items():
-        one = made.get(key)
-        if one is None or is_itself(key, one, stored):
-            _add_stored(leaves, metadata, path, empty)
-            continue
-        dtype = one.dtype if one.dtype is not None or not one.parts else one.parts[0].dtype
-        known = dtype_named(dtype) if dtype is not None else stored[one.parts[0].key].dtype
-        leaves.tensor_paths.append(path)
-        leaves.tensors.append(_empty(empty, one.shape, known, key))
-    return leaves, {path: path if is_own(path) else join("", key) for key, path in chosen.items()}
+    selected = select_keys(paths, selection)
+    chosen = {path: path if is_own(path) else join("", key) for key, path in selected.items()}
+    return chosen, {
+        path: made[key] for key, path in selected.items() if key in made and not is_itself(key, made[key], stored)
+    }
+
+
+def _sources(metadata: Metadata, chosen: Iterable[str], made: Mapping[str, Arranged]) -> set[str]:
+    """The stored paths that are read for these."""
+    of_key = {metadata.key(path): path for path in metadata.table.paths}
+    parts = (part for one in made.values() for part in one.parts)
+    return {*(path for path in chosen if path not in made), *(of_key[part.key] for part in parts)}
 
 
 def _files_of(metadata: Metadata, paths: Iterable[str]) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core.box import whole
-from ..core.dtypes import DType, dtype_named
+from ..core.dtypes import DType
 from ..core.parts import Arranged, Arranger, IdleStatement, Part, SourceTensor, WantedTensor
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView
@@ -96,7 +96,7 @@ def rehearse(
     idle: list[IdleStatement] = []
     if targets is None:
         made, sources, problems = RecipeArranger(recipes, rest).make(stored, Answering(metadata, {}).what_is)
-        targets, arranged = {key: (one.shape, _dtype_of(one, stored)) for key, one in made.items()}, made
+        targets, arranged = {key: (one.shape, one.dtype_of(stored)) for key, one in made.items()}, made
         idle = rest.idle(stored, None) if rest is not None else []
     else:
         matching = match_recipes(recipes, {join("", key): key for key in targets})
@@ -135,12 +135,6 @@ def _keys(wanted: WantedState) -> list[tuple[str, str]]:
     return [(path, record.key) for path, record in wanted.records.items()]
 
 
-def _dtype_of(arranged: Arranged, stored: Mapping[str, SourceTensor]) -> DType:
-    name = next((part.dtype or stored[part.key].dtype.name for part in arranged.parts), arranged.dtype)
-    assert name is not None, "it has parts, or says it"
-    return dtype_named(name)
-
-
 def _wanted(targets: Outlines, matching: Matching) -> WantedState:
     """What a rank that has these tensors whole would ask for. Their memory is none, at addresses that are theirs
     alone."""
@@ -168,4 +162,4 @@ def _made(
         elif path in parts and not is_itself(key, parts[path], stored):
             one = parts[path]
             recipe = written.get(path) or recipe_of(one.parts, stored.__getitem__)
-            yield path, MadeTensor(key, one.shape, _dtype_of(one, stored), recipe, one.parts, 0)
+            yield path, MadeTensor(key, one.shape, one.dtype_of(stored), recipe, one.parts, 0)

@@ -179,6 +179,7 @@ def test_shards_stand_in_their_files_without_gaps(table: ShardTable, block_bytes
             assert first_block[i] == block
             place += sizes[i]
             block += math.ceil(sizes[i] / block_bytes)
+        assert table.in_file(file).tolist() == inside
         assert table.file_bytes(6)[file] == place
         assert counts[file] == block
     ordered = sorted(range(len(sizes)), key=lambda i: (table.shard_file[i], -itemsizes[i], i))

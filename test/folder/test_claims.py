@@ -326,3 +326,30 @@ def test_what_a_dead_save_had_replaced_is_removed_if_that_is_replaced_in_its_tur
     age_claims(tmp_path)
     save_alone(state(2), tmp_path, 6)
     check_holds(tmp_path, {5: 1, 6: 2})
+
+
+def test_a_claim_is_kept_fresh_while_its_save_looks_for_dead_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk that takes long, and others would take the save for dead."""
+    monkeypatch.setattr("paddle_dist_ckpt.folder.lease._FRESH_EVERY", 0.01)
+    refreshed, seen = threading.Event(), list[bool]()
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "touch":
+            refreshed.set()
+        if operation == "modified" and not seen:
+            seen.append(refreshed.wait(PATIENCE))
+
+    save_on([state(1)], FaultyStorage(tmp_path, hook))
+    assert seen == [True]
+
+
+def test_a_save_that_cannot_look_for_dead_ones_leaves_no_claim(tmp_path: Path) -> None:
+    def hook(operation: str, name: str) -> None:
+        if operation == "modified":
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_on([state(1)], FaultyStorage(tmp_path, hook))
+    assert not files_in(tmp_path)

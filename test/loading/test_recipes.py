@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
     CheckpointNotFoundError,
     LoadOptions,
     LoadReport,
@@ -25,7 +27,7 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box, cut_flat_range, whole
-from paddle_dist_ckpt.core.dtypes import DTYPES, arithmetic_dtype
+from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
 from paddle_dist_ckpt.core.parts import Arranged, IdleStatement, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
@@ -43,6 +45,7 @@ from test.jobs import (
     CountingStorage,
     all_ok,
     check_pieces,
+    data_files,
     data_reads,
     errors_of,
     load_alone,
@@ -456,6 +459,20 @@ def test_a_merged_load_reads_what_is_chosen_alone(tmp_path: Path) -> None:
     found = load_merged(storage, NumpyAdapter(), None, Selection(None, ["x"]), True, options(recipes))
     assert list(found) == ["x"]
     assert sum(stop - start for _, start, stop in data_reads(tmp_path, log)) == 2 * 4096
+
+
+@pytest.mark.parametrize("key", ["x", "b"])
+def test_a_merged_load_of_what_is_not_there_takes_no_memory(tmp_path: Path, key: str) -> None:
+    class NoMemory(NumpyAdapter):
+        def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+            raise AssertionError("there is nothing to fill it with")
+
+    save_alone({"a": make_array((64, 1024)), "b": make_array((3,))}, tmp_path)
+    (file,) = data_files(tmp_path)
+    os.truncate(file, 1000)
+    recipes = options({"x": stored("a").T})
+    with pytest.raises(CheckpointCorruptedError, match="1,?000 bytes"):
+        load_merged(as_source(tmp_path), NoMemory(), None, Selection(None, [key]), True, recipes)
 
 
 @pytest.mark.parametrize(
