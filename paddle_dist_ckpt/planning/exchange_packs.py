@@ -10,7 +10,7 @@ import numpy as np
 from ..core.columns import IntArray, Mask, places_of_equals, places_within
 from ..core.grouping import group_blocks
 
-__all__ = ["Pack", "SmallNeeds", "plan_packs"]
+__all__ = ["Pack", "SmallNeeds", "Traffic", "plan_packs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +56,24 @@ class Pack:
     to_all: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moves, in bytes, so that some ranks have what one has read.
+
+    Attributes:
+        moved: What ranks send and receive, by rank.
+        everyone: What all of them send or receive beside that.
+        kept: What the reader needs itself.
+    """
+
+    moved: Mapping[int, int]
+    everyone: int
+    kept: int
+
+
 def plan_packs(
     needs: SmallNeeds, reach: Mapping[int, Sequence[int]], ranks: int, most: int, most_sent: int, loads: list[int]
-) -> Iterator[tuple[Pack, list[int]]]:
+) -> Iterator[tuple[Pack, Traffic]]:
     """Divide the shards into packs of about ``most`` bytes, and give each a reader as :func:`.plan_exchange` does.
 
     Args:
@@ -71,7 +86,7 @@ def plan_packs(
         loads: What each rank has to read so far, to which this adds.
 
     Returns:
-        Each pack, with how much each rank sends and receives for it, and then how much each reads for itself.
+        Each pack, with what moves for it.
     """
     edges = _edges(needs.shard)
     first = edges[:-1]
@@ -91,7 +106,7 @@ def plan_packs(
             loads[reader] += int(sizes[part].sum())
             rows = places_within(edges[part + 1] - edges[part], edges[part])
             pack = Pack(reader, rows, to_all)
-            yield pack, _traffic(pack, needs, ranks)
+            yield pack, _traffic(pack, needs)
 
 
 def _turns(sizes: IntArray, most: int) -> IntArray:
@@ -120,13 +135,11 @@ def _edges(*columns: IntArray) -> IntArray:
     return np.concatenate([[0], np.flatnonzero(changes) + 1, [size]])
 
 
-def _traffic(pack: Pack, needs: SmallNeeds, ranks: int) -> list[int]:
-    """How much each rank sends and receives, and how much each reads for itself."""
-    moved = np.zeros(ranks, np.int64)
-    np.add.at(moved, needs.rank[pack.needs], needs.nbytes[pack.needs])
-    kept = np.zeros(ranks, np.int64)
-    kept[pack.reader], moved[pack.reader] = moved[pack.reader], 0
+def _traffic(pack: Pack, needs: SmallNeeds) -> Traffic:
+    ranks, rank = np.unique(needs.rank[pack.needs], return_inverse=True)
+    sums = np.bincount(rank.reshape(-1), needs.nbytes[pack.needs]).astype(np.int64)
+    moved = dict(zip(ranks.tolist(), sums.tolist(), strict=True))
+    kept = moved.pop(pack.reader, 0)
     if pack.to_all:
-        return [int(moved.max())] * ranks + [0] * ranks
-    moved[pack.reader] = moved.sum()
-    return [*moved.tolist(), *kept.tolist()]
+        return Traffic({}, max(moved.values()), 0)
+    return Traffic({**moved, pack.reader: sum(moved.values())}, 0, kept)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..core.box import Box, cut_flat_range, intersect
+from ..core.boxes import Boxes
+from ..core.columns import IntArray
 from .blocks import touched_blocks
-from .exchange_packs import Pack, SmallNeeds, plan_packs
+from .exchange_packs import Pack, SmallNeeds, Traffic, plan_packs
 
 __all__ = ["ALL", "ExchangeShard", "Need", "Parcel", "Unit", "plan_exchange"]
 
@@ -94,23 +98,24 @@ def plan_exchange(
     total += small.total
     most = max(block_bytes, total // (_UNITS_PER_RANK * ranks))
     unit_bytes = min(_UNIT_BYTES, most)
-    units: list[tuple[Unit | Pack, list[int]]] = []
+    units: list[tuple[Unit | Pack, Traffic]] = []
+    reaching = {file: set(able) for file, able in reach.items()}
     for number in sorted(needs):  # tensor by tensor, so that each is complete soon after it has been begun
         shard, wanted = shards[number], needs[number]
         blocks = touched_blocks(shard.shape, shard.itemsize, [need.box for need in wanted], block_bytes)
         nbytes = min(_BROADCAST_BYTES, most) if _is_for_all(wanted, reach[shard.file], ranks) else unit_bytes
+        spans = _spans(shard.shape, wanted)
         for start, stop in _unit_ranges(blocks, block_bytes, nbytes):
-            parcels = _parcels(shard, wanted, start, stop)
+            parcels = _parcels(shard, wanted, spans, start, stop)
             if not parcels:
                 continue
             takers = {parcel.destination for parcel in parcels}
-            candidates = [r for r in reach[shard.file] if r in takers] or list(reach[shard.file])
-            reader = min(candidates, key=lambda r: (loads[r], r))
+            reader = min(takers & reaching[shard.file] or reaching[shard.file], key=lambda r: (loads[r], r))
             loads[reader] += min(stop, math.prod(shard.shape) * shard.itemsize) - start
             unit = Unit(number, reader, _as_broadcast(parcels, reader, ranks))
-            units.append((unit, _traffic(unit, shard.itemsize, ranks)))
+            units.append((unit, _traffic(unit, shard.itemsize)))
     units += plan_packs(small, reach, ranks, unit_bytes, _ROUND_BYTES // 2, loads)
-    return _in_rounds(units, [_ROUND_BYTES] * ranks + [own_bytes] * ranks)
+    return _in_rounds(units, own_bytes)
 
 
 def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
@@ -122,13 +127,22 @@ def _unit_ranges(blocks: Sequence[tuple[int, int]], block_bytes: int, unit_bytes
     ]
 
 
-def _parcels(shard: ExchangeShard, needs: Sequence[Need], start: int, stop: int) -> list[Parcel]:
-    """The needs' parts in the shard's bytes from ``start`` to ``stop``."""
-    last = min(stop // shard.itemsize, math.prod(shard.shape))
-    region = cut_flat_range(shard.shape, start // shard.itemsize, last)
+def _spans(shape: Sequence[int], needs: Sequence[Need]) -> tuple[IntArray, IntArray]:
+    """The first element of each need, and the one behind its last, counted in row-major order, ``[needs]``."""
+    boxes = Boxes.of([need.box for need in needs], len(shape))
+    steps = np.cumprod([1, *reversed(shape[1:])], dtype=np.int64)[::-1] if shape else np.zeros(0, np.int64)
+    return boxes.offset @ steps, (boxes.offset + boxes.shape - 1) @ steps + 1
+
+
+def _parcels(
+    shard: ExchangeShard, needs: Sequence[Need], spans: tuple[IntArray, IntArray], start: int, stop: int
+) -> list[Parcel]:
+    """The needs' parts in the shard's bytes from ``start`` to ``stop``; ``spans`` is what :func:`_spans` returns."""
+    first, last = start // shard.itemsize, min(stop // shard.itemsize, math.prod(shard.shape))
+    region = cut_flat_range(shard.shape, first, last)
     return [
         Parcel(need.rank, need.row, common)
-        for need in needs
+        for need in (needs[i] for i in np.flatnonzero((spans[0] < last) & (spans[1] > first)).tolist())
         for box in region
         if (common := intersect(box, need.box)) is not None
     ]
@@ -158,33 +172,55 @@ def _as_broadcast(parcels: list[Parcel], reader: int, ranks: int) -> tuple[Parce
     return tuple(Parcel(ALL, 0, column[0].box, {p.destination: p.row for p in column}) for column in columns)
 
 
-def _in_rounds(units: Sequence[tuple[Unit | Pack, list[int]]], most: Sequence[int]) -> list[list[Unit | Pack]]:
-    """Take the readers' units in turn, and start a new round before one would have more of something than ``most``.
-
-    Each unit comes with how much each rank sends and receives for it, and then how much each reads for itself.
-    """
-    queues: dict[int, list[tuple[Unit | Pack, list[int]]]] = {}
+def _in_rounds(units: Sequence[tuple[Unit | Pack, Traffic]], own_bytes: int) -> list[list[Unit | Pack]]:
+    """Take the readers' units in turn, and start a new round before a rank would send and receive more than
+    ``_ROUND_BYTES`` in one, or read more than ``own_bytes`` for itself."""
+    queues: dict[int, list[tuple[Unit | Pack, Traffic]]] = {}
     for pair in units:
         queues.setdefault(pair[0].reader, []).append(pair)
     turns = itertools.zip_longest(*(queue for _, queue in sorted(queues.items())))
     rounds: list[list[Unit | Pack]] = []
-    sums: list[int] = []
-    for unit, moved in filter(None, itertools.chain.from_iterable(turns)):
-        sums = [a + b for a, b in zip(sums, moved, strict=True)] if rounds else []
-        if not rounds or any(map(operator.gt, sums, most)):
+    so_far = _RoundTraffic()
+    for unit, traffic in filter(None, itertools.chain.from_iterable(turns)):
+        so_far.add(unit.reader, traffic)
+        if not rounds or so_far.moved > _ROUND_BYTES or so_far.kept > own_bytes:
             rounds.append([])
-            sums = moved
+            so_far = _RoundTraffic()
+            so_far.add(unit.reader, traffic)
         rounds[-1].append(unit)
     return rounds
 
 
-def _traffic(unit: Unit, itemsize: int, ranks: int) -> list[int]:
-    moved, kept = [0] * ranks, [0] * ranks
+class _RoundTraffic:
+    """What the units of a round come to."""
+
+    def __init__(self) -> None:
+        self._moved, self._kept = Counter[int](), Counter[int]()  # by rank
+        self._everyone = self._most = self.kept = 0
+
+    def add(self, reader: int, traffic: Traffic) -> None:
+        """Add a unit's."""
+        for rank, nbytes in traffic.moved.items():
+            self._moved[rank] += nbytes
+            self._most = max(self._most, self._moved[rank])
+        self._everyone += traffic.everyone
+        self._kept[reader] += traffic.kept
+        self.kept = max(self.kept, self._kept[reader])
+
+    @property
+    def moved(self) -> int:
+        """The most that a rank sends and receives; ``kept`` is the most that one reads for itself."""
+        return self._most + self._everyone
+
+
+def _traffic(unit: Unit, itemsize: int) -> Traffic:
+    moved, everyone, kept = Counter[int](), 0, 0
     for parcel in unit.parcels:
         nbytes = parcel.box.size * itemsize
         if parcel.destination == unit.reader:
-            kept[unit.reader] += nbytes
-            continue
-        for rank in range(ranks) if parcel.destination == ALL else {unit.reader, parcel.destination}:
-            moved[rank] += nbytes
-    return moved + kept
+            kept += nbytes
+        elif parcel.destination == ALL:
+            everyone += nbytes
+        else:
+            moved.update({unit.reader: nbytes, parcel.destination: nbytes})
+    return Traffic(moved, everyone, kept)

@@ -304,3 +304,22 @@ def test_a_tensor_is_complete_soon_after_it_is_begun() -> None:
     assert len(tensors) >= 8
     assert all(max(here) - min(here) <= 1 for here in tensors)
     assert [min(here) for here in tensors] == sorted(min(here) for here in tensors)
+
+
+def test_a_plan_looks_at_a_need_only_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor that is cut by its rows among many ranks: else the time would grow with the square of these."""
+    looks = list[Box]()
+
+    def counted(a: Box, b: Box) -> Box | None:
+        looks.append(b)
+        return intersect(a, b)
+
+    monkeypatch.setattr(exchange_plan, "intersect", counted)
+    ranks, none = 64, np.zeros(0, np.int64)
+    shards = {0: ExchangeShard(0, (ranks * 8, 1 << 16), 4)}
+    needs = {0: [Need(rank, 0, Box((rank * 8, 0), (8, 1 << 16))) for rank in range(ranks)]}
+    small = SmallNeeds(none, none, none, none, none, none)
+    rounds = plan_exchange(shards, needs, {0: range(ranks)}, ranks, 1 << 18, small, 1 << 40, [0] * ranks)
+    units = [unit for units in rounds for unit in units]
+    assert len(units) == 8 * ranks  # each for one rank
+    assert len(looks) == len(units)
