@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
 
@@ -35,20 +36,26 @@ _MOST_HOLES = 16 << 20
 
 
 def begin(
-    storage: Storage, unique_id: int | None, replace_newest: bool = False, given_up: Collection[str] = ()
+    storage: Storage,
+    unique_id: int | None,
+    replace_newest: bool = False,
+    given_up: Collection[str] = (),
+    patience: float = math.inf,
 ) -> Lease:
     """Choose an id (unless one is given), take a lease, and find out which files dead saves have left.
 
-    ``given_up`` are saves that are known to be dead.
+    ``given_up`` are saves that are known to be dead; for ``patience`` see :class:`.lease.Lease`.
     """
     try:
-        return _begin(storage, unique_id, replace_newest, given_up)
+        return _begin(storage, unique_id, replace_newest, given_up, patience)
     except FileNotFoundError:
         # Until there is a claim in it, whoever has removed what the folder had may remove the folder as well.
-        return _begin(storage, unique_id, replace_newest, given_up)
+        return _begin(storage, unique_id, replace_newest, given_up, patience)
 
 
-def _begin(storage: Storage, unique_id: int | None, replace_newest: bool, given_up: Collection[str]) -> Lease:
+def _begin(
+    storage: Storage, unique_id: int | None, replace_newest: bool, given_up: Collection[str], patience: float
+) -> Lease:
     """See :func:`begin`."""
     storage.prepare()
     of_paddle = None
@@ -63,7 +70,7 @@ def _begin(storage: Storage, unique_id: int | None, replace_newest: bool, given_
         raise ValueError(
             f"unique_id {unique_id} is taken: {storage.location}/{name} is of another format; use another id"
         )
-    return Lease(storage, unique_id, automatic=False, given_up=given_up)
+    return Lease(storage, unique_id, automatic=False, given_up=given_up, patience=patience)
 
 
 def _newest_of_paddle(storage: Storage) -> int | None:
@@ -192,7 +199,7 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     """
     storage, others = lease.storage, lease.others(unique_id)
     if any(map(_may_replace, others.values())):
-        lease.mark_done()
+        lease.mark_done(unique_id)
         others = lease.others(unique_id)  # IMPORTANT: of two that end at once, one sees the other's mark
     over = {name: claim for name, claim in others.items() if claim.done}
     theirs = (save for claim in over.values() for save in (claim.replaces, *claim.own))
@@ -256,8 +263,9 @@ def give_up(lease: Lease, settled: bool) -> None:
     """
     lease.stop()
     try:
-        if lease.save_id in committed_saves(lease.storage):
-            lease.mark_done()  # what it has replaced stays until the claim has expired
+        committed_as = committed_saves(lease.storage).get(lease.save_id)
+        if committed_as is not None:
+            lease.mark_done(committed_as)  # what it has replaced stays until the claim has expired
         elif settled:
             remove_saves(lease.storage, [lease.save_id])
             lease.storage.delete(lease.temporary)

@@ -63,8 +63,8 @@ def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progre
         lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
         with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
             for file, info in enumerate(metadata.files):
-                with closing(out.create(info.name)) as target:
-                    made.append(info.name)
+                made.append(info.name)  # before it is there: what fails may have made it
+                with closing(_create(out, info.name, made)) as target:
                     _copy_file(source, metadata, file, target, bar)
                     target.sync()
         seal(out, metadata.files)
@@ -78,6 +78,14 @@ def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progre
             lease.withdraw(metadata.save_id)
         raise
     finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
+
+
+def _create(out: Storage, name: str, made: list[str]) -> WritableFile:
+    try:
+        return out.create(name)
+    except FileExistsError:
+        made.remove(name)  # it is somebody else's
+        raise
 
 
 def _undo(out: Storage, metadata: Metadata, made: list[str]) -> None:

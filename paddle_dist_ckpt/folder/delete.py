@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
-from ..files.names import metadata_name, parse_data_file, parse_temporary
+from ..files.names import metadata_name
 from ..storage.base import Storage
 from .checkpoint import read_checkpoint
 from .commit import remove_saves
@@ -14,6 +15,8 @@ from .ids import metadata_ids, save_of
 from .lease import Lease
 
 __all__ = ["Deletion", "begin_clearing", "begin_deletion", "check_native", "delete"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
 
 
 class Deletion:
@@ -27,18 +30,23 @@ class Deletion:
         self._lease, self.saves = lease, saves
 
     def finish(self) -> None:
-        """Remove the files from this folder, and with the claim the last trace."""
+        """Remove the files from this folder, and with the claim the last trace.
+
+        Nothing that goes wrong here undoes what was done before, so it is logged and left to a later save.
+        """
         lease, storage = self._lease, self._lease.storage
+        lease.stop()
         try:
             remove_saves(storage, self.saves)
             for name, claim in lease.others(lease.unique_id).items():
                 if claim.done:
                     storage.delete(name)
             storage.sync()
-        except BaseException:
-            lease.stop()  # a later save does what is left to do
-            raise
-        lease.end()
+            lease.end()
+        except (OSError, CheckpointError) as error:
+            _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
+            with suppress(OSError, CheckpointError):
+                lease.mark_done()  # so that nobody waits
 
 
 def delete(storage: Storage, unique_id: int) -> Metadata:
@@ -90,7 +98,9 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
 
 
 def begin_clearing(storage: Storage, unique_id: int) -> Deletion:
-    """Set out to remove what saves have left in a folder without any checkpoint.
+    """Set out to remove what dead saves have left in a folder without any checkpoint, as far as their claims say that.
+
+    Files of which no claim speaks may be all that is left of a checkpoint.
 
     Args:
         storage: The folder.
@@ -99,19 +109,15 @@ def begin_clearing(storage: Storage, unique_id: int) -> Deletion:
     Raises:
         CheckpointError: it has a checkpoint by now, or is being saved to.
     """
-    # IMPORTANT: listed before the look for claims, so that none of these is of a save that begins meanwhile.
-    parsed = [parse_data_file(name) or parse_temporary(name) for name in storage.names()]
-    left = sorted({name.save_id for name in parsed if name is not None})
     lease = Lease(storage, unique_id, automatic=False, deletes=True)
     try:
         lease.check_alone()
         if any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
-        lease.take_on(*left)
         lease.confirm()
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            lease.withdraw(*left)
+            lease.withdraw()
         raise
     return Deletion(lease, lease.doomed)
 

@@ -8,6 +8,7 @@ clock: by the modification times that the folder gives, never by a host's clock.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -42,7 +43,9 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
         of_paddle: The id of the checkpoint of Paddle's that it stands for.
         automatic: Whether it cannot replace anything.
         deletes: Whether it removes the checkpoint under its id, and puts none in its place.
-        done: Whether its save is committed, and waits only for what other saves under its id do.
+        done: Whether its save is committed, and waits only for what other saves under its id do; or whether what it
+            deletes is committed no more, and only files are left.
+        committed_as: The id of a save that is done, if that is not the one in the claim's name.
     """
 
     save: str
@@ -52,6 +55,7 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
     automatic: bool = False
     deletes: bool = False
     done: bool = False
+    committed_as: int | None = None
 
     @property
     def own(self) -> list[str]:
@@ -73,6 +77,7 @@ class Lease:
         given_up: Saves of this job that are known to have ended, whatever their claims look like.
         deletes: Whether it is no save, but removes the checkpoint under the id. It needs no refreshing: once the
             `.metadata` is gone, anybody may do the rest.
+        patience: How many seconds it waits for somebody who removes the checkpoint under the id.
 
     Attributes:
         save_id: The save's random id.
@@ -89,9 +94,11 @@ class Lease:
         of_paddle: int | None = None,
         given_up: Collection[str] = (),
         deletes: bool = False,
+        patience: float = math.inf,
     ) -> None:
         self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
-        self._deletes, self._done = deletes, False
+        self._deletes, self._done, self._patience = deletes, False, patience
+        self._committed_as: int | None = None
         self.save_id = secrets.token_hex(8)
         self.replaces: str | None = None
         self.inherited: list[str] = []
@@ -99,10 +106,10 @@ class Lease:
         self._look()
         self._stopped = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="paddle_dist_ckpt claim", daemon=True)
-        self._write()
-        if not deletes:
-            self._keeper.start()
         try:
+            self._write()
+            if not deletes:
+                self._keeper.start()
             self._take_over_dead(given_up)
         except BaseException:
             with suppress(OSError, CheckpointError):  # it expires then
@@ -131,7 +138,16 @@ class Lease:
 
     def _write(self) -> None:
         removes = [*self.doomed, *self.inherited]
-        claim = Claim(self.save_id, self.replaces, removes, self.of_paddle, self.automatic, self._deletes, self._done)
+        claim = Claim(
+            self.save_id,
+            self.replaces,
+            removes,
+            self.of_paddle,
+            self.automatic,
+            self._deletes,
+            self._done,
+            self._committed_as,
+        )
         self.storage.publish(self.name, msgspec.json.encode(claim), self.name + _TEMPORARY, replace=True)
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
@@ -170,12 +186,12 @@ class Lease:
 
         Raises:
             CheckpointError: the claim is gone: another save took this one for dead.
+            CheckpointTimeoutError: somebody is deleting the checkpoint under the id, and does not come to an end.
         """
         # IMPORTANT: who deletes has looked for other claims after it had made its own, and has not found this one, or
         # has given up. So after this wait nobody removes what is about to be published.
-        while not self.automatic and not self._deletes and self._is_being_deleted():
-            _logger.debug("%s: somebody is deleting checkpoint %d", self.storage.location, self.unique_id)
-            time.sleep(_LOOK_AGAIN)
+        if not self.automatic and not self._deletes:
+            self._wait_for_deletion()
         if self.name not in self.storage.names():
             raise self._lost()
         if self._look():
@@ -192,24 +208,45 @@ class Lease:
         except FileNotFoundError:
             raise self._lost() from None
 
-    def _is_being_deleted(self) -> bool:
+    def _wait_for_deletion(self) -> None:
+        started, said = time.monotonic(), False
+        while (name := self._deleter()) is not None:
+            text = f"checkpoint {self.unique_id} is being deleted, as {self.storage.location}/{name} says"
+            if not said:
+                _logger.warning("%s; the save waits for that", text)
+                said = True
+            if time.monotonic() - started > self._patience:
+                raise CheckpointTimeoutError(
+                    f"{text}, for {self._patience:g} s; nothing was saved. If nobody is at work there, remove that "
+                    f"file, or save again in {_EXPIRES_AFTER / 60:.0f} minutes or to another id"
+                )
+            time.sleep(_LOOK_AGAIN)
+
+    def _deleter(self) -> str | None:
+        """The claim of somebody who may still remove the `.metadata` under the id."""
         claims, now = self.others(self.unique_id), self._now()
-        return any(claim.deletes and not _is_expired(self.storage, name, now) for name, claim in claims.items())
+        deleters = (name for name, claim in claims.items() if claim.deletes and not claim.done)
+        return next((name for name in deleters if not _is_expired(self.storage, name, now)), None)
 
     def others(self, unique_id: int) -> dict[str, Claim]:
-        """The other claims of an id, by name."""
+        """The other claims of an id, by name: of saves that set out for it, or that are committed under it."""
         found: dict[str, Claim] = {}
         claims = _claims(self.storage)
         for name, parsed in claims.items():
             rewritten = name.endswith(_TEMPORARY) and name.removesuffix(_TEMPORARY) in claims
-            if parsed.unique_id == unique_id and parsed.save_id != self.save_id and not rewritten:
-                with suppress(FileNotFoundError):
-                    found[name] = _record_of(self.storage, name, parsed)
+            if parsed.save_id == self.save_id or rewritten:
+                continue
+            with suppress(FileNotFoundError):
+                record = _record_of(self.storage, name, parsed)
+                if unique_id in (parsed.unique_id, record.committed_as):
+                    found[name] = record
         return found
 
-    def mark_done(self) -> None:
-        """Say that the save is committed."""
+    def mark_done(self, committed_as: int | None = None) -> None:
+        """Say that the save is committed, under this id if not under the one that it has set out for; or that what it
+        deletes is committed no more."""
         self._done = True
+        self._committed_as = committed_as if committed_as != self.unique_id else None
         self._write()
 
     def take_on(self, *saves: str) -> None:
@@ -230,9 +267,8 @@ class Lease:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
         here = self.others(self.unique_id)
-        over = {name for name, claim in here.items() if claim.done}
         claims = _claims(self.storage) if everywhere else here
-        others = [name for name in claims if name != self.name and name not in over]
+        others = [name for name in claims if name != self.name and not (name in here and here[name].done)]
         if others:
             raise CheckpointError(
                 f"{self.storage.location} is being saved to, as {others[0]} says; try again when that is done (a claim "

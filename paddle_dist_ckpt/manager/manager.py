@@ -322,7 +322,7 @@ class CheckpointManager:
             pending.result()
 
     def close(self) -> None:
-        """Restore the handling of SIGTERM, and wait for the background save. The manager cannot save any more then.
+        """Wait for the background save, and restore the handling of SIGTERM. The manager cannot save any more then.
 
         Raises:
             CheckpointError: the save in the background failed.
@@ -330,10 +330,12 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        if self._end_of_sigterm is not None:
-            self._end_of_sigterm()
         self._schedule.close()
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            if self._end_of_sigterm is not None:  # and not before: a launcher repeats the signal during the last save
+                self._end_of_sigterm()
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..files.names import metadata_id, metadata_name, step_name, step_of
+from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..folder.checkpoint import read_checkpoint
 from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
@@ -59,6 +59,7 @@ class Steps:
     def __init__(self, root: Path, note: str) -> None:
         self._root, self._note = root, note
         self._saves: dict[int, str] = {}
+        self._told: set[int] = set()  # steps of which it was said that they have no `.metadata`
         self.metrics: dict[int, Metrics] = {}
 
     def look(self, opened: Folders = _FOLDERS) -> None:
@@ -143,6 +144,8 @@ class Steps:
     def abandoned(self, after: int, opened: Folders = _FOLDERS) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
 
+        Where no claim speaks of a folder's data files, they may be all that is left of a step, so it is none of these.
+
         Args:
             after: A step that was committed just now; its file tells the time by the folder's own clock.
             opened: See the class.
@@ -150,14 +153,29 @@ class Steps:
         now = opened(step_folder(self._root, after)).modified(metadata_name(after))
         linked = self.linked(opened)
         left = [step for step in self.folders(opened) if step not in self.metrics and step not in linked]
-        return [step for step in left if _is_abandoned(opened(step_folder(self._root, step)), now)]
+        return [step for step in left if self._is_abandoned(step, opened(step_folder(self._root, step)), now)]
 
-
-def _is_abandoned(storage: Storage, now: float) -> bool:
-    """Whether nothing in a folder can be of use. Whatever has a `.metadata`, of any id or format, can be."""
-    try:
-        return not any(name.endswith(".metadata") for name in storage.names()) and is_abandoned(storage, now)
-    except OSError:
+    def _is_abandoned(self, step: int, storage: Storage, now: float) -> bool:
+        """Whether nothing in a folder can be of use. Whatever has a `.metadata`, of any id or format, can be."""
+        try:
+            names = storage.names()
+            if any(name.endswith(".metadata") for name in names) or not is_abandoned(storage, now):
+                return False
+        except OSError:
+            return False
+        claimed = any(parse_claim(name) is not None for name in names)
+        data = next((name for name in names if parse_data_file(name) is not None), None)
+        if data is None or claimed:
+            return True
+        if step not in self._told:
+            self._told.add(step)
+            _logger.warning(
+                "step %d is left: %s has data files, such as %s, but no .metadata; if it was lost, rebuild_metadata "
+                "may make it again, and if not, the folder can be removed",
+                step,
+                storage.location,
+                data,
+            )
         return False
 
 

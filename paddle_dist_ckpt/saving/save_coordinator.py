@@ -141,7 +141,9 @@ class SaveCoordinator:
         folders = {rank: request.folder.identity for rank, request in requests.items()}
         if warnings:
             _logger.warning("%s: %s", context.storage.location, logged(warnings))
-        lease = commit.begin(context.storage, ours.unique_id, context.replace_newest, context.memory.given_up)
+        lease = commit.begin(
+            context.storage, ours.unique_id, context.replace_newest, context.memory.given_up, self._options.timeout
+        )
         self._ending.push(functools.partial(self._end, lease))
         self._ordered = _Ordered(
             planned=planned,

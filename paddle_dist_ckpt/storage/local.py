@@ -96,12 +96,11 @@ class LocalStorage:
             if there.is_file():
                 raise FileExistsError(errno.EEXIST, "it is a file, and a folder is needed there", str(there))
             self._root.mkdir(parents=True, exist_ok=True)
-            real = Path(os.path.realpath(self._root))
+            real = Path(os.path.realpath(there))
         for made in missing:
             _sync_folder(made.parent)
-        if not missing:
-            for folder in {self._root, real}:
-                _sync_name(folder)
+        for folder in {there, real}:
+            _sync_name(folder)
 
     def identity(self) -> FolderIdentity:
         with about(self._root):

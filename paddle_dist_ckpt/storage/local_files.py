@@ -59,6 +59,8 @@ class LocalWritable:
             try:
                 self._direct = open_direct(self._cached, os.O_WRONLY)
             except BaseException:
+                with suppress(OSError):
+                    os.unlink(path)  # nobody else would know of it
                 os.close(self._cached)
                 raise
 
@@ -141,7 +143,8 @@ class LocalReadable:
 
         Some filesystems do not say, by saying 0: all are meant then. A file that is one hole is no file of ours.
         """
-        status = os.fstat(self._descriptor)
+        with about(self._path):
+            status = os.fstat(self._descriptor)
         return (status.st_dev, status.st_ino), min(self._size, status.st_blocks * 512 or self._size)
 
     def is_cached(self) -> bool:

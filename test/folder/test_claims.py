@@ -353,3 +353,16 @@ def test_a_save_that_cannot_look_for_dead_ones_leaves_no_claim(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="Input/output error"):
         save_on([state(1)], FaultyStorage(tmp_path, hook))
     assert not files_in(tmp_path)
+
+
+def test_an_automatic_save_that_got_a_later_id_and_was_replaced_there_leaves_nothing(tmp_path: Path) -> None:
+    """Its claim is called by the id that it had set out for."""
+
+    def take_its_id() -> None:
+        save_alone(state(1), tmp_path, 0)
+
+    def replace_it() -> None:
+        save_alone(state(2), FreezingStorage(tmp_path, before=take_its_id), None)  # becomes 1
+
+    save_alone(state(3), FreezingStorage(tmp_path, after=replace_it), 1)
+    check_holds(tmp_path, {0: 1, 1: 3})

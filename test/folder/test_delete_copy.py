@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -15,16 +17,18 @@ from paddle_dist_ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
+    CheckpointTimeoutError,
     copy_checkpoint,
     delete_checkpoint,
     list_checkpoints,
     rebuild_metadata,
     verify,
 )
+from paddle_dist_ckpt.folder.delete import delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.jobs import Killed, Watch, age, data_files, files_in, load_whole, save_alone, save_on, split_rows
+from test.jobs import SMALL, Killed, Watch, age, data_files, files_in, load_whole, save_alone, save_on, split_rows
 
 CUT = np.arange(3000 * 300, dtype=np.float32).reshape(3000, 300)
 
@@ -133,6 +137,39 @@ def test_a_delete_that_is_killed_leaves_all_or_nothing_and_a_save_cleans_up(tmp_
     assert seen == {(1, 2), (2,)}
 
 
+def test_what_is_deleted_is_deleted_whatever_goes_wrong_with_its_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does a save to the id wait then, though nothing has ended properly."""
+    saved(tmp_path, 1, 2)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.endswith(".safetensors"):
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    assert delete(FaultyStorage(tmp_path, hook), 2).unique_id == 2
+    assert "files of removed saves are left to a later save" in caplog.text
+    assert list_checkpoints(tmp_path) == [1]
+    (claim,) = tmp_path.glob("2.*.claim")
+    save_alone(state(3), tmp_path, 2, dataclasses.replace(SMALL, timeout=1e-9))
+    assert load_whole(tmp_path, 2)["n"] == 3
+    assert not claim.exists(), "it was done"
+    saved(tmp_path, 4)
+    assert list_checkpoints(tmp_path) == [1, 2, 4]
+    assert len(files_in(tmp_path)) == 6
+
+
+def test_a_save_waits_no_longer_than_it_may_for_who_deletes_its_id(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    lease = Lease(LocalStorage(tmp_path), 1, automatic=False, deletes=True)
+    with pytest.raises(
+        CheckpointTimeoutError, match=rf"1 is being deleted, as {tmp_path}/{lease.name} says, for 0.1 s"
+    ):
+        save_alone(state(2), tmp_path, 1, dataclasses.replace(SMALL, timeout=0.1))
+    lease.end()
+    check_holds(tmp_path, 1)
+
+
 # -- copy
 
 
@@ -223,6 +260,24 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="broken"):
             copy_checkpoint(tmp_path / "a", failing.storages()[0])
         assert files_in(tmp_path / "b") == {}
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
+def test_a_copy_that_cannot_open_what_it_has_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    saved(tmp_path / "from", 1)
+
+    def fail(*_: Any) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paddle_dist_ckpt.storage.local_files.open_direct", fail)
+        with pytest.raises(OSError, match=os.strerror(error)):
+            copy_checkpoint(tmp_path / "from", tmp_path / "to")
+    assert not files_in(tmp_path / "to")
+    copy_checkpoint(tmp_path / "from", tmp_path / "to")
+    check_holds(tmp_path / "to", 1)
 
 
 @pytest.mark.parametrize("operation", ["size", "open"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointTimeoutError
+from paddle_dist_ckpt import CheckpointTimeoutError, rebuild_metadata
 from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.lease import is_abandoned
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
@@ -191,7 +191,7 @@ def test_a_save_to_a_step_that_is_being_removed_is_there_afterwards(
 
     saver = threading.Thread(target=lambda: save_alone({"x": np.full(3, 7)}, folder, 1))
     monkeypatch.setattr(LocalStorage, when, meet)
-    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=look_again))
+    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=look_again, monotonic=time.monotonic))
     assert removed(steps, tmp_path, 1)
     saver.join(PATIENCE)
     assert load_whole(folder, 1)["x"].tolist() == [7] * 3
@@ -226,7 +226,8 @@ def test_what_is_left_of_a_removal_that_was_cut_short_goes_later(tmp_path: Path)
     assert not folder.exists()
 
 
-def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path) -> None:
+def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And no data files that no claim speaks of: they may be all that is left of a step."""
     save_step(tmp_path, 9)
     for step in (1, 2, 3, 4):
         save_step(tmp_path, step)
@@ -236,9 +237,20 @@ def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path) -> None:
     claim.touch()
     dead.touch()
     age(dead)
-    for step in (1, 2, 3):  # but not 4, which may just have been made
+    step_folder(tmp_path, 5).mkdir()
+    for step in (1, 2, 3, 5):  # but not 4, which may just have been made
         age(step_folder(tmp_path, step))
-    assert look(tmp_path).abandoned(9) == [1, 3]
+    steps = look(tmp_path)
+    for _ in range(2):
+        assert steps.abandoned(9) == [3, 5]
+    assert [record.getMessage()[:15] for record in caplog.records] == ["step 1 is left:"]
+    for step, removal in steps.begin_removals([3, 5]).items():
+        removal.finish()
+        remove_step(tmp_path, step, removal.saves)
+    assert not step_folder(tmp_path, 5).exists()
+    (left,) = os.listdir(step_folder(tmp_path, 3))  # its claim is of another save
+    assert left.endswith(".safetensors")
+    assert rebuild_metadata(step_folder(tmp_path, 1)).unique_id == 1
     now = LocalStorage(step_folder(tmp_path, 9)).modified("9.metadata")
     assert not is_abandoned(LocalStorage(tmp_path / "nowhere"), now)
 

@@ -33,6 +33,7 @@ from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays
+from test.waiting import PATIENCE
 
 
 def numbers(step: int) -> dict[str, Any]:
@@ -301,6 +302,36 @@ def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert folders(tmp_path / "run") == [1, 2]
 
 
+def test_a_repeated_sigterm_does_not_end_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher repeats it while close() waits for that save."""
+    repeated, publish = threading.Event(), LocalStorage.publish
+
+    def slow(storage: LocalStorage, name: str, *args: Any, **kwargs: Any) -> bool:
+        if name == "1.metadata":
+            assert repeated.wait(PATIENCE)
+        return publish(storage, name, *args, **kwargs)
+
+    def wait(manager: CheckpointManager) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        repeated.set()
+        wait_for_save(manager)
+
+    called = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        monkeypatch.setattr(LocalStorage, "publish", slow)
+        with CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
+            signal.raise_signal(signal.SIGTERM)
+            steps.save(1, numbers(1))
+            wait_for_save = CheckpointManager.wait
+            monkeypatch.setattr(CheckpointManager, "wait", wait)
+        assert (folders(tmp_path), called) == ([1], [])
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [1], "it is not the manager's any more"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_sigterm_reaches_all_managers_that_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
@@ -412,6 +443,9 @@ def test_whatever_has_metadata_is_not_removed(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "step-00000005" / "0.metadata").write_bytes(b"\x80\x04of Paddle's own")
     save_state_dict(numbers(6), tmp_path / "step-00000006", unique_id=6)
     (tmp_path / "step-00000006" / "6.metadata").unlink()
+    for path in list((tmp_path / "step-00000006").iterdir()):
+        path.rename(path.with_name("6_0.0123456789abcdef.0.safetensors"))
+    (tmp_path / "step-00000006" / "6.0123456789abcdef.claim").touch()
     before = {step: sorted(path.name for path in (tmp_path / f"step-{step:08d}").iterdir()) for step in (3, 4, 5)}
     for step in (3, 4, 5, 6):
         age(tmp_path / f"step-{step:08d}")

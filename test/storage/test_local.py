@@ -67,7 +67,7 @@ def test_the_names_of_all_folders_are_made_durable(tmp_path: Path, monkeypatch: 
     (tmp_path / "to" / "link").symlink_to(tmp_path / "theirs")
     monkeypatch.setattr(os, "fsync", fsync)
     expected = {
-        "a/b/c": ["", "a", "a/b"],
+        "a/b/c": ["..", "", "a", "a/b"],
         "a/b": ["a"],
         "theirs": [""],
         "to/link": ["to"],
@@ -75,7 +75,7 @@ def test_the_names_of_all_folders_are_made_durable(tmp_path: Path, monkeypatch: 
     for name, folders in expected.items():
         synced.clear()
         LocalStorage(tmp_path / name).prepare()
-        assert sorted(set(synced)) == [str(tmp_path / folder) for folder in folders]
+        assert sorted(set(synced)) == [os.path.normpath(tmp_path / folder) for folder in folders]
         LocalStorage(tmp_path / name).prepare()
         synced.clear()
         LocalStorage(tmp_path / name).prepare()
