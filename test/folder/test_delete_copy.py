@@ -268,8 +268,10 @@ def test_a_copy_that_cannot_open_what_it_has_made_leaves_nothing(
 ) -> None:
     saved(tmp_path / "from", 1)
 
-    def fail(*_: Any) -> int:
-        raise OSError(error, os.strerror(error))
+    def fail(descriptor: int, flags: int) -> int | None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
+            raise OSError(error, os.strerror(error))
+        return None
 
     with monkeypatch.context() as patch:
         patch.setattr("paddle_dist_ckpt.storage.local_files.open_direct", fail)
