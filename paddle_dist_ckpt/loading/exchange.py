@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from ..core.dtypes import DTYPES
 from ..core.memory import Bytes1D, address_of, bytes_at, fresh_pages
 from ..core.protocols import ControlSession, Transfers
 from ..core.threads import Beside, run_all
+from ..errors import CollectiveError
 from ..files.reader import Consumer, StoredEntry, entry_tasks
 from ..planning.exchange_plan import ALL
 from .exchange_messages import ALONE_BYTES, Address, Message, messages_of, needs_of
 from .fit import Fit
+from .in_flight import note_in_flight
 from .messages import ExchangeRound, ShardOrder
 from .small_items import SmallItems, batches_of
 from .staging import RoundStaging
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Exchange"]
 
 _AHEAD = 8  # rounds that may be read before it is their turn
+_LONGEST_READ = 5.0  # in seconds: the disk hangs if a part of a file takes longer
 _RAW_OF = {dtype.itemsize: dtype.raw for dtype in DTYPES.values()}
 _Outgoing = Mapping[Address, tuple[Bytes1D, int]]
 """The messages that a rank sends in a round, with their digests."""
@@ -52,7 +56,6 @@ class Exchange:
     session: ControlSession
     fit: Fit
     files: DataFiles
-    transfers: Transfers
     copies: Copies
     staging_bytes: int
     progress: Callable[[int], None]
@@ -61,8 +64,34 @@ class Exchange:
     _on_host: bool = True
     _buffers: dict[object, Bytes1D] = field(default_factory=dict)
     _whole_targets: dict[Message, Bytes1D | None] = field(default_factory=dict)
+    _given_up: bool = False
+    _receiving: Bytes1D | None = None  # memory of a target into which a collective writes just now
+    _reading: threading.Lock = field(default_factory=threading.Lock)  # held by whoever fills targets from files,
+    _filling: threading.Lock = field(default_factory=threading.Lock)  # or from messages
 
-    def run(self, rounds: Sequence[ExchangeRound]) -> None:
+    def give_up(self) -> None:
+        """Have nothing more written to targets, though a collective hangs, or a disk. What may be written all the same
+        is noted, see :mod:`.in_flight`."""
+        self._given_up = True
+        if self._reading.acquire(timeout=_LONGEST_READ):
+            self._reading.release()
+        else:
+            note_in_flight(*self.fit.targets.stretches, self._reading.locked)
+        with self._filling:
+            memory = self._receiving
+        if memory is not None:
+            first = np.array([address_of(memory)])
+            note_in_flight(first, first + len(memory), lambda: self._receiving is memory)
+
+    def _check(self) -> None:
+        self.session.check()
+        self._check_wanted()
+
+    def _check_wanted(self) -> None:
+        if self._given_up:
+            raise CollectiveError("the exchange was given up")
+
+    def run(self, rounds: Sequence[ExchangeRound], transfers: Transfers) -> None:
         """Run all rounds. While the messages of one travel, the next one is read, and more if that takes no memory.
 
         Not so with tensors on a device: their rows are in host memory only in rounds that bring something for them.
@@ -79,8 +108,8 @@ class Exchange:
                         outgoing = ahead.read(i, lambda k: self._is_sent_in_place(messages[k]))
                     else:
                         outgoing = self._read(messages[i], i)
-                    self._broadcast(messages[i], outgoing)
-                    self._exchange(one.senders, messages[i], outgoing)
+                    self._broadcast(transfers, messages[i], outgoing)
+                    self._exchange(transfers, one.senders, messages[i], outgoing)
         finally:
             ahead.wait()
             self._whole_targets.clear()
@@ -118,8 +147,9 @@ class Exchange:
                     message.sent(address_of(outgoing[address]) + at) if is_sent else self.fit.items(message.kept)
                 )
         try:
-            if self.failure is None:
-                run_all(self._tasks(entries.values(), items), 1, self.session.check)
+            with self._reading:
+                if self.failure is None:
+                    run_all(self._tasks(entries.values(), items), 1, self._check)
         except Exception as error:
             self.failure = error
         return {address: (data, self._digest(messages[address], data)) for address, data in outgoing.items()}
@@ -194,7 +224,7 @@ class Exchange:
         sent = [message for (source, destination, _), message in messages.items() if source == me != destination]
         return all(self._whole_target(message) is not None for message in sent)
 
-    def _broadcast(self, messages: Mapping[Address, Message], outgoing: _Outgoing) -> None:
+    def _broadcast(self, transfers: Transfers, messages: Mapping[Address, Message], outgoing: _Outgoing) -> None:
         """Send and receive what is for all."""
         for address in sorted(messages):
             source, destination, _ = address
@@ -204,7 +234,13 @@ class Exchange:
             in_place, digest = outgoing[address] if sends else (self._whole_target(message), None)
             data = self._buffer("incoming", message.nbytes(self.fit)) if in_place is None else in_place
             what, kept = functools.partial(self._keys, message), self._on_host and in_place is not None
-            self.transfers.broadcast(data, source, self.staging_bytes, what, digest, self._blocks(message), kept)
+            with self._filling:
+                self._check_wanted()
+                self._receiving = None if sends else in_place
+            try:
+                transfers.broadcast(data, source, self.staging_bytes, what, digest, self._blocks(message), kept)
+            finally:
+                self._receiving = None
             if in_place is None:
                 self._unpack(message, data)
             elif not sends:
@@ -212,6 +248,7 @@ class Exchange:
 
     def _exchange(
         self,
+        transfers: Transfers,
         senders: Sequence[tuple[int, int]],
         messages: Mapping[Address, Message],
         outgoing: _Outgoing,
@@ -225,7 +262,7 @@ class Exchange:
         single = {to: data for (_, to, _), (data, _) in outgoing.items() if to != ALL}
         digests = {to: digest for (_, to, _), (_, digest) in outgoing.items() if to != ALL}
         most, what = self.staging_bytes, lambda source: self._keys(mine[source])
-        self.transfers.exchange(single, incoming, senders, most, what, digests)
+        transfers.exchange(single, incoming, senders, most, what, digests)
         for source, message in mine.items():
             self._unpack(message, incoming[source])
 
@@ -236,26 +273,30 @@ class Exchange:
 
     def _unpack(self, message: Message, data: Bytes1D) -> None:
         """Hand out what has come in a message; after a failure it means nothing."""
+        with self._filling:
+            self._check_wanted()
+            try:
+                if self.failure is None:
+                    self._fill(message, data)
+            except Exception as error:
+                self.failure = error
+
+    def _fill(self, message: Message, data: Bytes1D) -> None:
         at = 0
-        try:
-            if self.failure is not None:
-                return
-            for unit, parcel in message.parts:
-                size, box = parcel.box.size * unit.itemsize, parcel.box
-                if parcel.row >= 0:
-                    items = np.frombuffer(data[at : at + size], _RAW_OF[unit.itemsize]).reshape(box.shape)
-                    consumer = self.fit.consumer(parcel.row, box)
-                    if consumer.convert is not None:
-                        consumer.convert(items, (slice(None),) * items.ndim)
-                    else:
-                        consumer.target[...] = items
-                    self.files.tally.bytes_received += size
-                at += size
-            if len(kept := message.kept):
-                self.fit.unpack(kept, data[at:])
-                self.files.tally.bytes_received += self.fit.nbytes(kept)
-        except Exception as error:
-            self.failure = error
+        for unit, parcel in message.parts:
+            size, box = parcel.box.size * unit.itemsize, parcel.box
+            if parcel.row >= 0:
+                items = np.frombuffer(data[at : at + size], _RAW_OF[unit.itemsize]).reshape(box.shape)
+                consumer = self.fit.consumer(parcel.row, box)
+                if consumer.convert is not None:
+                    consumer.convert(items, (slice(None),) * items.ndim)
+                else:
+                    consumer.target[...] = items
+                self.files.tally.bytes_received += size
+            at += size
+        if len(kept := message.kept):
+            self.fit.unpack(kept, data[at:])
+            self.files.tally.bytes_received += self.fit.nbytes(kept)
 
 
 class _ReadingAhead:

@@ -39,6 +39,7 @@ from ..tree.state_dict import Leaves, PerRank, flatten
 from ..tree.values import from_jsonable
 from .exchange_parts import ExchangeParts, Replaced
 from .fit import Fit
+from .in_flight import check_none_in_flight
 from .load_coordinator import LoadCoordinator
 from .messages import (
     DecideAnswer,
@@ -265,6 +266,7 @@ class LeavesLoad:
         left_out = wanted.choose_own(answer, session.rank, session.ranks, options.per_rank)
         stored, answer = StoredShards(answer), answer.without_table()
         fit = Fit(stored, answer, wanted, options.cast, left_out, self.context.adapter.devices, options.resize or {})
+        check_none_in_flight(fit.targets)
         needed = fit.file_bytes()
         unreachable: dict[str, str] = {}
         if options.exchange != "always" or len(session.ranks) == 1:

@@ -16,7 +16,6 @@ from ..core.columns import IntArray
 from ..core.device_memory import Copies, NoCopies
 from ..core.parts import Arranger
 from ..core.progress import Progress
-from ..core.protocols import Transfers
 from ..core.threads import io_threads, run_all
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import FileInfo
@@ -186,16 +185,12 @@ class Reading:
 
     def _exchange(self, rounds: Sequence[ExchangeRound], progress: Progress) -> None:
         """Run the rounds of an exchange; an error in reading is raised when no rank waits for this one any more."""
-        context = self.context
-
-        def run(transfers: Transfers) -> Exchange:
-            most = context.options.staging_bytes
-            exchange = Exchange(
-                context.session, self.fit, self.files, transfers, self.copies, most, progress, self._begun
-            )
-            exchange.run(rounds)
-            return exchange
-
-        exchange = context.session.run_collectives(context.transport, run)
+        context, most = self.context, self.context.options.staging_bytes
+        exchange = Exchange(context.session, self.fit, self.files, self.copies, most, progress, self._begun)
+        try:
+            context.session.run_collectives(context.transport, functools.partial(exchange.run, rounds))
+        except BaseException:
+            exchange.give_up()
+            raise
         if exchange.failure is not None:
             raise exchange.failure

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core.columns import IntArray
-from ..core.local_tensors import reach_of
 
 if TYPE_CHECKING:
     from .targets import Targets
@@ -63,9 +62,7 @@ def find_shared_memory(targets: Targets, rows: IntArray) -> list[SharedMemory]:
 
 def _find(targets: Targets, rows: IntArray) -> list[SharedMemory]:
     """Those among rows that are all on the host, or all on a device."""
-    reach = np.array([reach_of(geometry, piece) for geometry, piece in targets.cells], np.int64).reshape(-1, 2)
-    address = targets.address[rows]
-    start, stop = address + reach[targets.cell[rows], 0], address + reach[targets.cell[rows], 1]
+    address, (start, stop) = targets.address[rows], (column[rows] for column in targets.stretches)
     order = np.argsort(start, kind="stable")
     rows, address, start, stop = rows[order], address[order], start[order], np.maximum.accumulate(stop[order])
     fresh = np.concatenate([np.ones(min(1, len(rows)), bool), start[1:] >= stop[:-1]])

@@ -14,7 +14,7 @@ from ..core.decoding import decoding
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
-from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
+from ..core.local_tensors import LocalShards, LocalTensors, device_arrays, reach_of
 from ..core.memory import Bytes1D, address_of, array_at, zeros_of
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
@@ -207,6 +207,12 @@ class Targets:
                 )
 
         return Consumer(entry_box, part, convert)
+
+    @property
+    def stretches(self) -> tuple[IntArray, IntArray]:
+        """The first address of each row's memory, and the one behind its last byte, ``[rows]`` each."""
+        reach = np.array([reach_of(geometry, piece) for geometry, piece in self.cells], np.int64).reshape(-1, 2)
+        return self.address + reach[self.cell, 0], self.address + reach[self.cell, 1]
 
     def stage_shared(self, rows: IntArray) -> None:
         """Give buffers to those among some rows, all that are filled, that share memory with others."""

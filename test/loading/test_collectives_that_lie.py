@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ from test.jobs import (
     sharded,
     split_rows,
 )
+from test.waiting import PATIENCE, until
 
 RANKS = 3
 Spoil = Callable[[str, int, Bytes1D, Bytes1D], None]
@@ -122,6 +124,43 @@ def test_afterwards_the_transport_is_left_alone_on_every_rank(tmp_path: Path) ->
     targets = [{"w": blank_like(array)} for _ in range(RANKS)]
     all_ok(load_by(tmp_path, targets, 1, unmoved, again=True))
     assert all(same_bits(target["w"], array) for target in targets)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_comes_after_all_does_not_overwrite_a_later_load(tmp_path: Path, dtype: str) -> None:
+    """A collective hangs until it is given up, and goes on when the targets are loaded in another way. It may receive
+    in a target's own memory, so no load uses that meanwhile; or by way of other memory, from which nothing goes on."""
+    old, new = make_array((3000, 1000)), make_array((3000, 1000), seed=1)
+    save_on([{"w": old}], tmp_path, 0)
+    save_on([{"w": new}], tmp_path, 1)
+    targets = [{"w": np.zeros(old.shape, dtype)} for _ in range(RANKS)]
+    released, gave_up, met = threading.Event(), threading.Barrier(RANKS), threading.Barrier(RANKS)
+
+    def hang(operation: str, source: int, before: Bytes1D, now: Bytes1D) -> None:
+        if now.size > 1000 and operation == "broadcast":
+            released.wait(PATIENCE)
+            now[:] = 77
+
+    def work(rank: SimulatedRank) -> Any:
+        mine, hung = targets[rank.rank], LoadOptions(timeout=1, exchange="always", cast=True)
+        with pytest.raises(CollectiveError, match="no progress"):
+            rank.load(mine, another_host(tmp_path, rank.rank), 1, hung)
+        gave_up.wait(PATIENCE)
+        options = LoadOptions(timeout=60, exchange="never", cast=True)
+        if dtype == "float32":
+            with pytest.raises(CollectiveError, match="given up may still write to w: restart the job, or load into"):
+                rank.load(mine, tmp_path, 0, options)
+        else:
+            rank.load(mine, tmp_path, 0, options)
+        if met.wait(PATIENCE) == 0:
+            released.set()
+            until(lambda: not any(one.name == "paddle_dist_ckpt collectives" for one in threading.enumerate()))
+        met.wait(PATIENCE)
+        if dtype == "float32":
+            rank.load(mine, tmp_path, 0, options)
+
+    all_ok(run_ranks(RANKS, work, over=functools.partial(_lying_on, 2, hang)))
+    assert all(same_bits(target["w"], old.astype(dtype)) for target in targets)
 
 
 def test_values_that_are_read_first_are_not_believed_either(tmp_path: Path) -> None:
