@@ -26,6 +26,7 @@ from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..tree.paths import Containers, ListIndex, TupleIndex, own_among, parse_path
 from .metadata import FileInfo, Metadata, SaveInfo, save_members
+from .names import parse_data_file
 from .room import Room, check_values_fit, record_cost
 from .times import SaveTimes
 
@@ -157,10 +158,6 @@ def check_room(table: ShardTable, files: Sequence[FileInfo]) -> None:
             raise CheckpointCorruptedError(
                 f"{info.name}: {info.size} bytes, too few for {count} shards of {data_bytes}"
             )
-
-
-def _is_file_name(name: str) -> bool:
-    return 0 < len(name) < 256 and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def _check_leaves(paths: Sequence[str]) -> None:
@@ -323,14 +320,16 @@ def _metadata_of(body: _Body, unique_id: int, cost: int) -> Metadata:
         raise CheckpointCorruptedError(f"it says that its id is {body.unique_id}; was it renamed?")
     check_block_bytes(body.block_bytes)
     # A digest is there for each, since a file without one is taken to be of another format, and not verified.
-    if body.world_size < 1 or any(not _is_file_name(f.name) or f.size < 0 or not f.digest for f in body.files):
+    # And whoever copies or removes a checkpoint must not touch other files.
+    named = {f.name for f in body.files if (parsed := parse_data_file(f.name)) and parsed.save_id == body.save_id}
+    if body.world_size < 1 or len(named) < len(body.files) or any(f.size < 0 or not f.digest for f in body.files):
         raise CheckpointCorruptedError("world size or file list out of bounds")
     msgspec.msgpack.encode((body.world_size, body.files, body.values))  # raises if numbers are too large for messages
     _check_leaves([*body.tensors.paths, *(path for path, _ in body.values)])
     table = table_from_record(body.tensors, len(body.files))
     check_room(table, body.files)
     if body.times is not None:
-        body.times.seconds()  # raises if it is damaged
+        body.times.check(body.world_size)
     metadata = Metadata(
         **save_members(body),
         user_tree=body.user_metadata,

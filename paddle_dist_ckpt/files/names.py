@@ -23,13 +23,13 @@ __all__ = [
 ]
 
 MOST_IDS = 10**18
-_ID = r"(0|[1-9]\d{0,17})"
+_ID = r"(0|[1-9][0-9]{0,17})"
 _SAVE = r"([0-9a-f]{16})"
 _METADATA = re.compile(rf"{_ID}\.metadata")
 _DATA = re.compile(rf"{_ID}_{_ID}\.{_SAVE}\.{_ID}\.(?:safetensors|shards)")
 _CLAIM = re.compile(rf"{_ID}\.{_SAVE}\.claim(?:\.tmp)?")
 _TEMPORARY = re.compile(rf"{_ID}\.{_SAVE}\.metadata\.tmp")
-_STEP = re.compile(r"step-(\d{8,18})")
+_STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 class DataFileName(NamedTuple):

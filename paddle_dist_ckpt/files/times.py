@@ -8,9 +8,11 @@ import msgspec
 import numpy as np
 
 from ..core.columns import Column, column_size, pack_column, unpack_column
+from ..errors import CheckpointCorruptedError
 
 __all__ = ["SaveTimes"]
 
+_MOST_PHASES = 100
 _MOST = 2**53  # ms, and integers below it are exact in every reader's JSON
 
 
@@ -34,6 +36,18 @@ class SaveTimes(msgspec.Struct, frozen=True):
             for phase in phases
         }
         return cls(pack_column(list(seconds)), columns)
+
+    def check(self, world_size: int) -> None:
+        """See that they are the times of so many ranks at most, without an object for each.
+
+        Raises:
+            CheckpointCorruptedError: they are not.
+        """
+        ranks = unpack_column(self.ranks, column_size(self.ranks, "times"), _MOST, "times")
+        if len(ranks) > world_size or len(np.unique(ranks)) < len(ranks) or len(self.milliseconds) > _MOST_PHASES:
+            raise CheckpointCorruptedError("times of more ranks or phases than there may be")
+        for column in self.milliseconds.values():
+            unpack_column(column, len(ranks), _MOST, "times")
 
     def seconds(self) -> dict[int, dict[str, float]]:
         """By rank and phase, in seconds.

@@ -94,9 +94,16 @@ def _names(storage: Storage) -> list[str]:
     return [
         name
         for name in storage.names()
-        if is_text(name)
-        and (not is_ours(name) or (metadata_id(name) is not None and look(storage, name)[0] is Format.PADDLE))
+        if is_text(name) and (not is_ours(name) or (metadata_id(name) is not None and _is_of_paddle(storage, name)))
     ]
+
+
+def _is_of_paddle(storage: Storage, name: str) -> bool:
+    try:
+        return look(storage, name)[0] is Format.PADDLE
+    except OSError as error:
+        _logger.warning("%s/%s cannot be looked at: %s", storage.location, name, error)
+        return False
 
 
 def _seen(names: Collection[str]) -> list[tuple[Reader, list[int]]]:

@@ -117,7 +117,10 @@ def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableF
     with closing(source.open(info.name)) as opened:
         hashes, start = read_header(opened, info, int(counts[file]))
         header = np.empty(start, np.uint8)
-        opened.read_into([header], 0)
+        try:
+            opened.read_into([header], 0)
+        except EOFError as error:
+            raise CheckpointCorruptedError(str(error)) from error
         if header_digest(header.tobytes()) != info.digest:
             raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
         target.write(header, 0)

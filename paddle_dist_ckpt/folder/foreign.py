@@ -16,7 +16,7 @@ __all__ = ["Format", "foreign_id", "look"]
 
 _PIECE = 16 << 20
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_FOREIGN = re.compile(r"(?:0|[1-9]\d{0,17})_(0|[1-9]\d{0,17})\.(?:distcp|safetensors)")
+_FOREIGN = re.compile(r"(?:0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,17})\.(?:distcp|safetensors)")
 
 
 class Format(Enum):
@@ -58,7 +58,10 @@ def _text(storage: Storage, name: str) -> bytes:
     with closing(storage.open(name)) as file:
         for start in range(0, file.size, _PIECE):
             piece = np.empty(min(_PIECE, file.size - start), np.uint8)
-            file.read_into([piece], start)
+            try:
+                file.read_into([piece], start)
+            except EOFError:  # it was made shorter just now
+                break
             text.write(piece.data)
             if not piece.all():
                 break

@@ -317,7 +317,7 @@ def _record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
         return msgspec.structs.replace(
             _CLAIM_DECODER.decode(storage.read(name, _MOST_CLAIM_BYTES)), save=parsed.save_id
         )
-    except (*DECODE_ERRORS, IsADirectoryError) as error:
+    except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return Claim(parsed.save_id, None, [])
 

@@ -132,6 +132,8 @@ class Steps:
         for step in steps:
             storage, save = opened(step_folder(self._root, step)), self._saves.get(step)
             try:
+                if _is_link(step_folder(self._root, step), opened):
+                    raise CheckpointError(f"{storage.location} is a link now")
                 begun[step] = begin_clearing(storage, step) if save is None else begin_deletion(storage, step, save)
             except (OSError, CheckpointError) as error:
                 _logger.warning("step %d is left for now: %s", step, error)

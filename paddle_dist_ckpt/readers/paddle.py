@@ -33,8 +33,8 @@ from .window import WindowedFile, on_disk
 
 __all__ = ["PaddleReader"]
 
-_METADATA = re.compile(r"(0|[1-9]\d{0,17})\.metadata")
-_DATA = re.compile(r"(0|[1-9]\d{0,8})_(0|[1-9]\d{0,17})\.(?:distcp|safetensors)")
+_METADATA = re.compile(r"(0|[1-9][0-9]{0,17})\.metadata")
+_DATA = re.compile(r"(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,17})\.(?:distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
 _MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16

@@ -28,7 +28,7 @@ from .window import WindowedFile
 __all__ = ["PdparamsReader", "PickledState"]
 
 _NAME = re.compile(r".+\.(?:pdparams|pdopt)", re.DOTALL)
-_OF_RANK = re.compile(r"(.*_dist\d+)\.(?:pdparams|pdopt)", re.DOTALL)
+_OF_RANK = re.compile(r"(.*_dist[0-9]+)\.(?:pdparams|pdopt)", re.DOTALL)
 _NAMES = "StructuredToParameterName@@"
 _UNPACKED = "UnpackBigParamInfor@@"
 

@@ -37,7 +37,9 @@ __all__ = ["SafetensorsReader"]
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 _MODEL = "model"
 _KIND = re.compile(r"(optimizer|master_weights|peft_model)[-.].*")
-_OWN = re.compile(r"\d+_\d+\.[0-9a-f]{16}\.\d+\.safetensors")  # a data file of this library, without its `.metadata`
+_OWN = re.compile(
+    r"[0-9]+_[0-9]+\.[0-9a-f]{16}\.[0-9]+\.safetensors"
+)  # a data file of this library, without its `.metadata`
 
 
 _OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's: where each entry begins in its tensor, as JSON

@@ -33,8 +33,8 @@ from .window import WindowedFile
 
 __all__ = ["PaddleStaticReader"]
 
-_OF_RANK = re.compile(r"(.*)_dist(0|[1-9]\d{0,8})\.(pdattr|pdparams|pdopt)", re.DOTALL)
-_OF_PROGRAM = re.compile(r"(?:model_state|dist_attr)_rank(0|[1-9]\d{0,8})\.(pdattr|pdmodel)")
+_OF_RANK = re.compile(r"(.*)_dist(0|[1-9][0-9]{0,8})\.(pdattr|pdparams|pdopt)", re.DOTALL)
+_OF_PROGRAM = re.compile(r"(?:model_state|dist_attr)_rank(0|[1-9][0-9]{0,8})\.(pdattr|pdmodel)")
 _PROGRAM = ""  # stands for the files of save_distributed_checkpoint, which have no prefix
 _ATTRIBUTES = "pdattr"
 _MOST_DIMENSIONS = 32

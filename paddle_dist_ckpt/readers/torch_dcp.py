@@ -33,7 +33,7 @@ from .window import WindowedFile, on_disk
 __all__ = ["TorchDCPReader"]
 
 _METADATA = ".metadata"
-_DATA = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_DATA = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _MOST_DIMENSIONS = 64
 _MOST_BYTES = 1 << 62
 _MOST_DEPTH = 64  # of a path

@@ -60,7 +60,7 @@ def as_source(path: object) -> Storage:
         if os.path.isfile(storage.location):
             return _PartOfFolder(folder, re.compile(re.escape(name)))
         if glob.glob(f"{glob.escape(storage.location)}_dist0.pd*"):
-            return _PartOfFolder(folder, re.compile(rf"{re.escape(name)}_dist\d+\.\w+"))
+            return _PartOfFolder(folder, re.compile(rf"{re.escape(name)}_dist[0-9]+\.\w+"))
     return storage
 
 

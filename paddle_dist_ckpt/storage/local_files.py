@@ -141,11 +141,14 @@ class LocalReadable:
     def on_disk(self) -> tuple[tuple[int, int], int]:
         """What tells the file from others whatever it is called, and how many bytes it has that are no holes.
 
-        Some filesystems do not say, by saying 0: all are meant then. A file that is one hole is no file of ours.
+        Some filesystems do not say, by saying 0 of a file that is no hole: all are meant then.
         """
         with about(self._path):
             status = os.fstat(self._descriptor)
-        return (status.st_dev, status.st_ino), min(self._size, status.st_blocks * 512 or self._size)
+        nbytes = status.st_blocks * 512
+        if not nbytes and not self.is_hole(0, self._size):
+            nbytes = self._size
+        return (status.st_dev, status.st_ino), min(self._size, nbytes)
 
     def is_cached(self) -> bool:
         return is_cached(self._descriptor, 0, self._size)

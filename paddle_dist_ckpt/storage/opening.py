@@ -38,7 +38,11 @@ def open_to_read(folder: Path, name: str, anywhere: bool) -> int:
             raise _no_file(path) from None
         if error.errno != errno.ELOOP or not path.is_symlink():
             raise
-        descriptor = os.open(_target(folder, path, anywhere), _FLAGS)
+        target = _target(folder, path, anywhere)
+        descriptor = os.open(target, _FLAGS)
+        if not anywhere and not _is(descriptor, target):  # a folder on the way has become a link
+            os.close(descriptor)
+            raise _no_file(path) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _no_file(path)
@@ -50,7 +54,7 @@ def _target(folder: Path, link: Path, anywhere: bool) -> Path:
     try:
         target = Path(os.path.realpath(link, strict=True))
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR):
             raise _no_file(link) from None
         raise
     of_cache = target.parent.name == "blobs" and _OF_CACHE.match(target.parents[1].name)
@@ -63,6 +67,14 @@ def _target(folder: Path, link: Path, anywhere: bool) -> Path:
     if not target.is_file():
         raise _no_file(link)
     return target
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    """Whether what has been opened is the file of this path, as far as this system tells."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}") == str(path)
+    except OSError:
+        return True
 
 
 def _no_file(path: Path) -> IsADirectoryError:

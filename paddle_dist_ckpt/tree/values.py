@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufcSUMm"
 _MAX_DEPTH = 200
 _MOST_DIMENSIONS = 64  # numpy has no more
-_DTYPE = re.compile(r"[<>|][biufcSUMm]\d{1,9}(\[\d{0,9}[A-Za-z]+\])?")
+_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]+\])?")
 
 
 def encode_value(value: object, key: str) -> bytes:
@@ -218,6 +219,8 @@ def _decode_array(content: Any) -> Any:
     dtype = _decode_dtype(name)
     if math.prod(shape) * dtype.itemsize != len(data) or (math.prod(shape) and not data):
         raise ValueError("size and shape differ")
+    if dtype.kind == "U" and np.frombuffer(data, f"{dtype.str[0]}u4").max(initial=0) > sys.maxunicode:
+        raise ValueError("no text")
     return np.frombuffer(bytearray(data), dtype).reshape(shape) if data else np.zeros(shape, dtype)
 
 
@@ -237,7 +240,10 @@ def _decode_numpy(content: Any) -> Any:
 def _decode_dtype(name: Any) -> np.dtype[Any]:
     if not _DTYPE.fullmatch(name) or np.dtype(name).str != name:  # numpy evaluates some strings
         raise ValueError(name)
-    return np.dtype(name)
+    dtype = np.dtype(name)
+    if dtype.kind in "Mm" and np.datetime_data(dtype)[1] < 1:
+        raise ValueError(name)
+    return dtype
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, list_checkpoints, read_metadata, rebuild_metadata, verify
+from paddle_dist_ckpt import (
+    LoadOptions,
+    copy_checkpoint,
+    list_checkpoints,
+    read_metadata,
+    rebuild_metadata,
+    verify,
+)
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError
+from paddle_dist_ckpt.folder.catalogs import foreign_ids
 from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
 from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage.local_files import LocalReadable
+from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import errors_of, load_whole, save_alone, try_load
 
 ODD: dict[str, Any] = {
@@ -25,6 +37,7 @@ ODD: dict[str, Any] = {
     "a folder": lambda path: path.mkdir(),
     "a link away": lambda path: path.symlink_to("/etc/hostname"),
     "no ending": lambda path: path.symlink_to("/dev/zero"),
+    "below a file": lambda path: path.symlink_to("/etc/hostname/x"),
 }
 
 
@@ -55,6 +68,78 @@ def test_odd_claims_of_an_id_stop_no_save_to_it(tmp_path: Path, kind: str, expir
         rebuild_metadata(tmp_path)
     gone = expired and kind not in ("a folder", "nothing")
     assert os.path.lexists(odd) is not gone
+
+
+def test_a_metadata_file_that_may_not_be_read_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "7.metadata").write_bytes(b"\x80\x04")
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "read":
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    assert foreign_ids(FaultyStorage(tmp_path, hook)) == [0]
+    assert "7.metadata cannot be looked at: [Errno 13] Permission denied" in caplog.text
+
+
+def test_a_claim_that_may_not_be_read_stops_no_save(tmp_path: Path) -> None:
+    (tmp_path / "7.0123456789abcdef.claim").write_text("{}")
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "read" and name.startswith("7.0123"):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    for unique_id in (7, 7, None):
+        save_alone({"a": np.arange(3)}, FaultyStorage(tmp_path, hook), unique_id)
+    assert list_checkpoints(tmp_path) == [7, 8]
+
+
+def test_a_metadata_file_that_is_made_shorter_while_it_is_read_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_alone({f"text {i}": "x" * 3000 for i in range(40)}, tmp_path)
+    monkeypatch.setattr(LocalReadable, "size", property(lambda self: self._size + 1))
+    with pytest.raises(CheckpointCorruptedError):
+        read_metadata(tmp_path)
+    with pytest.raises(CheckpointCorruptedError):
+        copy_checkpoint(tmp_path, tmp_path / "to")
+    assert list_checkpoints(tmp_path) == [0]
+
+
+def test_a_file_that_is_one_hole_has_nothing_on_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "hole").touch()
+    os.truncate(tmp_path / "hole", 1 << 20)
+    (tmp_path / "small").write_bytes(b"x")
+    storage = LocalStorage(tmp_path)
+    for name, nbytes in (("hole", 0), ("small", 1)):
+        with closing(storage.open(name)) as file:
+            _, found = getattr(file, "on_disk")  # noqa: B009 (it may be left out)
+            assert found == nbytes
+
+
+def test_a_link_whose_way_leads_elsewhere_by_now_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder on the way became a link after it was looked where the link leads to."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "file").write_text("secret")
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    (folder / "below" / "file").write_text("fine")
+    (folder / "link").symlink_to("below/file")
+    storage, real = LocalStorage(folder), os.path.realpath
+    assert storage.read("link") == b"fine"
+
+    def resolved(path: Any, **kwargs: Any) -> str:
+        found = real(path, **kwargs)
+        if str(path).endswith("link") and not (folder / "below").is_symlink():
+            (folder / "below").rename(tmp_path / "away")
+            (folder / "below").symlink_to(tmp_path / "secret")
+        return found
+
+    monkeypatch.setattr(os.path, "realpath", resolved)
+    with pytest.raises(IsADirectoryError):
+        storage.read("link")
 
 
 def test_a_sparse_metadata_file_of_paddles_is_not_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -150,6 +150,16 @@ def test_a_step_that_was_saved_anew_stays(tmp_path: Path) -> None:
     assert len(os.listdir(step_folder(tmp_path, 1))) == 2
 
 
+def test_a_step_that_has_become_a_link_stays(tmp_path: Path) -> None:
+    """It was a folder when it was decided which steps go."""
+    save_step(tmp_path, 1)
+    steps, folder = look(tmp_path), step_folder(tmp_path, 1)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to("elsewhere")
+    assert not removed(steps, tmp_path, 1)
+    assert len(os.listdir(tmp_path / "elsewhere")) == 2
+
+
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_step_that_is_being_saved_stays(tmp_path: Path, committed: bool) -> None:
     """The other job has its claim before anybody looks, and commits after it was told so."""

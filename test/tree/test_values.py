@@ -248,6 +248,10 @@ HOSTILE = [
     array_tag("<O", [0]),
     {"array": []},
     {"array": "abc"},
+    {"array": ["<U1", [1], "/////w=="]},
+    {"array": [">U1", [1], "AP///w=="]},
+    {"array": ["<M8[0s]", [1], "AAAAAAAAAAA="]},
+    {"numpy": ["<m8[0s]", "AAAAAAAAAAA="]},
 ]
 
 
