@@ -285,8 +285,8 @@ def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | No
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest; or it was
-            replaced four times meanwhile.
+        CheckpointCorruptedError: its `.metadata` is damaged, so that nothing can be said about the rest.
+        CheckpointReplacedError: other saves replaced it four times meanwhile.
     """
     unique_id = checked_id(unique_id)
     options = checked("options", options, LoadOptions) or LoadOptions()
@@ -298,7 +298,8 @@ def delete_checkpoint(path: Any, unique_id: int, *, progress_timeout: float | No
     """Remove a committed checkpoint from its folder. Does not need paddle.
 
     Its `.metadata` goes first, for good; then the data files that no other checkpoint of the folder refers to. If this
-    process dies on the way, the next save to the folder removes what is left.
+    process dies on the way, or a file cannot be removed (a warning says so), a later save to the folder removes what is
+    left.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.
