@@ -112,9 +112,10 @@ def _without(path: str, prefix: str | None) -> str | None:
     """What is left of a path below a prefix that is made of whole parts; None if it is not below it."""
     if prefix is None:
         return path
-    end = path.find("/", 1)
+    end = path.find("/", 1 + len(prefix))  # a key is not longer than its path
     while end > 0:
-        if plain_key(path[:end]) == prefix:
+        key = plain_key(path[:end])
+        if key == prefix:
             return path[end:]
-        end = path.find("/", end + 1)
+        end = path.find("/", end + 1) if len(key) < len(prefix) else 0
     return None

@@ -90,12 +90,14 @@ def _check_foreign(
             found = 0
             for at in range(position, position + nbytes, len(buffer)):
                 part = buffer[: min(len(buffer), position + nbytes - at)]
+                if opened.holes is not None:
+                    opened.holes.read(at, len(part))
                 opened.file.read_into([part], at, once=True)
                 found = zlib.crc32(part.data, found)
                 progress(len(part))
             if found != expected:
                 problems.append(f"{info.name}: the CRC-32 of {nbytes} bytes at {position} does not match")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, CheckpointCorruptedError) as error:
         problems.append(f"{info.name}: {error}")
     finally:
         opened.file.close()

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..control.rounds import Messages, only_on
-from ..core.messages import decode, encode
+from ..core.messages import decode, encode, sendable
 from ..core.protocols import ControlSession
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.names import DEFAULT_SUFFIX
@@ -133,7 +133,7 @@ class _Saving:
         return SaveRequest(
             unique_id=unique_id,
             folder=context.folder(),
-            location=context.storage.location,
+            location=sendable(context.storage.location),
             block_bytes=block_bytes,
             fingerprint=fingerprint,
             structure=structure,

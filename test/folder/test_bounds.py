@@ -26,9 +26,11 @@ from paddle_dist_ckpt.errors import (
     StateDictMismatchError,
     UnsupportedValueError,
 )
+from paddle_dist_ckpt.folder.selection import _without
 from paddle_dist_ckpt.options import LoadOptions, SaveOptions
 from paddle_dist_ckpt.saving.file_plan import FilePlan
 from paddle_dist_ckpt.testing import FaultyStorage
+from paddle_dist_ckpt.tree.paths import plain_key
 from test.jobs import (
     SMALL,
     errors_of,
@@ -277,3 +279,19 @@ def test_a_disk_that_fails_while_a_lone_process_reads(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="(?s)injected.*Targets are partly written") as caught:
         load_alone(state, FaultyStorage(tmp_path, hook))
     assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_prefix_is_looked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every part of a path, of which there may be 255."""
+    looks = list[str]()
+
+    def counted(path: str) -> str:
+        looks.append(path)
+        return plain_key(path)
+
+    monkeypatch.setattr("paddle_dist_ckpt.folder.selection.plain_key", counted)
+    path, prefix = "/abc" * 255, ".".join(["abc"] * 99)
+    assert _without(path, prefix) == "/abc" * 156
+    assert _without(path, prefix + ".ab") is None
+    assert _without(path, "x") is None
+    assert len(looks) < 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints, rebuild_metadata
+from paddle_dist_ckpt import delete_checkpoint, list_checkpoints, rebuild_metadata
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, RankFailureError
 from paddle_dist_ckpt.folder.checkpoint import read_checkpoint
 from paddle_dist_ckpt.storage import LocalStorage
@@ -20,6 +21,7 @@ from test.jobs import (
     Killed,
     Watch,
     age,
+    all_ok,
     data_files,
     errors_of,
     files_in,
@@ -434,3 +436,14 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path, unique_id: in
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointNotFoundError, match="is a file; pass the folder"):
         read_checkpoint(LocalStorage(tmp_path / "file"), unique_id)
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    array = np.arange(3000)
+    all_ok(try_save([{"a": array}] * 2, folder))
+    targets = [{"a": np.zeros_like(array)} for _ in range(2)]
+    all_ok(try_load(targets, folder))
+    assert all((target["a"] == array).all() for target in targets)
+    delete_checkpoint(folder, 0)
+    assert list_checkpoints(folder) == []

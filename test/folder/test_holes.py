@@ -13,7 +13,9 @@ import pytest
 from paddle_dist_ckpt import CheckpointCorruptedError, verify
 from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.files.holes import Holes
+from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.folder.boxes import BoxReader
+from paddle_dist_ckpt.folder.verify import _check_foreign
 from paddle_dist_ckpt.storage.local import LocalStorage
 from test.cli.commands import fails, run
 from test.jobs import load_whole
@@ -82,3 +84,11 @@ def test_one_large_buffer_is_there_at_a_time() -> None:
     assert buffers.take(17 << 20) is large
     buffers.give_back(small)
     assert {id(buffers.take(1 << 20)), id(buffers.take(1 << 20))} >= {id(small)}
+
+
+def test_what_another_format_has_checksums_of_is_no_endless_hole(tmp_path: Path) -> None:
+    with open(tmp_path / "hole.bin", "wb") as file:
+        file.truncate(1 << 42)
+    info, checksum = FileInfo("hole.bin", 1 << 42, ""), (0, 0, 1 << 42, 0)
+    (problem,) = _check_foreign(LocalStorage(tmp_path), info, [checksum], lambda nbytes: None)
+    assert "more holes than there is memory for" in problem
