@@ -1,4 +1,4 @@
-"""What the engine needs from its surroundings, as Protocols: ranks that talk, bulk transfers, tensors, storage.
+"""What the engine needs from its surroundings, as Protocols: ranks that talk, and bulk transfers.
 
 Each has at least two implementations: a real one and the in-process or faulty twin that tests use.
 """

@@ -1,4 +1,4 @@
-"""Tells our files from those that others wrote: the only place that knows how these look."""
+"""Tells our files from those that others wrote, by their first bytes and by their names."""
 
 from __future__ import annotations
 

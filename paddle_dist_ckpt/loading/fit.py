@@ -186,10 +186,10 @@ class Fit:
                 total += min(stop * size, entry_bytes) - start * size
         return total
 
-    @property
-    def _is_batched(self) -> Mask:
-        """Which needs are read in batches: those of small entries, ``[needs]``."""
-        return self._entry_bytes <= self.answer.block_bytes
+    def _are_batched(self, needs: IntArray) -> Mask:
+        """Which of some needs are read in batches: those of small entries, ``[n]``."""
+        are: Mask = self._entry_bytes[needs] <= self.answer.block_bytes
+        return are
 
     def items(self, needs: IntArray) -> SmallItems:
         """Needs that are read in batches, with where they go. Needs that are alike share a kind."""
@@ -210,7 +210,7 @@ class Fit:
 
     def batches(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> Iterator[Batch]:
         """Those of these needs that are read in batches, file by file, in the order in which they stand there."""
-        small = narrow(needs[self._is_batched[needs]])
+        small = narrow(needs[self._are_batched(needs)])
         together = max(1, len(small))
         if len(small) > _MANY:
             shard, together = self._shard[small], _READ_TOGETHER
@@ -291,7 +291,7 @@ class Fit:
     def entries(self, needs: IntArray, opened: Mapping[str, OpenFile]) -> list[tuple[StoredEntry, list[Consumer]]]:
         """The shards of the others of these needs, each with who consumes it."""
         found: dict[int, tuple[StoredEntry, list[Consumer]]] = {}
-        for need in needs[~self._is_batched[needs]].tolist():
+        for need in needs[~self._are_batched(needs)].tolist():
             row, box, entry_box, entry_shape = self._boxes(need)
             shard = int(self._shard[need])
             if shard not in found:

@@ -138,7 +138,7 @@ class LeavesLoad:
                     continue
                 except CheckpointError as error:
                     if self._touched:
-                        error.args = (f"{error.args[0]}{self.warning}",)
+                        error.args = (f"{error}{self.warning}",)
                     raise
                 except OSError as error:  # of a process that works alone; from several it comes as RankFailureError
                     if self._touched:

@@ -23,7 +23,7 @@ import numpy as np
 import paddle
 
 from ..core.columns import IntArray
-from ..core.memory import Bytes1D, address_of, bytes_at, copy_each, fresh_pages
+from ..core.memory import Bytes1D, address_of, bytes_at, copy_various, fresh_pages
 from ..core.packs import PACK_BYTES, SMALL_BYTES, packs_of, stand_together
 from . import device as device_module
 from .device import at_device, has_kernels, host_tensor
@@ -171,7 +171,7 @@ class DeviceCopies:
 
         def finish() -> None:
             if scratch is not None:
-                _copy_rows(pack.addresses, pack.starts + address_of(scratch), pack.sizes)
+                copy_various(pack.addresses, pack.starts + address_of(scratch), pack.sizes)
                 self._buffers.append(scratch)
 
         def work() -> _Work:
@@ -186,7 +186,7 @@ class DeviceCopies:
         parts, lengths = pack.to_fill(), (pack.sizes // pack.kind.itemsize).tolist()
         data, scratch = self._host_side(pack)
         if scratch is not None:
-            _copy_rows(pack.starts + address_of(scratch), pack.addresses, pack.sizes)
+            copy_various(pack.starts + address_of(scratch), pack.addresses, pack.sizes)
 
         def finish() -> None:
             if scratch is not None:
@@ -324,13 +324,6 @@ def _each_of(works: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
             work()
 
     return run if works else None
-
-
-def _copy_rows(targets: Any, sources: Any, sizes: Any) -> None:
-    """Copy between host addresses."""
-    for size in np.unique(sizes).tolist():
-        alike = sizes == size
-        copy_each(targets[alike], sources[alike], size)
 
 
 class PaddleDevices:

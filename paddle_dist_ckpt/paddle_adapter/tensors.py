@@ -76,11 +76,11 @@ class PaddleAdapter:
         return isinstance(value, paddle.Tensor) or is_native_array(value) or is_sharded_weight(value)
 
     def is_object(self, value: Any) -> bool:
-        """See :class:`..core.tensors.TensorAdapter`."""
+        """See :class:`..tree.state_dict.Adapter`."""
         return objects.is_object(value)
 
     def open_object(self, value: Any, key: str) -> tuple[ObjectKind, dict[Any, Any]]:
-        """See :class:`..core.tensors.TensorAdapter`."""
+        """See :class:`..tree.state_dict.Adapter`."""
         refused = refusal(value)
         if refused is not None:
             raise UnsupportedValueError(f"{key}: {refused}")
@@ -98,15 +98,15 @@ class PaddleAdapter:
         return objects.is_defined_by_user(value)
 
     def parameters(self, value: Any) -> list[int]:
-        """See :class:`..core.tensors.TensorAdapter`."""
+        """See :class:`..tree.state_dict.Adapter`."""
         return [id(parameter) for parameter in objects.parameters_of(value)]
 
     def token(self, tensor: Any) -> int:
-        """See :class:`..core.tensors.TensorAdapter`."""
+        """See :class:`..tree.state_dict.Adapter`."""
         return id(_local(tensor))
 
     def restore(self, value: Any, state: dict[Any, Any]) -> None:
-        """See :class:`..core.tensors.TensorAdapter`."""
+        """See :class:`..tree.state_dict.Adapter`."""
         objects.restore(value, state)
 
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
