@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": _TREE,
     "control": _TREE,
     "paddle_adapter": _TREE | {"tree", "control"},
-    "files": _FILES,
+    "files": _FILES | {"version"},
     "readers": _TREE | {"tree", "storage"},
     "folder": _FOLDER,
     "saving": _LANES,

@@ -9,7 +9,6 @@ the coordinator itself is killed: a folder ``.NAME.export-...``, of which a late
 
 from __future__ import annotations
 
-import datetime
 import errno
 import functools
 import logging
@@ -37,7 +36,6 @@ from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
 from ..storage.base import Storage
 from ..storage.local import give_name
-from ..version import __version__
 from .formats import FORMATS, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
 
@@ -146,7 +144,8 @@ class _Coordinator:
         out = Path(self._request.out)
         check_free(self._request, self._folders)
         metadata = read_checkpoint(self._source, self._request.unique_id)
-        self._save = _new_save(metadata)
+        # PerRank values speak of the ranks that have saved.
+        self._save = SaveInfo.of_now(secrets.token_hex(8), metadata.world_size, SaveOptions().block_bytes, None)
         self.plan = plan_export(self._source, metadata, self._request, len(self._session.ranks), self._save)
         self._folders.run("listing", out.parent, lambda: _warn_of_others(out, self._source))
         self._folders(out.parent).prepare()
@@ -234,19 +233,6 @@ def _warn_of_others(out: Path, source: Storage) -> None:
                     hidden,
                     out,
                 )
-
-
-def _new_save(metadata: Metadata) -> SaveInfo:
-    """What a checkpoint that is made of another one is called."""
-    return SaveInfo(
-        save_id=secrets.token_hex(8),
-        unique_id=0,
-        world_size=metadata.world_size,  # of which PerRank values speak
-        block_bytes=SaveOptions().block_bytes,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        library=f"paddle_dist_ckpt {__version__}",
-        paddle_version=None,
-    )
 
 
 def _plan(session: ControlSession, source: Storage, request: ExportRequest, begun: BeginAnswer) -> ExportPlan:

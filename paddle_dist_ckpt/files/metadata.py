@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from ..core.layouts import Layout
 from ..core.shards import Kind, ShardTable
 from ..tree.paths import Part, flat_keys, parse_path, special_keys
 from ..tree.values import from_jsonable
+from ..version import __version__
 from .times import SaveTimes
 
 __all__ = [
@@ -100,6 +102,21 @@ class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     library: str
     paddle_version: str | None = msgspec.field(name="paddle")
+
+    @classmethod
+    def of_now(
+        cls, save_id: str, world_size: int, block_bytes: int, paddle_version: str | None, unique_id: int = 0
+    ) -> SaveInfo:
+        """That of a save which this library makes just now."""
+        return SaveInfo(
+            save_id=save_id,
+            unique_id=unique_id,
+            world_size=world_size,
+            block_bytes=block_bytes,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            library=f"paddle_dist_ckpt {__version__}",
+            paddle_version=paddle_version,
+        )
 
 
 def save_members(record: msgspec.Struct) -> dict[str, Any]:

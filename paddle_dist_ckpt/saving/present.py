@@ -10,7 +10,6 @@ values are kept.
 
 from __future__ import annotations
 
-import datetime
 import errno
 import logging
 import os
@@ -26,7 +25,6 @@ import msgspec
 import xxhash
 
 from ..control.rounds import only_on
-from ..control.verified import agree_on_collectives
 from ..core.buffers import Buffers
 from ..core.local_tensors import LocalTensors
 from ..core.memory import Bytes1D
@@ -37,7 +35,6 @@ from ..files.metadata import FileInfo, Metadata, SaveInfo, save_members
 from ..files.names import data_file_name
 from ..storage.base import Folder, FolderIdentity, ReadableFile, Storage
 from ..tree.state_dict import Adapter
-from ..version import __version__
 from .apart import set_apart
 from .describe import LocalState, describe, digests_of
 from .file_plan import plan_files
@@ -163,13 +160,7 @@ def _make_files(
     plan = decode(order.plan, RankPlan)
     parts = plan_files(state, plan, _BLOCK_BYTES)
     boxes = [pair for part in parts for pair in part.partial_boxes(state)]
-    reduced = {}
-    if plan.transfers:  # which is so on all ranks
-        agree_on_collectives(session, transport)
-    if plan.transfers or boxes:
-        reduced = session.run_collectives(
-            transport, lambda given: reduce_partials(plan.transfers, session.rank, state, boxes, given)
-        )
+    reduced = reduce_partials(session, transport, plan.transfers, state, boxes)
     made = _PresentFiles([], [])
     for part in parts:
         name = data_file_name(session.rank, 0, order.save.save_id, part.number)
@@ -202,15 +193,7 @@ class _PresentCoordinator:
         fingerprints = {rank: request.fingerprint for rank, request in requests.items()}
         self._planned = make_plan(state, shards, fingerprints, contents.alike)
         self._values = contents.value_json
-        self._save = SaveInfo(
-            save_id=secrets.token_hex(8),
-            unique_id=0,
-            world_size=len(messages),
-            block_bytes=_BLOCK_BYTES,
-            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            library=f"paddle_dist_ckpt {__version__}",
-            paddle_version=self._version,
-        )
+        self._save = SaveInfo.of_now(secrets.token_hex(8), len(messages), _BLOCK_BYTES, self._version)
         plans = self._planned.rank_plans
         return {rank: encode(PlanAnswer(self._planned.plan_id, plans[rank], self._save, 1, [])) for rank in messages}
 

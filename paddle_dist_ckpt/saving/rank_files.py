@@ -7,15 +7,11 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
-from ..control.verified import agree_on_collectives
-from ..core.box import Box
 from ..core.messages import decode, encode
 from ..core.progress import Progress
-from ..core.protocols import Transfers
 from ..core.threads import io_threads, run_all
 from ..errors import CheckpointTimeoutError
 from ..files.contents import AHEAD, TensorContents
@@ -105,7 +101,8 @@ class RankFiles:
             memory.keep_plan(
                 KnownPlan(order.plan_id, memory.plan.fingerprint, size, plan.total_bytes, plan.transfers, parts, twice)
             )
-        reduced = self._reduce(memory.plan, state)
+        boxes = [pair for part in memory.plan.files for pair in part.partial_boxes(state)]
+        reduced = reduce_partials(session, self._context.transport, memory.plan.transfers, state, boxes)
         ahead, copies = (AHEAD, state.copies) if state.devices is not None else (0, None)
         buffers = memory.window_buffers(self._threads + ahead, state.host_memory)
         files = []
@@ -116,20 +113,6 @@ class RankFiles:
             contents = TensorContents(part.table, part.sources(state, reduced), buffers, copies)
             files.append(FileSave(self._context.storage, name, part.table, info, contents))
         return files
-
-    def _reduce(self, known: KnownPlan, state: LocalState) -> dict[tuple[int, Box], Any]:
-        """The reduced boxes of partial tensors that this rank writes, by shard and box."""
-        boxes = [pair for part in known.files for pair in part.partial_boxes(state)]
-        if not known.transfers and not boxes:
-            return {}
-
-        if known.transfers:  # which is so on all ranks
-            agree_on_collectives(self._context.session, self._context.transport)
-
-        def reduce(given: Transfers) -> dict[tuple[int, Box], Any]:
-            return reduce_partials(known.transfers, self._context.session.rank, state, boxes, given)
-
-        return self._context.session.run_collectives(self._context.transport, reduce)
 
     def _hash_copies(self, state: LocalState) -> None:
         """Hash this rank's copies of what others write. One thread does, for writing waits for the disk meanwhile."""

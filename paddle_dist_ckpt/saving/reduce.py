@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..control.verified import agree_on_collectives
 from ..core.box import Box
 from ..core.device_memory import DeviceArray
 from ..core.dtypes import arithmetic_dtype
 from ..core.memory import Bytes1D
-from ..core.protocols import Transfers
+from ..core.protocols import ControlSession, Transfers, Transport
 from ..core.tensors import Geometry
 from ..tree.paths import plain_key
 from .describe import LocalState
@@ -37,24 +38,40 @@ Array = npt.NDArray[Any]
 
 
 def reduce_partials(
+    session: ControlSession,
+    transport: Transport,
+    transfers: Sequence[Transfer],
+    state: LocalState,
+    written: Sequence[tuple[int, Box]],
+) -> dict[tuple[int, Box], Array]:
+    """The reduced boxes of partial tensors that this rank writes, as raw items.
+
+    All ranks call it. Which operations ranks can rely on they find out first, unless no rank has anything to send.
+
+    Args:
+        session: The save's.
+        transport: How the bytes travel.
+        transfers: All transfers of the save, in the plan's order; the same on every rank.
+        state: What this rank has.
+        written: What this rank writes of partial tensors: the number of its shard, and the box in global coordinates.
+    """
+    if transfers:  # which is so on all ranks
+        agree_on_collectives(session, transport)
+    elif not written:
+        return {}
+    return session.run_collectives(
+        transport, lambda given: _reduce_partials(transfers, session.rank, state, written, given)
+    )
+
+
+def _reduce_partials(
     transfers: Sequence[Transfer],
     rank: int,
     state: LocalState,
     written: Sequence[tuple[int, Box]],
     collectives: Transfers,
 ) -> dict[tuple[int, Box], Array]:
-    """Exchange addends in chunks and reduce them, source by source in ascending order.
-
-    Args:
-        transfers: All transfers of the save, in the plan's order; the same on every rank.
-        rank: This rank.
-        state: What this rank has.
-        written: What this rank writes of partial tensors: the number of its shard, and the box in global coordinates.
-        collectives: How the bytes travel.
-
-    Returns:
-        The reduced values, as raw items, for each written box of a partial tensor.
-    """
+    """Exchange addends in chunks and reduce them, source by source in ascending order. See :func:`reduce_partials`."""
     results = {(row, box): _on_host(state.part(row, box), state) for row, box in written}
     streams: dict[int, dict[int, list[Transfer]]] = {}
     for transfer in transfers:

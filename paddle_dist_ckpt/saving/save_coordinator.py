@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import logging
 from collections import Counter
@@ -26,7 +25,6 @@ from ..folder.context import check_folders
 from ..folder.lease import Lease
 from ..options import SaveOptions
 from ..storage.base import FolderIdentity
-from ..version import __version__
 from .copies import ALL, PARTS, copies_that_differ
 from .global_state import GlobalState, merge_structures
 from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
@@ -150,7 +148,9 @@ class SaveCoordinator:
             value_json=contents.value_json,
             value_cost=contents.cost,
             lease=lease,
-            save=_save_info(lease, len(requests), ours.block_bytes, self._context.adapter.version),
+            save=SaveInfo.of_now(
+                lease.save_id, len(requests), ours.block_bytes, self._context.adapter.version, lease.unique_id
+            ),
             ours=ours,
             folders=folders,
             leaders=leaders_of(folders, self._context.session.coordinator),
@@ -257,19 +257,6 @@ class SaveCoordinator:
             commit.finish(lease, self._left)
             return []
         return self._left.saves
-
-
-def _save_info(lease: Lease, ranks: int, block_bytes: int, framework_version: str | None) -> SaveInfo:
-    """What all files of the save say of it."""
-    return SaveInfo(
-        save_id=lease.save_id,
-        unique_id=lease.unique_id,
-        world_size=ranks,
-        block_bytes=block_bytes,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        library=f"paddle_dist_ckpt {__version__}",
-        paddle_version=framework_version,
-    )
 
 
 def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
