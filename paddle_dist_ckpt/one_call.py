@@ -15,13 +15,15 @@ from typing import Any
 
 from .errors import CheckpointCorruptedError, CheckpointNotFoundError, StateDictMismatchError
 from .files.metadata import Metadata
+from .folder.catalogs import foreign_ids
 from .folder.checkpoint import Restarts, read_checkpoint
+from .folder.ids import metadata_ids
 from .folder.selection import Selection
 from .options import LoadOptions, SaveOptions, as_integer
 from .reports import SaveReport, loaded_line
 from .storage import Storage, as_source
 from .tree.state_dict import Adapter
-from .wiring import connected, load_whole, load_with, paddles, save_with
+from .wiring import checked_id, connected, load_whole, load_with, paddles, save_with
 
 __all__ = ["load", "model_state_dict", "optimizer_state_dict", "rng_state", "save", "set_rng_state"]
 
@@ -94,6 +96,8 @@ def load(
     optimizer: Any = None,
     map_location: Any = None,
     nthreads: int = 8,
+    *,
+    unique_id: int | None = None,
 ) -> dict[Any, Any]:
     """Load what :func:`save` saved on any number of ranks, or a checkpoint of another format.
 
@@ -112,6 +116,8 @@ def load(
         map_location: Where to put returned tensors: None for Paddle's current device, ``"cpu"``, another device's name,
             or a Place. The tensors of a model or optimizer that was passed stay where they are.
         nthreads: How many threads read; 0 reads in the calling thread, one piece after another.
+        unique_id: Which checkpoint of the folder; None for 0, which :func:`save` writes, or for the newest if there is
+            no 0. If 0 is loaded and there are newer ones, a warning in the log names them.
 
     Returns:
         ``{"model": ..., "optimizer": ..., **others}``, without what was not saved. If ``model`` or ``optimizer`` is
@@ -139,9 +145,10 @@ def load(
 
     storage, threads, place = as_source(path), _checked_threads(nthreads), replicas.place_of(map_location)
     objects = _objects(model, optimizer)
+    chosen = _default_id(storage) if unique_id is None else checked_id(unique_id)
     if not objects:
-        return load_whole(storage, _UNIQUE_ID, Selection(), False, LoadOptions(), place, threads)
-    others = _load_into(objects, storage, place, threads)
+        return load_whole(storage, chosen, Selection(), False, LoadOptions(), place, threads)
+    others = _load_into(objects, storage, chosen, place, threads)
     return {**{name: replicas.each(value, replicas.state_of) for name, value in objects.items()}, **others}
 
 
@@ -218,16 +225,39 @@ def _checked_mapping(loaded: Any) -> Mapping[str, Any]:
     return loaded
 
 
-def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
+def _default_id(storage: Storage) -> int | None:
+    """0, the id that :func:`save` takes; the newest of a folder that has others alone; None if it has no checkpoint."""
+    try:
+        ids = [*foreign_ids(storage), *metadata_ids(storage)]
+    except (OSError, CheckpointNotFoundError):  # whoever reads the checkpoint says so
+        return None
+    if _UNIQUE_ID not in ids:
+        return ids[-1] if ids else None
+    newer = sorted({number for number in ids if number > _UNIQUE_ID})
+    if newer:
+        _logger.warning(
+            "%s: load takes the checkpoint with the id %d, and the folder has newer ones (%s): load(path, ..., "
+            "unique_id=%d) takes another, and load_state_dict({'model': model}, path) the newest",
+            storage.location,
+            _UNIQUE_ID,
+            ", ".join(map(str, newer)),
+            newer[-1],
+        )
+    return _UNIQUE_ID
+
+
+def _load_into(
+    objects: dict[str, Any], storage: Storage, unique_id: int | None, place: str | None, threads: int
+) -> dict[Any, Any]:
     """Fill the objects, and return what was saved beside models and optimizers: all of one and the same save."""
     restarts = Restarts(storage)
     while True:
-        metadata = read_checkpoint(storage, _UNIQUE_ID)
+        metadata = read_checkpoint(storage, unique_id)
         tops = {path.split("/", 2)[1] for path in metadata.table.paths}
         is_model = metadata.format != "native" and tops.isdisjoint(_OURS)
         try:
             others = {} if is_model else _load_others(metadata, storage, place, threads)
-            _fill(objects, storage, threads, is_model)
+            _fill(objects, storage, metadata.unique_id, threads, is_model)
         except (StateDictMismatchError, CheckpointCorruptedError, CheckpointNotFoundError) as error:
             if restarts.due(metadata):
                 continue
@@ -238,12 +268,12 @@ def _load_into(objects: dict[str, Any], storage: Storage, place: str | None, thr
             return others
 
 
-def _fill(objects: dict[str, Any], storage: Storage, threads: int, is_model: bool) -> None:
+def _fill(objects: dict[str, Any], storage: Storage, unique_id: int, threads: int, is_model: bool) -> None:
     """Fill the objects; ``is_model``: the checkpoint has a model's keys at the top."""
     options = LoadOptions(no_dist=True, key_map=(lambda key: key.removeprefix("model.")) if is_model else None)
     ranks = connected(None, 0, options)
     find = paddles(ranks, objects, options.staging_bytes)
-    report = load_with(ranks, find, storage, _UNIQUE_ID, options, kind="load", threads=threads, is_part=True)
+    report = load_with(ranks, find, storage, unique_id, options, kind="load", threads=threads, is_part=True)
     # The others have been loaded before.
     unused = tuple(key for key in report.unused_keys if is_model or key.partition(".")[0] in _OURS)
     _logger.info("%s", loaded_line(dataclasses.replace(report, unused_keys=unused)))
@@ -252,7 +282,8 @@ def _fill(objects: dict[str, Any], storage: Storage, threads: int, is_model: boo
 def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
     paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
-    return load_whole(storage, _UNIQUE_ID, Selection(keys=keys), False, LoadOptions(), place, threads, is_part=True)
+    selection = Selection(keys=keys)
+    return load_whole(storage, metadata.unique_id, selection, False, LoadOptions(), place, threads, is_part=True)
 
 
 def _objects(model: Any, optimizer: Any) -> dict[str, Any]:

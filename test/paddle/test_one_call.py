@@ -13,6 +13,7 @@ import pytest
 
 from paddle_dist_ckpt import (
     CheckpointError,
+    CheckpointManager,
     CheckpointNotFoundError,
     LocalStorage,
     PerRank,
@@ -191,6 +192,34 @@ def test_what_others_wrote(tmp_path: Path) -> None:
     assert set(load(tmp_path / "model.pdparams")) == set(first.state_dict())
     with pytest.raises(StateDictMismatchError):
         load(tmp_path / "hf", linear(0.0), optimizer)
+
+
+def test_which_checkpoint_of_a_folder_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in (3, 12):
+        save_state_dict({"model": linear(number), "epoch": number}, tmp_path, unique_id=number)
+    target = linear()
+    assert load(tmp_path)["epoch"] == load(tmp_path, target)["epoch"] == 12
+    assert target.weight[0, 0] == 12
+    assert load(tmp_path, target, unique_id=3)["epoch"] == 3
+    assert target.weight[0, 0] == 3
+    save(tmp_path, linear(1), others={"epoch": 1})
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert load(tmp_path)["epoch"] == 1
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert all(part in said for part in ("(3, 12)", "unique_id=12", "load_state_dict({'model': model}, path)"))
+    assert load(tmp_path, target, unique_id=12)["epoch"] == 12
+    with pytest.raises(CheckpointNotFoundError, match="ids 0, 3, 12"):
+        load(tmp_path, unique_id=4)
+    with pytest.raises(ValueError, match="unique_id must be"):
+        load(tmp_path, unique_id=-1)
+
+
+def test_a_step_of_a_manager_is_loaded(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(7, {"model": linear(7)})
+    with pytest.raises(CheckpointNotFoundError, match="pass .*/step-00000007"):
+        load(tmp_path, linear())
+    assert load(tmp_path / "step-00000007")["model"]["weight"][0, 0] == 7
 
 
 def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
