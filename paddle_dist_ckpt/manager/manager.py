@@ -132,11 +132,14 @@ class CheckpointManager:
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
         self._closed = False
+        self._told: set[str] = set()  # what was warned of, which is said once
         self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
 
     def _check_root(self) -> None:
         with self._folders() as opened:
             self._steps.check_root(opened)
+        if idle := self._retention.idle:
+            _logger.warning("%s: without keep_last every step is kept, with or without %s", self._root, idle)
 
     # -- when
 
@@ -218,6 +221,10 @@ class CheckpointManager:
         def begin() -> dict[int, Deletion]:
             with self._lock:
                 self._steps.look(opened)
+                for topic, text in self._retention.doubts(self._steps.metrics, step).items():
+                    if topic not in self._told:
+                        self._told.add(topic)
+                        _logger.warning("%s: %s", self._root, text)
                 kept = {self._reading, *self._steps.linked(opened)}
                 doomed = self._retention.doomed(self._steps.metrics, step, kept)
                 return self._steps.begin_removals([*doomed, *self._steps.abandoned(step, opened)], opened)

@@ -17,6 +17,7 @@ from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import save_of
 from ..folder.lease import is_abandoned
+from ..folder.nothing import steps_text
 from ..options import as_integer
 from ..storage import Folders, Storage
 
@@ -264,6 +265,37 @@ class Retention:
             or best[1] not in ("min", "max")
         ):
             raise ValueError(f"best must be None or a metric's name and 'min' or 'max', not {best!r}")
+
+    @property
+    def idle(self) -> str:
+        """Which arguments keep nothing, for every step is kept, in words."""
+        if self.keep_last is not None:
+            return ""
+        return " and ".join(name for name in ("keep_every", "best") if getattr(self, name) is not None)
+
+    def doubts(self, metrics: Mapping[int, Metrics], newest: int) -> dict[str, str]:
+        """What the user may not have meant of a step, in words, by topic.
+
+        Args:
+            metrics: Of each committed step.
+            newest: The step that was committed just now.
+        """
+        said = {}
+        given = metrics.get(newest, {})
+        if self.best is not None and self.best[0] not in given:
+            names = ", ".join(map(repr, given)) or "none"
+            said["best"] = (
+                f"step {newest} was saved without the metric {self.best[0]!r}, by which best tells the best step, so "
+                f"it never is that; its metrics: {names}"
+            )
+        higher = sorted(step for step in metrics if step > newest)
+        if higher:
+            removed = "" if self.keep_last is None else f", and keep_last={self.keep_last} removes the lowest first"
+            said["higher"] = (
+                f"step {newest} was saved though the folder has higher ones: {steps_text(higher)}; restore() takes "
+                f"the highest{removed}; give a new run a root of its own"
+            )
+        return said
 
     def best_of(self, metrics: Mapping[int, Metrics]) -> int | None:
         """The best step, the later one of equals; None if there is no metric, or no step has it."""

@@ -44,6 +44,10 @@ def folders(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in root.iterdir())
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
 # -- alone
 
 
@@ -411,6 +415,46 @@ def test_a_step_is_due_again_after_a_return_to_an_earlier_one(tmp_path: Path) ->
         target = numbers(0)
         steps.restore(target, 20)
         assert target["step"] == 21
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_metrics_that_lack_what_best_needs_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_background: bool
+) -> None:
+    with CheckpointManager(tmp_path, keep_last=1, best=("loss", "min"), async_save=in_background) as steps:
+        steps.save(1, numbers(1), {"loss": 0.5})
+        steps.wait()
+        assert not warnings_of(caplog)
+        steps.save(2, numbers(2), {"val_loss": 0.1, "accuracy": 0.9})
+        steps.save(3, numbers(3))
+    (said,) = warnings_of(caplog)
+    assert "step 2 was saved without the metric 'loss'" in said
+    assert "'val_loss', 'accuracy'" in said
+
+
+@pytest.mark.parametrize("keep_last", [None, 2])
+def test_a_step_below_those_that_there_are_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep_last: int | None
+) -> None:
+    with CheckpointManager(tmp_path, async_save=False) as before:
+        before.save(100, numbers(100))
+        before.save(200, numbers(200))
+    with CheckpointManager(tmp_path, keep_last=keep_last, async_save=False) as steps:
+        assert not warnings_of(caplog)
+        steps.save(10, numbers(10))
+        steps.save(20, numbers(20))
+    (said,) = warnings_of(caplog)
+    assert "step 10 was saved though the folder has higher ones: steps 100, 200" in said
+    assert ("keep_last=2 removes" in said) == (keep_last is not None)
+
+
+def test_arguments_that_keep_nothing_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for arguments in ({}, {"keep_last": 1}, {"keep_last": 1, "keep_every": 2, "best": ("loss", "min")}):
+        CheckpointManager(tmp_path, **arguments).close()
+    assert not warnings_of(caplog)
+    CheckpointManager(tmp_path, keep_every=2, best=("loss", "min")).close()
+    (said,) = warnings_of(caplog)
+    assert "without keep_last every step is kept, with or without keep_every and best" in said
 
 
 @pytest.mark.parametrize("bad", ["s3://bucket/run", ""])
