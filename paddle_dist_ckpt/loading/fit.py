@@ -379,6 +379,12 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[str]:
         present = _PRESENT.get(wanted.values.get(path, ""), NO_ENTRY)
         has = "a tensor" if path in tensors else present
         fitting = [key for key, shape in answer.hints.get(path, ()) if shape is None or shape == shapes.get(path)]
+        moved = wanted.moved.get(path)
+        looked = "" if moved is None else f" (looked up as {moved!r}, as key_map says)"
         hint = f"; is {fitting[0]!r} meant?" if len(fitting) == 1 else ""
-        problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}{hint}")
+        if present == _PRESENT["none"] and found.startswith(("a tensor", "a container of")):
+            key = moved or plain_key(path)
+            which = f"prefix={key!r}" if found.startswith("a container") else f"keys={key!r}"
+            hint = f"; None takes values only: pass tensors to be filled, or call load_merged_state_dict(path, {which})"
+        problems.append(f"{plain_key(path)}: the state_dict has {has}, in the checkpoint it is {found}{looked}{hint}")
     return problems

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..files.metadata import Metadata
 from ..tree.paths import containers_of, join, plain_key
 
-__all__ = ["OWN_KEY", "apply", "matcher", "path_of_key"]
+__all__ = ["OWN_KEY", "apply", "matched", "matcher", "path_of_key", "unmatched_text"]
 
 OWN_KEY = "what is stored under its own key"
 """What a wanted tensor is, in words, if nothing else is said of it."""
@@ -44,6 +44,27 @@ def apply(key_map: KeyMap | None, keys: Mapping[str, str]) -> tuple[dict[str, st
         elif stored != key:
             moved[path] = stored
     return moved, skipped
+
+
+def matched(key_map: KeyMap | None, keys: Iterable[str]) -> dict[str, bool]:
+    """Whether each key of a mapping is one of some flat keys, or the first parts of one. Of a function, nothing."""
+    if not isinstance(key_map, Mapping):
+        return {}
+    found = dict.fromkeys(key_map, False)
+    for key in keys:
+        end = len(key)
+        while end > 0:
+            if key[:end] in found:
+                found[key[:end]] = True
+            end = key.rfind(".", 0, end)
+    return found
+
+
+def unmatched_text(entry: str) -> str:
+    """That a key of a mapping is that of nothing, in words."""
+    bare = entry.rstrip(".*")
+    hint = f" (leading parts of keys have no dot or star at the end: {bare!r})" if bare not in ("", entry) else ""
+    return f"{entry!r} matches none of the wanted keys{hint}"
 
 
 def _lookup(keys: Mapping[str, str | None]) -> Callable[[str], str | None]:

@@ -258,7 +258,7 @@ class LeavesLoad:
         choices["aoa_config"] = _digest(self.context.options.aoa_config)
         location = sendable(self.context.storage.location)
         return wanted, LoadRequest(
-            self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete, location
+            self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete, location, wanted.key_map
         )
 
     def _plan(self, wanted: WantedState, answers: list[LoadAnswer]) -> tuple[Fit, DecideRequest]:

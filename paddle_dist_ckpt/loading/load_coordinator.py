@@ -29,7 +29,7 @@ from ..tree.paths import plain_key
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
 from .fit import NO_ENTRY
-from .key_map import OWN_KEY, matcher
+from .key_map import OWN_KEY, matcher, unmatched_text
 from .left_entries import judge
 from .messages import (
     DecideAnswer,
@@ -49,7 +49,7 @@ from .stored_tensors import stored_tensors
 __all__ = ["LoadCoordinator"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_MOST_IDLE = 5  # statements in a warning
+_MOST_IDLE = 5  # statements, or keys of a key_map, in a warning
 _NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
 
@@ -71,6 +71,7 @@ class LoadCoordinator:
         self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
         self._doubtful: list[str] = []
+        self._unmatched: list[str] = []  # what is to be said of keys of the key_map that match nothing on any rank
         self._wanted: list[WantedPaths] = []
 
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -105,11 +106,12 @@ class LoadCoordinator:
         sharing = Counter(folder.host for folder in self._folders.values())
         on_host = {rank: sharing[folder.host] for rank, folder in self._folders.items()}
         self._complete = {key for request in requests.values() for key in request.complete}
-        matched = {key for request in requests.values() for key, found in request.patterns.items() if found}
-        keys = dict.fromkeys(key for request in requests.values() for key in request.patterns if key not in matched)
+        keys = _found_nowhere(request.patterns for request in requests.values())
+        unmatched = _found_nowhere(request.key_map for request in requests.values())
+        self._unmatched = list(map(unmatched_text, unmatched))
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
         self._wanted, find_keys = list(wanted.values()), functools.partial(_keys_of, wanted.values())
-        self._answering = Answering(metadata, on_host, list(keys), self._options.allow_missing, find_keys)
+        self._answering = Answering(metadata, on_host, keys, self._options.allow_missing, find_keys)
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
@@ -136,7 +138,7 @@ class LoadCoordinator:
         arranged = self._arranger.arrange(stored, together)
         self._idle = self._arranger.idle(stored, together)
         if self._idle and self._idle != before and self._options.strict != "all":  # which raises
-            shown = "; ".join(map(str, self._idle[:_MOST_IDLE])) + ("; ..." if len(self._idle) > _MOST_IDLE else "")
+            shown = _some(map(str, self._idle))
             _logger.warning("aoa_config: %d statement(s) change nothing in this load: %s", len(self._idle), shown)
         return arranged
 
@@ -159,6 +161,9 @@ class LoadCoordinator:
                 shown,
             )
             self._doubtful = []
+        if self._unmatched:
+            _logger.warning("key_map: %s", _some(self._unmatched))
+            self._unmatched = []
         missing = {name: reason for _, n in sorted(needs.items()) for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
@@ -304,6 +309,13 @@ class LoadCoordinator:
             advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
         if idle and self._options.strict == "all":
             advice += "; strict=True lets statements change nothing"
+        if self._unmatched:
+            is_problem = self._options.strict == "all"
+            advice += (
+                "; strict=True lets keys of key_map match nothing"
+                if is_problem
+                else f"; key_map: {_some(self._unmatched)}"
+            )
         if not self._options.cast and any("the target has dtype" in line for line in lines):
             advice += "; LoadOptions(cast=True) converts dtypes"
         if any(NO_ENTRY in line or _NOT_YET in line for line in lines):
@@ -341,13 +353,29 @@ class LoadCoordinator:
         ]
 
     def _surplus(self, problems: Iterable[str], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
-        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; and
-        for each of these statements."""
+        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; for
+        each of these statements; and for each key of the key_map that matches nothing."""
         if self._options.strict != "all":
             return []
         said, allowed = {line.partition(": ")[0] for line in problems}, matcher(self._options.allow_unused)
         lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
-        return lines + [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
+        lines += [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
+        return lines + [f"key_map: {text}" for text in self._unmatched]
+
+
+def _some(texts: Iterable[str]) -> str:
+    """The first few of several texts as one."""
+    texts = list(texts)
+    return "; ".join(texts[:_MOST_IDLE]) + ("; ..." if len(texts) > _MOST_IDLE else "")
+
+
+def _found_nowhere(by_rank: Iterable[Mapping[str, bool]]) -> list[str]:
+    """The keys that are there on some rank and found on none; by rank whether each is found."""
+    found: dict[str, bool] = {}
+    for keys in by_rank:
+        for key, here in keys.items():
+            found[key] = here or found.get(key, False)
+    return [key for key, anywhere in found.items() if not anywhere]
 
 
 def _keys_of(wanted: Iterable[WantedPaths]) -> set[str]:

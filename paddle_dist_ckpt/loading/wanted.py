@@ -40,6 +40,7 @@ class WantedState:
         has_objects: Whether there are objects to be given their states in the end.
         complete: The flat keys of objects of which nothing that is stored may be left.
         kept: The paths of tensors that are left as they are, and for which something may be stored.
+        key_map: Whether each key of the key_map matches something, if that is a mapping.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
@@ -54,6 +55,7 @@ class WantedState:
     has_objects: bool = False
     complete: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    key_map: dict[str, bool] = field(default_factory=dict)
 
     def instead(self) -> dict[str, str]:
         """What distributed tensors are made of, in words, if this rank has recipes or a key_map for any tensor.
@@ -113,6 +115,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
         moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
     wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects))
+    wanted.key_map = key_map.matched(options.key_map, keys.values())
     asked, values = leaves.tensor_paths, leaves.tensors
     if skipped or free:
         left = {

@@ -221,10 +221,7 @@ class CheckpointManager:
         def begin() -> dict[int, Deletion]:
             with self._lock:
                 self._steps.look(opened)
-                for topic, text in self._retention.doubts(self._steps.metrics, step).items():
-                    if topic not in self._told:
-                        self._told.add(topic)
-                        _logger.warning("%s: %s", self._root, text)
+                self._retention.warn(self._root, self._steps.metrics, step, self._told)
                 kept = {self._reading, *self._steps.linked(opened)}
                 doomed = self._retention.doomed(self._steps.metrics, step, kept)
                 return self._steps.begin_removals([*doomed, *self._steps.abandoned(step, opened)], opened)

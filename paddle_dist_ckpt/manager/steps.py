@@ -273,29 +273,34 @@ class Retention:
             return ""
         return " and ".join(name for name in ("keep_every", "best") if getattr(self, name) is not None)
 
-    def doubts(self, metrics: Mapping[int, Metrics], newest: int) -> dict[str, str]:
-        """What the user may not have meant of a step, in words, by topic.
+    def warn(self, root: Path, metrics: Mapping[int, Metrics], newest: int, told: set[str]) -> None:
+        """Say in the log what the user may not have meant of a step, each once.
 
         Args:
+            root: The folder of steps.
             metrics: Of each committed step.
             newest: The step that was committed just now.
+            told: What has been said before; what is said now is added.
         """
-        said = {}
-        given = metrics.get(newest, {})
-        if self.best is not None and self.best[0] not in given:
-            names = ", ".join(map(repr, given)) or "none"
-            said["best"] = (
-                f"step {newest} was saved without the metric {self.best[0]!r}, by which best tells the best step, so "
-                f"it never is that; its metrics: {names}"
+        given, higher = metrics.get(newest, {}), sorted(step for step in metrics if step > newest)
+        if self.best is not None and self.best[0] not in given and "metric" not in told:
+            told.add("metric")
+            _logger.warning(
+                "step %d was saved without the metric %r, by which best tells the best step; its metrics: %s",
+                newest,
+                self.best[0],
+                ", ".join(map(repr, given)) or "none",
             )
-        higher = sorted(step for step in metrics if step > newest)
-        if higher:
-            removed = "" if self.keep_last is None else f", and keep_last={self.keep_last} removes the lowest first"
-            said["higher"] = (
-                f"step {newest} was saved though the folder has higher ones: {steps_text(higher)}; restore() takes "
-                f"the highest{removed}; give a new run a root of its own"
+        if higher and "higher" not in told:
+            told.add("higher")
+            _logger.warning(
+                "step %d was saved, and %s has higher ones: %s. restore() takes the highest%s; a new run needs a root "
+                "of its own",
+                newest,
+                root,
+                steps_text(higher),
+                "" if self.keep_last is None else f", and keep_last={self.keep_last} removes the lowest",
             )
-        return said
 
     def best_of(self, metrics: Mapping[int, Metrics]) -> int | None:
         """The best step, the later one of equals; None if there is no metric, or no step has it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,67 @@ def test_objects_subtrees_and_ranks_own_values(tmp_path: Path) -> None:
         assert target["w"] == {"p": [1]}
         state = found[i].state
         assert (state["n"], state["table"].tolist(), state["text"]) == (5, [0, 1, 2], LARGE)
+
+
+@pytest.mark.parametrize(
+    ("entry", "hint"), [("model.haed", ""), ("model.", "no dot or star at the end: 'model'"), ("model.*", ": 'model'")]
+)
+def test_an_entry_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str, hint: str) -> None:
+    saved_by_two(tmp_path, {"model": {"head": np.ones(2), "body": np.ones(2)}})
+    key_map = {entry: "x", "model.body": "model.body", "model": "model"}
+    said = f"key_map: {entry!r} matches none of the wanted keys"
+    for strict in (True, False):
+        target = {"model": {"head": np.zeros(2), "body": np.zeros(2)}}
+        caplog.clear()
+        loaded(tmp_path, target, key_map, strict=strict)
+        assert target["model"]["head"].tolist() == [1, 1]
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert said in warning
+        assert hint in warning
+    with pytest.raises(StateDictMismatchError) as caught:
+        loaded(tmp_path, target, key_map, strict="all")
+    (problem,) = caught.value.problems
+    assert said in problem
+    assert hint in problem
+    with pytest.raises(StateDictMismatchError, match=re.escape(said)):  # beside what does not fit
+        loaded(tmp_path, {"other": np.zeros(2)}, {entry: "x", "other": "other"})
+
+
+def test_an_entry_that_matches_on_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved_by_two(tmp_path, {"a": np.ones(2), "b": np.ones(2)})
+    options = LoadOptions(timeout=60, key_map={"x": "a", "y": "b"})
+    targets = [{"x": np.zeros(2)}, {"y": np.zeros(2)}]
+    all_ok(run_ranks(2, lambda rank: rank.load(targets[rank.rank], tmp_path, options=options)))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    options = LoadOptions(timeout=60, strict="all", key_map={"x": "a", "y": "b", "z": "c"})
+    for result in run_ranks(2, lambda rank: rank.load(targets[rank.rank], tmp_path, options=options)):
+        assert isinstance(result, StateDictMismatchError)
+        assert result.problems == ("key_map: 'z' matches none of the wanted keys",)
+
+
+def test_a_missing_entry_is_named_as_it_was_looked_up(tmp_path: Path) -> None:
+    saved_by_two(tmp_path, {"model": {"weight": np.ones(2)}})
+    with pytest.raises(StateDictMismatchError) as caught:
+        loaded(tmp_path, {"model": {"weight": np.zeros(2)}}, {"model": "modle"})
+    (problem,) = caught.value.problems
+    assert "missing (looked up as 'modle.weight', as key_map says)" in problem
+
+
+@pytest.mark.parametrize(
+    ("wanted", "key_map", "call"),
+    [
+        ({"model": None}, None, "(path, prefix='model')"),
+        ({"net": None}, {"net": "model"}, "(path, prefix='model')"),
+        ({"model": {"weight": None}}, None, "(path, keys='model.weight')"),
+    ],
+)
+def test_none_where_tensors_are_stored(tmp_path: Path, wanted: dict[str, Any], key_map: Any, call: str) -> None:
+    saved_by_two(tmp_path, {"model": {"weight": np.ones(2)}})
+    with pytest.raises(StateDictMismatchError) as caught:
+        loaded(tmp_path, wanted, key_map)
+    (problem,) = caught.value.problems
+    assert "pass tensors to be filled" in problem
+    assert f"load_merged_state_dict{call}" in problem
 
 
 def test_a_function_that_fails_or_returns_something_else(tmp_path: Path) -> None:

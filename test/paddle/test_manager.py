@@ -444,7 +444,8 @@ def test_a_step_below_those_that_there_are_is_warned_of_once(
         steps.save(10, numbers(10))
         steps.save(20, numbers(20))
     (said,) = warnings_of(caplog)
-    assert "step 10 was saved though the folder has higher ones: steps 100, 200" in said
+    assert "step 10 was saved, and" in said
+    assert "has higher ones: steps 100, 200. restore()" in said
     assert ("keep_last=2 removes" in said) == (keep_last is not None)
 
 
