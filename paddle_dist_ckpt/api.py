@@ -14,7 +14,7 @@ from .folder.nothing import listed_ids
 from .folder.rebuild import rebuild
 from .folder.selection import Selection, checked_keys
 from .folder.verify import verify_checkpoint
-from .options import LoadOptions, SaveOptions, checked
+from .options import LoadOptions, SaveOptions, checked, takes
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_source, as_storage, bounded
@@ -59,6 +59,7 @@ def save_state_dict(
 ) -> AsyncSave: ...
 
 
+@takes(SaveOptions)
 def save_state_dict(
     state_dict: dict[Any, Any],
     path: Any,
@@ -117,6 +118,7 @@ def save_state_dict(
     return save_with(ranks, paddles(ranks, state_dict), path, unique_id, async_save, options)
 
 
+@takes(LoadOptions)
 def load_state_dict(
     state_dict: dict[Any, Any],
     path: Any,
@@ -172,6 +174,7 @@ def load_state_dict(
     return load_with(ranks, find, path, unique_id, options, offload)
 
 
+@takes(LoadOptions)
 def load_merged_state_dict(
     path: Any,
     prefix: str | None = None,
@@ -270,6 +273,7 @@ def list_checkpoints(path: Any, *, progress_timeout: float | None = None) -> lis
         return listed_ids(storage)
 
 
+@takes(LoadOptions)
 def verify(path: Any, unique_id: int | None = None, *, options: LoadOptions | None = None) -> VerifyReport:
     """Check every byte of a checkpoint against the checksums taken when it was written. Does not need paddle.
 
@@ -323,6 +327,7 @@ def delete_checkpoint(path: Any, unique_id: int, *, progress_timeout: float | No
         return delete(storage, number)
 
 
+@takes(LoadOptions)
 def copy_checkpoint(
     path: Any, out: Any, unique_id: int | None = None, *, options: LoadOptions | None = None
 ) -> Metadata:

@@ -9,7 +9,7 @@ from typing import Any
 from .core.dtypes import DTYPES
 from .exporting.formats import FORMATS, ExportRequest
 from .folder.selection import checked_keys
-from .options import LoadOptions, SaveOptions, as_integer, checked
+from .options import LoadOptions, SaveOptions, as_integer, checked, takes
 from .reports import ExportReport
 from .storage import local_path
 from .wiring import checked_id, connected, export_state_with, export_with, members
@@ -17,6 +17,7 @@ from .wiring import checked_id, connected, export_state_with, export_with, membe
 __all__ = ["export", "export_request", "export_state_dict"]
 
 
+@takes(LoadOptions)
 def export(
     path: Any,
     out: str | os.PathLike[str],
@@ -74,6 +75,7 @@ def export(
     return export_with(members(process_group, options), path, request, options)
 
 
+@takes(SaveOptions)
 def export_state_dict(
     state_dict: dict[Any, Any],
     out: str | os.PathLike[str],

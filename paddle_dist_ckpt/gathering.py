@@ -18,7 +18,7 @@ from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .loading.wanted import collect
 from .loading.whole import load_on
-from .options import LoadOptions, SaveOptions, as_integer, checked
+from .options import LoadOptions, SaveOptions, as_integer, checked, takes
 from .reports import LoadReport
 from .saving.present import Filled, present
 from .tree.building import build_tree
@@ -29,6 +29,7 @@ from .wiring import arranger_of, check_bool, connected
 __all__ = ["gather_state_dict", "scatter_state_dict"]
 
 
+@takes(SaveOptions)
 def gather_state_dict(
     state_dict: dict[Any, Any],
     rank: int | None = None,
@@ -72,6 +73,7 @@ def gather_state_dict(
     return _gather(ranks, state_dict, rank, frozen, offload, options)
 
 
+@takes(LoadOptions)
 def scatter_state_dict(
     whole: dict[Any, Any] | None,
     state_dict: dict[Any, Any],

@@ -5,16 +5,19 @@ A job's control secret is no option: see :mod:`.paddle_adapter.groups`.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from .recipes import Recipe, placeholders, stored_keys
 
-__all__ = ["LoadOptions", "SaveOptions", "as_integer", "check_timeout", "checked"]
+__all__ = ["LoadOptions", "SaveOptions", "as_integer", "check_timeout", "checked", "takes"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _MAX_BLOCK_BYTES = 64 << 20
 _LONGEST_TIMEOUT = 1_000_000
@@ -197,6 +200,28 @@ def checked(name: str, value: T | None, kind: type[T]) -> T | None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
     return value
+
+
+def takes(kind: type[Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator of a function that has ``options`` of this type: an option that is passed by itself says so."""
+    names = {field.name for field in fields(kind)}
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        known = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            odd = [name for name in kwargs if name in names and name not in known]
+            if odd:
+                given = ", ".join(f"{name}=..." for name in odd)
+                raise TypeError(
+                    f"{function.__name__} takes no argument {odd[0]!r}; pass options={kind.__name__}({given})"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorated
 
 
 def _check_timeouts(timeout: float, progress_timeout: float | None) -> None:

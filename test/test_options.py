@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
 import pytest
 
+import paddle_dist_ckpt
 from paddle_dist_ckpt import LoadOptions, SaveOptions
 
 BOTH = pytest.mark.parametrize("options", [SaveOptions, LoadOptions])
@@ -113,3 +115,25 @@ def test_an_aoa_config_has_nothing_that_paddle_would_not_look_at(config: Any, te
 )
 def test_an_aoa_config(config: Any) -> None:
     assert LoadOptions(aoa_config=config).aoa_config == config
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "hint"),
+    [
+        ("save_state_dict", {"check_replicas": "off"}, "options=SaveOptions(check_replicas=...)"),
+        ("load_state_dict", {"strict": False, "key_map": {}}, "options=LoadOptions(strict=..., key_map=...)"),
+        ("load_merged_state_dict", {"aoa_config": {}}, "options=LoadOptions(aoa_config=...)"),
+        ("verify", {"progress": True}, "options=LoadOptions(progress=...)"),
+        ("copy_checkpoint", {"progress": True}, "options=LoadOptions(progress=...)"),
+        ("export", {"no_dist": True}, "options=LoadOptions(no_dist=...)"),
+        ("export_state_dict", {"timeout": 5}, "options=SaveOptions(timeout=...)"),
+        ("gather_state_dict", {"timeout": 5}, "options=SaveOptions(timeout=...)"),
+        ("scatter_state_dict", {"timeout": 5}, "options=LoadOptions(timeout=...)"),
+    ],
+)
+def test_an_option_that_is_passed_by_itself(function: str, given: dict[str, Any], hint: str) -> None:
+    called = getattr(paddle_dist_ckpt, function)
+    with pytest.raises(TypeError) as caught:
+        called({}, "nowhere", **given)
+    assert str(caught.value) == f"{function} takes no argument {next(iter(given))!r}; pass {hint}"
+    assert list(inspect.signature(called).parameters)[-1] == "options"
