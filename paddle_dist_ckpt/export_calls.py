@@ -10,6 +10,7 @@ from .core.dtypes import DTYPES
 from .exporting.formats import FORMATS, ExportRequest
 from .folder.selection import checked_keys
 from .options import LoadOptions, SaveOptions, as_integer, checked, takes
+from .recipes import dtype_name
 from .reports import ExportReport
 from .storage import local_path
 from .wiring import checked_id, connected, export_state_with, export_with, members
@@ -26,7 +27,7 @@ def export(
     unique_id: int | None = None,
     prefix: str | None = None,
     keys: str | Collection[str] | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     max_shard_bytes: int = 5_000_000_000,
     process_group: Any = None,
     options: LoadOptions | None = None,
@@ -48,7 +49,8 @@ def export(
         unique_id: Which checkpoint; None for the newest.
         prefix: Export what is below these whole parts of the path, joined by dots; names are without them.
         keys: Flat keys, or patterns as fnmatch has them; with a prefix too, both must hold.
-        dtype: Convert floating-point tensors to this type, such as ``"bfloat16"``; None leaves all bits as they are.
+        dtype: Convert floating-point tensors to this type, such as ``"bfloat16"`` or ``paddle.bfloat16``; None leaves
+            all bits as they are.
         max_shard_bytes: The most bytes of tensors in a file, if there are several. A larger tensor has its own.
         process_group: The Paddle group whose ranks export together; None for the default group.
         options: ``timeout``, ``no_dist`` and ``progress`` are used.
@@ -85,7 +87,7 @@ def export_state_dict(
     *,
     prefix: str | None = None,
     keys: str | Collection[str] | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     max_shard_bytes: int = 5_000_000_000,
     options: SaveOptions | None = None,
 ) -> ExportReport:
@@ -124,7 +126,7 @@ def export_request(
     unique_id: int | None = None,
     prefix: str | None = None,
     keys: str | Collection[str] | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     max_shard_bytes: int = 5_000_000_000,
     stem: str = "model",
 ) -> ExportRequest:
@@ -138,8 +140,9 @@ def export_request(
     checked("prefix", prefix, str)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
-    if checked("dtype", dtype, str) is not None and (dtype not in DTYPES or DTYPES[dtype].category != "float"):
-        raise ValueError(f"dtype must be None or a floating-point type, not {dtype!r}")
+    dtype, floats = dtype_name(dtype), [name for name, known in DTYPES.items() if known.category == "float"]
+    if checked("dtype", dtype, str) is not None and dtype not in floats:
+        raise ValueError(f"dtype must be None or a floating-point type ({', '.join(floats)}), not {dtype!r}")
     if (as_integer(max_shard_bytes) or 0) < 1:
         raise ValueError(f"max_shard_bytes must be a number of bytes above 0, not {max_shard_bytes!r}")
     wanted = checked_keys(keys)

@@ -22,6 +22,7 @@ __all__ = [
     "Source",
     "SplitPart",
     "concat",
+    "dtype_name",
     "filled",
     "fold",
     "placeholders",
@@ -103,15 +104,17 @@ class Recipe:
             raise ValueError(f"permute{order}: each axis is due once, from 0 to {len(order) - 1}")
         return Permuted(self, order)
 
-    def cast(self, dtype: str) -> Recipe:
-        """The same in another element type, such as ``"bfloat16"``; rounded to the nearest value, ties to even.
+    def cast(self, dtype: Any) -> Recipe:
+        """The same in another element type, such as ``"bfloat16"`` or ``paddle.bfloat16``; rounded to the nearest
+        value, ties to even.
 
         Raises:
-            TypeError: ``dtype`` is not a str.
+            TypeError: ``dtype`` is neither a str nor one of Paddle's dtypes.
         """
-        if not isinstance(dtype, str):
-            raise TypeError(f"cast takes the name of a dtype, not {dtype!r}")
-        return Cast(self, dtype)
+        name = dtype_name(dtype)
+        if not isinstance(name, str):
+            raise TypeError(f"cast takes a dtype or the name of one, not {dtype!r}")
+        return Cast(self, name)
 
     def __getitem__(self, index: slice | EllipsisType | tuple[slice | EllipsisType, ...]) -> Recipe:
         """A part of it, by a slice without a step for each of the first dimensions.
@@ -231,12 +234,16 @@ def stored(key: str) -> Recipe:
     return Source(key)
 
 
-def concat(*parts: Recipe, axis: int = 0) -> Recipe:
+def concat(*parts: Recipe | Sequence[Recipe], axis: int = 0) -> Recipe:
     """Expressions one behind the other along an axis, for a recipe. They are alike in shape but for it, and in dtype.
+
+    A list or tuple of them may be passed as the only part.
 
     Raises:
         TypeError, ValueError: there is none, one is no expression, or ``axis`` is not a number of an axis.
     """
+    if len(parts) == 1 and isinstance(parts[0], (list, tuple)):
+        parts = tuple(parts[0])
     if not parts:
         raise ValueError("concat needs a part")
     return Concat(tuple(map(_recipe, parts)), _number("axis", axis))
@@ -253,6 +260,12 @@ def split(recipe: Recipe, count: int, axis: int = 0) -> tuple[Recipe, ...]:
     if parts < 1:
         raise ValueError("split into no part")
     return tuple(SplitPart(recipe, parts, axis, i) for i in range(parts))
+
+
+def dtype_name(dtype: Any) -> Any:
+    """The name of one of Paddle's dtypes (``paddle.bfloat16``); anything else as it is. Does not need paddle."""
+    text = "" if isinstance(dtype, str) else str(dtype)
+    return text.removeprefix("paddle.") if text.startswith("paddle.") else dtype
 
 
 def stored_keys(recipe: Recipe) -> list[str]:
@@ -321,7 +334,7 @@ def _nodes(recipe: Recipe) -> Iterator[Recipe]:
     raise ValueError(f"a recipe has more than {_MOST_NESTED} operations within each other; concat takes many parts")
 
 
-def _recipe(value: Recipe) -> Recipe:
+def _recipe(value: object) -> Recipe:
     if not isinstance(value, Recipe):
         raise TypeError(f"not a recipe: {value!r}; stored(key) is one")
     return value

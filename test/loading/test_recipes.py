@@ -569,10 +569,17 @@ def test_bad_expressions(make: Callable[[], Any]) -> None:
         make()
 
 
+@pytest.mark.parametrize("several", [list, tuple])
+def test_a_list_may_be_what_is_concatenated(several: Any) -> None:
+    parts = [stored("q"), stored("k")]
+    assert str(concat(several(parts), axis=1)) == str(concat(*parts, axis=1))
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: concat(),
+        lambda: concat([]),
         lambda: split(stored("q"), 0),
         lambda: stored("q").permute(0, 0),
         lambda: stored("q").permute(1, 2),

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_dist_ckpt import LoadOptions, export, verify
+from paddle_dist_ckpt import LoadOptions, export, stored, verify
 from test.exporting.test_safetensors import opened
 from test.jobs import save_alone
 from test.paddle import cases_export as cases
@@ -29,6 +29,16 @@ def test_paddle_loads_it_on_other_ranks(pool: RankPool, tmp_path: Path, destinat
     ranks = cases.LAYOUTS[destination].ranks
     wrong = pool.run(cases.load_by_paddle, destination, str(tmp_path / "out"), ranks=ranks)
     assert wrong == [[]] * ranks
+
+
+def test_a_dtype_of_paddle_is_taken_for_its_name(tmp_path: Path) -> None:
+    save_alone({"a": np.ones((2, 2), "float32")}, tmp_path / "c")
+    export(tmp_path / "c", tmp_path / "out", dtype=paddle.bfloat16)
+    assert opened(tmp_path / "out")["a"].dtype == "bfloat16"
+    assert str(stored("a").cast(paddle.float16)) == str(stored("a").cast("float16"))
+    for bad in ("bflot16", paddle.int32):
+        with pytest.raises(ValueError, match="float8_e4m3fn, float8_e5m2, float16, bfloat16, float32, float64"):
+            export(tmp_path / "c", tmp_path / "other", dtype=bad)
 
 
 @pytest.mark.parametrize("layout", ["mp2_rows", "uneven4"])
