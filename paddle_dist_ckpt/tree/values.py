@@ -17,7 +17,11 @@ list. Everything else is an object with one member, whose name is the tag:
 from __future__ import annotations
 
 import base64
+import dataclasses
+import datetime
+import enum
 import math
+import pathlib
 import re
 import sys
 from collections.abc import Callable
@@ -87,9 +91,12 @@ def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:
         if value.size and not value.nbytes:
             raise UnsupportedValueError(f"{key}: an array of items without bytes cannot be stored")
         return {"array": [_numpy_dtype(value.dtype, key), list(value.shape), _base64(value.tobytes())]}
+    advice = next((f"{how}, or " for types, how in _ADVICE if isinstance(value, types)), "")
+    if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        advice = "dataclasses.asdict(x), or "
     raise UnsupportedValueError(
-        f"{key}: {_kind_in_words(kind)} cannot be stored; store numbers, strings, bytes, None, numpy values, tensors, "
-        "or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
+        f"{key}: {_kind_in_words(kind)} cannot be stored; store {advice}numbers, strings, bytes, None, numpy values, "
+        "tensors, or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
     )
 
 
@@ -129,6 +136,18 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: {"bytes": _base64(value)},
     complex: lambda value: {"complex": [_encode_float(value.real), _encode_float(value.imag)]},
 }
+
+
+_ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (enum.Enum, "x.value"),
+    (tuple, "tuple(x)"),
+    ((set, frozenset), "sorted(x)"),
+    (pathlib.PurePath, "str(x)"),
+    ((datetime.date, datetime.time), "x.isoformat()"),
+    (datetime.timedelta, "x.total_seconds()"),
+    ((bytearray, memoryview), "bytes(x)"),
+)
+"""What to store in the place of a value x of types that cannot be stored; the first that fits counts."""
 
 
 def _base64(data: bytes) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import collections
+import dataclasses
+import datetime
 import decimal
 import enum
 import math
+import pathlib
 import tracemalloc
 from typing import Any, NamedTuple
 
@@ -164,6 +167,40 @@ def test_other_types_are_refused_by_name(value: object) -> None:
     for nested, place in ((value, "state"), ([0, value], r"state\[1\]"), ({"a": (value,)}, r"state\['a'\]\[0\]")):
         with pytest.raises(UnsupportedValueError, match=f"^{place}"):
             encode_value(nested, "state")
+
+
+class Point(NamedTuple):
+    x: int
+
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (Point(1), "tuple(x)"),
+        (enum.IntEnum("Color", "RED")(1), "x.value"),
+        (enum.Enum("Color", "RED")(1), "x.value"),
+        ({1}, "sorted(x)"),
+        (frozenset(), "sorted(x)"),
+        (pathlib.Path("/x"), "str(x)"),
+        (datetime.datetime(2026, 1, 1), "x.isoformat()"),
+        (datetime.date(2026, 1, 1), "x.isoformat()"),
+        (datetime.timedelta(1), "x.total_seconds()"),
+        (bytearray(b"x"), "bytes(x)"),
+        (Config(), "dataclasses.asdict(x)"),
+        (Config, None),
+        (object(), None),
+    ],
+)
+def test_what_to_store_instead_is_said(value: object, advice: str | None) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        encode_value(value, "k")
+    said = str(caught.value).partition("; store ")[2]
+    assert said.startswith("numbers, " if advice is None else f"{advice}, or numbers, ")
 
 
 def test_a_value_without_an_end_is_refused() -> None:
