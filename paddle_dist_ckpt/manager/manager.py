@@ -102,7 +102,7 @@ class CheckpointManager:
         self._ranks = connected(process_group, coordinator_rank, self._options)
         self._async_save = async_save
         self._preparation = Preparation(self._ranks, self._options, async_save)
-        arguments = {
+        arguments = self._arguments = {
             "keep_last": keep_last,
             "keep_every": keep_every,
             "best": best,
@@ -340,6 +340,10 @@ class CheckpointManager:
         finally:
             if self._end_of_sigterm is not None:  # and not before: a launcher repeats the signal during the last save
                 self._end_of_sigterm()
+
+    def __repr__(self) -> str:
+        given = "".join(f", {name}={value!r}" for name, value in self._arguments.items() if value not in (None, False))
+        return f"CheckpointManager({str(self._root)!r}{given})"
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -240,10 +240,17 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
         return {}
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to numbers, not {type(metrics).__name__}")
+    found = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
             raise TypeError(f"metrics must be names and numbers, not {name!r}: {value!r}")
-    return {name: float(value) for name, value in metrics.items()}
+        try:
+            found[name] = float(value)
+        except Exception as error:  # whatever arrays and tensors raise that have several elements
+            raise TypeError(
+                f"metrics must be names and numbers, and {name!r} is no single number: {value!r}"
+            ) from error
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import os
 import threading
 from collections.abc import Callable
@@ -70,6 +71,13 @@ class AsyncSave:
         finally:
             del self._finish  # and with it what keeps buffers alive
 
+    def __repr__(self) -> str:
+        state = "goes on"
+        if self._future.done():
+            error = self._future.exception()
+            state = "is committed" if error is None else f"failed: {type(error).__name__}"
+        return f"<{type(self).__name__}: the save to {self._path} {state}>"
+
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""
         self._check_process()
@@ -78,6 +86,8 @@ class AsyncSave:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended, for at most ``timeout`` seconds; returns whether it has. Raises no failure of it."""
         self._check_process()
+        if not isinstance(timeout, numbers.Real | None):
+            raise TypeError(f"timeout must be None or a number of seconds, not {timeout!r}")
         return bool(futures.wait([self._future], timeout).done)
 
     def result(self, timeout: float | None = None) -> SaveReport:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
 import paddle_dist_ckpt.manager.manager as manager_module
@@ -464,7 +465,7 @@ def test_roots_that_are_no_folders(tmp_path: Path, bad: str) -> None:
         CheckpointManager(bad)
 
 
-@pytest.mark.parametrize("bad", [[1], {"loss": "0.01"}, {"loss": True}, {3: 1.0}])
+@pytest.mark.parametrize("bad", [[1], {"loss": "0.01"}, {"loss": True}, {3: 1.0}, {"loss": np.ones(2)}])
 def test_bad_metrics(tmp_path: Path, bad: Any) -> None:
     with CheckpointManager(tmp_path) as steps:
         with pytest.raises(TypeError, match="metrics"):
@@ -472,6 +473,16 @@ def test_bad_metrics(tmp_path: Path, bad: Any) -> None:
         with pytest.raises(TypeError, match="options must be LoadOptions"):
             steps.restore(numbers(0), options=SaveOptions())  # type: ignore[arg-type]
         assert steps.all_steps() == []
+
+
+def test_a_metric_of_several_elements_is_refused_whatever_holds_it(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as steps, pytest.raises(TypeError, match="'loss' is no single number"):
+        steps.save(1, numbers(1), {"loss": paddle.ones([2])})  # type: ignore[dict-item]
+
+
+def test_a_manager_says_what_it_is(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=2, best=("loss", "min")) as steps:
+        assert repr(steps) == f"CheckpointManager({str(tmp_path)!r}, keep_last=2, best=('loss', 'min'))"
 
 
 def age(folder: Path) -> None:

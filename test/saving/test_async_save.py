@@ -295,8 +295,12 @@ def test_it_does_not_end_before_its_time_is_up(tmp_path: Path) -> None:
             pending.result(timeout=0)
         assert 0.2 <= time.monotonic() - start < LONG
         assert not pending.wait(0.05)
+        assert repr(pending) == f"<AsyncSave: the save to {tmp_path} goes on>"
+        with pytest.raises(TypeError, match="timeout must be None or a number of seconds, not 'x'"):
+            pending.result("x")  # type: ignore[arg-type]
         gate.opened.set()
         assert pending.result() is pending.result()
+        assert repr(pending) == f"<AsyncSave: the save to {tmp_path} is committed>"
 
     job(1, work)
 
