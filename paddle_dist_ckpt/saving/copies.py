@@ -188,8 +188,9 @@ def _described(groups: Sequence[Sequence[int]], writer: int) -> str:
     sizes = sorted((len(group) for group in groups), reverse=True)
     ordered = sorted((sorted(group) for group in groups), key=lambda group: (-len(group), group))
     saved = f"rank {writer}'s is saved"
-    if sizes[0] == sizes[1]:
-        return f"{' and '.join(map(_ranks, ordered))} have different ones, none of them the most; {saved}"
+    if 2 * sizes[0] <= sum(sizes):
+        most = "the most" if sizes[0] == sizes[1] else "more than half"
+        return f"{' and '.join(map(_ranks, ordered))} have different ones, none of them {most}; {saved}"
     minority = sorted(rank for group in ordered[1:] for rank in group)
     differ = "differs" if len(minority) == 1 else "differ"
     more = ", of the minority" if writer in minority else ""

@@ -92,6 +92,7 @@ class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
     data_suffix: str | None = None
     location: str = ""
     on_device: bool = False
+    check_replicas: str = ""
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):

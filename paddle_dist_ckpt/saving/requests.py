@@ -14,6 +14,8 @@ from .planned_save import PlannedSave
 
 __all__ = ["check_arguments", "check_room", "leaders_of"]
 
+_SAME = ("block_bytes", "data_suffix", "check_replicas")
+
 
 def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> None:
     """All ranks must have passed the same arguments.
@@ -21,7 +23,7 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
     Raises:
         ValueError: they did not.
     """
-    if len({(one.unique_id, one.block_bytes, one.data_suffix) for one in requests.values()}) == 1:
+    if len({(one.unique_id, *(getattr(one, name) for name in _SAME)) for one in requests.values()}) == 1:
         return  # as nearly always; of many ranks this is seen faster
     ours = requests[coordinator]
     for rank, request in sorted(requests.items()):
@@ -30,7 +32,7 @@ def check_arguments(requests: Mapping[int, SaveRequest], coordinator: int) -> No
                 f"rank {rank} passed unique_id={request.unique_id}, rank {coordinator} unique_id={ours.unique_id}; "
                 "all ranks must pass the same"
             )
-        for name in ("block_bytes", "data_suffix"):
+        for name in _SAME:
             theirs, own = getattr(request, name), getattr(ours, name)
             if theirs != own:
                 raise ValueError(

@@ -143,6 +143,7 @@ class _Saving:
             user_metadata=_user_metadata(self._options) if context.is_coordinator else None,
             data_suffix=self._options.data_suffix or DEFAULT_SUFFIX,
             on_device=state.devices is not None,
+            check_replicas=self._options.check_replicas,
         )
 
     def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:

@@ -92,6 +92,21 @@ def test_one_bit_of_a_replica(tmp_path: Path, ranks: int, key: str, at: int, how
         assert line.endswith(", of the minority") == (is_bad and ranks > 2)
 
 
+@pytest.mark.parametrize(
+    ("flipped", "words"),
+    [
+        ([2, 3, 4], "ranks 0, 1 and rank 2 and rank 3 and rank 4 have different ones, none of them more than half"),
+        ([3, 4], "ranks 3, 4, the minority, differ from ranks 0, 1, 2"),
+    ],
+)
+def test_a_minority_is_named_if_more_than_half_agree(tmp_path: Path, flipped: list[int], words: str) -> None:
+    states = replicated(5)
+    for place, rank in enumerate(flipped):
+        flip(states[rank], "small", place)
+    (warning,) = save_on(states, tmp_path, options=options())[0].warnings
+    assert f"small: {words}" in warning
+
+
 def test_copies_of_shards_on_a_mesh(tmp_path: Path) -> None:
     """Rows cut over one dimension of a mesh, copied over the other: ranks 0, 2, 4 and ranks 1, 3, 5."""
     array = make_array((64, 200))

@@ -96,14 +96,13 @@ def test_replicas_that_differ_are_never_mixed(tmp_path: Path, odd: int, coordina
     assert load_whole(tmp_path)["v"][-1, -1] == array[-1, -1] + (coordinator == odd)
 
 
-@pytest.mark.parametrize("checks", [("off",) * 3, ("off", "warn", "warn"), ("warn", "warn", "off")], ids=str)
-def test_what_a_rank_does_not_compare_is_written_by_one(tmp_path: Path, checks: tuple[str, ...]) -> None:
-    """It is not known to be equal; a rank that differs may be the one that does not compare."""
+def test_what_is_not_compared_is_written_by_one(tmp_path: Path) -> None:
+    """It is not known to be equal."""
     array = make_array(SHAPE, "int32")
-    states = [array, array, array + (checks[2] == "off")]
+    states = [array, array, array + 1]
 
     def work(rank: SimulatedRank) -> Any:
-        return rank.save({"w": states[rank.rank]}, tmp_path, options=options(checks[rank.rank]))
+        return rank.save({"w": states[rank.rank]}, tmp_path, options=options("off"))
 
     reports = all_ok(run_ranks(3, work))
     assert [report.bytes_written for report in reports] == [NBYTES, 0, 0]

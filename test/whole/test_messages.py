@@ -158,14 +158,6 @@ def test_ranks_of_other_hosts_and_other_names_of_one_folder_are_no_mistake(tmp_p
     assert run_ranks(4, work) == [[0, 1, 2]] * 4
 
 
-def test_a_rank_that_does_not_compare_is_not_said_to_differ(tmp_path: Path) -> None:
-    def save(rank: SimulatedRank) -> Any:
-        options = SaveOptions(check_replicas="off" if rank.rank else "warn", timeout=60)
-        return rank.save({"w": np.arange(3)}, tmp_path, options=options)
-
-    assert [report.warnings for report in run_ranks(2, save)] == [(), ()]
-
-
 def test_the_ranks_that_differ_are_named(tmp_path: Path) -> None:
     def save(rank: SimulatedRank) -> Any:
         return rank.save({"w": np.arange(3) + (rank.rank == 2), "v": rank.rank == 1}, tmp_path)

@@ -120,6 +120,17 @@ def test_ranks_that_pass_different_block_sizes(tmp_path: Path) -> None:
         assert same_bits(load_whole(tmp_path)["a"], array)
 
 
+@pytest.mark.parametrize("choices", [("off", "error"), ("auto", "sampled")])
+def test_ranks_that_pass_different_checks_of_replicas(tmp_path: Path, choices: tuple[Any, Any]) -> None:
+    def work(rank: SimulatedRank) -> Any:
+        options = SaveOptions(check_replicas=choices[rank.rank], timeout=60)
+        return rank.save({"a": np.full(3, rank.rank)}, tmp_path, options=options)
+
+    for error in errors_of(run_ranks(2, work), ValueError):
+        assert f"rank 1 passed check_replicas={choices[1]!r}, rank 0 {choices[0]!r}" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- failures
 
 
