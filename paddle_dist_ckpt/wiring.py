@@ -286,14 +286,13 @@ def export_filled_with(
     report = load_with(ranks, find, path, metadata.unique_id, options, offload)
     if session.rank == session.coordinator:
         _warn_of_new(options, stored)
-    left = {line.partition(": ")[0] for line in report.skipped}
     saving = SaveOptions(
         timeout=options.timeout,
         progress=options.progress,
         progress_timeout=options.progress_timeout,
         separate_folders=options.separate_folders,
     )
-    state = {key: tensor for key, tensor in state.items() if key not in left}
+    state = {key: tensor for key, tensor in state.items() if key not in report.skipped_keys}
     request = msgspec.structs.replace(request, keys=None, unique_id=None)
     return export_state_with(ranks, state, request, saving)
 

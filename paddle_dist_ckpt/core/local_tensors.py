@@ -63,9 +63,9 @@ class LocalTensors:
         self.addresses += addresses
         self.owners.append(owner)
 
-    def look_at(self, paths: Sequence[str], values: Sequence[Any], adapter: TensorAdapter) -> list[str]:
-        """Append the tensors that the adapter takes. Returns what is wrong with others, a text each."""
-        problems: list[str] = []
+    def look_at(self, paths: Sequence[str], values: Sequence[Any], adapter: TensorAdapter) -> dict[str, str]:
+        """Append the tensors that the adapter takes. Returns what is wrong with others, a line each, by path."""
+        problems: dict[str, str] = {}
         for start in range(0, len(values), _AT_ONCE):
             some, their_paths = values[start : start + _AT_ONCE], paths[start : start + _AT_ONCE]
             views = adapter.views(some)
@@ -76,7 +76,7 @@ class LocalTensors:
                 try:
                     self.add(path, adapter.view(value, path))
                 except UnsupportedValueError as error:
-                    problems.append(str(error))
+                    problems[path] = str(error)
         return problems
 
     def _add_all(self, paths: Sequence[str], views: TensorViews) -> None:

@@ -49,6 +49,7 @@ from .messages import (
     GoOnAnswer,
     LoadAnswer,
     LoadRequest,
+    Problem,
     WantedPaths,
 )
 from .reading import DataFiles, LoadContext, Reading
@@ -164,7 +165,7 @@ class LeavesLoad:
         parts = ExchangeParts(self.context, fit, self._files, decision, self._ask)
         reading = Reading(self.context, fit, self._files)
 
-        def read_staged() -> tuple[list[str], DoneRequest]:
+        def read_staged() -> tuple[list[Problem], DoneRequest]:
             run(last)
             problems = fit.targets.compare_shared()
             return problems, DoneRequest(problems=problems)
@@ -196,7 +197,8 @@ class LeavesLoad:
         return LoadReport(
             path=self.context.storage.location,
             unique_id=fit.answer.unique_id,
-            skipped=tuple(skipped),
+            skipped=tuple(map(str, skipped)),
+            skipped_keys=tuple(dict.fromkeys(one.key for one in skipped)),
             unused_keys=tuple(decision.unused),
             **asdict(tally),
         )

@@ -39,6 +39,7 @@ from .messages import (
     ExchangeRequest,
     GoOnAnswer,
     LoadRequest,
+    Problem,
     WantedPaths,
     WantedRecord,
 )
@@ -268,8 +269,8 @@ class LoadCoordinator:
             return CheckpointError(text)
         return RankFailureError(text, {rank: error for rank, error in failed.items() if rank is not None})
 
-    def _left_of_objects(self, paths: Sequence[str]) -> list[str]:
-        """A line for each stored entry of an object of a user's class that no rank asks for, and that may not be left.
+    def _left_of_objects(self, paths: Sequence[str]) -> list[Problem]:
+        """A problem for each stored entry of an object of a user's class that no rank wants, and that may not be left.
 
         Of other formats nobody knows whether it is one.
         """
@@ -279,22 +280,22 @@ class LoadCoordinator:
         unused = [path for path in paths if not allowed(self._metadata.key(path))]
         left = judge(self._metadata, self._answering.names, self._answering.asked, unused, sorted(self._complete))
         self._doubtful = left.doubtful
-        return [f"{key}: stored, but {_NOT_YET}" for key in left.refused]
+        return [Problem(key, f"{key}: stored, but {_NOT_YET}") for key in left.refused]
 
     def _check(
         self,
-        by_rank: Mapping[int, Sequence[str]],
+        by_rank: Mapping[int, Sequence[Problem]],
         unused: Sequence[str] = (),
-        left: Sequence[str] = (),
+        left: Sequence[Problem] = (),
         idle: Sequence[IdleStatement] = (),
     ) -> None:
         """Raise all problems at once, each said once with the ranks that have it, those of stored entries that would be
         left, and the keys that nothing asks for and the statements that change nothing if these are problems."""
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[Problem, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
             for problem in problems:
                 ranks.setdefault(problem, []).append(rank)
-        ranks.update((line, list(by_rank)) for line in left)
+        ranks.update((problem, list(by_rank)) for problem in left)
         surplus = self._surplus(ranks, unused, idle)
         if not (ranks or surplus) or not self._options.strict:
             return
@@ -322,7 +323,7 @@ class LoadCoordinator:
             advice += "; tensors that an object makes later must be made before the load, to be in its state_dict()"
         if left:
             advice += "; LoadOptions(allow_unused=[...]) leaves some entries out"
-        found = (parameter_of_run(line.partition(":")[0]) for line in lines if "missing" in line)
+        found = (parameter_of_run(problem.key) for problem in ranks if "missing" in problem.text)
         more = [self._advice_on_names({parameter for parameter in found if parameter is not None})]
         if any("meant?" in line for line in lines):
             more.append(self._answering.hints.advice())
@@ -352,12 +353,12 @@ class LoadCoordinator:
             for key, count in self._answering.nothing_asked().items()
         ]
 
-    def _surplus(self, problems: Iterable[str], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
+    def _surplus(self, problems: Iterable[Problem], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
         """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; for
         each of these statements; and for each key of the key_map that matches nothing."""
         if self._options.strict != "all":
             return []
-        said, allowed = {line.partition(": ")[0] for line in problems}, matcher(self._options.allow_unused)
+        said, allowed = {problem.key for problem in problems}, matcher(self._options.allow_unused)
         lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
         lines += [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
         return lines + [f"key_map: {text}" for text in self._unmatched]

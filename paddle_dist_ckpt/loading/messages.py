@@ -13,6 +13,7 @@ from ..core.parts import Arranged
 from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
 from ..storage.base import FolderIdentity
+from ..tree.paths import plain_key
 
 __all__ = [
     "DecideAnswer",
@@ -27,6 +28,7 @@ __all__ = [
     "PackKind",
     "PackOrder",
     "ParcelOrder",
+    "Problem",
     "ShardNeeds",
     "ShardOrder",
     "UnitOrder",
@@ -36,6 +38,22 @@ __all__ = [
 
 
 _EMPTY = Column("<u1", b"")
+
+
+class Problem(msgspec.Struct, frozen=True, array_like=True):
+    """Something that does not fit, or is left as it is: its flat key, and a line that says what, with the key."""
+
+    key: str
+    text: str
+
+    @classmethod
+    def at(cls, path: str, text: str) -> Problem:
+        """That of a path, of which a text says what."""
+        key = plain_key(path)
+        return Problem(key, f"{key}: {text}")
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class WantedRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -140,7 +158,7 @@ class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
     it would read, why it cannot read some of them, whether some targets are staged, and whether there are objects to be
     given their states in the end."""
 
-    problems: list[str]
+    problems: list[Problem]
     files: dict[str, int]
     unreachable: dict[str, str]
     staged: bool
@@ -286,7 +304,7 @@ class DoneRequest(msgspec.Struct, frozen=True, array_like=True):
     could not open, with the reasons, and what it found not to fit."""
 
     gone: dict[str, str] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
 
 
 class GoOnAnswer(msgspec.Struct, frozen=True, array_like=True):

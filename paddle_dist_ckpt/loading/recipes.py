@@ -22,8 +22,7 @@ from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
 from ..recipes import Recipe, filled, placeholders, stored_keys
-from ..tree.paths import plain_key
-from .messages import LoadAnswer
+from .messages import LoadAnswer, Problem
 
 __all__ = ["Matching", "PartTargets", "expand", "key_pattern", "match_recipes", "with_hint"]
 
@@ -84,11 +83,11 @@ def key_pattern(key: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def with_hint(problem: str, idle: Iterable[IdleStatement]) -> str:
-    """What does not fit, a key before it, with a statement that names the key and changes nothing."""
-    key = problem.partition(": ")[0]
-    about = next((one for one in idle if one.is_about(key)), None)
-    return problem if about is None else f"{problem}; {about.text!r} names it, but changes nothing: {about.reason}"
+def with_hint(problem: Problem, idle: Iterable[IdleStatement]) -> str:
+    """What does not fit, with a statement that names the key and changes nothing."""
+    about = next((one for one in idle if one.is_about(problem.key)), None)
+    hint = "" if about is None else f"; {about.text!r} names it, but changes nothing: {about.reason}"
+    return f"{problem}{hint}"
 
 
 @dataclass(slots=True)
@@ -99,13 +98,13 @@ class PartTargets:
         tensors: The tensors and parts.
         stored: The path of the stored tensor for each of them; None for those that are not filled.
         cast: Whether each is converted if it is stored in another dtype.
-        problems: What does not fit, a line each.
+        problems: What does not fit.
     """
 
     tensors: LocalTensors
     stored: list[str | None]
     cast: list[bool]
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def expand(
@@ -139,12 +138,12 @@ def expand(
         try:
             made = _made(recipes.get(path), answer.parts.get(path), geometry, answer, table)
         except RecipeError as error:
-            result.problems.append(f"{plain_key(path)}: {error}")
+            result.problems.append(Problem.at(path, str(error)))
             continue
         reason = misfit(made, geometry.shape, geometry.dtype, cast)
         if reason is not None:
             keys = ", ".join(dict.fromkeys(part.key for part in made.parts))
-            result.problems.append(f"{plain_key(path)}: {reason} (of {keys})")
+            result.problems.append(Problem.at(path, f"{reason} (of {keys})"))
             continue
         for part in made.parts:
             source = answer.sources[part.key]

@@ -118,7 +118,7 @@ def rehearse(
     written = matching.recipes or match_recipes(recipes, {join("", key): key for key in targets}).recipes
     problems += [with_hint(problem, idle) for problem in fit.problems]
     found = dict(_made(fit, stored, written))
-    bad, asked = {line.partition(": ")[0] for line in problems}, answering.asked
+    bad, asked = {problem.key for problem in fit.problems}, answering.asked
     gone = {*fit.answer.skipped, *fit.answer.unfit}
     return Rehearsal(
         made=[one._replace(nbytes=reads.get(path, 0)) for path, one in found.items()],

@@ -18,13 +18,16 @@ from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard
 from ..tree.paths import plain_key
 from .key_map import matcher
+from .messages import Problem
 
 __all__ = ["Rules", "resize"]
 
 Rules = Mapping[str, "int | tuple[int, int]"]
 
 
-def resize(tensors: LocalTensors, table: ShardTable, place: IntArray, rules: Rules) -> tuple[dict[int, str], list[str]]:
+def resize(
+    tensors: LocalTensors, table: ShardTable, place: IntArray, rules: Rules
+) -> tuple[dict[int, str], list[Problem]]:
     """Make the geometries of tensors that a rule lets differ in length those of what is stored for them.
 
     Args:
@@ -34,11 +37,11 @@ def resize(tensors: LocalTensors, table: ShardTable, place: IntArray, rules: Rul
         rules: The axis for each pattern of keys, perhaps with the length that has to be loaded.
 
     Returns:
-        Why tensors that a rule matches cannot be loaded all the same, by their number; and for each that can, a line
-        that says what is left as it is or left out.
+        Why tensors that a rule matches cannot be loaded all the same, by their number; and what of those that can is
+        left as it is, or left out.
     """
     refused: dict[int, str] = {}
-    notes: list[str] = []
+    notes: list[Problem] = []
     found = [(matcher([pattern]), rule if isinstance(rule, tuple) else (rule, None)) for pattern, rule in rules.items()]
     for i, path in enumerate(tensors.paths) if found else ():
         rule = next((rule for matches, rule in found if matches(plain_key(path))), None)
@@ -57,11 +60,8 @@ def resize(tensors: LocalTensors, table: ShardTable, place: IntArray, rules: Rul
         tensors.geometry[i] = len(tensors.geometries)
         tensors.geometries.append(_clipped(geometry, shape, axis))
         span = f"{min(wanted, stored)} to {max(wanted, stored)} of axis {axis}"
-        notes.append(
-            f"{plain_key(path)}: {span} are not stored, and left as they are"
-            if wanted > stored
-            else f"{plain_key(path)}: {span} are stored, and left out"
-        )
+        what = "are not stored, and left as they are" if wanted > stored else "are stored, and left out"
+        notes.append(Problem.at(path, f"{span} {what}"))
     return refused, notes
 
 

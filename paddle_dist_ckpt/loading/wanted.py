@@ -16,7 +16,7 @@ from ..tree.objects import ObjectKind
 from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank
 from . import key_map
-from .messages import LoadAnswer, WantedRecord
+from .messages import LoadAnswer, Problem, WantedRecord
 from .recipes import Matching, match_recipes
 
 __all__ = ["WantedState", "collect"]
@@ -30,11 +30,11 @@ class WantedState:
         tensors: The tensors that are to be filled.
         values: The paths of values, with what is there now: ``"none"``, ``"dict"``, ``"own"`` (a PerRank),
             ``"object"`` (one of any values), ``"optional"`` (of a program) or ``"other"``.
-        problems: What cannot be loaded, a line each.
+        problems: What cannot be loaded.
         others: The names of tensors that are not filled, by their paths.
         moved: The stored flat key of each path that the key_map says is stored under another.
         skipped: The paths that the key_map says are left as they are.
-        left: What else is left as it is, by choice, a line each.
+        left: What else is left as it is, by choice.
         made: The tensors that have recipes.
         records: What is said of each tensor to whoever arranges what they are made of, by path.
         has_objects: Whether there are objects to be given their states in the end.
@@ -45,11 +45,11 @@ class WantedState:
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
     values: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     others: dict[str, str | None] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
-    left: list[str] = field(default_factory=list)
+    left: list[Problem] = field(default_factory=list)
     made: Matching = field(default_factory=Matching)
     records: dict[str, WantedRecord] = field(default_factory=dict)
     has_objects: bool = False
@@ -84,20 +84,22 @@ class WantedState:
             stored.setdefault(parent_of(path), {})[part.at] = path
         same_size, others = answer.saved_by == len(ranks), set[str]()
         for parent, own in stored.items():
-            key, taken = plain_key(parent), None
+            taken = None
             if rank in own and (same_size or choice == "by_rank"):
                 taken = own[rank]
             elif same_size and own.keys() <= set(ranks):
-                self.problems.append(f"{key}: rank {rank} has saved no value of its own, only {_listed(own)} have")
+                text = f"rank {rank} has saved no value of its own, only {_listed(own)} have"
+                self.problems.append(Problem.at(parent, text))
             elif choice == "coordinator":
                 taken = own[min(own)]
             elif choice == "by_rank":
-                self.left.append(f"{key}: left as it is, for no rank {rank} has saved its own")
+                self.left.append(Problem.at(parent, f"left as it is, for no rank {rank} has saved its own"))
             else:
-                self.problems.append(
-                    f"{key}: every rank has saved its own, on {answer.saved_by} ranks ({_listed(own)}), and now there "
-                    f"are {len(ranks)}; LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
+                text = (
+                    f"every rank has saved its own, on {answer.saved_by} ranks ({_listed(own)}), and now there are "
+                    f"{len(ranks)}; LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
                 )
+                self.problems.append(Problem.at(parent, text))
             others |= {path for path in own.values() if path != taken}
         return others
 
@@ -125,7 +127,8 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         }
         values = [value for path, value in zip(asked, values, strict=True) if path not in left]
         asked = [path for path in asked if path not in left]
-    wanted.problems += wanted.tensors.look_at(asked, values, adapter)
+    refused = wanted.tensors.look_at(asked, values, adapter)
+    wanted.problems += [Problem(plain_key(path), text) for path, text in refused.items()]
     if arranger is not None:
         corners = {path: arranger.corner(value) for path, value in zip(asked, values, strict=True)}
         for path, number in zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True):

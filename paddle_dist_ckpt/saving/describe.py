@@ -243,7 +243,7 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Seq
         tensors = same.tensors.with_owners(leaves.tensors)
     else:
         tensors = LocalTensors()
-        problems += tensors.look_at(leaves.tensor_paths, leaves.tensors, adapter)
+        problems += tensors.look_at(leaves.tensor_paths, leaves.tensors, adapter).values()
     values = _encoded(leaves, rank, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))

@@ -92,7 +92,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_reported(tmp_path: P
     bad = blank_like(good[:3].copy())
     wanted: list[dict[str, Any]] = [
         {"good": parts[0], "bad": bad, "n": None, "absent": 1},
-        {"good": parts[1], "m": blank_like(good), "ghost": None},
+        {"good": parts[1], "m": blank_like(good), "ghost: white": None},
     ]
     reports = load_on(wanted, tmp_path, options=LoadOptions(strict=False, timeout=60))
     for part in parts:
@@ -101,8 +101,9 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_reported(tmp_path: P
     assert wanted[0]["bad"] is bad
     assert wanted[0]["n"] == 7
     assert wanted[0]["absent"] == 1
-    assert wanted[1]["ghost"] is None
+    assert wanted[1]["ghost: white"] is None
     assert same_bits(wanted[1]["m"], blank_like(good))
+    assert [sorted(report.skipped_keys) for report in reports] == [["absent", "bad"], ["ghost: white", "m"]]
     assert [sorted(line.split(":")[0].lstrip("/") for line in report.skipped) for report in reports] == [
         ["absent", "bad"],
         ["ghost", "m"],

@@ -140,8 +140,8 @@ def test_many_are_looked_at_together() -> None:
     paths = [f"/t{i}" for i in range(len(values))]
     adapter, tensors = Counting(0), LocalTensors()
     problems = tensors.look_at(paths, values, adapter)
-    assert len(problems) == 1
-    assert problems[0].startswith("t900: sparse")
+    assert list(problems) == ["/t900"]
+    assert problems["/t900"].startswith("t900: sparse")
     assert adapter.alone < 600, "those of the first batch, and of the one with the sparse tensor"
     expected, rest = LocalTensors(), [i for i in range(len(values)) if i != 900]
     for i in rest:
