@@ -119,6 +119,10 @@ class ShardTable:
             sizes[some] = volumes[self.layout_row_of(some)] * self.itemsizes[self.shard_tensor[some]]
         return narrow(sizes)
 
+    def shape_of(self, tensor: int) -> tuple[int, ...]:
+        """The global shape of a tensor."""
+        return self.layouts[self.layout_of[tensor]].shape
+
     @cached_property
     def dtype_list(self) -> list[DType]:
         """The different element types."""

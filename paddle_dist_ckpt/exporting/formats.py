@@ -141,7 +141,7 @@ def plan_export(source: Storage, metadata: Metadata, request: ExportRequest, ran
         if kind == Kind.VALUE and not target.holds_values:
             left_out.append(key)
         elif row is not None:
-            stored, shape = table.dtypes[row], table.layouts[table.layout_of[row]].shape
+            stored, shape = table.dtypes[row], table.shape_of(row)
             dtype = wanted if wanted is not None and stored.category == "float" else stored
             tensor = ExportTensor(row, paths[path], key, shape, stored, dtype, table.names[row], kind)
             (chosen.large if kind == Kind.VALUE else chosen.tensors).append(tensor)

@@ -175,12 +175,13 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         return self.table.blocks(self.block_bytes, len(self.files))
 
     @property
-    def _paths(self) -> list[str]:
+    def paths(self) -> list[str]:
+        """The paths of all tensors and values."""
         return self.table.paths + [path for path, _ in self.value_records]
 
     @cached_property
     def _keys(self) -> dict[str, str]:
-        paths = self._paths
+        paths = self.paths
         return dict(zip(paths, flat_keys(paths), strict=True))
 
     def key(self, path: str) -> str:
@@ -190,7 +191,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def special_keys(self) -> dict[str, str]:
         """The flat keys that are not just the parts of their path with dots between them, by path."""
-        return special_keys(self._paths)
+        return special_keys(self.paths)
 
     @cached_property
     def flat_mapping(self) -> dict[str, tuple[Part, ...]]:

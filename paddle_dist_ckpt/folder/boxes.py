@@ -255,7 +255,7 @@ def read_json(
     if not rows:
         return
     table = metadata.table
-    shapes = [table.layouts[table.layout_of[row]].shape for row in rows]
+    shapes = [table.shape_of(row) for row in rows]
     with BoxReader(storage, metadata, rows, list(map(whole, shapes))) as reader:
         for place, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
             key, dtype = metadata.key(table.paths[row]), table.dtypes[row]

@@ -46,7 +46,7 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     prefix, keys = selection.prefix, selection.keys
     for key, reason in unread(metadata, selection).items():
         _logger.warning("%s is left out: %s", key, reason)
-    paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+    paths = metadata.paths
     chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
     if not chosen and (paths or prefix is not None):
         raise CheckpointNotFoundError(

@@ -307,7 +307,7 @@ class Answering:
             return "a value"
         if path in self._index:
             place, table = self._index[path], self._metadata.table
-            shape = list(table.layouts[table.layout_of[place]].shape)
+            shape = list(table.shape_of(place))
             return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
         if path in self._metadata.left_out:
             return f"something that is not read: {self._metadata.left_out[path]}"

@@ -115,7 +115,7 @@ class Hints:
     def _stored(self) -> dict[str, str]:
         """The path of each stored key."""
         metadata = self._metadata
-        paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+        paths = metadata.paths
         return {metadata.key(path): path for path in paths if not is_own(path)}
 
     def _hint(self, key: str) -> Hint | None:
@@ -123,7 +123,7 @@ class Hints:
         place = table.index.get(path)
         if place is None or table.kinds[place] == Kind.VALUE:
             return Hint(key, None)
-        return Hint(key, tuple(table.layouts[table.layout_of[place]].shape))
+        return Hint(key, tuple(table.shape_of(place)))
 
     def _named_alike(self, key: str) -> list[str]:
         return self._by_last.get(key.rpartition(".")[2], [])

@@ -89,7 +89,7 @@ def path_of_key(metadata: Metadata) -> Callable[[str], str]:
     Of a key that the checkpoint does not have it is where that would be: in the container whose key is the longest
     beginning of it.
     """
-    paths = [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+    paths = metadata.paths
     by_key = {metadata.key(path): path for path in paths}
     containers = {plain_key(container): container for container in containers_of(paths)}
 

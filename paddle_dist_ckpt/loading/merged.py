@@ -154,7 +154,7 @@ def _add_stored(leaves: Leaves, metadata: Metadata, path: str, empty: _Empty) ->
         leaves.value_paths.append(path)
         leaves.values.append(None)
         return
-    shape, kind = table.layouts[table.layout_of[place]].shape, Kind(table.kinds[place])
+    shape, kind = table.shape_of(place), Kind(table.kinds[place])
     add_leaf(leaves, path, kind, shape, table.dtypes[place], empty, metadata.key(path))
 
 

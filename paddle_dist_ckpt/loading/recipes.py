@@ -147,7 +147,7 @@ def expand(
             continue
         for part in made.parts:
             source = answer.sources[part.key]
-            shape = table.layouts[table.layout_of[table.index[source]]].shape
+            shape = table.shape_of(table.index[source])
             piece = _part_of(view, part, shape)
             if piece is not None:
                 result.tensors.add(path, piece)
@@ -169,7 +169,7 @@ def _made(
         place = table.index.get(answer.sources.get(key, ""))
         if place is None:
             raise RecipeError(f"it is made of {key}, which in the checkpoint is {answer.absent.get(key, 'missing')}")
-        return SourceTensor(table.layouts[table.layout_of[place]].shape, table.dtypes[place])
+        return SourceTensor(table.shape_of(place), table.dtypes[place])
 
     if recipe is not None:
         return make_parts(recipe, find)

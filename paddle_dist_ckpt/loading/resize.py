@@ -48,7 +48,7 @@ def resize(
         if rule is None or place[i] < 0:
             continue
         axis, length = rule
-        geometry, shape = tensors.geometries[tensors.geometry[i]], table.layouts[table.layout_of[place[i]]].shape
+        geometry, shape = tensors.geometries[tensors.geometry[i]], table.shape_of(place[i])
         if geometry.shape != shape and not _differ_there_alone(geometry.shape, shape, axis):
             continue  # it does not fit
         reason = _refusal(geometry, shape, length, axis)

@@ -78,5 +78,5 @@ class StoredShards:
 def _check_values(table: ShardTable) -> None:
     """Refuse values that a hostile file claims to be of another shape than bytes in a row."""
     for t in np.flatnonzero(table.kinds == Kind.VALUE).tolist():
-        if table.dtypes[t].name != "uint8" or len(table.layouts[table.layout_of[t]].shape) != 1:
+        if table.dtypes[t].name != "uint8" or len(table.shape_of(t)) != 1:
             raise CheckpointCorruptedError(f"{plain_key(table.paths[t])}: a stored value that is not a row of bytes")

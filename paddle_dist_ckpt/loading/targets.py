@@ -112,7 +112,7 @@ class Targets:
         table, added = self._table, []
         for t in np.flatnonzero(table.kinds != Kind.TENSOR).tolist():
             if t not in asked and table.paths[t] not in left_out:
-                shape, dtype = table.layouts[table.layout_of[t]].shape, table.dtypes[t]
+                shape, dtype = table.shape_of(t), table.dtypes[t]
                 buffer: Array = zeros_of(shape, dtype.raw, plain_key(table.paths[t]))
                 geometry = Geometry(Kind(int(table.kinds[t])), dtype, shape, True, (LocalShard(whole(shape)),))
                 self._tensors.add(table.paths[t], TensorView(geometry, (address_of(buffer),), buffer, None))
