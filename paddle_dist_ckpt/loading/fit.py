@@ -20,7 +20,7 @@ from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
-from .messages import LoadAnswer, Problem, ShardNeeds
+from .messages import LoadAnswer, Mismatch, ShardNeeds
 from .recipes import expand
 from .resize import Rules
 from .small_items import SmallItems, batches_of
@@ -67,12 +67,12 @@ class Fit:
         self.stored, self.answer, self.wanted = stored, answer, wanted
         self._table = self.stored.table
         self.problems = wanted.problems + _unfit(answer, wanted)
-        self.problems += [Problem(key, f"{key}: a recipe, and no rank has such a tensor") for key in answer.unmatched]
+        self.problems += [Mismatch(key, f"{key}: a recipe, and no rank has such a tensor") for key in answer.unmatched]
         parts = expand(wanted.tensors, wanted.made.recipes, answer, self._table, cast)
         self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resize)
         self.problems += parts.problems + list(dict.fromkeys(self.targets.problems))
         self._plan()
-        left = [Problem.at(path, reason) for path, reason in answer.skipped.items()]
+        left = [Mismatch.at(path, reason) for path, reason in answer.skipped.items()]
         self.skipped = self.problems + wanted.left + left + self.targets.resized
 
     def _plan(self) -> None:
@@ -99,12 +99,12 @@ class Fit:
         itemsize = table.itemsizes[table.shard_tensor[self._shard]]
         self._nbytes, self._entry_bytes = (narrow(volume[self._like] * itemsize) for volume in volumes)
 
-    def _uncovered(self, row: int) -> Problem:
+    def _uncovered(self, row: int) -> Mismatch:
         """The problem with a target of which not everything is stored, or something repeatedly."""
         path, source = self.targets.path(row), self._table.paths[self.targets.tensor[row]]
         of_what = "" if path == source else f" of {plain_key(source)}"
         region = f"the region {self.targets.box(row)}{of_what}"
-        return Problem.at(path, f"the checkpoint does not hold {region} exactly once")
+        return Mismatch.at(path, f"the checkpoint does not hold {region} exactly once")
 
     @property
     def untouched(self) -> set[str]:
@@ -367,7 +367,7 @@ _PRESENT = {
 }
 
 
-def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Problem]:
+def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
     """The problems with wanted paths at which something of another kind is stored, or nothing."""
     tensors = set(wanted.tensors.paths) if answer.unfit else set()
     shapes: dict[str, tuple[int, ...]] = {}
@@ -387,5 +387,5 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Problem]:
             which = f"prefix={key!r}" if found.startswith("a container") else f"keys={key!r}"
             hint = f"; None takes values only: pass tensors to be filled, or call load_merged_state_dict(path, {which})"
         text = f"the state_dict has {has}, in the checkpoint it is {found}{looked}{hint}"
-        problems.append(Problem.at(path, text))
+        problems.append(Mismatch.at(path, text))
     return problems

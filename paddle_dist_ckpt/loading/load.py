@@ -49,7 +49,7 @@ from .messages import (
     GoOnAnswer,
     LoadAnswer,
     LoadRequest,
-    Problem,
+    Mismatch,
     WantedPaths,
 )
 from .reading import DataFiles, LoadContext, Reading
@@ -165,7 +165,7 @@ class LeavesLoad:
         parts = ExchangeParts(self.context, fit, self._files, decision, self._ask)
         reading = Reading(self.context, fit, self._files)
 
-        def read_staged() -> tuple[list[Problem], DoneRequest]:
+        def read_staged() -> tuple[list[Mismatch], DoneRequest]:
             run(last)
             problems = fit.targets.compare_shared()
             return problems, DoneRequest(problems=problems)

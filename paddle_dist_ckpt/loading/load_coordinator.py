@@ -39,7 +39,7 @@ from .messages import (
     ExchangeRequest,
     GoOnAnswer,
     LoadRequest,
-    Problem,
+    Mismatch,
     WantedPaths,
     WantedRecord,
 )
@@ -269,7 +269,7 @@ class LoadCoordinator:
             return CheckpointError(text)
         return RankFailureError(text, {rank: error for rank, error in failed.items() if rank is not None})
 
-    def _left_of_objects(self, paths: Sequence[str]) -> list[Problem]:
+    def _left_of_objects(self, paths: Sequence[str]) -> list[Mismatch]:
         """A problem for each stored entry of an object of a user's class that no rank wants, and that may not be left.
 
         Of other formats nobody knows whether it is one.
@@ -280,18 +280,18 @@ class LoadCoordinator:
         unused = [path for path in paths if not allowed(self._metadata.key(path))]
         left = judge(self._metadata, self._answering.names, self._answering.asked, unused, sorted(self._complete))
         self._doubtful = left.doubtful
-        return [Problem(key, f"{key}: stored, but {_NOT_YET}") for key in left.refused]
+        return [Mismatch(key, f"{key}: stored, but {_NOT_YET}") for key in left.refused]
 
     def _check(
         self,
-        by_rank: Mapping[int, Sequence[Problem]],
+        by_rank: Mapping[int, Sequence[Mismatch]],
         unused: Sequence[str] = (),
-        left: Sequence[Problem] = (),
+        left: Sequence[Mismatch] = (),
         idle: Sequence[IdleStatement] = (),
     ) -> None:
         """Raise all problems at once, each said once with the ranks that have it, those of stored entries that would be
         left, and the keys that nothing asks for and the statements that change nothing if these are problems."""
-        ranks: dict[Problem, list[int]] = {}
+        ranks: dict[Mismatch, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
             for problem in problems:
                 ranks.setdefault(problem, []).append(rank)
@@ -353,7 +353,7 @@ class LoadCoordinator:
             for key, count in self._answering.nothing_asked().items()
         ]
 
-    def _surplus(self, problems: Iterable[Problem], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
+    def _surplus(self, problems: Iterable[Mismatch], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
         """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; for
         each of these statements; and for each key of the key_map that matches nothing."""
         if self._options.strict != "all":

@@ -25,10 +25,10 @@ __all__ = [
     "GoOnAnswer",
     "LoadAnswer",
     "LoadRequest",
+    "Mismatch",
     "PackKind",
     "PackOrder",
     "ParcelOrder",
-    "Problem",
     "ShardNeeds",
     "ShardOrder",
     "UnitOrder",
@@ -40,17 +40,17 @@ __all__ = [
 _EMPTY = Column("<u1", b"")
 
 
-class Problem(msgspec.Struct, frozen=True, array_like=True):
+class Mismatch(msgspec.Struct, frozen=True, array_like=True):
     """Something that does not fit, or is left as it is: its flat key, and a line that says what, with the key."""
 
     key: str
     text: str
 
     @classmethod
-    def at(cls, path: str, text: str) -> Problem:
+    def at(cls, path: str, text: str) -> Mismatch:
         """That of a path, of which a text says what."""
         key = plain_key(path)
-        return Problem(key, f"{key}: {text}")
+        return Mismatch(key, f"{key}: {text}")
 
     def __str__(self) -> str:
         return self.text
@@ -158,7 +158,7 @@ class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
     it would read, why it cannot read some of them, whether some targets are staged, and whether there are objects to be
     given their states in the end."""
 
-    problems: list[Problem]
+    problems: list[Mismatch]
     files: dict[str, int]
     unreachable: dict[str, str]
     staged: bool
@@ -304,7 +304,7 @@ class DoneRequest(msgspec.Struct, frozen=True, array_like=True):
     could not open, with the reasons, and what it found not to fit."""
 
     gone: dict[str, str] = {}
-    problems: list[Problem] = []
+    problems: list[Mismatch] = []
 
 
 class GoOnAnswer(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
 from ..recipes import Recipe, filled, placeholders, stored_keys
-from .messages import LoadAnswer, Problem
+from .messages import LoadAnswer, Mismatch
 
 __all__ = ["Matching", "PartTargets", "expand", "key_pattern", "match_recipes", "with_hint"]
 
@@ -83,7 +83,7 @@ def key_pattern(key: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def with_hint(problem: Problem, idle: Iterable[IdleStatement]) -> str:
+def with_hint(problem: Mismatch, idle: Iterable[IdleStatement]) -> str:
     """What does not fit, with a statement that names the key and changes nothing."""
     about = next((one for one in idle if one.is_about(problem.key)), None)
     hint = "" if about is None else f"; {about.text!r} names it, but changes nothing: {about.reason}"
@@ -104,7 +104,7 @@ class PartTargets:
     tensors: LocalTensors
     stored: list[str | None]
     cast: list[bool]
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Mismatch] = field(default_factory=list)
 
 
 def expand(
@@ -138,12 +138,12 @@ def expand(
         try:
             made = _made(recipes.get(path), answer.parts.get(path), geometry, answer, table)
         except RecipeError as error:
-            result.problems.append(Problem.at(path, str(error)))
+            result.problems.append(Mismatch.at(path, str(error)))
             continue
         reason = misfit(made, geometry.shape, geometry.dtype, cast)
         if reason is not None:
             keys = ", ".join(dict.fromkeys(part.key for part in made.parts))
-            result.problems.append(Problem.at(path, f"{reason} (of {keys})"))
+            result.problems.append(Mismatch.at(path, f"{reason} (of {keys})"))
             continue
         for part in made.parts:
             source = answer.sources[part.key]

@@ -18,7 +18,7 @@ from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard
 from ..tree.paths import plain_key
 from .key_map import matcher
-from .messages import Problem
+from .messages import Mismatch
 
 __all__ = ["Rules", "resize"]
 
@@ -27,7 +27,7 @@ Rules = Mapping[str, "int | tuple[int, int]"]
 
 def resize(
     tensors: LocalTensors, table: ShardTable, place: IntArray, rules: Rules
-) -> tuple[dict[int, str], list[Problem]]:
+) -> tuple[dict[int, str], list[Mismatch]]:
     """Make the geometries of tensors that a rule lets differ in length those of what is stored for them.
 
     Args:
@@ -41,7 +41,7 @@ def resize(
         left as it is, or left out.
     """
     refused: dict[int, str] = {}
-    notes: list[Problem] = []
+    notes: list[Mismatch] = []
     found = [(matcher([pattern]), rule if isinstance(rule, tuple) else (rule, None)) for pattern, rule in rules.items()]
     for i, path in enumerate(tensors.paths) if found else ():
         rule = next((rule for matches, rule in found if matches(plain_key(path))), None)
@@ -61,7 +61,7 @@ def resize(
         tensors.geometries.append(_clipped(geometry, shape, axis))
         span = f"{min(wanted, stored)} to {max(wanted, stored)} of axis {axis}"
         what = "are not stored, and left as they are" if wanted > stored else "are stored, and left out"
-        notes.append(Problem.at(path, f"{span} {what}"))
+        notes.append(Mismatch.at(path, f"{span} {what}"))
     return refused, notes
 
 

@@ -23,7 +23,7 @@ from ..files.reader import Consumer, view_at
 from ..files.room import Room
 from ..tree.paths import plain_key
 from ..tree.values import decode_value
-from .messages import Problem
+from .messages import Mismatch
 from .recipes import PartTargets
 from .resize import Rules, resize
 from .shared_memory import SharedMemory, find_shared_memory
@@ -65,7 +65,7 @@ class Targets:
         rules: Rules,
     ) -> None:
         self._table, self._devices = table, devices
-        self.problems: list[Problem] = []
+        self.problems: list[Mismatch] = []
         self._buffers: dict[int, Bytes1D] = {}  # the memory in which a row is filled, if that is not its tensor's
         self._shared: list[SharedMemory] = []
         tensors = self._tensors = parts.tensors
@@ -77,7 +77,7 @@ class Targets:
         refused, self.resized = resize(tensors, table, place, rules)
         cast = np.array(parts.cast, bool)
         for tensor, reason in {**_find_mismatches(tensors, table, place, cast), **refused}.items():
-            self.problems.append(Problem.at(tensors.paths[tensor], reason))
+            self.problems.append(Mismatch.at(tensors.paths[tensor], reason))
             place[tensor] = -1
         self._values = self._add_values(left_out, asked)
         first_value, place = len(place), np.append(place, np.array([t for t, _ in self._values], np.int64))
@@ -222,9 +222,9 @@ class Targets:
             self.place(row, np.empty(self.nbytes[row], np.uint8))
             self.staged[row] = True
 
-    def compare_shared(self) -> list[Problem]:
+    def compare_shared(self) -> list[Mismatch]:
         """The problems with targets that share memory: stored data that differ. Such memory is not filled."""
-        problems: list[Problem] = []
+        problems: list[Mismatch] = []
         agreeing = []
         for shared in self._shared:
             differing = shared.differing(self)
@@ -232,7 +232,7 @@ class Targets:
                 agreeing.append(shared)
             others = ", ".join(sorted({plain_key(self.path(row)) for row in shared.rows}))
             problems += [
-                Problem.at(self.path(row), f"shares memory with others of {others}, but the stored data differ")
+                Mismatch.at(self.path(row), f"shares memory with others of {others}, but the stored data differ")
                 for row in differing
             ]
         self._shared = agreeing

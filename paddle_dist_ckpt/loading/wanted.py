@@ -16,7 +16,7 @@ from ..tree.objects import ObjectKind
 from ..tree.paths import RankIndex, flat_keys, own_among, parent_of, parse_path, plain_key
 from ..tree.state_dict import Adapter, Leaves, PerRank
 from . import key_map
-from .messages import LoadAnswer, Problem, WantedRecord
+from .messages import LoadAnswer, Mismatch, WantedRecord
 from .recipes import Matching, match_recipes
 
 __all__ = ["WantedState", "collect"]
@@ -45,11 +45,11 @@ class WantedState:
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
     values: dict[str, str] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Mismatch] = field(default_factory=list)
     others: dict[str, str | None] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
-    left: list[Problem] = field(default_factory=list)
+    left: list[Mismatch] = field(default_factory=list)
     made: Matching = field(default_factory=Matching)
     records: dict[str, WantedRecord] = field(default_factory=dict)
     has_objects: bool = False
@@ -89,17 +89,17 @@ class WantedState:
                 taken = own[rank]
             elif same_size and own.keys() <= set(ranks):
                 text = f"rank {rank} has saved no value of its own, only {_listed(own)} have"
-                self.problems.append(Problem.at(parent, text))
+                self.problems.append(Mismatch.at(parent, text))
             elif choice == "coordinator":
                 taken = own[min(own)]
             elif choice == "by_rank":
-                self.left.append(Problem.at(parent, f"left as it is, for no rank {rank} has saved its own"))
+                self.left.append(Mismatch.at(parent, f"left as it is, for no rank {rank} has saved its own"))
             else:
                 text = (
                     f"every rank has saved its own, on {answer.saved_by} ranks ({_listed(own)}), and now there are "
                     f"{len(ranks)}; LoadOptions(per_rank='by_rank') or 'coordinator' says which to take"
                 )
-                self.problems.append(Problem.at(parent, text))
+                self.problems.append(Mismatch.at(parent, text))
             others |= {path for path in own.values() if path != taken}
         return others
 
@@ -128,7 +128,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         values = [value for path, value in zip(asked, values, strict=True) if path not in left]
         asked = [path for path in asked if path not in left]
     refused = wanted.tensors.look_at(asked, values, adapter)
-    wanted.problems += [Problem(plain_key(path), text) for path, text in refused.items()]
+    wanted.problems += [Mismatch(plain_key(path), text) for path, text in refused.items()]
     if arranger is not None:
         corners = {path: arranger.corner(value) for path, value in zip(asked, values, strict=True)}
         for path, number in zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True):
