@@ -145,7 +145,8 @@ def load(
 
     storage, threads, place = as_source(path), _checked_threads(nthreads), replicas.place_of(map_location)
     objects = _objects(model, optimizer)
-    chosen = _default_id(storage) if unique_id is None else checked_id(unique_id)
+    asked = checked_id(unique_id)
+    chosen = _default_id(storage) if asked is None else asked
     if not objects:
         return load_whole(storage, chosen, Selection(), False, LoadOptions(), place, threads)
     others = _load_into(objects, storage, chosen, place, threads)
@@ -225,14 +226,14 @@ def _checked_mapping(loaded: Any) -> Mapping[str, Any]:
     return loaded
 
 
-def _default_id(storage: Storage) -> int | None:
-    """0, the id that :func:`save` takes; the newest of a folder that has others alone; None if it has no checkpoint."""
+def _default_id(storage: Storage) -> int:
+    """0, the id that :func:`save` takes, or the newest of a folder that has others alone."""
     try:
         ids = [*foreign_ids(storage), *metadata_ids(storage)]
     except (OSError, CheckpointNotFoundError):  # whoever reads the checkpoint says so
-        return None
-    if _UNIQUE_ID not in ids:
-        return ids[-1] if ids else None
+        return _UNIQUE_ID
+    if ids and _UNIQUE_ID not in ids:
+        return ids[-1]
     newer = sorted({number for number in ids if number > _UNIQUE_ID})
     if newer:
         _logger.warning(
@@ -247,7 +248,7 @@ def _default_id(storage: Storage) -> int | None:
 
 
 def _load_into(
-    objects: dict[str, Any], storage: Storage, unique_id: int | None, place: str | None, threads: int
+    objects: dict[str, Any], storage: Storage, unique_id: int, place: str | None, threads: int
 ) -> dict[Any, Any]:
     """Fill the objects, and return what was saved beside models and optimizers: all of one and the same save."""
     restarts = Restarts(storage)

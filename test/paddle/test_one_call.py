@@ -222,6 +222,12 @@ def test_a_step_of_a_manager_is_loaded(tmp_path: Path) -> None:
     assert load(tmp_path / "step-00000007")["model"]["weight"][0, 0] == 7
 
 
+def test_a_file_of_a_checkpoint_is_taken_for_it(tmp_path: Path) -> None:
+    save(tmp_path, linear(7))
+    for file in tmp_path.iterdir():
+        assert load(file)["model"]["weight"][0, 0] == 7
+
+
 def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = paddle.nn.Linear(3, 2)
     with caplog.at_level("INFO", "paddle_dist_ckpt"):
