@@ -18,7 +18,7 @@ from .options import LoadOptions, SaveOptions, checked, takes
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.async_save import AsyncSave
 from .storage import as_source, as_storage, bounded
-from .wiring import checked_id, connected, folder_of, load_whole, load_with, paddles, save_with, source_of
+from .wiring import checked_id, connected, enter_with, folder_of, load_whole, load_with, paddles, save_with, source_of
 
 __all__ = [
     "copy_checkpoint",
@@ -113,9 +113,9 @@ def save_state_dict(
         >>> report.unique_id
         0
     """
-    options = checked("options", options, SaveOptions) or SaveOptions()
+    options, check = enter_with(options, SaveOptions)
     ranks = connected(process_group, coordinator_rank, options)
-    return save_with(ranks, paddles(ranks, state_dict), path, unique_id, async_save, options)
+    return save_with(ranks, paddles(ranks, state_dict, check=check), path, unique_id, async_save, options)
 
 
 @takes(LoadOptions)
@@ -168,9 +168,9 @@ def load_state_dict(
         >>> state["step"], report.unused_keys
         (100, ())
     """
-    options = checked("options", options, LoadOptions) or LoadOptions()
+    options, check = enter_with(options, LoadOptions)
     ranks = connected(process_group, coordinator_rank, options)
-    find = paddles(ranks, state_dict, options.staging_bytes)
+    find = paddles(ranks, state_dict, options.staging_bytes, check)
     return load_with(ranks, find, path, unique_id, options, offload)
 
 

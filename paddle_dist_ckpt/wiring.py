@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,7 +28,7 @@ from .loading.merged import load_merged
 from .loading.reading import LoadContext
 from .loading.staging import piece_bytes
 from .loading.stored_tensors import stored_tensors
-from .options import LoadOptions, SaveOptions, as_integer, check_timeout
+from .options import LoadOptions, SaveOptions, as_integer, check_timeout, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .saving.preparing import snapshot_bytes_of
@@ -43,6 +43,7 @@ __all__ = [
     "check_bool",
     "checked_id",
     "connected",
+    "enter_with",
     "export_filled_with",
     "export_state_with",
     "export_with",
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+Options = TypeVar("Options", SaveOptions, LoadOptions)
 Find = Callable[[], tuple[dict[Any, Any], Adapter]]
 """Finds the state_dict, and what makes its tensors accessible; called when other ranks will hear of what it raises."""
 
@@ -69,12 +71,36 @@ def connected(process_group: Any, coordinator_rank: int, options: SaveOptions | 
     return connect(process_group, coordinator_rank, options.no_dist, options.timeout)
 
 
-def paddles(ranks: Ranks, state_dict: dict[Any, Any], staging_bytes: int | None = None) -> Find:
-    """Finds a state_dict of Paddle's tensors. Given the staging memory of a load, those on a device are cut for it."""
+def enter_with(options: Any, kind: type[Options]) -> tuple[Options, Callable[[], object]]:
+    """Options to enter a session with, and what to call in there: it raises TypeError if a user passed none of them.
+
+    So the other ranks hear of it, and none of them takes this rank's next call for this one.
+    """
+    if options is None or isinstance(options, kind):
+        return options or kind(), lambda: None
+    alone = options.get("no_dist") if isinstance(options, Mapping) else getattr(options, "no_dist", False)
+    return kind(no_dist=alone is True), lambda: checked("options", options, kind)
+
+
+def paddles(
+    ranks: Ranks,
+    state_dict: dict[Any, Any],
+    staging_bytes: int | None = None,
+    check: Callable[[], object] = lambda: None,
+) -> Find:
+    """Finds a state_dict of Paddle's tensors. Given the staging memory of a load, those on a device are cut for it.
+
+    ``check`` raises what else is wrong with this rank's arguments.
+    """
     from .paddle_adapter import PaddleAdapter
 
     piece = None if staging_bytes is None else piece_bytes(staging_bytes)
-    return lambda: (state_dict, PaddleAdapter(ranks.rank, piece))
+
+    def find() -> tuple[dict[Any, Any], Adapter]:
+        check()
+        return state_dict, PaddleAdapter(ranks.rank, piece)
+
+    return find
 
 
 def save_with(

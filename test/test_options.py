@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +138,13 @@ def test_an_option_that_is_passed_by_itself(function: str, given: dict[str, Any]
         called({}, "nowhere", **given)
     assert str(caught.value) == f"{function} takes no argument {next(iter(given))!r}; pass {hint}"
     assert list(inspect.signature(called).parameters)[-1] == "options"
+
+
+@pytest.mark.parametrize("options", [{}, {"no_dist": True}, "off"])
+def test_what_is_no_options_is_refused(tmp_path: Path, options: Any) -> None:
+    pytest.importorskip("paddle")
+    with pytest.raises(TypeError, match="options must be SaveOptions"):
+        paddle_dist_ckpt.save_state_dict({}, tmp_path, options=options)
+    with pytest.raises(TypeError, match="options must be LoadOptions, not SaveOptions"):
+        paddle_dist_ckpt.load_state_dict({}, tmp_path, options=SaveOptions(no_dist=True))  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

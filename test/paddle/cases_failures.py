@@ -70,20 +70,26 @@ def save_wrongly(path: str, ranks: int, wrong: int, how: str) -> Outcome:
             "container": {"y": {"deeper": 1}},
             "unique_id": {},
             "path": {},
+            "options": {},
         }[how]
     unique_id = 5 if how == "unique_id" and dist.get_rank() == wrong else None
     folder: Any = 5 if how == "path" and dist.get_rank() == wrong else path
-    return outcome_of(lambda: save_state_dict(state, folder, group_of(ranks), unique_id=unique_id))
+    options: Any = {"timeout": 5} if how == "options" and dist.get_rank() == wrong else None
+    return outcome_of(lambda: save_state_dict(state, folder, group_of(ranks), unique_id=unique_id, options=options))
 
 
 def load_wrongly(path: str, ranks: int, wrong: int, how: str) -> tuple[Outcome, bool]:
     """Load into targets that do not fit on rank ``wrong``; also returns whether this rank's targets are untouched."""
     state = _state(ranks, -1)
     if dist.get_rank() == wrong:
-        state |= {"shape": {"y": paddle.full([4], -1.0)}, "missing": {"z": paddle.full([4], -1.0)}, "value": {"y": 3}}[
-            how
-        ]
-    outcome = outcome_of(lambda: load_state_dict(state, path, group_of(ranks)))
+        state |= {
+            "shape": {"y": paddle.full([4], -1.0)},
+            "missing": {"z": paddle.full([4], -1.0)},
+            "value": {"y": 3},
+            "options": {},
+        }[how]
+    options: Any = {"timeout": 5} if how == "options" and dist.get_rank() == wrong else None
+    outcome = outcome_of(lambda: load_state_dict(state, path, group_of(ranks), options=options))
     untouched = bool((local_array(state["x"]) == -1).all()) and state["number"] == -1
     return outcome, untouched
 

@@ -77,6 +77,7 @@ def no_files_but(folder: Path, unique_id: int) -> bool:
         ("container", "UnsupportedValueError", "y"),
         ("unique_id", "ValueError", "unique_id"),
         ("path", "TypeError", "path"),
+        ("options", "TypeError", "options must be SaveOptions, not dict"),
     ],
 )
 def test_save_of_what_does_not_fit(pool: RankPool, folder: Path, wrong: int, how: str, error: str, words: str) -> None:
@@ -88,11 +89,23 @@ def test_save_of_what_does_not_fit(pool: RankPool, folder: Path, wrong: int, how
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
-@pytest.mark.parametrize(("how", "words"), [("shape", "y"), ("missing", "z"), ("value", "y")])
-def test_load_into_what_does_not_fit(pool: RankPool, folder: Path, wrong: int, how: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("shape", "StateDictMismatchError", "y"),
+        ("missing", "StateDictMismatchError", "z"),
+        ("value", "StateDictMismatchError", "y"),
+        ("options", "TypeError", "options must be LoadOptions, not dict"),
+    ],
+)
+def test_load_into_what_does_not_fit(
+    pool: RankPool, folder: Path, wrong: int, how: str, error: str, words: str
+) -> None:
     results = pool.run(cases.load_wrongly, str(folder), RANKS, wrong, how, ranks=RANKS)
-    assert [outcome.error for outcome, _ in results] == ["StateDictMismatchError"] * RANKS
-    assert all(words in outcome.message and f"rank {wrong}" in outcome.message for outcome, _ in results)
+    assert [outcome.error for outcome, _ in results] == [error] * RANKS
+    assert all(words in outcome.message for outcome, _ in results)
+    others = [outcome for rank, (outcome, _) in enumerate(results) if rank != wrong]
+    assert all(f"rank {wrong}" in outcome.message for outcome in others)
     assert all(untouched for _, untouched in results)
 
 
