@@ -35,8 +35,26 @@ def nothing_text(storage: Storage, unique_id: int | None = None) -> str:
         storage.identity()
     except FileNotFoundError:
         return f"there is no folder {storage.location}"
+    if (data_file := _data_file(storage)) is not None:
+        return data_file
     which = "" if unique_id is None else f" with unique_id {unique_id}"
     return "; ".join([f"{storage.location} holds no committed checkpoint{which}", *_reasons(storage, unique_id)])
+
+
+def _data_file(storage: Storage) -> str | None:
+    """What to say of a path to a data file of a committed checkpoint, which is not the checkpoint."""
+    folder = storage.location
+    try:
+        names = storage.names()
+        parsed = parse_data_file(names[0]) if len(names) == 1 else None
+        if parsed is None:
+            return None
+        storage.modified(metadata_name(parsed.unique_id))
+        if storage.names() != names:  # committed just now
+            return None
+    except OSError:
+        return None
+    return f"{folder}/{names[0]} is a data file of checkpoint {parsed.unique_id}: pass the folder {folder}"
 
 
 def _reasons(storage: Storage, unique_id: int | None) -> Iterator[str]:

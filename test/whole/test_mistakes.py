@@ -185,6 +185,19 @@ def test_data_files_without_metadata(tmp_path: Path) -> None:
         load_alone({"n": 0}, tmp_path, 7)
 
 
+def test_a_data_file_is_not_its_checkpoint(tmp_path: Path) -> None:
+    save_alone({"n": np.ones(3)}, tmp_path, 5)
+    (file,) = tmp_path.glob("*.safetensors")
+    said = f"{file} is a data file of checkpoint 5: pass the folder {tmp_path}"
+    for ask in (read_metadata, verify, load_merged_state_dict, lambda path: load_alone({"n": np.ones(3)}, path)):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            ask(file)  # type: ignore[operator]
+        assert str(caught.value) == said
+    (tmp_path / "5.metadata").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"but no \.metadata for it"):
+        read_metadata(file)
+
+
 def test_data_files_of_a_save_that_goes_on(tmp_path: Path) -> None:
     save_alone({"n": 1}, tmp_path)
     save = next(tmp_path.glob("*.safetensors")).name.split(".")[1]
