@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..core.text import visible
+
 __all__ = ["CheckpointPath", "Identifier", "Json", "Yes", "alone_only", "confirm"]
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="The checkpoint's folder.", show_default=False)]
@@ -30,7 +32,7 @@ def confirm(question: str, yes: bool) -> None:
         return
     if not is_terminal():
         raise typer.BadParameter("stdin is no terminal, so nobody can be asked; pass --yes", param_hint="--yes")
-    if not typer.confirm(question, err=True):
+    if not typer.confirm(visible(question, None), err=True):
         typer.echo("nothing was done", err=True)
         raise typer.Exit(2)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..core.text import value_text
 from .arguments import Json
 from .output import count, print_columns, print_json, say, shape_text
 
@@ -98,7 +99,8 @@ def _print(facts: ComparisonFacts) -> None:
     if rows:
         print_columns(rows, ["tensor", "dtype", "items that differ", "max abs", "max rel", "nan"], right=[2, 3, 4])
     for value in facts.values:
-        say(f"value: {value.key}: {_short(value.a)} | {_short(value.b)}")
+        a, b = (value_text(each, _MOST_LETTERS) for each in (value.a, value.b))
+        say(f"value: {value.key}: {a} | {b}")
     parts = {
         "equal": facts.same,
         "different": len(facts.tensors) + len(facts.values),
@@ -106,8 +108,3 @@ def _print(facts: ComparisonFacts) -> None:
         "only in b": len(facts.only_in_b),
     }
     say(", ".join(f"{number:,} {name}" for name, number in parts.items()), "bad")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…"

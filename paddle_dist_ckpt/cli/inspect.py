@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..core.text import key_text, value_text
 from .arguments import CheckpointPath, Identifier, Json
 from .output import count, human_bytes, print_columns, print_json, say
 
@@ -81,7 +82,10 @@ def _print_checkpoint(facts: CheckpointFacts, depth: int | None, everything: boo
     ]
     if others:
         rows.append(["other ids", ", ".join(map(str, others[-20:]))])
-    rows += [["metadata", f"{name} = {_short(value)}"] for name, value in facts.user_metadata.items()]
+    rows += [
+        ["metadata", f"{key_text(name)} = {value_text(value, _MOST_LETTERS)}"]
+        for name, value in facts.user_metadata.items()
+    ]
     print_columns([row for row in rows if row[1]])
     if facts.tensors:
         say()
@@ -94,7 +98,12 @@ def _print_checkpoint(facts: CheckpointFacts, depth: int | None, everything: boo
         shown = facts.values if everything else facts.values[:_MOST_VALUES]
         print_columns(
             [
-                [value.key, _short(value.value) if value.bytes is None else f"<a value of {human_bytes(value.bytes)}>"]
+                [
+                    value.key,
+                    value_text(value.value, _MOST_LETTERS)
+                    if value.bytes is None
+                    else f"<a value of {human_bytes(value.bytes)}>",
+                ]
                 for value in shown
             ]
         )
@@ -104,11 +113,6 @@ def _print_checkpoint(facts: CheckpointFacts, depth: int | None, everything: boo
         say()
         say(f"not read: {count(len(facts.left_out), 'key')}", "head")
         print_columns([[key, reason] for key, reason in facts.left_out.items()])
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…"
 
 
 def _print_steps(facts: StepsFacts) -> None:

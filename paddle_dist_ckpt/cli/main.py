@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
+import re
 import sys
 import traceback
 from typing import Annotated, Any
@@ -19,7 +21,7 @@ from .delete import delete
 from .diff import diff
 from .inspect import inspect
 from .merge import merge
-from .output import clean
+from .output import lines_text
 from .prune import prune
 from .rebuild import rebuild
 from .recipes import recipes
@@ -62,6 +64,13 @@ Colours are for terminals only, and not where NO_COLOR is set.
 """
 
 
+_ADVICE = (
+    (r"\brebuild_metadata\b", "paddle-dist-ckpt rebuild"),
+    (r", or call CheckpointManager\([^\n]*\)\.(restore\(state\)|all_steps\(\))", ""),
+    (r"\bgive its unique_id\b", "pass its --id"),
+)
+
+
 class _Commands(TyperGroup):
     """Turns what commands raise into a line on stderr and an exit code."""
 
@@ -86,7 +95,7 @@ class _Commands(TyperGroup):
             if ctx.params.get("debug"):
                 traceback.print_exc()
             else:
-                typer.echo(f"error: {clean(_text(error))}", err=True)
+                typer.echo(f"error: {lines_text(_with_commands(_text(error)))}", err=True)
             raise typer.Exit(2) from None
 
 
@@ -99,6 +108,19 @@ def _text(error: Exception) -> str:
     if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows where)"
+
+
+def _with_commands(text: str) -> str:
+    """A message with the commands that do what it advises programs to call."""
+    for call, command in _ADVICE:
+        text = re.sub(call, command, text)
+    return text
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    """Have nothing in a line of the log that a terminal would obey."""
+    record.msg, record.args = lines_text(_with_commands(record.getMessage())), None
+    return True
 
 
 app = typer.Typer(
@@ -135,4 +157,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # whatever the names and texts in checkpoints hold
+    logging.getLogger("paddle_dist_ckpt").addFilter(_make_visible)
     app(prog_name="paddle-dist-ckpt")

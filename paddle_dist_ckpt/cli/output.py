@@ -9,9 +9,13 @@ from typing import Any
 
 import typer
 
-__all__ = ["clean", "count", "human_bytes", "plain", "print_columns", "print_json", "say", "shape_text"]
+from ..core.text import escaped, value_text, visible
 
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+__all__ = ["count", "human_bytes", "lines_text", "plain", "print_columns", "print_json", "say", "shape_text"]
+
+_MOST_LETTERS = 100_000  # of a value that JSON has no type for
+_WIDEST = 200  # letters of a column
+_LINES = 1000  # that are printed together
 _STYLES = {"head": "bold", "good": "green", "bad": "red", "faint": "dim", "name": "cyan"}
 
 
@@ -19,9 +23,9 @@ def print_json(document: Any) -> None:
     """Print one JSON document. Numbers that JSON lacks are strings: NaN, Infinity, -Infinity."""
     import msgspec
 
-    typer.echo(
-        msgspec.json.format(msgspec.json.encode(plain(msgspec.to_builtins(document, enc_hook=repr))), indent=2).decode()
-    )
+    document = plain(msgspec.to_builtins(document, enc_hook=plain))
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    typer.echo(text if text.isascii() else "\n".join(escaped(line, _json_escape) for line in text.split("\n")))
 
 
 def plain(value: Any) -> Any:
@@ -36,12 +40,18 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {plain(key): plain(item) for key, item in value.items()}
-    return repr(value)
+    return value_text(value, _MOST_LETTERS)
 
 
-def clean(text: str) -> str:
-    """Text from a checkpoint or an error without what a terminal would obey: control characters become visible."""
-    return text.translate(_VISIBLE)
+def _json_escape(character: str) -> str:
+    units = character.encode("utf-16-be").hex()
+    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+
+
+def lines_text(text: str) -> str:
+    """A message of several lines, each of them visible. All but the first are indented, so that none of them looks like
+    a message of its own."""
+    return "\n    ".join(visible(line, None) for line in text.split("\n"))
 
 
 def human_bytes(nbytes: int) -> str:
@@ -63,14 +73,14 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def say(text: str = "", style: str = "", err: bool = False) -> None:
-    """Print a line or several, in a style if somebody looks at it.
+    """Print a line, in a style if somebody looks at it.
 
     Args:
         text: What to print.
         style: ``head``, ``good``, ``bad``, ``faint``, ``name``, or none.
         err: To stderr.
     """
-    text = clean(text)
+    text = visible(text, None)
     if style and _coloured(err):
         from rich.console import Console
 
@@ -80,27 +90,27 @@ def say(text: str = "", style: str = "", err: bool = False) -> None:
 
 
 def print_columns(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = ()) -> None:
-    """Print rows in columns, each as wide as it must be.
+    """Print rows in columns, each as wide as it must be; a few cells that are very wide stand out.
 
     Args:
         rows: The cells; a row may be shorter than others.
         head: The columns' names, if they are to be printed.
         right: Columns whose cells stand at the right.
     """
-    table = [head, *rows] if head else list(rows)
-    widths: list[int] = []
-    for row in table:
-        widths += [0] * (len(row) - len(widths))
+    widths = [0] * max(len(head), *map(len, rows), 0)
+    for row in (head, *rows):
         if len(row) > 1:  # a row of one cell is a line
-            widths = [max(known, len(cell)) for known, cell in zip(widths, row, strict=False)] + widths[len(row) :]
-    lines = []
-    for row in table:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
-        lines.append("  ".join(cells).rstrip())
+            for i, cell in enumerate(row):
+                widths[i] = min(max(widths[i], len(visible(cell))), _WIDEST)
+
+    def line(row: Sequence[str]) -> str:
+        pairs = enumerate(zip(map(visible, row), widths, strict=False))
+        return "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in pairs).rstrip()
+
     if head:
-        say(lines.pop(0), "head")
-    if lines:
-        typer.echo("\n".join(clean(line).replace("\n", "\\n") for line in lines))
+        say(line(head), "head")
+    for start in range(0, len(rows), _LINES):
+        typer.echo("\n".join(map(line, rows[start : start + _LINES])))
 
 
 def _coloured(err: bool) -> bool:

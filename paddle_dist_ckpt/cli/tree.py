@@ -12,6 +12,8 @@ from .output import count, human_bytes, shape_text
 __all__ = ["tree_rows"]
 
 _MOST_ROWS = 60
+_MOST_DEPTH = 32  # parts of a key; what follows stays together
+_MOST_DIGITS = 18
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ def tree_rows(tensors: Sequence[TensorFacts], depth: int | None, everything: boo
     root = _Node("")
     for tensor in tensors:
         node = root
-        for part in tensor.key.split("."):
+        for part in tensor.key.split(".", _MOST_DEPTH):
             node = node.children.setdefault(part, _Node(part))
         node.tensor = tensor
     _sum_up(root)
@@ -86,9 +88,9 @@ def _sum_up(node: _Node) -> None:
 
 def _join_alike(node: _Node) -> None:
     """Replace runs of numbered siblings of equal content by one."""
-    pairs = [(int(label), child) for label, child in node.children.items() if label.isdecimal()]
+    pairs = [(int(label), child) for label, child in node.children.items() if _is_number(label)]
     numbered = sorted(pairs, key=lambda pair: pair[0])
-    joined: dict[str, _Node] = {label: child for label, child in node.children.items() if not label.isdecimal()}
+    joined: dict[str, _Node] = {label: child for label, child in node.children.items() if not _is_number(label)}
     for _, run in itertools.groupby(enumerate(numbered), lambda each: (each[1][0] - each[0], each[1][1].shape)):
         found = [child for _, (_, child) in run]
         first = found[0]
@@ -99,6 +101,10 @@ def _join_alike(node: _Node) -> None:
     node.children = joined
     for child in joined.values():
         _join_alike(child)
+
+
+def _is_number(label: str) -> bool:
+    return label.isascii() and label.isdecimal() and len(label) <= _MOST_DIGITS
 
 
 def _join_chains(node: _Node) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 
 from ..core.columns import IntArray
 from ..core.shards import ShardTable
+from ..core.text import visible
 from ..files.metadata import Metadata
 from ..files.names import parse_data_file
 from .layers import LayerColumns, layers_of
 from .regions import RegionColumns, regions_of
-from .text import visible
 from .values import ValueColumns, user_values, values_of
 
 __all__ = ["Facts", "facts_of", "rank_of"]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .text import visible
+from ..core.text import visible
 
 __all__ = ["LayerColumns", "layers_of"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.shards import Kind
+from ..core.text import key_text, value_text, visible
 from ..errors import CheckpointCorruptedError
 from ..files.metadata import Metadata
 from ..tree.values import from_jsonable
-from .text import value_text, visible
 
 __all__ = ["ValueColumns", "user_values", "values_of"]
 
@@ -47,7 +47,7 @@ def values_of(metadata: Metadata, keys: Sequence[str], most: int = _MOST_VALUES)
 def user_values(metadata: Metadata, most: int = _MOST_VALUES) -> ValueColumns:
     """What ``SaveOptions.user_metadata`` held."""
     user = metadata.user_metadata
-    rows = [(str(key), type(value).__name__, value_text(value)) for key, value in list(user.items())[:most]]
+    rows = [(key_text(key), type(value).__name__, value_text(value)) for key, value in list(user.items())[:most]]
     return _columns(rows, len(user))
 
 

@@ -17,7 +17,6 @@ from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.report.facts import Facts, facts_of, rank_of
 from paddle_dist_ckpt.report.layers import layers_of
 from paddle_dist_ckpt.report.regions import regions_of
-from paddle_dist_ckpt.report.text import MOST_KEY, MOST_VALUE, value_text, visible
 from test.report.samples import large_metadata, metadata_of, own_names, save_model
 
 WHOLE = Layout.from_cuts((4, 6), [[], []])
@@ -39,37 +38,6 @@ def boxes_in(facts: Facts, tensor: int) -> list[tuple[tuple[int, ...], tuple[int
     edges = [[0, *cuts, end] for cuts, end in zip(layout.cuts, layout.shape, strict=True)]
     cells = itertools.product(*(list(itertools.pairwise(e)) for e in edges))
     return [(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
-
-
-# -- text
-
-
-def test_text_that_can_be_read_stays() -> None:
-    for text in ("", "model.layers.0.weight", "学习率", "é ß", "a b", "</script>"):
-        assert visible(text) == text
-
-
-def test_what_cannot_be_seen_is_escaped() -> None:
-    assert visible("a\u202eb\u2066c\x00d\ne\ud800f\u2028g\U000e0001") == (
-        "a\\u202eb\\u2066c\\u0000d\\u000ae\\ud800f\\u2028g\\U000e0001"
-    )
-
-
-def test_long_text_loses_its_middle() -> None:
-    found = visible("a" * 5000 + "b" * 5000)
-    assert len(found) < MOST_KEY + 40
-    assert found.startswith("aaa")
-    assert found.endswith("bbb")
-    assert " … 9488 characters … " in found
-    assert visible("a" * MOST_KEY) == "a" * MOST_KEY
-
-
-def test_values_as_text() -> None:
-    assert value_text({"a": (1, None, float("nan"))}) == "{'a': (1, None, nan)}"
-    assert value_text(np.float32(0.5)) == "0.5"
-    assert value_text([10**9000]) == "(a number too long to write out)"
-    assert len(value_text("x" * 100_000)) < MOST_VALUE + 40
-    assert len(value_text(np.zeros(100_000))) < 200
 
 
 # -- layers

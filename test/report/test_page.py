@@ -71,7 +71,7 @@ def test_nothing_of_a_checkpoint_is_markup(hostile: str) -> None:
 
 def test_what_it_says_is_what_stands_in_the_checkpoint(hostile: str) -> None:
     data = data_of(hostile)
-    shown = HOSTILE.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066").replace("\0", "\\u0000")
+    shown = HOSTILE.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066").replace("\0", "\\x00")
     assert shown in data["tensors"]["key"]
     assert shown in data["origin"]["location"]
     assert shown in data["user"]["key"]

@@ -1,0 +1,101 @@
+"""Text and values of a checkpoint as a person can read them: no longer than is of use, nothing in them invisible."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+__all__ = ["MOST_KEY", "MOST_VALUE", "escaped", "key_text", "value_text", "visible"]
+
+MOST_KEY = 512
+MOST_VALUE = 2000
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (such as marks of direction), surrogates, separators
+_MOST_DEPTH = 50
+_MOST_BITS = 4096  # of an integer; Python refuses to write out 4,301 digits
+_MOST_ITEMS = 100  # of an array
+
+
+def visible(text: str, most: int | None = MOST_KEY) -> str:
+    r"""Text with an escape as Python writes it, such as ``\x1b``, for every character that cannot be seen or that
+    changes what others look like; of more than ``most`` characters the middle is left out."""
+    if most is not None and len(text) > most:
+        half = most // 2
+        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    return escaped(text, lambda character: character.encode("unicode_escape").decode())
+
+
+def escaped(text: str, escape: Callable[[str], str]) -> str:
+    """Text in which each character that :func:`visible` escapes is written by a function."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or unicodedata.category(c) not in _HIDDEN else escape(c) for c in text)
+
+
+def value_text(value: object, most: int = MOST_VALUE) -> str:
+    """A value as Python would write it, cut off after ``most`` characters.
+
+    Whatever the value is, this does not fail, and takes no more time and memory than so many characters.
+    """
+    parts, size = list[str](), 0
+    for part in _parts(value, most, 0):
+        parts.append(part[: most + 1 - size])
+        size += len(parts[-1])
+        if size > most:
+            parts[-1] = parts[-1][:-1] + "…"
+            break
+    return visible("".join(parts), None)
+
+
+def key_text(key: object) -> str:
+    """A dict's key: a text as it is, and any other as Python would write it."""
+    return key if isinstance(key, str) else value_text(key)
+
+
+def _parts(value: Any, most: int, depth: int) -> Iterator[str]:
+    """The text of a value, part by part, each of them bounded."""
+    if depth > _MOST_DEPTH:
+        yield "(nested too deep to write out)"
+    elif isinstance(value, (str, bytes)):
+        yield repr(value[: most + 1])
+    elif type(value) is list:
+        yield from _items("[", ((item,) for item in value), "]", most, depth)
+    elif type(value) is tuple:
+        yield from _items("(", ((item,) for item in value), ",)" if len(value) == 1 else ")", most, depth)
+    elif isinstance(value, dict):
+        yield from _items("{", value.items(), "}", most, depth)
+    else:
+        yield _scalar_text(value, most)
+
+
+def _items(begin: str, items: Iterable[tuple[Any, ...]], end: str, most: int, depth: int) -> Iterator[str]:
+    yield begin
+    for i, (first, *rest) in enumerate(items):
+        if i:
+            yield ", "
+        yield from _parts(first, most, depth + 1)
+        for value in rest:
+            yield ": "
+            yield from _parts(value, most, depth + 1)
+    yield end
+
+
+def _scalar_text(value: Any, most: int) -> str:
+    import numpy as np  # late, since a command line that prints its help has no use for it
+
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"(an integer of {value.bit_length():,} bits)"
+    try:
+        if isinstance(value, np.ndarray):
+            return _array_text(value, most)
+        return repr(value.item() if isinstance(value, np.generic) else value)
+    except Exception as error:  # numpy has many for items that no array should have
+        return f"(a {type(value).__name__} that cannot be written out: {type(error).__name__})"
+
+
+def _array_text(array: Any, most: int) -> str:
+    """An array as numpy writes it, in one line; of a large one the first items."""
+    if array.size <= _MOST_ITEMS and array.nbytes <= 8 * most:
+        return " ".join(line.strip() for line in repr(array).splitlines())
+    some = repr(array.reshape(-1)[: min(_MOST_ITEMS, 8 * most // max(1, array.itemsize))])
+    return f"{' '.join(line.strip() for line in some.splitlines())[:-1]}, …, shape={array.shape})"

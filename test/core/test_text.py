@@ -1,0 +1,61 @@
+"""Text and values as a person can read them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from paddle_dist_ckpt.core.text import MOST_KEY, MOST_VALUE, value_text, visible
+
+
+def test_text_that_can_be_read_stays() -> None:
+    for text in ("", "model.layers.0.weight", "学习率", "é ß", "a b", "</script>"):
+        assert visible(text) == text
+
+
+def test_what_cannot_be_seen_is_escaped() -> None:
+    assert visible("a\u202eb\u2066c\x00d\ne\ud800f\u2028g\U000e0001") == (
+        "a\\u202eb\\u2066c\\x00d\\ne\\ud800f\\u2028g\\U000e0001"
+    )
+
+
+def test_long_text_loses_its_middle() -> None:
+    found = visible("a" * 5000 + "b" * 5000)
+    assert len(found) < MOST_KEY + 40
+    assert found.startswith("aaa")
+    assert found.endswith("bbb")
+    assert " … 9488 characters … " in found
+    assert visible("a" * MOST_KEY) == "a" * MOST_KEY
+
+
+def test_values_as_text() -> None:
+    assert value_text({"a": (1, None, float("nan"))}) == "{'a': (1, None, nan)}"
+    assert value_text(np.float32(0.5)) == "0.5"
+    assert value_text([10**9000]) == "[(an integer of 29,898 bits)]"
+    assert len(value_text("x" * 100_000)) < MOST_VALUE + 40
+    assert value_text(np.zeros(100_000)).endswith(", …, shape=(100000,))")
+    assert value_text(np.array([["a", "b\n"]])) == "array([['a', 'b\\n']], dtype='<U2')"
+    assert value_text({(1,): b"\x1b", "\u202e": ()}) == "{(1,): b'\\x1b', '\\u202e': ()}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "item"), [("<U1", b"\xff" * 4), ("<M8[0s]", b"\xff" * 7 + b"\x7f"), ("<M8", b"\0" * 7 + b"\1")]
+)
+def test_items_that_numpy_cannot_write_are_no_failure(kind: str, item: bytes) -> None:
+    text = value_text({"good": 1, "bad": np.frombuffer(item, kind)})
+    assert text.startswith("{'good': 1, 'bad': (a ndarray that cannot be written out: ")
+
+
+def test_a_value_takes_no_more_than_its_text() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    assert value_text(deep).count("[") == 51
+    large = np.broadcast_to(np.zeros((), bool), (2,) * 24)
+    many: tuple[object, ...] = (large,) * 1000
+    before = time.process_time()
+    for value in (large, many, [None] * 10**6, dict.fromkeys(range(10**6)), "\x1b" * 10**7, 1 << 10**7):
+        assert len(value_text(value)) <= 4 * MOST_VALUE + 20
+    assert time.process_time() - before < 0.5
