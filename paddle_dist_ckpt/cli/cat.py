@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core.text import value_text
 from .arguments import CheckpointPath, Identifier, Json
-from .output import human_bytes, plain, print_columns, print_json, say, shape_text
+from .output import count, human_bytes, plain, print_columns, print_json, say, shape_text
 
 if TYPE_CHECKING:
     from ..files.metadata import Metadata
@@ -17,6 +20,7 @@ __all__ = ["cat"]
 
 _MOST_PRINTED = 1_000  # items; of more the edges are shown
 _MOST_ITEMS = 1_000_000  # in JSON
+_MOST_LETTERS = 100_000  # of a value that is no text
 
 
 def cat(
@@ -56,15 +60,19 @@ def cat(
 def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, stats: bool, json: bool) -> None:
     import numpy as np
 
-    from .contents import find_tensor, read_edges, read_region, read_value, statistics
-    from .regions import parse_slice
+    from .contents import ValueContent, find_content, read_edges, read_region, read_value, statistics
+    from .regions import edge_items, parse_slice
 
-    tensor = find_tensor(metadata, key)
-    if tensor is None:
+    tensor = find_content(metadata, key)
+    if isinstance(tensor, ValueContent):
         if region is not None or stats:
             raise ValueError(f"{key} is a value, which has neither slices nor statistics")
-        value = read_value(storage, metadata, key)
-        print_json({"key": key, "kind": "value", "value": plain(value)}) if json else say(_text(value))
+        value = read_value(storage, metadata, tensor)
+        if json:
+            print_json({"key": key, "kind": "value", "value": plain(value)})
+            return
+        for line in value.split("\n") if isinstance(value, str) else [value_text(value, _MOST_LETTERS)]:
+            say(line)
         return
     box, kept = parse_slice(region or "", tensor.shape)
     shape = [box.shape[dimension] for dimension in kept]
@@ -83,15 +91,24 @@ def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, sta
         return
     if json:
         items = None
-        if box.size <= _MOST_ITEMS:
+        if max(itertools.accumulate(shape, operator.mul), default=1) <= _MOST_ITEMS:  # lists of nothing count as well
             items = _readable(read_region(storage, metadata, tensor, box), tensor.dtype).reshape(shape).tolist()
         print_json({**document, "slice": region, "values": items})
         return
     large = box.size > _MOST_PRINTED
-    raw = (read_edges if large else read_region)(storage, metadata, tensor, box)
+    part, edge = edge_items(box, _MOST_PRINTED) if large else (box, 0)
+    firsts = [dimension for dimension in kept if part.shape[dimension] < box.shape[dimension]]
+    kept = tuple(dimension for dimension in kept if dimension not in firsts)
+    if large:
+        raw = read_edges(storage, metadata, tensor, part, edge)
+    else:
+        raw = read_region(storage, metadata, tensor, part)
     items = _readable(raw, tensor.dtype).reshape([raw.shape[dimension] for dimension in kept])
     say(f"{key}  {shape_text(shape)} {tensor.dtype.name}, {human_bytes(box.size * tensor.dtype.itemsize)}", "head")
-    say(np.array2string(items, threshold=0 if large else box.size + 1))
+    if firsts:
+        say(f"of the first {count(len(firsts), 'dimension')} only the first item; see --slice", "faint")
+    for line in np.array2string(items, threshold=0 if large else box.size + 1, edgeitems=edge).split("\n"):
+        say(line)
 
 
 def _readable(raw: Any, dtype: Any) -> Any:
@@ -106,11 +123,3 @@ def _readable(raw: Any, dtype: Any) -> Any:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.9g}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (dict, list, tuple)):
-        from pprint import pformat
-
-        return pformat(value, width=100)
-    return value if isinstance(value, str) else repr(value)

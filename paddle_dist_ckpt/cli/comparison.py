@@ -23,7 +23,7 @@ from ..folder.boxes import BoxReader
 from ..folder.checkpoint import unless_replaced
 from ..storage.base import Storage
 from ..tree.values import encode_value
-from .contents import read_value
+from .contents import ValueContent, read_value
 from .differences import Difference, compare_items
 from .inspection import matches
 from .ranks import gathered, is_first, same_checkpoint
@@ -115,30 +115,31 @@ class _Held:
 
     Attributes:
         rows: The place of each tensor in the table, by flat key.
-        values: The whole flat key of each value, by flat key without the prefix.
+        values: The values by flat key without the prefix.
     """
 
     storage: Storage
     metadata: Metadata
     rows: dict[str, int]
-    values: dict[str, str]
+    values: dict[str, ValueContent]
 
     @classmethod
     def of(cls, side: Side, metadata: Metadata, pattern: str | None) -> _Held:
         rows: dict[str, int] = {}
-        values: dict[str, str] = {}
+        values: dict[str, ValueContent] = {}
         for row, path in enumerate(metadata.table.paths):
             whole_key = metadata.key(path)
             key = _without(whole_key, side.prefix)
             if key is not None and matches(key, pattern):
                 if metadata.table.kinds[row] == Kind.VALUE:
-                    values[key] = whole_key
+                    values[key] = ValueContent(whole_key, row)
                 else:
                     rows[key] = row
-        for path, _ in metadata.value_records:
-            key = _without(metadata.key(path), side.prefix)
+        for path, tree in metadata.value_records:
+            whole_key = metadata.key(path)
+            key = _without(whole_key, side.prefix)
             if key is not None and matches(key, pattern):
-                values[key] = metadata.key(path)
+                values[key] = ValueContent(whole_key, None, tree)
         return cls(side.storage, metadata, rows, values)
 
     def shape(self, key: str) -> tuple[int, ...]:

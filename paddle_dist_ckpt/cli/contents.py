@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..core.box import Box
+from ..core.decoding import decoding
 from ..core.dtypes import DType, arithmetic_dtype
 from ..core.memory import zeros_of
 from ..core.shards import Kind
+from ..core.text import MOST_KEY, visible
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..folder.boxes import BoxReader, read_values
 from ..storage.base import Storage
-from .regions import edges, windows
+from ..tree.values import from_jsonable
+from .regions import WINDOW_BYTES, edges, windows
 
-__all__ = ["find_tensor", "read_edges", "read_region", "read_value", "statistics"]
+__all__ = [
+    "ValueContent",
+    "examples_text",
+    "find_content",
+    "read_edges",
+    "read_region",
+    "read_value",
+    "statistics",
+]
 
-_EDGE_ITEMS = 3
+_MOST_WINDOWS = 1 << 10
+_ITEMS_AT_ONCE = 1 << 20  # that are there in 64 bits
+_MOST_ALIKE = 500
+_MOST_PARTS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +74,67 @@ class TensorContent:
     dtype: DType
 
 
-def find_tensor(metadata: Metadata, key: str) -> TensorContent | None:
-    """The tensor of a flat key; None if that is the key of a value.
+@dataclass(frozen=True, slots=True)
+class ValueContent:
+    """A value of a checkpoint: its flat key, and its place in the table, or, without one, its tagged JSON form."""
+
+    key: str
+    row: int | None
+    tree: Any = None
+
+
+def find_content(metadata: Metadata, key: str) -> TensorContent | ValueContent:
+    """The tensor or value of a flat key.
 
     Raises:
         CheckpointNotFoundError: there is no such key; says which are like it.
     """
     table = metadata.table
-    path = next((path for path in _paths(metadata) if metadata.key(path) == key), None)
-    if path is None:
-        import difflib
-
-        keys = [metadata.key(path) for path in _paths(metadata)]
-        near = difflib.get_close_matches(key, keys, n=3, cutoff=0.5) or keys[:3]
+    for path, tree in metadata.value_records:
+        if metadata.key(path) == key:
+            return ValueContent(key, None, tree)
+    row = next((row for row, path in enumerate(table.paths) if metadata.key(path) == key), None)
+    if row is None:
         raise CheckpointNotFoundError(
-            f"checkpoint {metadata.unique_id} has no key {key!r}; there are, for example: {', '.join(near) or 'none'}"
+            f"checkpoint {metadata.unique_id} has no key {key!r}; {examples_text(metadata, key)}"
         )
-    row = table.index.get(path)
-    if row is None or table.kinds[row] == Kind.VALUE:
-        return None
+    if table.kinds[row] == Kind.VALUE:
+        return ValueContent(key, row)
     return TensorContent(row, key, table.layouts[table.layout_of[row]].shape, table.dtypes[row])
 
 
-def read_value(storage: Storage, metadata: Metadata, key: str) -> Any:
-    """The value of a flat key, wherever it is stored."""
-    if key in metadata.values:
-        return metadata.values[key]
-    table = metadata.table
-    row = next(row for row, path in enumerate(table.paths) if metadata.key(path) == key)
-    (value,) = read_values(storage, metadata, [row])
+def examples_text(metadata: Metadata, wanted: str) -> str:
+    """Keys of a checkpoint that are like one that it does not have, or like a pattern, in words."""
+    keys = [metadata.key(path) for path in metadata.table.paths]
+    keys += [metadata.key(path) for path, _ in metadata.value_records]
+    near = _near(wanted, keys) or keys[:3]
+    return f"there are, for example: {', '.join(map(visible, near)) or 'none'}"
+
+
+def _near(wanted: str, keys: Sequence[str]) -> list[str]:
+    """The keys that are most like a text. Only those of the most parts in common with it, and of lengths like its own,
+    are looked at closely, since that takes long."""
+    import difflib
+
+    parts = set(wanted.split("."))
+
+    def apart(key: str) -> tuple[int, int]:
+        return -len(parts.intersection(key.split(".", _MOST_PARTS))), abs(len(key) - len(wanted))
+
+    alike = heapq.nsmallest(_MOST_ALIKE, (key for key in keys if len(key) <= 3 * len(wanted)), key=apart)
+    return difflib.get_close_matches(wanted, alike, n=3, cutoff=0.5) if len(wanted) <= MOST_KEY else []
+
+
+def read_value(storage: Storage, metadata: Metadata, content: ValueContent) -> Any:
+    """A value, wherever it is stored.
+
+    Raises:
+        CheckpointCorruptedError: it is damaged.
+    """
+    if content.row is None:
+        with decoding(content.key):
+            return from_jsonable(content.tree)
+    (value,) = read_values(storage, metadata, [content.row])
     if isinstance(value, CheckpointCorruptedError):
         raise value
     return value
@@ -101,10 +148,10 @@ def read_region(storage: Storage, metadata: Metadata, tensor: TensorContent, box
     return items
 
 
-def read_edges(storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box) -> np.ndarray:
+def read_edges(storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box, items: int) -> np.ndarray:
     """A small array that numpy, if told to leave out the middle of it, prints like the region; see :func:`edges`."""
-    small = np.zeros([min(n, 2 * _EDGE_ITEMS + 1) for n in box.shape], tensor.dtype.raw)
-    parts = list(edges(box, _EDGE_ITEMS))
+    small = np.zeros([min(n, 2 * items + 1) for n in box.shape], tensor.dtype.raw)
+    parts = list(edges(box, items))
     targets = [small[Box(place, part.shape).slices] for part, place in parts]
     with BoxReader(storage, metadata, [tensor.row] * len(parts), [part for part, _ in parts]) as reader:
         reader.read(range(len(parts)), targets)
@@ -114,38 +161,69 @@ def read_edges(storage: Storage, metadata: Metadata, tensor: TensorContent, box:
 def statistics(
     storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box, progress: Callable[[int], None]
 ) -> Statistics:
-    """The statistics of a region, read in windows of 16 MiB."""
-    parts = list(windows(box, tensor.dtype.itemsize))
-    nan = infinite = zero = finite = 0
-    low: list[Any] = []
-    high: list[Any] = []
-    total = squares = 0.0
+    """The statistics of a region, read in windows of 16 MiB; nothing is read of what are holes."""
+    sums = _Sums()
+    for raw, times in _read_windows(storage, metadata, tensor, box):
+        items = raw.reshape(-1)
+        for start in range(0, items.size, _ITEMS_AT_ONCE):
+            sums.add(items[start : start + _ITEMS_AT_ONCE].view(arithmetic_dtype(tensor.dtype)), times)
+        progress(raw.nbytes * times)
+    if not sums.finite:
+        return Statistics(box.size, sums.nan, sums.infinite, sums.zero, None, None, None, None)
+    mean, norm = sums.total / sums.finite, math.sqrt(sums.squares)
+    return Statistics(box.size, sums.nan, sums.infinite, sums.zero, min(sums.low), max(sums.high), mean, norm)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What :class:`Statistics` are made of, of the items so far."""
+
+    nan: int = 0
+    infinite: int = 0
+    zero: int = 0
+    finite: int = 0
+    low: list[Any] = field(default_factory=list)
+    high: list[Any] = field(default_factory=list)
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: np.ndarray, times: int) -> None:
+        """Take in items, each of which there is so many times."""
+        if values.dtype.kind not in "biufc":  # bfloat16 and float8, which numpy itself does not know
+            values = values.astype(np.float32)
+        if values.dtype.kind == "c":
+            values = np.abs(values)
+        if values.dtype.kind == "f":
+            self.nan += times * int(np.isnan(values).sum())
+            self.infinite += times * int(np.isinf(values).sum())
+            values = values[np.isfinite(values)]
+        if not values.size:
+            return
+        self.zero += times * int(values.size - np.count_nonzero(values))
+        self.finite += times * values.size
+        self.low = [min([*self.low, values.min().item()])]
+        self.high = [max([*self.high, values.max().item()])]
+        wide = values.astype(np.float64, copy=False)
+        self.total += times * float(wide.sum())
+        self.squares += times * float(np.dot(wide, wide))
+
+
+def _read_windows(
+    storage: Storage, metadata: Metadata, tensor: TensorContent, box: Box
+) -> Iterator[tuple[np.ndarray, int]]:
+    """The raw items of a region, some at a time, and how many times there are these: of a hole one zero so many times.
+
+    Of a region of more than 16 GiB windows are larger at first, so that large holes are known by a few looks.
+    """
+    itemsize = tensor.dtype.itemsize
+    parts = list(windows(box, itemsize, max(WINDOW_BYTES, box.size * itemsize // _MOST_WINDOWS)))
     with BoxReader(storage, metadata, [tensor.row] * len(parts), parts) as reader:
         for row, part in enumerate(parts):
-            raw = np.empty(part.shape, tensor.dtype.raw)
-            reader.read([row], [raw], threads=2)
-            progress(raw.nbytes)
-            values = raw.view(arithmetic_dtype(tensor.dtype)).reshape(-1)
-            if values.dtype.kind not in "biufc":  # bfloat16 and float8, which numpy itself does not know
-                values = values.astype(np.float32)
-            if values.dtype.kind == "c":
-                values = np.abs(values)
-            if values.dtype.kind == "f":
-                nan += int(np.isnan(values).sum())
-                infinite += int(np.isinf(values).sum())
-                values = values[np.isfinite(values)]
-            zero += int(values.size - np.count_nonzero(values))
-            finite += values.size
-            if values.size:
-                low.append(values.min().item())
-                high.append(values.max().item())
-                wide = values.astype(np.float64, copy=False)
-                total += float(wide.sum())
-                squares += float(np.dot(wide, wide))
-    if not finite:
-        return Statistics(box.size, nan, infinite, zero, None, None, None, None)
-    return Statistics(box.size, nan, infinite, zero, min(low), max(high), total / finite, math.sqrt(squares))
-
-
-def _paths(metadata: Metadata) -> list[str]:
-    return [*metadata.table.paths, *(path for path, _ in metadata.value_records)]
+            if reader.is_hole(row):
+                yield np.zeros(1, tensor.dtype.raw), part.size
+            elif part.size * itemsize > WINDOW_BYTES:
+                yield from _read_windows(storage, metadata, tensor, part)
+            else:
+                raw = np.empty(part.shape, tensor.dtype.raw)
+                reader.read([row], [raw], threads=2)
+                yield raw, 1

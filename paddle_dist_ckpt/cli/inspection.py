@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.layouts import Layout
 from ..core.shards import Kind
-from ..errors import CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..files.names import step_of
 from ..folder.checkpoint import read_checkpoint
@@ -20,6 +20,8 @@ from ..folder.nothing import managers_text
 from ..storage import LocalStorage, local_path
 from ..storage.base import Storage
 from ..tree.paths import plain_key
+from ..tree.values import from_jsonable
+from .contents import examples_text
 
 __all__ = [
     "CheckpointFacts",
@@ -162,7 +164,8 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
     metadata = read_checkpoint(storage, unique_id)
     tensors, values = _leaves(metadata, pattern)
     if pattern is not None and not tensors and not values:
-        raise CheckpointNotFoundError(f"no key of checkpoint {metadata.unique_id} matches {pattern!r}")
+        examples = examples_text(metadata, pattern)
+        raise CheckpointNotFoundError(f"no key of checkpoint {metadata.unique_id} matches {pattern!r}; {examples}")
     return CheckpointFacts(
         path=storage.location,
         format=metadata.format,
@@ -186,7 +189,11 @@ def checkpoint_facts(storage: Storage, unique_id: int | None, pattern: str | Non
 def _leaves(metadata: Metadata, pattern: str | None) -> tuple[list[TensorFacts], list[ValueFacts]]:
     table = metadata.table
     tensors: list[TensorFacts] = []
-    values = [ValueFacts(key, value) for key, value in metadata.values.items() if matches(key, pattern)]
+    values = [
+        ValueFacts(key, _decoded(tree))
+        for path, tree in metadata.value_records
+        if matches(key := metadata.key(path), pattern)
+    ]
     grids = [_grid(layout) for layout in table.layouts]
     columns = zip(table.paths, table.dtypes, table.kinds.tolist(), table.layout_of.tolist(), strict=True)
     for path, dtype, kind, number in columns:
@@ -201,6 +208,14 @@ def _leaves(metadata: Metadata, pattern: str | None) -> tuple[list[TensorFacts],
             pieces = len(layout.parts)
             tensors.append(TensorFacts(key, name, layout.shape, dtype.name, nbytes, pieces, grids[number]))
     return tensors, sorted(values, key=lambda value: value.key)
+
+
+def _decoded(tree: Any) -> Any:
+    """The value of a tree in tagged JSON form; of one that is damaged what is wrong, so that others are shown."""
+    try:
+        return from_jsonable(tree)
+    except CheckpointCorruptedError as error:
+        return f"({error})"
 
 
 def _grid(layout: Layout) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ..core.box import Box
 
-__all__ = ["WINDOW_BYTES", "edges", "parse_slice", "windows"]
+__all__ = ["WINDOW_BYTES", "edge_items", "edges", "parse_slice", "windows"]
 
 WINDOW_BYTES = 16 << 20
 _RANGE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
@@ -66,6 +66,21 @@ def windows(box: Box, itemsize: int, most: int = WINDOW_BYTES) -> Iterator[Box]:
         offset[dimension] += start
         shape[dimension] = min(step, box.shape[dimension] - start)
         yield from windows(Box(tuple(offset), tuple(shape)), itemsize, most)
+
+
+def edge_items(box: Box, most: int) -> tuple[Box, int]:
+    """How many items of each dimension :func:`edges` may take at each end, so that not more are shown in all.
+
+    Returns:
+        The region, of which leading dimensions are cut to their first item where even one at each end would be too
+        many, and how many.
+    """
+    for dimension in range(len(box.shape) + 1):
+        shape = (1,) * dimension + box.shape[dimension:]
+        for items in (3, 2, 1):
+            if math.prod(min(n, 2 * items + 1) for n in shape) <= most:
+                return Box(box.offset, shape), items
+    raise AssertionError("one item is not too many")
 
 
 def edges(box: Box, items: int) -> Iterator[tuple[Box, tuple[int, ...]]]:

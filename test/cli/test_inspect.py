@@ -79,7 +79,8 @@ def test_patterns(tmp_path: Path) -> None:
     assert keys == ["model.layers.1.bias", "model.layers.1.weight"]
     keys = [tensor["key"] for tensor in answer("inspect", tmp_path, "*.bias")["tensors"]]
     assert keys == ["model.layers.0.bias", "model.layers.1.bias"]
-    assert "no key of checkpoint 0 matches 'nothing'" in fails("inspect", tmp_path, "nothing")
+    text = fails("inspect", tmp_path, "modle.layers.0.*")
+    assert "no key of checkpoint 0 matches 'modle.layers.0.*'; there are, for example: model.layers.0.bias, " in text
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
@@ -87,6 +88,17 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert "holds no committed checkpoint" in fails("inspect", tmp_path)
     save_model(tmp_path, layers(1))
     assert "with unique_id 5; its only one has the id 0" in fails("inspect", tmp_path, "--id", 5)
+
+
+def test_errors_advise_commands(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", layers(1))
+    (tmp_path / "a" / "0.metadata").write_bytes(b"x")
+    text = fails("inspect", tmp_path / "a")
+    assert "paddle-dist-ckpt rebuild can make it again; to load an older checkpoint, pass its --id" in text
+    (tmp_path / "a" / "0.metadata").unlink()
+    assert "or paddle-dist-ckpt rebuild makes it again" in fails("inspect", tmp_path / "a")
+    save_alone({"a": make_array((4,))}, step_folder(tmp_path / "steps", 1), 1)
+    assert fails("verify", tmp_path / "steps").endswith("step-00000001, the latest\n")
 
 
 def test_a_folder_of_steps(tmp_path: Path) -> None:
