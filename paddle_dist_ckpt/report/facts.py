@@ -142,14 +142,14 @@ class Facts:
 
 
 def facts_of(
-    metadata: Metadata, location: str, sizes: Sequence[int | None] | None = None, most: int = MOST_TENSORS
+    metadata: Metadata, location: str, sizes: Sequence[int | str] | None = None, most: int = MOST_TENSORS
 ) -> Facts:
     """What a page shows of a checkpoint.
 
     Args:
         metadata: What the checkpoint says of itself.
         location: Where it is.
-        sizes: How large its files are now, None for one that is missing; None if nobody has looked.
+        sizes: How large its files are now, or why one has no size; None if nobody has looked.
         most: How many tensors are named, the largest first. Sums are over all tensors.
     """
     table = metadata.table
@@ -248,10 +248,10 @@ def _tensors(
     return columns, regions
 
 
-def _files(metadata: Metadata, sizes: Sequence[int | None] | None) -> FileColumns:
+def _files(metadata: Metadata, sizes: Sequence[int | str] | None) -> FileColumns:
     table, infos = metadata.table, metadata.files
     written = [info.size for info in infos]
-    found = written if sizes is None else sizes
+    found: Sequence[int | str] = written if sizes is None else sizes
     return FileColumns(
         name=[visible(info.name) for info in infos],
         size=written,
@@ -259,7 +259,7 @@ def _files(metadata: Metadata, sizes: Sequence[int | None] | None) -> FileColumn
         shards=np.bincount(table.shard_file, minlength=len(infos)).tolist(),
         rank=[rank_of(info.name) for info in infos],
         state=[
-            "" if now == size else "missing" if now is None else f"{now} bytes now"
+            "" if now == size else now if isinstance(now, str) else f"{now} bytes now"
             for now, size in zip(found, written, strict=True)
         ],
     )

@@ -44,8 +44,13 @@ def report(path: Any, out: str | os.PathLike[str], unique_id: int | None = None)
     return target
 
 
-def _size(storage: Storage, name: str) -> int | None:
+def _size(storage: Storage, name: str) -> int | str:
+    """How large a file is, or why that is not known."""
     try:
         return storage.size(name)
     except FileNotFoundError:
-        return None
+        return "missing"
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    except UnicodeEncodeError:
+        return "no name in this locale"

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from test.cli.commands import answer, run
 from test.rooms import ROOT
 from test.torture.budgets import Cost, bytes_on_disk, cost_of
-from test.torture.crafting import Entry, dumped, write_checkpoint
+from test.torture.crafting import Entry, dumped, write_checkpoint, write_metadata
 
 ODD = {
     "/int": dumped({"int": "0x" + "f" * 4000}),
@@ -134,7 +135,8 @@ def test_the_question_and_the_log_obey_nothing(tmp_path: Path, asks: bool) -> No
 
 def test_no_line_is_forged(tmp_path: Path) -> None:
     forged = "x\ngood  checkpoint 0: every block is as it was written\u202e"
-    write_checkpoint(tmp_path, {}, edit=lambda body: body.__setitem__("files", [[forged, 5, "0" * 16]]))
+    write_checkpoint(tmp_path, {})
+    _rename(tmp_path, forged)
     text = run("verify", tmp_path, code=1)
     assert "\\ngood" in text
     assert "\ngood" not in text
@@ -152,3 +154,33 @@ def test_lines_that_follow_in_an_error_are_indented() -> None:
     from paddle_dist_ckpt.cli.output import lines_text
 
     assert lines_text("one\ntwo\x1b") == "one\n    two\\x1b"
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_a_report_names_files_that_cannot_be_looked_at(tmp_path: Path, loops: bool) -> None:
+    name = "loop" if loops else "\u5b66" * 200
+    write_checkpoint(tmp_path, {})
+    _rename(tmp_path, name)
+    if loops:
+        (tmp_path / name).symlink_to(name)
+    run("report", tmp_path, "--out", tmp_path / "page.html")
+    assert ("Too many levels of symbolic links" if loops else "File name too long") in (
+        (tmp_path / "page.html").read_text()
+    )
+
+
+def test_a_locale_that_cannot_have_a_name_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {})
+    _rename(tmp_path, "\u5b66")
+    variables = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "paddle_dist_ckpt", "verify", str(tmp_path)]
+    done = subprocess.run(command, env=variables, capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.endswith(b"\\u5b66 is no name in this locale, whose encoding is ascii; set PYTHONUTF8=1\n")
+
+
+def _rename(folder: Path, name: str) -> None:
+    """Have `.metadata` call its only file so."""
+    body = json.loads((folder / "0.metadata").read_bytes().split(b"\n")[1])
+    body["files"][0][0] = name
+    write_metadata(folder, dumped(body))

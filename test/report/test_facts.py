@@ -154,7 +154,7 @@ def test_a_damaged_value_is_named_and_no_error() -> None:
 def test_files_that_are_not_as_they_were_written() -> None:
     metadata = metadata_of([("/w", HALVES, [0, 1]), ("/v", WHOLE, [2])], own_names(3))
     size = metadata.files[0].size
-    assert facts_of(metadata, "", [size, None, 5]).files.state == ["", "missing", "5 bytes now"]
+    assert facts_of(metadata, "", [size, "missing", 5]).files.state == ["", "missing", "5 bytes now"]
 
 
 def test_ranks_that_wrote_nothing_are_among_the_ranks() -> None:
