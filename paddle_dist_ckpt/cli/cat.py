@@ -20,6 +20,7 @@ __all__ = ["cat"]
 
 _MOST_PRINTED = 1_000  # items; of more the edges are shown
 _MOST_ITEMS = 1_000_000  # in JSON
+_MOST_JSON = 16_000_000  # letters
 _MOST_LETTERS = 100_000  # of a value that is no text
 
 
@@ -91,7 +92,7 @@ def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, sta
         return
     if json:
         items = None
-        if max(itertools.accumulate(shape, operator.mul), default=1) <= _MOST_ITEMS:  # lists of nothing count as well
+        if box.size <= _MOST_ITEMS and _letters(shape) <= _MOST_JSON:
             items = _readable(read_region(storage, metadata, tensor, box), tensor.dtype).reshape(shape).tolist()
         print_json({**document, "slice": region, "values": items})
         return
@@ -109,6 +110,11 @@ def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, sta
         say(f"of the first {count(len(firsts), 'dimension')} only the first item; see --slice", "faint")
     for line in np.array2string(items, threshold=0 if large else box.size + 1, edgeitems=edge).split("\n"):
         say(line)
+
+
+def _letters(shape: list[int]) -> int:
+    """About how many letters a tensor's items are as JSON, with the lists that they are in, which may be of nothing."""
+    return sum(n * (2 * level + 4) for level, n in enumerate(itertools.accumulate(shape, operator.mul), 1))
 
 
 def _readable(raw: Any, dtype: Any) -> Any:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..core.layouts import Layout
 from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
@@ -34,8 +36,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorFacts(msgspec.Struct, frozen=True, gc=False):
     """A tensor.
 
     Attributes:
@@ -194,19 +195,18 @@ def _leaves(metadata: Metadata, pattern: str | None) -> tuple[list[TensorFacts],
         for path, tree in metadata.value_records
         if matches(key := metadata.key(path), pattern)
     ]
-    grids = [_grid(layout) for layout in table.layouts]
+    layouts = [(each.shape, math.prod(each.shape), len(each.parts), _grid(each)) for each in table.layouts]
     columns = zip(table.paths, table.dtypes, table.kinds.tolist(), table.layout_of.tolist(), strict=True)
     for path, dtype, kind, number in columns:
-        key, layout = metadata.key(path), table.layouts[number]
+        key, (shape, items, pieces, grid) = metadata.key(path), layouts[number]
         if not matches(key, pattern):
             continue
-        nbytes = math.prod(layout.shape) * dtype.itemsize
+        nbytes = items * dtype.itemsize
         if kind == Kind.VALUE:
             values.append(ValueFacts(key, None, nbytes))
         else:
             name = "array" if kind == Kind.ARRAY else "tensor"
-            pieces = len(layout.parts)
-            tensors.append(TensorFacts(key, name, layout.shape, dtype.name, nbytes, pieces, grids[number]))
+            tensors.append(TensorFacts(key, name, shape, dtype.name, nbytes, pieces, grid))
     return tensors, sorted(values, key=lambda value: value.key)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -23,9 +25,25 @@ def print_json(document: Any) -> None:
     """Print one JSON document. Numbers that JSON lacks are strings: NaN, Infinity, -Infinity."""
     import msgspec
 
-    document = plain(msgspec.to_builtins(document, enc_hook=plain))
-    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-    typer.echo(text if text.isascii() else "\n".join(escaped(line, _json_escape) for line in text.split("\n")))
+    def text(value: Any, indent: str) -> str:
+        data = msgspec.json.encode(plain(msgspec.to_builtins(value, enc_hook=plain)))
+        lines = msgspec.json.format(data, indent=2).decode().split("\n")
+        return f"\n{indent}".join(escaped(line, _json_escape) for line in lines)
+
+    names = document if isinstance(document, dict) else [each.name for each in dataclasses.fields(document)]
+    end = "{\n"
+    for name in names:
+        value = document[name] if isinstance(document, dict) else getattr(document, name)
+        typer.echo(f'{end}  "{name}": ', nl=False)
+        end = ",\n"
+        if not isinstance(value, list) or len(value) <= _LINES:
+            typer.echo(text(value, "  "), nl=False)
+            continue
+        for start in range(0, len(value), _LINES):  # little by little, for there may be very many
+            lines = text(value[start : start + _LINES], "  ")
+            first, last = (0 if start == 0 else 1), (None if start + _LINES >= len(value) else -len("\n  ]"))
+            typer.echo(("," if start else "") + lines[first:last], nl=False)
+    typer.echo("\n}")
 
 
 def plain(value: Any) -> Any:
@@ -89,16 +107,17 @@ def say(text: str = "", style: str = "", err: bool = False) -> None:
         typer.echo(text, err=err)
 
 
-def print_columns(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+def print_columns(rows: Iterable[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = ()) -> None:
     """Print rows in columns, each as wide as it must be; a few cells that are very wide stand out.
 
     Args:
-        rows: The cells; a row may be shorter than others.
+        rows: The cells, which are asked for twice; a row may be shorter than others.
         head: The columns' names, if they are to be printed.
         right: Columns whose cells stand at the right.
     """
-    widths = [0] * max(len(head), *map(len, rows), 0)
-    for row in (head, *rows):
+    widths: list[int] = []
+    for row in itertools.chain([head], rows):
+        widths += [0] * (len(row) - len(widths))
         if len(row) > 1:  # a row of one cell is a line
             for i, cell in enumerate(row):
                 widths[i] = min(max(widths[i], len(visible(cell))), _WIDEST)
@@ -109,8 +128,9 @@ def print_columns(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right
 
     if head:
         say(line(head), "head")
-    for start in range(0, len(rows), _LINES):
-        typer.echo("\n".join(map(line, rows[start : start + _LINES])))
+    lines = map(line, rows)
+    while some := list(itertools.islice(lines, _LINES)):
+        typer.echo("\n".join(some))
 
 
 def _coloured(err: bool) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from ..core.garbage import no_collections
 from .inspection import TensorFacts
 from .output import count, human_bytes, shape_text
 
@@ -16,50 +18,60 @@ _MOST_DEPTH = 32  # parts of a key; what follows stays together
 _MOST_DIGITS = 18
 
 
-@dataclass(slots=True)
-class _Node:
-    """A part of keys.
-
-    Attributes:
-        label: How it is called.
-        tensor: The tensor that has this key, if there is one.
-        children: What is below it, by label.
-        alike: How many siblings with equal content this stands for.
-        shape: What two nodes of equal content have in common.
-    """
+class _Branch(NamedTuple):
+    """A line of the tree: what to call a node, and for how many siblings with equal content it stands."""
 
     label: str
-    tensor: TensorFacts | None = None
-    children: dict[str, _Node] = field(default_factory=dict)
-    alike: int = 1
-    shape: object = None
-    tensors: int = 0
-    bytes: int = 0
+    node: _Node
+    alike: int
 
 
-def tree_rows(tensors: Sequence[TensorFacts], depth: int | None, everything: bool) -> list[list[str]]:
-    """Rows of columns: name, shape, dtype, size, how it is cut.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Node:
+    """What is below a part of keys. What is equal is one node, however often it is there.
+
+    Attributes:
+        tensor: The tensor whose key ends there, if there is one, or one like it.
+        branches: What is below.
+        tensors: How many tensors there are.
+        bytes: Their size.
+    """
+
+    tensor: TensorFacts | None
+    branches: list[_Branch]
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TreeRows:
+    """The rows of a tree, made anew whenever they are asked for.
+
+    Attributes:
+        root: What they show.
+        depth: How many levels.
+    """
+
+    root: _Node
+    depth: int
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return _rows(self.root, "", self.depth)
+
+
+def tree_rows(tensors: Sequence[TensorFacts], depth: int | None, everything: bool) -> Iterable[list[str]]:
+    """Rows of columns, as often as they are asked for: name, shape, dtype, size, how it is cut.
 
     Args:
         tensors: What to show.
         depth: How many levels; without it as many as make about a screenful.
         everything: Show every tensor by itself; otherwise numbered siblings of equal content are shown once.
     """
-    root = _Node("")
-    for tensor in tensors:
-        node = root
-        for part in tensor.key.split(".", _MOST_DEPTH):
-            node = node.children.setdefault(part, _Node(part))
-        node.tensor = tensor
-    _sum_up(root)
-    if not everything:
-        _join_alike(root)
-    _join_chains(root)
+    with no_collections():
+        root = _grown(tensors, everything)
     if depth is None:
-        most = _height(root) if everything else _fitting_depth(root)
-    else:
-        most = depth
-    return list(_rows(root, "", most))
+        depth = _MOST_DEPTH + 1 if everything else _fitting_depth(root)
+    return _TreeRows(root, depth)
 
 
 def _cut_text(tensor: TensorFacts) -> str:
@@ -76,74 +88,98 @@ def _cut_text(tensor: TensorFacts) -> str:
     return "x".join(map(str, tensor.grid)) + " grid"
 
 
-def _sum_up(node: _Node) -> None:
-    for child in node.children.values():
-        _sum_up(child)
-    own = node.tensor
-    node.tensors = (own is not None) + sum(child.tensors for child in node.children.values())
-    node.bytes = (own.bytes if own is not None else 0) + sum(child.bytes for child in node.children.values())
-    leaf = None if own is None else (own.shape, own.dtype, own.kind, own.pieces, own.grid)
-    node.shape = (leaf, tuple((label, child.shape) for label, child in node.children.items()))
+@dataclass(slots=True)
+class _Growing:
+    """A node to which more may come."""
+
+    tensor: TensorFacts | None = None
+    pairs: list[tuple[str, _Node]] = field(default_factory=list)
 
 
-def _join_alike(node: _Node) -> None:
-    """Replace runs of numbered siblings of equal content by one."""
-    pairs = [(int(label), child) for label, child in node.children.items() if _is_number(label)]
-    numbered = sorted(pairs, key=lambda pair: pair[0])
-    joined: dict[str, _Node] = {label: child for label, child in node.children.items() if not _is_number(label)}
-    for _, run in itertools.groupby(enumerate(numbered), lambda each: (each[1][0] - each[0], each[1][1].shape)):
-        found = [child for _, (_, child) in run]
-        first = found[0]
-        if len(found) > 1:
-            first.label, first.alike = f"{found[0].label}…{found[-1].label}", len(found)
-            first.tensors, first.bytes = first.tensors * len(found), first.bytes * len(found)
-        joined[first.label] = first
-    node.children = joined
-    for child in joined.values():
-        _join_alike(child)
+def _grown(tensors: Sequence[TensorFacts], everything: bool) -> _Node:
+    """The whole tree. Tensors come in such an order that each node is whole before another one begins."""
+    known: dict[object, _Node] = {}
+    path = [_Growing()]
+    ended: list[str] = []  # the parts that lead through it
+
+    def close(depth: int) -> None:
+        while len(ended) > depth:
+            node = _closed(path.pop(), everything, known)
+            path[-1].pairs.append((ended.pop(), node))
+
+    for tensor in sorted(tensors, key=lambda tensor: tensor.key.replace(".", "\0")):
+        parts, common = tensor.key.split(".", _MOST_DEPTH), 0
+        for part, before in zip(parts, ended, strict=False):
+            if part != before:
+                break
+            common += 1
+        close(common)
+        for part in parts[common:]:
+            path.append(_Growing())
+            ended.append(part)
+        path[-1].tensor = tensor
+    close(0)
+    return _closed(path[0], everything, known)
+
+
+def _closed(growing: _Growing, everything: bool, known: dict[object, _Node]) -> _Node:
+    """The node that has grown, or the known one that is equal."""
+    own, pairs = growing.tensor, growing.pairs
+    content = None if own is None else (own.shape, own.dtype, own.kind, own.pieces, own.grid)
+    place = content, tuple(pairs)
+    node = known.get(place)
+    if node is None:
+        found = (_Branch(label, node, 1) for label, node in pairs) if everything else _joined_alike(pairs)
+        branches = list(map(_joined_chain, found))
+        number = (own is not None) + sum(branch.alike * branch.node.tensors for branch in branches)
+        size = (own.bytes if own is not None else 0) + sum(branch.alike * branch.node.bytes for branch in branches)
+        node = known[place] = _Node(own, branches, number, size)
+    return node
+
+
+def _joined_alike(pairs: Sequence[tuple[str, _Node]]) -> Iterator[_Branch]:
+    """Siblings, with runs of numbered ones of equal content as one each."""
+    yield from (_Branch(label, node, 1) for label, node in pairs if not _is_number(label))
+    numbered = sorted((int(label), i) for i, (label, _) in enumerate(pairs) if _is_number(label))
+    for _, run in itertools.groupby(enumerate(numbered), lambda each: (each[1][0] - each[0], id(pairs[each[1][1]][1]))):
+        found = [i for _, (_, i) in run]
+        (first, node), (last, _) = pairs[found[0]], pairs[found[-1]]
+        yield _Branch(first if len(found) == 1 else f"{first}…{last}", node, len(found))
 
 
 def _is_number(label: str) -> bool:
     return label.isascii() and label.isdecimal() and len(label) <= _MOST_DIGITS
 
 
-def _join_chains(node: _Node) -> None:
-    """Write a part that has one child only and that child as one."""
-    for child in node.children.values():
-        while len(child.children) == 1 and child.tensor is None:
-            (only,) = child.children.values()
-            if child.alike > 1 or only.alike > 1:
-                break
-            child.label, child.tensor, child.children = f"{child.label}.{only.label}", only.tensor, only.children
-        _join_chains(child)
-
-
-def _height(node: _Node) -> int:
-    return max((1 + _height(child) for child in node.children.values()), default=0)
+def _joined_chain(branch: _Branch) -> _Branch:
+    """A part that has one child only and that child as one."""
+    label, node, alike = branch
+    if alike == len(node.branches) == 1 and node.tensor is None and node.branches[0].alike == 1:
+        return _Branch(f"{label}.{node.branches[0].label}", node.branches[0].node, 1)
+    return branch
 
 
 def _fitting_depth(root: _Node) -> int:
     """The most levels that make no more than a screenful; one at least."""
-    depth, level, rows = 0, list(root.children.values()), 0
+    depth, level, rows = 0, root.branches, 0
     while level and (rows + len(level) <= _MOST_ROWS or depth == 0):
         rows += len(level)
         depth += 1
-        level = [child for node in level for child in node.children.values()]
+        level = [child for branch in level for child in branch.node.branches]
     return depth
 
 
 def _rows(node: _Node, indent: str, depth: int) -> Iterator[list[str]]:
     if depth < 1:
         return
-    children = list(node.children.values())
-    for child in children:
-        last = child is children[-1]
-        name = indent + ("└─ " if last else "├─ ") + child.label
+    for i, (label, child, alike) in enumerate(node.branches, 1):
+        last = i == len(node.branches)
+        name = indent + ("└─ " if last else "├─ ") + label
         if child.tensor is not None:
             tensor = child.tensor
-            each = f"{child.alike} of " if child.alike > 1 else ""
-            yield [name, shape_text(tensor.shape), tensor.dtype, each + human_bytes(tensor.bytes), _cut_text(tensor)]
+            each = f"{alike} of {human_bytes(tensor.bytes)}" if alike > 1 else human_bytes(tensor.bytes)
+            yield [name, shape_text(tensor.shape), tensor.dtype, each, _cut_text(tensor)]
         else:
-            alike = f"{child.alike} alike, " if child.alike > 1 else ""
-            yield [name, f"{alike}{count(child.tensors, 'tensor')}", "", human_bytes(child.bytes), ""]
+            says = f"{alike} alike, " if alike > 1 else ""
+            yield [name, f"{says}{count(alike * child.tensors, 'tensor')}", "", human_bytes(alike * child.bytes), ""]
         yield from _rows(child, indent + ("   " if last else "│  "), depth - 1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.columns import IntArray
 from ..core.shards import ShardTable
-from ..core.text import visible
+from ..core.text import MOST_KEY, visible
 from ..files.metadata import Metadata
 from ..files.names import parse_data_file
 from .layers import LayerColumns, layers_of
@@ -20,6 +20,7 @@ from .values import ValueColumns, user_values, values_of
 __all__ = ["Facts", "facts_of", "rank_of"]
 
 MOST_TENSORS = 20_000
+_MOST_LETTERS = 4_000_000  # of their keys
 _MOST_RANKS = 100_000
 _OTHER_NAMES = (
     re.compile(r"(?:__)?(\d{1,9})_\d{1,18}\.(?:distcp|safetensors)"),  # Paddle's own, torch's
@@ -155,7 +156,9 @@ def facts_of(
     table = metadata.table
     tensor_bytes = _sum_by(table.shard_tensor, table.shard_bytes, len(table.paths))
     keys = [metadata.key(path) for path in table.paths]
-    named = np.sort(np.argsort(-tensor_bytes, kind="stable")[:most])
+    largest = np.argsort(-tensor_bytes, kind="stable")[:most]
+    letters = np.cumsum([min(len(keys[t]), MOST_KEY) for t in largest])
+    named = np.sort(largest[letters <= _MOST_LETTERS])
     dtypes, dtype_place = _types(table, tensor_bytes)
     tensors, regions = _tensors(table, keys, tensor_bytes, named, dtype_place)
     times = _times(metadata)

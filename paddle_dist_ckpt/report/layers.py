@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..core.text import visible
 
@@ -15,6 +18,7 @@ _MOST_DEPTH = 16
 _MOST_NODES = 4000
 _MOST_CHILDREN = 150
 _GROUPS = 60
+_MOST_DIGITS = 15  # of a number by which names are sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,69 @@ class LayerColumns:
         return len(self.parent) - 1
 
 
-@dataclass(slots=True)
-class _LayerNode:
-    nbytes: int = 0
-    tensors: int = 0
-    children: dict[str, _LayerNode] = field(default_factory=dict)
+class _LayerNode(NamedTuple):
+    """Neighbours among all tensors: those whose keys begin alike.
+
+    Attributes:
+        name: What the node is called.
+        first: The first of the neighbours.
+        end: The one behind the last.
+        begin: Where in their keys the names of the nodes below begin.
+        depth: How many parts of the keys are in front of that.
+    """
+
+    name: str
+    first: int
+    end: int
+    begin: int
+    depth: int
+
+    @property
+    def tensors(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class _SortedTensors:
+    """All tensors, those below one node side by side.
+
+    Attributes:
+        keys: Their flat keys, sorted, with NUL for each dot.
+        edges: The bytes of all that stand before each, and of all.
+    """
+
+    keys: list[str]
+    edges: list[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, int]]) -> _SortedTensors:
+        ordered = sorted((key.replace(".", "\0"), nbytes) for key, nbytes in tensors)
+        return cls([key for key, _ in ordered], [0, *itertools.accumulate(nbytes for _, nbytes in ordered)])
+
+    def nbytes(self, node: _LayerNode) -> int:
+        """Bytes of a node's tensors."""
+        return self.edges[node.end] - self.edges[node.first]
+
+    def below(self, node: _LayerNode) -> Iterator[_LayerNode]:
+        """The nodes below a node; none below a tensor by itself."""
+        at, begin = node.first, node.begin
+        if at < node.end and begin > len(self.keys[at]):  # the node is a tensor, too
+            at += 1
+        while at < node.end:
+            key = self.keys[at]
+            stop, last = len(key), at + 1
+            if node.depth < _MOST_DEPTH:
+                dot = key.find("\0", begin)
+                stop = stop if dot < 0 else dot
+                last = bisect.bisect_left(self.keys, key[:stop] + "\1", last, node.end)
+            yield _LayerNode(key[begin:stop].replace("\0", "."), at, last, stop + 1, node.depth + 1)
+            at = last
+
+    def joined(self, node: _LayerNode) -> _LayerNode:
+        """A node, with those names in its own that lead to one node only. A tensor keeps its own."""
+        while len(found := list(itertools.islice(self.below(node), 2))) == 1 and found[0].tensors == node.tensors:
+            node = found[0]._replace(name=f"{node.name}.{found[0].name}")
+        return node
 
 
 def layers_of(tensors: Iterable[tuple[str, int]], most: int = _MOST_NODES) -> LayerColumns:
@@ -60,64 +122,38 @@ def layers_of(tensors: Iterable[tuple[str, int]], most: int = _MOST_NODES) -> La
         tensors: The flat key and the bytes of each.
         most: How many nodes it may have, but for those that are beside the last one to be taken apart.
     """
-    root = _grown(tensors)
+    known = _SortedTensors.of(tensors)
+    root = _LayerNode("all tensors", 0, len(known.keys), 0, 0)
     columns = LayerColumns([], [], [], [], [])
-    columns.add(-1, "all tensors", "", root.nbytes, root.tensors)
-    heap = [(-root.nbytes, 0, "", root)]
+    columns.add(-1, root.name, "", known.nbytes(root), root.tensors)
+    heap = [(0, 0, "", list(known.below(root)))]
     while heap and len(columns.parent) < most:
-        _, number, prefix, node = heapq.heappop(heap)
-        groups = _groups(node.children)
-        if groups is not None:
-            for name, group in groups:
-                place = columns.add(number, name, "", group.nbytes, group.tensors)
-                heapq.heappush(heap, (-group.nbytes, place, prefix, group))
+        _, number, prefix, nodes = heapq.heappop(heap)
+        if len(nodes) > _MOST_CHILDREN:
+            for some in sorted(_groups(nodes), key=lambda some: -sum(map(known.nbytes, some))):
+                name = f"{visible(some[0].name, 80)} … {visible(some[-1].name, 80)}"
+                nbytes = sum(map(known.nbytes, some))
+                place = columns.add(number, name, "", nbytes, sum(node.tensors for node in some))
+                heapq.heappush(heap, (-nbytes, place, prefix, some))
             continue
-        joined = [_joined(name, child) for name, child in node.children.items()]
-        for name, child in sorted(joined, key=lambda item: (-item[1].nbytes, _natural(item[0]))):
-            key = f"{prefix}{name}"
-            place = columns.add(number, name, key, child.nbytes, child.tensors)
-            if child.children:
-                heapq.heappush(heap, (-child.nbytes, place, f"{key}.", child))
+        joined = sorted(map(known.joined, nodes), key=lambda node: (-known.nbytes(node), _natural(node.name)))
+        for node in joined:
+            key = f"{prefix}{node.name}"
+            place = columns.add(number, node.name, key, known.nbytes(node), node.tensors)
+            if below := list(known.below(node)):
+                heapq.heappush(heap, (-known.nbytes(node), place, f"{key}.", below))
     return columns
 
 
-def _grown(tensors: Iterable[tuple[str, int]]) -> _LayerNode:
-    """The whole tree."""
-    root = _LayerNode()
-    for key, nbytes in tensors:
-        node = root
-        node.nbytes, node.tensors = node.nbytes + nbytes, node.tensors + 1
-        for part in key.split(".", _MOST_DEPTH):
-            node = node.children.setdefault(part, _LayerNode())
-            node.nbytes, node.tensors = node.nbytes + nbytes, node.tensors + 1
-    return root
+def _groups(nodes: Iterable[_LayerNode]) -> list[list[_LayerNode]]:
+    """Many nodes in groups of those whose names follow each other."""
+    ordered = sorted(nodes, key=lambda node: _natural(node.name))
+    size = -(-len(ordered) // _GROUPS)
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
-def _groups(children: dict[str, _LayerNode]) -> list[tuple[str, _LayerNode]] | None:
-    """Many nodes in groups of those whose names follow each other, the group of the most bytes first; None of few."""
-    if len(children) <= _MOST_CHILDREN:
-        return None
-    names = sorted(children, key=_natural)
-    size = -(-len(names) // _GROUPS)
-    groups = []
-    for start in range(0, len(names), size):
-        some = names[start : start + size]
-        nodes = {name: children[name] for name in some}
-        nbytes, tensors = (sum(getattr(node, what) for node in nodes.values()) for what in ("nbytes", "tensors"))
-        groups.append((f"{visible(some[0], 80)} … {visible(some[-1], 80)}", _LayerNode(nbytes, tensors, nodes)))
-    return sorted(groups, key=lambda group: -group[1].nbytes)
-
-
-def _joined(name: str, node: _LayerNode) -> tuple[str, _LayerNode]:
-    """A node, with those names in its own that lead to one node only. A tensor keeps its own."""
-    while len(node.children) == 1:
-        ((part, child),) = node.children.items()
-        if child.tensors != node.tensors:  # the node is a tensor, too
-            break
-        name, node = f"{name}.{part}", child
-    return name, node
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural(name: str) -> str:
     """A key that sorts ``layers.9`` before ``layers.10``."""
-    return [(int(digits[:15]), "") if digits else (-1, other) for digits, other in re.findall(r"(\d+)|(\D+)", name)]
+    if name.isdecimal():  # most are
+        return name[:_MOST_DIGITS].zfill(_MOST_DIGITS)
+    return re.sub(r"\d+", lambda digits: digits[0][:_MOST_DIGITS].zfill(_MOST_DIGITS), name)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from importlib import resources
+from typing import Any
 
 from .facts import Facts
 
@@ -48,5 +49,9 @@ def _hash_source(text: str) -> str:
 
 def _embedded(facts: Facts) -> str:
     """The facts as JSON that can stand in a script element, whatever is in them."""
-    text = json.dumps(dataclasses.asdict(facts), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    text = json.dumps(facts, default=_members, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "&<>"})
+
+
+def _members(columns: Any) -> dict[str, Any]:
+    return {each.name: getattr(columns, each.name) for each in dataclasses.fields(columns)}

@@ -42,7 +42,7 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
     assert "there is no folder" in fails("verify", tmp_path / "none")
     save_model(tmp_path, ARRAYS, 1)
     (tmp_path / "1.metadata").write_bytes(b"nonsense")
-    assert "rebuild_metadata can make it again" in fails("verify", tmp_path)
+    assert "paddle-dist-ckpt rebuild can make it again" in fails("verify", tmp_path)
 
 
 def test_a_lost_metadata_file_is_made_again(tmp_path: Path) -> None:

@@ -87,6 +87,13 @@ def test_the_tree_is_bounded() -> None:
     assert len(deep.parent) < 40
 
 
+def test_very_long_keys_make_no_large_page() -> None:
+    tensors = [(f"/{i:05d}" + "k" * 600, WHOLE, [0]) for i in range(9000)]
+    facts = facts_of(metadata_of(tensors, own_names(1)), "")
+    assert sum(map(len, facts.tensors.key)) < 5_000_000
+    assert facts.totals.tensors == 9000
+
+
 # -- all of it
 
 
