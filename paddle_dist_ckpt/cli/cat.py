@@ -42,7 +42,8 @@ def cat(
     taken in windows, in little memory, of the finite items (of the magnitudes of complex ones). Every block that is
     read is verified, where the format has checksums.
 
-    With --json all items are printed; of more than a million null, unless a smaller --slice is given.
+    Of more than a thousand items the edges are printed. With --json all items are; of more than a million, or of very
+    many lists, null, unless a smaller --slice is given.
 
     \b
     Examples:

@@ -102,7 +102,9 @@ def say(text: str = "", style: str = "", err: bool = False) -> None:
     if style and _coloured(err):
         from rich.console import Console
 
-        Console(stderr=err, soft_wrap=True, highlight=False, markup=False).print(text, style=_STYLES[style])
+        Console(stderr=err, soft_wrap=True, highlight=False, markup=False, emoji=False).print(
+            text, style=_STYLES[style]
+        )
     else:
         typer.echo(text, err=err)
 
