@@ -21,6 +21,7 @@ from test.torture.budgets import Cost, bytes_on_disk, cost_of
 from test.torture.crafting import SAVE, Entry, column, dumped, write_checkpoint, write_metadata
 
 ODD = {
+    "/damaged": b'{"float":"7"}',
     "/int": dumped({"int": "0x" + "f" * 4000}),
     "/text": b'{"array":["<U1",[1],"/////w=="]}',
     "/time": b'{"array":["<M8[0s]",[1],"/////////38="]}',
