@@ -26,6 +26,7 @@ from ..control import AgreedHub, RefusingHub, TcpHub
 from ..control.bootstrap import unreachable
 from ..control.ranks import Ranks
 from ..core.protocols import ControlHub
+from ..errors import CheckpointError
 from .job_secret import agreed_secret
 from .transport import PaddleTransport, takes_host_memory
 
@@ -55,6 +56,7 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
 
     Raises:
         ValueError: this rank is not in the group; or it works alone, and the coordinator is another.
+        CheckpointError: there is no default group, although the job has several ranks.
         CheckpointTimeoutError: the group's first rank did not show up.
     """
     if process_group is not None and not isinstance(process_group, Group):
@@ -63,13 +65,12 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
     if no_dist:
         _check_is_rank(coordinator_rank)
         return _alone(os.getpid(), rank)
-    _initialise()
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1:
         _check_is_rank(coordinator_rank)
         if coordinator_rank != 0:
             raise ValueError(f"coordinator_rank is {coordinator_rank}, but this process works alone")
         return _alone(os.getpid(), rank)
-    group = process_group if process_group is not None else dist.get_group(0)
+    group = process_group if process_group is not None else _default_group()
     members = tuple(sorted(group.ranks))
     if rank not in members:
         raise ValueError(f"rank {rank} is not in the process group {list(members)}, and so must not make this call")
@@ -88,16 +89,27 @@ def _check_is_rank(coordinator_rank: Any) -> None:
         raise ValueError(f"coordinator_rank must be a rank, not {coordinator_rank!r}")
 
 
-def _initialise() -> None:
-    """Initialise the parallel environment of a launched job of several ranks if it has not, as Paddle's functions do.
+def _default_group() -> Any:
+    """The group of all ranks of a launched job, initialised here if it has not been, as Paddle's functions do.
 
     Else each rank would act for itself, and overwrite what the others save to the same place.
+
+    Raises:
+        CheckpointError: it was destroyed, and Paddle initialises a process only once.
     """
-    if dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    _logger.info("paddle.distributed is not initialised in this job of several ranks: init_parallel_env() is called")
-    with paddle.base.dygraph.guard():  # also where the program makes static graphs
-        dist.init_parallel_env()
+    if not dist.is_initialized():
+        _logger.info(
+            "paddle.distributed is not initialised in this job of several ranks: init_parallel_env() is called"
+        )
+        with paddle.base.dygraph.guard():  # also where the program makes static graphs
+            dist.init_parallel_env()
+    if not dist.is_initialized():
+        raise CheckpointError(
+            f"this job has {dist.get_world_size()} ranks, but no default process group, and init_parallel_env() makes "
+            "none: was destroy_process_group() called? Make this call before that, or pass process_group; "
+            "no_dist=True in the options lets each rank act alone"
+        )
+    return dist.get_group(0)
 
 
 @functools.lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from test.paddle import cases_groups as cases
-from test.ranks.launcher import launched
+from test.ranks.launcher import forked, launched
 from test.ranks.pool import RankPool
 
 SOME = [2, 3, 5]
@@ -276,3 +276,43 @@ assert (state["own1"] == 1).all()
 def test_a_launched_job_that_is_not_initialised_saves_together(tmp_path: Path) -> None:
     launched(tmp_path, UNINITIALISED)
     assert list_checkpoints(tmp_path / "checkpoint") == [0]
+
+
+DESTROYED = """
+import numpy
+import paddle.distributed as dist
+from paddle_dist_ckpt import CheckpointError, CheckpointManager, LoadOptions, load_state_dict, save_state_dict
+
+dist.init_parallel_env()
+rank = dist.get_rank()
+group = dist.get_group(0)
+dist.destroy_process_group()
+for again in (False, True):
+    if again:
+        dist.init_parallel_env()  # does nothing
+    state = {f"own{rank}": numpy.full(4, float(rank))}
+    calls = {
+        "save": lambda: save_state_dict(state, "refused"),
+        "load": lambda: load_state_dict(state, "refused"),
+        "manager": lambda: CheckpointManager("refused"),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except CheckpointError as error:
+            assert "destroy_process_group()" in str(error), (name, error)
+        else:
+            raise AssertionError(name)
+save_state_dict(state, "checkpoint", group)
+state = {"own0": numpy.zeros(4), "own1": numpy.zeros(4)}
+load_state_dict(state, "checkpoint", group)
+assert (state["own1"] == 1).all()
+load_state_dict(state, "checkpoint", options=LoadOptions(no_dist=True))
+"""
+
+
+def test_ranks_whose_groups_were_destroyed_do_not_act_alone(tmp_path: Path) -> None:
+    script = DESTROYED.replace('"refused"', repr(str(tmp_path / "refused")))
+    ends = forked(tmp_path, script.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))))
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert not (tmp_path / "refused").exists()
