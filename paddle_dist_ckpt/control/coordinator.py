@@ -205,7 +205,7 @@ class CoordinatorSession:
 
     def judge(self, now: float) -> None:
         """Decide on the session's failure and tell every rank."""
-        self.verdict = self._disagreement() or self._failure(now)
+        self.verdict = failures.sendable(self._disagreement() or self._failure(now))
         for rank in self._heard:
             if rank in self.kinds:
                 self._emit(rank, wire.Verdict(self._number, self.verdict, self.resume), b"")

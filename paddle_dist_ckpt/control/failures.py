@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 import msgspec
 
 from .. import errors
+from . import wire
 from .wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "raisable",
     "record",
     "record_of",
+    "sendable",
     "timeout_error",
 ]
 
@@ -66,27 +68,43 @@ def record_of(error: BaseException, shared: frozenset[str], depth: int = 0) -> E
     """Record an error, which concerns all ranks alike if its class is one of ``shared``.
 
     Its name is that of our nearest class that it derives from, else its own. A builtin counts only as itself: a
-    UnicodeDecodeError is a ValueError too, but not one about an argument.
+    UnicodeDecodeError is a ValueError too, but not one about an argument. Whatever the error holds, the record can be
+    sent.
     """
     kind = type(error)
     name = next((base.__name__ for base in kind.__mro__ if base in _OURS.values()), kind.__name__)
-    text = str(error) if name == kind.__name__ else f"{kind.__name__}: {error}"
     # A failure within a failure says enough; deeper ones would be their ranks' copies of each other.
     inner = error.failures.items() if isinstance(error, errors.RankFailureError) and depth == 0 else ()
     committed = error if isinstance(error, errors.DurabilityUnknownError) else errors.DurabilityUnknownError("")
-    return ErrorRecord(
+    missing = error.missing_ranks if isinstance(error, errors.CheckpointTimeoutError) else ()
+    made = ErrorRecord(
         name,
-        _clip(text),
+        _clip(error if name == kind.__name__ else f"{kind.__name__}: {_clip(error)}"),
         shared=name in shared,
         problems=_clip_all(error.problems) if isinstance(error, errors.StateDictMismatchError) else (),
-        missing_ranks=error.missing_ranks if isinstance(error, errors.CheckpointTimeoutError) else (),
+        missing_ranks=tuple(rank for rank in missing if type(rank) is int and rank >= 0),
         failures=tuple((rank, record_of(failure, frozenset(), depth + 1)) for rank, failure in inner),
         path=_clip(committed.path),
         unique_id=committed.unique_id,
     )
+    return sendable(made)
 
 
-def _clip(text: str) -> str:
+def sendable(error: ErrorRecord) -> ErrorRecord:
+    """Return the record if other ranks will take it, else one with no more than its text."""
+    try:
+        wire.decode(wire.encode(wire.Fail(0, "", error)))
+    except Exception:  # of several kinds, for what is not as its class says
+        return record(_describe(error))
+    return error
+
+
+def _clip(value: object) -> str:
+    """The text of a value, as far as it can be sent."""
+    try:
+        text = str(value).encode(errors="backslashreplace").decode()
+    except Exception as error:  # a class may do what it likes
+        text = f"(no text: str() of {type(value).__name__} raised {type(error).__name__})"
     if len(text) <= MAX_TEXT:
         return text
     return text[: MAX_TEXT - 100] + f"... ({len(text) - MAX_TEXT + 100} more characters)"
@@ -132,7 +150,7 @@ def raisable(error: ErrorRecord, rank: int, own: BaseException | None) -> Except
     builtin = _BUILTIN.get(error.type_name)
     made = builtin(error.message) if builtin is not None else copy_of(error)
     if own is not None:
-        if error.shared and isinstance(own, type(made)) and str(own) == error.message:
+        if error.shared and isinstance(own, type(made)) and _clip(own) == error.message:
             return own
         if isinstance(made, errors.RankFailureError) and rank in made.failures:
             made.failures[rank] = own

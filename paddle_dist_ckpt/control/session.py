@@ -28,14 +28,14 @@ LONGEST_WAIT = 3600.0
 
 
 def check_topic(topic: str) -> str:
-    """Return ``topic`` if it can be one.
+    """Return ``topic`` as it can be sent, if it can be one. Halves of surrogate pairs in it are replaced.
 
     Raises:
         ValueError: it is too long.
     """
     if len(topic) > wire.MAX_TOPIC:
         raise ValueError(f"the topic has {len(topic)} characters; a topic may have {wire.MAX_TOPIC}")
-    return topic
+    return topic.encode(errors="replace").decode()
 
 
 def check_payload(data: object, what: str) -> bytes:

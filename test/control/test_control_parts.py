@@ -22,6 +22,7 @@ from paddle_dist_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointTimeoutError,
+    DurabilityUnknownError,
     RankFailureError,
     StateDictMismatchError,
     UnsupportedValueError,
@@ -115,6 +116,46 @@ def test_endless_errors_are_cut_to_what_can_be_sent() -> None:
     many = there_and_back(StateDictMismatchError("m", map(str, range(wire.MAX_PROBLEMS + 5))))
     assert isinstance(many, StateDictMismatchError)
     assert many.problems[-2:] == (str(wire.MAX_PROBLEMS - 2), "... and 6 more")
+
+
+class Shy(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+HALF = "caf\udce9"  # half of a surrogate pair, as in the name of a file that is not UTF-8
+UNFIT = [
+    (LookupError(HALF), "LookupError: caf\\udce9"),
+    (StateDictMismatchError("x", [HALF, 5]), "x"),  # type: ignore[list-item]
+    (CheckpointTimeoutError("x", [-1]), "x"),
+    (CheckpointTimeoutError("x", ["a"]), "x"),  # type: ignore[list-item]
+    (DurabilityUnknownError("x", HALF, -3), "DurabilityUnknownError: x"),
+    (RankFailureError("x", {-1: OSError("y")}), "RankFailureError: x"),
+    (Shy(), "Shy: (no text: str() of Shy raised RuntimeError)"),
+    (KeyError(Shy()), "str() of KeyError raised"),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), UNFIT, ids=range(len(UNFIT)))
+def test_whatever_an_error_holds_is_made_fit_to_be_sent(error: Exception, text: str) -> None:
+    assert text in str(there_and_back(error))
+    own = failures.record_of(error, failures.SHARED_IN_LOCAL)
+    assert failures.raisable(own, 0, error).__cause__ in (error, None)  # and is raised where it came from
+
+
+def test_a_failure_that_cannot_be_sent_is_told_as_text() -> None:
+    sent = list[bytes]()
+    session = CoordinatorSession(0, (0, 1), 0, lambda rank, message, _: sent.append(wire.encode(message)), 0.0)
+    for rank in (0, 1):
+        session.handle(rank, wire.Open(0, "save", 10.0), b"", 0.0)
+    session.handle(0, wire.Fail(0, "", wire.ErrorRecord("ValueError", HALF, missing_ranks=(-1,))), b"", 0.0)
+    session.tick(1.0)
+    verdicts = [wire.decode(message) for message in sent[-2:]]
+    assert [verdict.error.message for verdict in verdicts if isinstance(verdict, wire.Verdict)] == [
+        "RankFailureError: save failed on rank 0: ValueError: caf\\udce9"
+    ] * 2
 
 
 def test_solo_calls_straight_through() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -86,6 +87,25 @@ def test_nonsense_from_a_member_ends_its_connection(hubs: list[TcpHub], caplog: 
     closed = "the control connection to rank 1 is closed: "  # which may be followed by a new one at once
     until(lambda: any(closed in line for line in caplog.messages), PATIENCE, "the end of the connection")
     until(lambda: both(hubs) == [b"0", b"1"], PATIENCE, "a round over a new connection")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_with_text_that_is_no_unicode_is_told_and_the_hubs_go_on(hubs: list[TcpHub], failing: int) -> None:
+    def fail(hub: TcpHub) -> object:
+        def local() -> bytes:
+            if hub.rank == failing:
+                raise LookupError("caf\udce9")
+            return b""
+
+        told = pytest.raises(RankFailureError, match=rf"on rank {failing}: LookupError: caf\\udce9")
+        with told, hub.session("save", LONG) as session:
+            session.gather_scatter("r", local, lambda parts: parts)
+        appointments = hub.appointments("steps of caf\udce9", LONG)
+        return next(step for step in itertools.count() if appointments.reach(step, wish=step == 3))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(fail, hubs))) == 1
+    assert both(hubs) == [b"0", b"1"]
 
 
 def test_a_frame_altered_on_the_way_ends_the_connection(store: Store, caplog: pytest.LogCaptureFixture) -> None:
