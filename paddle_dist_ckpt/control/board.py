@@ -37,11 +37,13 @@ class Board(ABC):
         rank: This rank.
         ranks: The members of every session.
         coordinator: One of them, on which the state machines are that decide.
-        lock: Guards the board; simulated ranks of one process share one.
+        lock: Becomes the board's; simulated ranks of one process share one.
         opened: How many sessions this rank has opened, or has tried to.
 
     Attributes:
-        changed: Guards the board; notified when there is news for user threads.
+        lock: Guards the board. Whoever takes it as the lock of ``changed`` may be interrupted before it is given back:
+            a Condition's own methods are Python.
+        changed: Notified, with the lock held, when there is news for user threads.
         table: All ranks' sessions, on the coordinator.
         attendances: This rank's part in appointments.
         lost: The ranks whose connections are lost.
@@ -61,7 +63,8 @@ class Board(ABC):
         self.rank = rank
         self.ranks = ranks
         self.coordinator = coordinator
-        self.changed = threading.Condition(lock)
+        self.lock = lock or threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.lost: set[int] = set()
         self.unproven: set[int] = set()
         self.absent: set[int] = set()
@@ -114,31 +117,31 @@ class Board(ABC):
             sooner: A deadline may have come nearer: tick again.
         """
 
-    def open(self, kind: str, timeout: float) -> MemberSession:
-        """Open the next session and announce it. One that is over already is returned as failed."""
-        with self.changed:
-            now = time.monotonic()
-            session = MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, now)
-            self._opened += 1
-            self._sessions[session.number] = session
-            if self.broken is not None:
-                session.fail(self.broken)
-            else:
-                self.post(wire.Open(session.number, kind, timeout))
-                if self.table is not None:
-                    session.lead = self.table.sessions.get(session.number)
-                if self.coordinator in self.lost:
-                    session.lose_coordinator()
-            return session
+    def number(self, kind: str, timeout: float) -> MemberSession:
+        """Make the next session, of which nobody knows until it is opened. Called with the lock held, as `open` is."""
+        return MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, time.monotonic())
+
+    def open(self, session: MemberSession) -> None:
+        """Open a session and announce it. One that is over already is failed."""
+        self._opened += 1
+        self._sessions[session.number] = session
+        if self.broken is not None:
+            session.fail(self.broken)
+            return
+        self.post(wire.Open(session.number, session.kind, session.timeout))
+        if self.table is not None:
+            session.lead = self.table.sessions.get(session.number)
+        if self.coordinator in self.lost:
+            session.lose_coordinator()
 
     def leave(self, session: MemberSession, succeeded: bool) -> None:
-        """Close a session: the others no longer count on this rank in it.
+        """Close a session: the others no longer count on this rank in it. It may be done again.
 
         After a success, the coordinator waits until all have what it has sent them in it: its process may end without
         any warning from now on. It does not wait for one that is lost, nor for long.
         """
-        with self.changed:
-            del self._sessions[session.number]
+        with self.lock:
+            self._sessions.pop(session.number, None)
             self.post(wire.Bye(session.number))
             if succeeded and self.table is not None:
                 unheard = self.table.unheard.setdefault(session.number, set())
@@ -148,13 +151,13 @@ class Board(ABC):
 
     def doubt(self) -> None:
         """On the coordinator: be doubtful until a session succeeds, since ranks may not be at the same calls."""
-        with self.changed:
+        with self.lock:
             if self.table is not None:
                 self.table.doubt()
 
     def post(self, message: ToCoordinator, payload: bytes = b"") -> None:
         """Send to the coordinator, which may be this rank."""
-        with self.changed:
+        with self.lock:
             self._post(message, payload)
             self.settle(not isinstance(message, wire.Answer))
 
@@ -198,7 +201,7 @@ class Board(ABC):
         Raises:
             What made the session fail, if it fails first.
         """
-        with self.changed:
+        with self.lock:
             while True:
                 value = result()
                 if value is not None:
@@ -209,7 +212,7 @@ class Board(ABC):
 
     def deliver(self, source: int, message: Message, payload: bytes) -> None:
         """Take in a message from another rank."""
-        with self.changed:
+        with self.lock:
             if self.table is None:
                 self._receive(message, payload)
             elif isinstance(message, ToCoordinator):
@@ -235,7 +238,7 @@ class Board(ABC):
 
     def lose(self, rank: int) -> None:
         """The connection to ``rank`` is lost."""
-        with self.changed:
+        with self.lock:
             self.lost.add(rank)
             if self.table is not None:
                 self.table.lose(rank, time.monotonic())
@@ -250,7 +253,7 @@ class Board(ABC):
 
     def regain(self, rank: int) -> None:
         """``rank`` is connected, for the first time or again."""
-        with self.changed:
+        with self.lock:
             self.lost.discard(rank)
             self.absent.discard(rank)
             for attendance in self.attendances:
@@ -270,7 +273,7 @@ class Board(ABC):
         Returns:
             When to call again, as monotonic time; infinity if no session is open.
         """
-        with self.changed:
+        with self.lock:
             now = time.monotonic()
             due = math.inf
             for session in self._sessions.values():
@@ -285,7 +288,7 @@ class Board(ABC):
 
     def shut(self, error: ErrorRecord) -> None:
         """Fail every session on this rank with ``error``, and those opened later."""
-        with self.changed:
+        with self.lock:
             if self.table is not None:
                 self.table.close(time.monotonic())
             self.broken = self.broken or error

@@ -100,7 +100,7 @@ class TcpHub(Board):
         if os.getpid() != self._pid:
             return
         super().close()
-        with self.changed:
+        with self.lock:
             self._closing = True
             self._flush(sooner=True)
         # One that does not end is left behind: nobody may wait for ever.
@@ -124,14 +124,14 @@ class TcpHub(Board):
             due = 0.0
             while not self._closing:
                 self._port.wait(min(max(0.0, due - time.monotonic()), LONGEST_WAIT))
-                with self.changed:
+                with self.lock:
                     due = min(self._port.turn(self), self.tick())
                     self._port.arm()
         except Exception as error:
             _logger.exception("the control hub's thread failed")
             self.shut(failures.record(f"the control hub's thread failed: {type(error).__name__}: {error}"))
         finally:
-            with self.changed:
+            with self.lock:
                 self._closed = True
             self._port.linger(self)
             self._port.close()

@@ -19,6 +19,7 @@ class MemberSession:
     """What this rank has heard in a session, and whether the session has failed. Times are monotonic, in seconds.
 
     Attributes:
+        number, kind, timeout: See :class:`.wire.Open`.
         lead: If this rank is the coordinator, that side of the session, unless it was over when this rank opened it.
         verdict: Why the session has failed, once it has.
         own_error: What this rank itself raised, if it did.
@@ -36,7 +37,7 @@ class MemberSession:
         self.own_error: BaseException | None = None
         self._rank = rank
         self._coordinator = coordinator
-        self._timeout = timeout
+        self.timeout = timeout
         self._heard = now
         self._next_beat = self._due = now + timeout / BEATS_PER_TIMEOUT
         self.moved_since: Callable[[float], bool] | None = None
@@ -93,17 +94,17 @@ class MemberSession:
         if self.verdict is not None:
             return None, math.inf
         if now > self._due + GRACE:  # this process itself was frozen: let in first what was sent meanwhile
-            self._heard = max(self._heard, now - self._timeout)
+            self._heard = max(self._heard, now - self.timeout)
         listens = self._rank != self._coordinator and not self._coordinator_left
-        silence_ends = self._heard + self._timeout + _COORDINATOR_MARGIN if listens else math.inf
+        silence_ends = self._heard + self.timeout + _COORDINATOR_MARGIN if listens else math.inf
         if now > silence_ends:
-            error = failures.timeout_error(self.kind, [self._coordinator], self._timeout)
+            error = failures.timeout_error(self.kind, [self._coordinator], self.timeout)
             self.fail(error)
             # IMPORTANT: should the coordinator wake up, this is what keeps it from going on without this rank.
             return wire.Fail(self.number, "", error), math.inf
         beat = None
         if now >= self._next_beat:
-            interval = self._timeout / BEATS_PER_TIMEOUT
+            interval = self.timeout / BEATS_PER_TIMEOUT
             self._next_beat = now + interval
             moved = self.moved_since is not None and self.moved_since(now - 1.5 * interval)
             beat = wire.Beat(self.number, moved)

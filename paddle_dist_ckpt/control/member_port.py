@@ -150,7 +150,7 @@ class MemberPort(Port):
         until = time.monotonic() + LINGER_SECONDS
         while self._waiting and self._attempts and (left := until - time.monotonic()) > 0:
             self.wait(left)
-            with board.changed:
+            with board.lock:
                 self.turn(board)
         super().linger(board)
 

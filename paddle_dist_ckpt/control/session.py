@@ -84,10 +84,27 @@ class Session:
         return self._board.table is not None and self._board.table.doubtful
 
     def __enter__(self) -> Session:
-        self._member: MemberSession = self._board.open(self._kind, self._timeout)
+        with self._board.lock:
+            self._member: MemberSession = self._board.number(self._kind, self._timeout)
+            try:
+                self._board.open(self._member)
+            except BaseException as error:  # such as an interrupt: the others must not wait for a rank that is not in
+                self.__exit__(type(error), error, None)
+                raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self._finish(error)
+        finally:
+            try:
+                self._board.leave(self._member, succeeded=error is None)
+            except BaseException:  # an interrupt: while it counts as open here, the others wait
+                self._board.leave(self._member, succeeded=False)
+                raise
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Tell the others if this rank failed; let go of what must not be used any more."""
         member = self._member
         if error is not None and member.verdict is None and member.own_error is None:
             self._report(error)
@@ -95,7 +112,6 @@ class Session:
         if isinstance(error, CollectiveError) or (verdict is not None and failures.is_of_collectives(verdict)):
             for transport in self._transports:  # on all ranks alike, or some would wait for the others in the next call
                 transport.abandon()
-        self._board.leave(member, succeeded=error is None)
 
     def check(self) -> None:
         """Raise if the session has failed on any rank. Cheap; long work in ``local`` should call it now and then."""
@@ -112,7 +128,7 @@ class Session:
         if not name:
             raise ValueError("a round needs a name")
         board, member = self._board, self._member
-        with board.changed:
+        with board.lock:
             number = member.begin_round(name)
         self.check()
         data = self._run(lambda: check_payload(local(), "what local returns"), failures.SHARED_IN_LOCAL)
@@ -120,7 +136,7 @@ class Session:
         if self.rank == self.coordinator:
             lead, parts = board.wait(member, member.led_parts)
             replies = self._run(lambda: check_replies(combine(parts), self.ranks), failures.SHARED_IN_COMBINE)
-            with board.changed:
+            with board.lock:
                 lead.reply(replies)
                 board.settle()
         return board.wait(member, member.take_reply)
@@ -246,7 +262,7 @@ class BoardAppointments:
     def __init__(self, board: Board, topic: str, timeout: float) -> None:
         self._board = board
         self._timeout = timeout
-        with board.changed:
+        with board.lock:
             self._attendance = board.attendances.next(check_topic(topic))
         self._closed = False
 
@@ -259,7 +275,7 @@ class BoardAppointments:
         board, attendance, until = self._board, self._attendance, time.monotonic() + self._timeout
         if self._closed:
             return False
-        with board.changed:
+        with board.lock:
             while not attendance.may_reach(step):
                 left = until - time.monotonic()
                 error = self._hindrance(left <= 0)
@@ -287,7 +303,7 @@ class BoardAppointments:
     def close(self) -> None:
         """See :class:`paddle_dist_ckpt.core.protocols.Appointments`."""
         lead = self._attendance.lead
-        with self._board.changed:
+        with self._board.lock:
             if lead is not None and not self._closed:
                 lead.end(self._attendance.step)
                 self._board.settle()

@@ -6,20 +6,23 @@ import itertools
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import msgspec
 import pytest
 
-from paddle_dist_ckpt.control import TcpHub, keys, member_port
+from paddle_dist_ckpt.control import TcpHub, keys, member_port, wire
 from paddle_dist_ckpt.control.bootstrap import Rendezvous, address_of
 from paddle_dist_ckpt.control.gate import Gate
 from paddle_dist_ckpt.control.introduction import Introduction
 from paddle_dist_ckpt.control.keys import PROTOCOL
+from paddle_dist_ckpt.control.session import Session
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError, StateDictMismatchError
 from paddle_dist_ckpt.testing.hub_conformance.cases import AT_ONCE, LONG, SHORT, in_background, own_number
 from test.waiting import PATIENCE, until
@@ -623,6 +626,80 @@ def test_a_forked_process_is_refused_and_harms_nothing(hubs: list[TcpHub]) -> No
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert both(hubs) == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("kind", [wire.Open, wire.Fail, wire.Bye])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupt_of_opening_or_closing_makes_no_other_rank_wait(
+    hubs: list[TcpHub], victim: int, kind: type[wire.Message], sent: bool
+) -> None:
+    hub, post, left = hubs[victim], hubs[victim].post, [1]
+
+    def interrupted(message: Any, payload: bytes = b"") -> None:
+        interrupts = isinstance(message, kind) and left and left.pop()
+        if sent or not interrupts:
+            post(message, payload)
+        if interrupts:
+            raise KeyboardInterrupt
+
+    def fail() -> bytes:
+        if kind is wire.Fail:
+            raise OSError
+        return b""
+
+    hub.post = interrupted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(both, [hubs[1 - victim]])
+        with pytest.raises(KeyboardInterrupt), hub.session("save", LONG) as session:
+            session.gather_scatter("r", fail, lambda parts: dict.fromkeys(parts, b"x"))
+        (outcome,) = other.result(AT_ONCE)
+    assert isinstance(outcome, RankFailureError) or kind is wire.Bye
+    assert not hub._sessions
+    assert both(hubs) == [b"0", b"1"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_interrupt_keeps_the_lock_or_leaves_a_session_open(hubs: list[TcpHub], victim: int) -> None:
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.is_set():
+            both([hubs[1 - victim]])
+
+    def interrupt_at(call: int) -> Any:
+        calls = itertools.count(1)
+
+        def trace(frame: FrameType, event: str, argument: object) -> None:
+            # The beginning of this one is the one moment that no code can guard.
+            if frame.f_code is not Session.__exit__.__code__ and next(calls) == call:
+                raise KeyboardInterrupt
+
+        return trace
+
+    other = threading.Thread(target=go_on, daemon=True)
+    other.start()
+    previous = sys.gettrace()
+    for call in itertools.count(1):
+        try:
+            sys.settrace(interrupt_at(call))  # at the beginning of the n-th function, where Python looks for signals
+            with hubs[victim].session("save", LONG) as session:
+                session.gather_scatter("r", lambda: b"", lambda parts: parts)
+        except (KeyboardInterrupt, CheckpointError):
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(previous)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(hubs[victim].lock.acquire, timeout=AT_ONCE).result(), call
+            pool.submit(hubs[victim].lock.release).result()
+        assert not hubs[victim]._sessions, call
+    assert call > 20
+    over.set()
+    hubs[1 - victim].close()
+    other.join(AT_ONCE)
 
 
 def test_a_failure_of_the_thread_is_not_a_hang(hubs: list[TcpHub], monkeypatch: pytest.MonkeyPatch) -> None:
