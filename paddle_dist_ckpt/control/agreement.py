@@ -7,6 +7,7 @@ so a call that names another one, or the first rank, is found as any two differe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NoReturn
@@ -33,6 +34,7 @@ class AgreedHub:
         self._coordinator = coordinator
         self._make = make
         self._hub: Board | None = None
+        self._making = threading.Lock()
 
     def session(self, kind: str, timeout: float) -> AbstractContextManager[Session]:
         """Open the next session, after a round in which all ranks turn out to mean the same coordinator.
@@ -60,9 +62,10 @@ class AgreedHub:
             self._hub.close()
 
     def _own(self, timeout: float) -> Board:
-        if self._hub is None:
-            self._hub = self._make(timeout)
-        return self._hub
+        with self._making:
+            if self._hub is None:
+                self._hub = self._make(timeout)
+            return self._hub
 
 
 class RefusingHub:

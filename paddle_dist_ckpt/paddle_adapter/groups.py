@@ -39,6 +39,9 @@ _STORE_SECONDS = 300
 _STORE_GRACE = 1.0  # within which a store that answers says itself that the time is over
 _GROUP_ID = 1 << 20  # far above those that Paddle counts up
 _made: list[Any] = []  # must live as long as the process
+_initialising = threading.Lock()
+_asking = threading.Lock()
+"""Held while the store is asked something: all threads of a process use one connection, and would mix their answers."""
 
 
 def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: float) -> Ranks:
@@ -120,33 +123,39 @@ def _alone(pid: int, rank: int) -> Ranks:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept with a group: its transports, and for each coordinator the connection and the attempts at it."""
+    """What is kept with a group: its transports, and for each coordinator the connection and the attempts at it.
+
+    ``lock`` is held while a connection is made. It is the group's own: on another rank the groups' turns may differ.
+    """
 
     transport: PaddleTransport
     host_transport: PaddleTransport
     connections: dict[int, Ranks] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
     """The group's connection, made when it is first used and kept with the group."""
     if len(members) == 1:
         return _alone(os.getpid(), rank)
-    kept: _Kept | None = group.__dict__.get(_ATTRIBUTE)
-    if kept is None:
-        kept = _Kept(PaddleTransport(lambda: group), PaddleTransport(lambda: _host_group(group)))
-        if takes_host_memory(group):
-            kept.host_transport = kept.transport
-        group.__dict__[_ATTRIBUTE] = kept
-    if coordinator not in kept.connections:
-        hub: ControlHub
-        if coordinator == members[0]:
-            hub = _hub(kept, group, members, rank, coordinator, timeout)
-        else:
-            meeting = _connection(group, members, rank, members[0], timeout).hub
-            hub = AgreedHub(meeting, coordinator, functools.partial(_hub, kept, group, members, rank, coordinator))
-        kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport, count=len(members))
-    return kept.connections[coordinator]
+    kept: _Kept = group.__dict__.get(_ATTRIBUTE) or group.__dict__.setdefault(_ATTRIBUTE, _new_kept(group))
+    with kept.lock:
+        if coordinator not in kept.connections:
+            hub: ControlHub
+            if coordinator == members[0]:
+                hub = _hub(kept, group, members, rank, coordinator, timeout)
+            else:
+                meeting = _connection(group, members, rank, members[0], timeout).hub
+                make = functools.partial(_hub, kept, group, members, rank, coordinator)
+                hub = AgreedHub(meeting, coordinator, make)
+            kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport, count=len(members))
+        return kept.connections[coordinator]
+
+
+def _new_kept(group: Any) -> _Kept:
+    transport = PaddleTransport(lambda: group)
+    return _Kept(transport, transport if takes_host_memory(group) else PaddleTransport(lambda: _host_group(group)))
 
 
 def _hub(kept: _Kept, group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> TcpHub:
@@ -218,21 +227,22 @@ class _PaddleStore:
     """The store that Paddle's ranks share, for what they tell each other to begin with.
 
     Paddle raises a ValueError or RuntimeError where the rank that keeps it has ended, and waits for ever where that one
-    is frozen. So each call is made on a thread, which may be left behind.
+    is frozen. So each call is made on a thread, which may be left behind. What a call asks of Paddle's store, it asks
+    one by one, and so that the answer does not wait for another rank: see ``_asking``.
     """
 
     _POLL_SECONDS = 0.02
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._store = self._bounded(core.create_or_get_global_tcp_store, timeout)
+        self._store = self._bounded(lambda: self._ask(core.create_or_get_global_tcp_store), timeout)
 
     def set(self, key: str, value: bytes) -> None:
         """See :class:`..control.BootstrapStore`."""
 
         def leave() -> None:
-            self._store.set(key, value.hex())
-            self._store.add(f"{key}/set", 1)
+            self._ask(self._store.set, key, value.hex())
+            self._ask(self._store.add, f"{key}/set", 1)
 
         self._bounded(leave, self._timeout)
 
@@ -241,13 +251,18 @@ class _PaddleStore:
         deadline = time.monotonic() + timeout
 
         def fetch() -> bytes:
-            while self._store.add(f"{key}/set", 0) == 0:
+            while self._ask(self._store.add, f"{key}/set", 0) == 0:
                 if time.monotonic() > deadline:
                     raise TimeoutError(key)
                 time.sleep(self._POLL_SECONDS)
-            return bytes.fromhex(self._store.get(key).decode())
+            return bytes.fromhex(self._ask(self._store.get, key).decode())
 
         return self._bounded(fetch, timeout)
+
+    @staticmethod
+    def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
+        with _asking:
+            return call(*arguments)
 
     @staticmethod
     def _bounded(call: Callable[[], T], timeout: float) -> T:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle.base import core
 
 from paddle_dist_ckpt import (
     CheckpointManager,
@@ -22,6 +27,8 @@ from paddle_dist_ckpt import (
     save,
     save_state_dict,
 )
+from paddle_dist_ckpt.control import AgreedHub
+from paddle_dist_ckpt.paddle_adapter import groups
 from test.paddle import cases_groups as cases
 from test.ranks.launcher import forked, launched
 from test.ranks.pool import RankPool
@@ -316,3 +323,42 @@ def test_ranks_whose_groups_were_destroyed_do_not_act_alone(tmp_path: Path) -> N
     ends = forked(tmp_path, script.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))))
     assert [code for code, _ in ends] == [0, 0], ends
     assert not (tmp_path / "refused").exists()
+
+
+def test_threads_do_not_mix_the_answers_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = core.TCPStore("127.0.0.1", port, True, 1, 10)
+    monkeypatch.setattr(core, "create_or_get_global_tcp_store", lambda: shared)
+
+    def ask(thread: int) -> list[bytes]:
+        store = groups._PaddleStore(10.0)
+        for i in range(4):
+            store.set(f"{thread}/{i}", b"%d" % (1000 * thread + i))
+        return [store.get(f"{thread}/{i}", 10.0) for i in range(4)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(4)))
+    assert found == [[b"%d" % (1000 * thread + i) for i in range(4)] for thread in range(4)]
+
+
+def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    def slow_hub(kept: Any, group: Any, members: Any, rank: int, coordinator: int, timeout: float) -> object:
+        made.append(coordinator)
+        time.sleep(0.1)
+        return object()
+
+    monkeypatch.setattr(groups, "_hub", slow_hub)
+    group = SimpleNamespace(id=0, ranks=[0, 1])
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(groups._connection, group, (0, 1), 1, coordinator, 5.0) for coordinator in (0, 1, 0, 1)]
+    assert len({id(call.result()) for call in calls}) == 2
+    assert made == [0]
+    agreed = groups._connection(group, (0, 1), 1, 1, 5.0).hub
+    assert isinstance(agreed, AgreedHub)
+    with ThreadPoolExecutor(4) as pool:
+        assert len({id(hub) for hub in pool.map(agreed._own, [5.0] * 4)}) == 1
+    assert made == [0, 1]
