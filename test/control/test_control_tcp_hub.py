@@ -560,6 +560,24 @@ def test_a_rank_gets_in_behind_thousands_of_strangers() -> None:
     gate.close()
 
 
+def test_little_is_kept_of_what_strangers_send_and_more_of_what_ranks_do(hubs: list[TcpHub], store: Store) -> None:
+    assert both(hubs) == [b"0", b"1"]
+    (admitted,) = hubs[0]._port.connections
+    with socket.create_server(("127.0.0.1", 0)) as usual:
+        assert admitted.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= usual.getsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF
+        )
+    with hubs[0].lock, socket.socket() as stranger:  # nobody is served while the lock is held
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        stranger.connect(address_of(store.rendezvous()))
+        stranger.settimeout(0.5)
+        taken = 0
+        with pytest.raises(TimeoutError):
+            while True:
+                taken += stranger.send(b"x" * 1024)
+        assert taken < 32 << 10
+
+
 def test_ranks_meet_although_strangers_came_before(store: Store) -> None:
     coordinator = make(0, store)
     address = address_of(store.rendezvous())
