@@ -225,7 +225,7 @@ class CoordinatorSession:
         """Ranks whose calls name another coordinator, unless all name the same one. Ranks that name none mean this."""
         said = {rank: kind.partition(wire.NAMED_COORDINATOR)[::2] for rank, kind in self.kinds.items()}
         named = {rank: number or str(self._coordinator) for rank, (_, number) in said.items()}
-        if len(set(named.values())) == 1:
+        if len(set(named.values())) <= 1:  # none, where a rank was only heard to leave
             return None
         lines = ", ".join(
             f"rank {rank} calls {said[rank][0]!r} with coordinator_rank={named[rank]}" for rank in sorted(said)

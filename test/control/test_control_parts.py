@@ -433,6 +433,18 @@ def test_nobody_waits_for_a_call_of_which_the_end_alone_was_heard() -> None:
     assert [table.handle(rank, wire.Answer(1, 0, "r"), b"x", 6.0) for rank in (0, 1)] == [False, True]
 
 
+def test_a_call_that_nobody_else_has_begun_names_the_rank_of_which_the_end_was_heard() -> None:
+    sent: list[tuple[int, wire.Message]] = []
+    table = CoordinatorTable((0, 1), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+    table.handle(1, wire.Bye(0), b"", 0.0)
+    table.tick(5.0)
+    table.handle(0, wire.Open(0, "save", 200.0), b"", 5.1)
+    table.tick(30.0)
+    (told,) = [message for _, message in sent if isinstance(message, wire.Verdict)]
+    assert told.error.type_name == "RankFailureError"
+    assert "on rank 1: the connection was lost while it made this call" in told.error.message
+
+
 def test_ranks_that_have_never_connected_are_told_from_silent_ones() -> None:
     heard = failures.timeout_error("save", [1, 2], 3.0).message
     assert heard.startswith("save timed out: ranks 1, 2 not heard of for 3 s; see whether")
