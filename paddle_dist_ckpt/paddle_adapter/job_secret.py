@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..control.bootstrap import BootstrapStore
 from ..errors import CheckpointTimeoutError
@@ -18,7 +19,8 @@ SECRET_FILE = "PADDLE_DIST_CKPT_SECRET_FILE"
 The only one that the library reads. It is no option of a call, for a hub is made once for a group, by whichever call
 comes first, and under a trainer the calls are not the user's.
 """
-_SHORTEST = 16
+_SHORTEST, _LONGEST = 16, 1 << 16
+_logger = logging.getLogger("paddle_dist_ckpt")
 _FINE, _REFUSED, _SILENT = b"+", b"-", b"?"
 
 
@@ -39,7 +41,7 @@ def agreed_secret(store: BootstrapStore, key: str, rank: int, ranks: Sequence[in
     try:
         secret = _read(name)
     except ValueError as error:
-        problem = f"rank {rank}: {error}".encode()
+        problem = f"rank {rank}: {error}".encode(errors="backslashreplace")
     if rank != ranks[0]:
         store.set(f"{key}/{rank}", problem)
     else:
@@ -77,10 +79,20 @@ def _verdict(store: BootstrapStore, key: str, ranks: Sequence[int], own: bytes, 
 
 
 def _read(name: str) -> bytes:
+    """The secret in a regular file. Of anything else, such as a pipe, nothing is read, for that may wait for ever."""
     try:
-        secret = Path(name).read_bytes()
+        with open(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ValueError(f"${SECRET_FILE}: {name!r} is not a regular file")
+            secret = file.read(_LONGEST + 1)
     except OSError as error:
         raise ValueError(f"${SECRET_FILE}: the control secret cannot be read: {error}") from error
-    if len(secret) < _SHORTEST:
-        raise ValueError(f"${SECRET_FILE}: {name!r} has {len(secret)} bytes; a secret has {_SHORTEST} or more")
+    if not _SHORTEST <= len(secret) <= _LONGEST:
+        size = f"more than {_LONGEST}" if len(secret) > _LONGEST else len(secret)
+        raise ValueError(f"${SECRET_FILE}: {name!r} has {size} bytes; a secret has {_SHORTEST} to {_LONGEST}")
+    if not secret.strip():
+        raise ValueError(f"${SECRET_FILE}: {name!r} has nothing but white space")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        _logger.warning("$%s: others than the owner may write to %r, and so take part in the job", SECRET_FILE, name)
     return secret

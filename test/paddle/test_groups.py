@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from paddle_dist_ckpt.control import AgreedHub
-from paddle_dist_ckpt.paddle_adapter import groups
+from paddle_dist_ckpt.paddle_adapter import groups, job_secret
 from test.paddle import cases_groups as cases
 from test.ranks.launcher import forked, launched
 from test.ranks.pool import RankPool
@@ -362,3 +363,39 @@ def test_the_first_calls_of_several_threads_make_one_connection(monkeypatch: pyt
     with ThreadPoolExecutor(4) as pool:
         assert len({id(hub) for hub in pool.map(agreed._own, [5.0] * 4)}) == 1
     assert made == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"short", "has 5 bytes"),
+        (b"x" * 100_000, "has more than 65536 bytes"),
+        (b"\n" * 20, "nothing but white space"),
+        (None, "is not a regular file"),
+    ],
+    ids=["short", "long", "white", "pipe"],
+)
+def test_what_can_be_no_secret_is_refused_at_once(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is None:
+        os.mkfifo(tmp_path / "secret")
+    else:
+        (tmp_path / "secret").write_bytes(content)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(job_secret._read, str(tmp_path / "secret"))
+        try:
+            with pytest.raises(ValueError, match=words):
+                reading.result(5)
+        finally:
+            if content is None:  # let who waits for a writer go on
+                os.close(os.open(tmp_path / "secret", os.O_RDWR | os.O_NONBLOCK))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o640, False), (0o620, True), (0o602, True)])
+def test_a_secret_that_others_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
+) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 20)
+    (tmp_path / "secret").chmod(mode)
+    with caplog.at_level("WARNING", "paddle_dist_ckpt"):
+        assert job_secret._read(str(tmp_path / "secret")) == b"x" * 20
+    assert ("others than the owner may write" in caplog.text) == warned
