@@ -105,8 +105,6 @@ def _text(error: Exception) -> str:
 
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if isinstance(error, UnicodeEncodeError):
-        return f"{error.object} is no name in this locale, whose encoding is {error.encoding}; set PYTHONUTF8=1"
     if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows where)"

@@ -52,5 +52,3 @@ def _size(storage: Storage, name: str) -> int | str:
         return "missing"
     except OSError as error:
         return error.strerror or type(error).__name__
-    except UnicodeEncodeError:
-        return "no name in this locale"

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -125,7 +124,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "shard_file": nothing,
     }
     common = {"save": SAVE, "unique_id": 0, "world_size": 1, "created": "x", "library": "x", "block_bytes": 1 << 20}
-    more = {"paddle": None, "tensors": table, "user_metadata": None, "files": [["a", 1 << 40, "1" * 16]], "values": []}
+    files = [[f"0_0.{SAVE}.0.safetensors", 1 << 40, "1" * 16]]
+    more = {"paddle": None, "tensors": table, "user_metadata": None, "files": files, "values": []}
     write_metadata(folder / "large", dumped({**common, **more}))
     return folder
 
@@ -182,8 +182,9 @@ def test_the_question_and_the_log_obey_nothing(tmp_path: Path, asks: bool) -> No
 
 def test_no_line_is_forged(tmp_path: Path) -> None:
     forged = "x\ngood  checkpoint 0: every block is as it was written\u202e"
-    write_checkpoint(tmp_path, {})
-    _rename(tmp_path, forged)
+    write_checkpoint(tmp_path, {f"/{forged}": Entry([3], [[]], "uint8", data=b"abc")})
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"d")
     text = run("verify", tmp_path, code=1)
     assert "\\ngood" in text
     assert "\ngood" not in text
@@ -210,31 +211,10 @@ def test_lines_that_follow_in_an_error_are_indented() -> None:
     assert lines_text("one\ntwo\x1b") == "one\n    two\\x1b"
 
 
-@pytest.mark.parametrize("loops", [True, False])
-def test_a_report_names_files_that_cannot_be_looked_at(tmp_path: Path, loops: bool) -> None:
-    name = "loop" if loops else "\u5b66" * 200
+def test_a_report_names_files_that_cannot_be_looked_at(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {})
-    _rename(tmp_path, name)
-    if loops:
-        (tmp_path / name).symlink_to(name)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.unlink()
+    file.symlink_to(file.name)
     run("report", tmp_path, "--out", tmp_path / "page.html")
-    assert ("Too many levels of symbolic links" if loops else "File name too long") in (
-        (tmp_path / "page.html").read_text()
-    )
-
-
-def test_a_locale_that_cannot_have_a_name_is_named(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {})
-    _rename(tmp_path, "\u5b66")
-    variables = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-m", "paddle_dist_ckpt", "verify", str(tmp_path)]
-    done = subprocess.run(command, env=variables, capture_output=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.endswith(b" is no name in this locale, whose encoding is ascii; set PYTHONUTF8=1\n")
-
-
-def _rename(folder: Path, name: str) -> None:
-    """Have `.metadata` call its only file so."""
-    body = json.loads((folder / "0.metadata").read_bytes().split(b"\n")[1])
-    body["files"][0][0] = name
-    write_metadata(folder, dumped(body))
+    assert "Too many levels of symbolic links" in (tmp_path / "page.html").read_text()
