@@ -226,14 +226,14 @@ def _checked_mapping(loaded: Any) -> Mapping[str, Any]:
     return loaded
 
 
-def _default_id(storage: Storage) -> int:
-    """0, the id that :func:`save` takes, or the newest of a folder that has others alone."""
+def _default_id(storage: Storage) -> int | None:
+    """0, the id that :func:`save` takes; None, for the newest, of a folder that has others alone."""
     try:
         ids = [*foreign_ids(storage), *metadata_ids(storage)]
     except (OSError, CheckpointNotFoundError):  # whoever reads the checkpoint says so
         return _UNIQUE_ID
     if ids and _UNIQUE_ID not in ids:
-        return ids[-1]
+        return None
     newer = sorted({number for number in ids if number > _UNIQUE_ID})
     if newer:
         _logger.warning(
@@ -248,7 +248,7 @@ def _default_id(storage: Storage) -> int:
 
 
 def _load_into(
-    objects: dict[str, Any], storage: Storage, unique_id: int, place: str | None, threads: int
+    objects: dict[str, Any], storage: Storage, unique_id: int | None, place: str | None, threads: int
 ) -> dict[Any, Any]:
     """Fill the objects, and return what was saved beside models and optimizers: all of one and the same save."""
     restarts = Restarts(storage)

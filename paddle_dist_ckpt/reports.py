@@ -56,9 +56,9 @@ class LoadReport:
         files_opened: How many data files this rank opened.
         skipped: With ``strict=False``, ``allow_missing`` or ``per_rank="by_rank"``, a line for every target that was
             not loaded, and why; with ``resize``, which part of a tensor was left as it is or left out.
-        skipped_keys: Their flat keys, each once.
         unused_keys: Flat keys that the checkpoint has and no rank asked for.
         seconds: Seconds per phase on this rank: ``plan``, ``read``, and ``open`` if ranks read for each other.
+        skipped_keys: The flat keys that ``skipped`` is about, each once.
     """
 
     path: str
@@ -68,8 +68,8 @@ class LoadReport:
     files_opened: int
     skipped: tuple[str, ...] = ()
     unused_keys: tuple[str, ...] = ()
-    skipped_keys: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    skipped_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,7 +318,8 @@ def export_filled_with(
         progress_timeout=options.progress_timeout,
         separate_folders=options.separate_folders,
     )
-    state = {key: tensor for key, tensor in state.items() if key not in report.skipped_keys}
+    left = set(report.skipped_keys)
+    state = {key: tensor for key, tensor in state.items() if key not in left}
     request = msgspec.structs.replace(request, keys=None, unique_id=None)
     return export_state_with(ranks, state, request, saving)
 

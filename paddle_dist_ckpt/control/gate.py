@@ -51,7 +51,8 @@ _ENTRANTS = 16
 _TIMES_WHILE_MISSING = 4  # as many of both
 _PATIENCE = 10.0
 _UNREAD_BYTES = 1 << 12
-_SO_BUF_LOCK = 72  # of Linux; the socket module does not name it
+_SO_BUF_LOCK, _TCP_WINDOW_CLAMP = 72, 10  # of Linux
+_WIDEST_WINDOW = 1 << 30
 _WARNING_EVERY = 60.0
 _WHY = {
     Status.UNPROVEN: "that did not prove to know the hub's key",
@@ -84,11 +85,15 @@ class _LimitedWarnings:
             _logger.warning(self._text, reasons)
 
 
-def _take_in(sock: socket.socket, nbytes: int) -> None:
-    """Let the system take in as much that is not read yet, and more as it is read."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
-    with contextlib.suppress(OSError):  # before Linux 5.14, where it stays as it is
+def _take_in(sock: socket.socket, nbytes: int, window: int = 0) -> None:
+    """Let the system take in as much that is not read yet, and more as it is read; and send the other side as large a
+    window, if it is given. Not before Linux 5.14, where the size would stay as it is."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)  # raises where it is not known
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
         sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)
+        if window:  # which has been made for the small buffer
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_WINDOW_CLAMP, window)
 
 
 class _Newcomer:
@@ -219,7 +224,7 @@ class Gate:
             self._dismiss(newcomer, _WHY[status])
             return []
         self._forget(newcomer)
-        _take_in(newcomer.socket, self._admitted_bytes)
+        _take_in(newcomer.socket, self._admitted_bytes, _WIDEST_WINDOW)
         receiving, sending = handshake.seals()
         return [Connection(newcomer.socket, sending, receiving, hello.rank, hello.process)]
 

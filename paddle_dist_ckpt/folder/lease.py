@@ -77,7 +77,8 @@ class Lease:
         given_up: Saves of this job that are known to have ended, whatever their claims look like.
         deletes: Whether it is no save, but removes the checkpoint under the id. It needs no refreshing: once the
             `.metadata` is gone, anybody may do the rest.
-        patience: How many seconds it waits for somebody who removes the checkpoint under the id.
+        patience: How many seconds it waits for somebody who removes the checkpoint under the id, or longer, as long as
+            the claim of one that has died counts.
 
     Attributes:
         save_id: The save's random id.
@@ -209,16 +210,17 @@ class Lease:
             raise self._lost() from None
 
     def _wait_for_deletion(self) -> None:
-        started, said = time.monotonic(), False
+        # At least as long as the claim of one that has died may count.
+        started, said, most = time.monotonic(), False, max(self._patience, _EXPIRES_AFTER + 2 * _FRESH_EVERY)
         while (name := self._deleter()) is not None:
             text = f"checkpoint {self.unique_id} is being deleted, as {self.storage.location}/{name} says"
             if not said:
                 _logger.warning("%s; the save waits for that", text)
                 said = True
-            if time.monotonic() - started > self._patience:
+            if time.monotonic() - started > most:
                 raise CheckpointTimeoutError(
-                    f"{text}, for {self._patience:g} s; nothing was saved. If nobody is at work there, remove that "
-                    f"file, or save again in {_EXPIRES_AFTER / 60:.0f} minutes or to another id"
+                    f"{text}, for {most:g} s; nothing was saved. If nobody is at work there, remove that file, or save "
+                    "to another id"
                 )
             time.sleep(_LOOK_AGAIN)
 

@@ -103,13 +103,18 @@ class Exchange:
         ahead = _ReadingAhead([functools.partial(self._read, one, i) for i, one in enumerate(messages)])
         try:
             for i, one in enumerate(rounds):
-                with staging.round(i):
-                    if self._on_host:
-                        outgoing = ahead.read(i, lambda k: self._is_sent_in_place(messages[k]))
-                    else:
-                        outgoing = self._read(messages[i], i)
-                    self._broadcast(transfers, messages[i], outgoing)
-                    self._exchange(transfers, one.senders, messages[i], outgoing)
+                with self._filling:
+                    self._check_wanted()
+                    staging.begin(i)
+                if self._on_host:
+                    outgoing = ahead.read(i, lambda k: self._is_sent_in_place(messages[k]))
+                else:
+                    outgoing = self._read(messages[i], i)
+                self._broadcast(transfers, messages[i], outgoing)
+                self._exchange(transfers, one.senders, messages[i], outgoing)
+                with self._filling:
+                    self._check_wanted()
+                    staging.end(i)
         finally:
             ahead.wait()
             self._whole_targets.clear()

@@ -13,7 +13,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -106,9 +105,8 @@ class RoundStaging:
         self._leaving: deque[tuple[Mark, int, int]] = deque()  # rows on their way there: their bytes, since which round
         self._used = 0
 
-    @contextmanager
-    def round(self, number: int) -> Iterator[None]:
-        """Within it the round's rows are on the host."""
+    def begin(self, number: int) -> None:
+        """Have the rows of a round on the host."""
         rows = self._rows[number]
         missing = [row for row in rows.tolist() if row not in self._open]
         sizes = dict(zip(missing, self._targets.nbytes[missing].tolist(), strict=True))
@@ -118,7 +116,10 @@ class RoundStaging:
         self._make_room(sum(sizes.values()), number, set(rows.tolist()))
         for row, size in sizes.items():
             self._bring(row, size)
-        yield
+
+    def end(self, number: int) -> None:
+        """Send those rows of a round to the device that no later one brings anything for."""
+        rows = self._rows[number]
         self._send([row for row in rows.tolist() if self._last[row] == number], number)
 
     def finish(self) -> None:

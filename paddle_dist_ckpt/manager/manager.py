@@ -15,6 +15,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -133,7 +134,15 @@ class CheckpointManager:
         self._pending: AsyncSave | None = None
         self._closed = False
         self._told: set[str] = set()  # what was warned of, which is said once
-        self._end_of_sigterm = on_sigterm(self._schedule.request) if save_on_sigterm else None
+        self._came_late = False
+        self._end_of_sigterm = on_sigterm(self._terminated) if save_on_sigterm else None
+
+    def _terminated(self) -> None:
+        """SIGTERM has come. During the last save it does what it would have done, but after that save."""
+        if self._closed:
+            self._came_late = True
+        else:
+            self._schedule.request()
 
     def _check_root(self) -> None:
         with self._folders() as opened:
@@ -340,6 +349,8 @@ class CheckpointManager:
         finally:
             if self._end_of_sigterm is not None:  # and not before: a launcher repeats the signal during the last save
                 self._end_of_sigterm()
+            if self._came_late:
+                signal.raise_signal(signal.SIGTERM)
 
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r}" for name, value in self._arguments.items() if value not in (None, False))

@@ -100,12 +100,13 @@ def _default_group() -> Any:
     Raises:
         CheckpointError: it was destroyed, and Paddle initialises a process only once.
     """
-    if not dist.is_initialized():
-        _logger.info(
-            "paddle.distributed is not initialised in this job of several ranks: init_parallel_env() is called"
-        )
-        with paddle.base.dygraph.guard():  # also where the program makes static graphs
-            dist.init_parallel_env()
+    with _initialising:
+        if not dist.is_initialized():
+            _logger.info(
+                "paddle.distributed is not initialised in this job of several ranks: init_parallel_env() is called"
+            )
+            with paddle.base.dygraph.guard():  # also where the program makes static graphs
+                dist.init_parallel_env()
     if not dist.is_initialized():
         raise CheckpointError(
             f"this job has {dist.get_world_size()} ranks, but no default process group, and init_parallel_env() makes "

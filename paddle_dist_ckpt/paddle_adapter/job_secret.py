@@ -81,11 +81,15 @@ def _verdict(store: BootstrapStore, key: str, ranks: Sequence[int], own: bytes, 
 def _read(name: str) -> bytes:
     """The secret in a regular file. Of anything else, such as a pipe, nothing is read, for that may wait for ever."""
     try:
-        with open(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
                 raise ValueError(f"${SECRET_FILE}: {name!r} is not a regular file")
-            secret = file.read(_LONGEST + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                secret = file.read(_LONGEST + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ValueError(f"${SECRET_FILE}: the control secret cannot be read: {error}") from error
     if not _SHORTEST <= len(secret) <= _LONGEST:

@@ -40,9 +40,12 @@ def open_to_read(folder: Path, name: str, anywhere: bool) -> int:
             raise
         target = _target(folder, path, anywhere)
         descriptor = os.open(target, _FLAGS)
-        if not anywhere and not _is(descriptor, target):  # a folder on the way has become a link
+        try:
+            if not anywhere and not _is(descriptor, target):  # a folder on the way has become a link
+                raise _no_file(path) from None
+        except OSError:
             os.close(descriptor)
-            raise _no_file(path) from None
+            raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _no_file(path)
@@ -70,11 +73,18 @@ def _target(folder: Path, link: Path, anywhere: bool) -> Path:
 
 
 def _is(descriptor: int, path: Path) -> bool:
-    """Whether what has been opened is the file of this path, as far as this system tells."""
+    """Whether what has been opened is the file of this path, as far as this system tells.
+
+    Raises:
+        FileNotFoundError: it is gone by now.
+    """
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}") == str(path)
+        opened = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return True
+    if opened.endswith(" (deleted)") and opened != str(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return opened == str(path)
 
 
 def _no_file(path: Path) -> IsADirectoryError:

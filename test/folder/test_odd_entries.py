@@ -142,6 +142,22 @@ def test_a_link_whose_way_leads_elsewhere_by_now_is_not_followed(
         storage.read("link")
 
 
+def test_a_link_whose_file_is_removed_while_it_is_opened_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("fine")
+    (tmp_path / "link").symlink_to("file")
+    real = os.readlink
+
+    def removed(path: Any) -> str:
+        (tmp_path / "file").unlink()
+        return real(path)
+
+    monkeypatch.setattr(os, "readlink", removed)
+    with pytest.raises(FileNotFoundError):
+        LocalStorage(tmp_path).read("link")
+
+
 def test_a_sparse_metadata_file_of_paddles_is_not_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "0.metadata").write_bytes(pickle.dumps({}))
     os.truncate(tmp_path / "0.metadata", 1 << 30)

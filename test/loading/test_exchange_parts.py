@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,13 @@ import pytest
 
 from paddle_dist_ckpt.control.verified import VerifiedTransfers
 from paddle_dist_ckpt.core.columns import all_of
-from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointReplacedError, RankFailureError
-from paddle_dist_ckpt.loading import exchange_orders, exchange_parts
+from paddle_dist_ckpt.errors import (
+    CheckpointCorruptedError,
+    CheckpointReplacedError,
+    CollectiveError,
+    RankFailureError,
+)
+from paddle_dist_ckpt.loading import exchange, exchange_orders, exchange_parts
 from paddle_dist_ckpt.loading.messages import ExchangeAnswer, ShardNeeds
 from paddle_dist_ckpt.options import LoadOptions
 from test.jobs import (
@@ -33,6 +40,7 @@ from test.jobs import (
 )
 from test.torture.budgets import cost_of
 from test.torture.crafting import Entry, write_checkpoint
+from test.waiting import PATIENCE
 
 ALWAYS = LoadOptions(exchange="always", timeout=60)
 _LARGE = 3 << 20  # bytes, which is more than a block
@@ -250,3 +258,42 @@ def test_memory_is_bounded_however_many_shards_there_are(tmp_path: Path) -> None
     cost = cost_of(load, few, many)
     assert cost.outcome == "True"
     assert cost.memory < 160 << 20
+
+
+def test_no_rows_are_sent_to_a_device_for_an_exchange_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor by a rank that only sends in the round in which a collective hung."""
+    entered, released, sent = threading.Event(), threading.Event(), list[int]()
+
+    class Staging:
+        def __init__(self, *_: Any) -> None:
+            self.begin, self.end = lambda number: None, sent.append
+
+        def finish(self) -> None:
+            pass
+
+    def hang(*_: Any) -> None:
+        entered.set()
+        released.wait(PATIENCE)
+
+    monkeypatch.setattr(exchange, "RoundStaging", Staging)
+    monkeypatch.setattr(exchange, "messages_of", lambda one: {})
+    monkeypatch.setattr(exchange, "needs_of", lambda one: None)
+    fit = SimpleNamespace(rows_on_device=lambda needs: np.array([0]))
+    session = SimpleNamespace(rank=0, check=lambda: None)
+    one: Any = exchange.Exchange(session, fit, None, None, 1, lambda nbytes: None, set())  # type: ignore[arg-type]
+    failures = list[BaseException]()
+
+    def run() -> None:
+        try:
+            one.run([SimpleNamespace(senders=[(0, 1)])], SimpleNamespace(exchange=hang))
+        except CollectiveError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert entered.wait(PATIENCE)
+    one.give_up()
+    released.set()
+    thread.join(PATIENCE)
+    assert len(failures) == 1
+    assert sent == []

@@ -51,10 +51,11 @@ def run(rounds: Sequence[Sequence[int]], most: int) -> tuple[Rows, list[int], li
     targets, counts, under_way = Rows(100), [], []
     staging = RoundStaging(targets, targets, [np.array(rows, np.int64) for rows in rounds], most, set())  # type: ignore[arg-type]
     for number, rows in enumerate(rounds):
-        with staging.round(number):
-            assert set(rows) <= targets.placed
-            counts.append(len(targets.placed) + len(targets.under_way))
-            under_way.append(set(targets.under_way))
+        staging.begin(number)
+        assert set(rows) <= targets.placed
+        counts.append(len(targets.placed) + len(targets.under_way))
+        under_way.append(set(targets.under_way))
+        staging.end(number)
     staging.finish()
     assert not targets.placed | targets.under_way
     return targets, counts, under_way

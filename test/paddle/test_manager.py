@@ -337,6 +337,24 @@ def test_a_repeated_sigterm_does_not_end_the_last_save(tmp_path: Path, monkeypat
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_first_sigterm_during_the_last_save_counts_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, wait_for_save = list[int](), CheckpointManager.wait
+
+    def wait(manager: CheckpointManager) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert not called
+        wait_for_save(manager)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        with CheckpointManager(tmp_path, save_on_sigterm=True) as steps:
+            steps.save(1, numbers(1))
+            monkeypatch.setattr(CheckpointManager, "wait", wait)
+        assert (folders(tmp_path), called) == ([1], [1])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_sigterm_reaches_all_managers_that_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
