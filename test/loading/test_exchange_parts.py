@@ -278,7 +278,8 @@ def test_no_rows_are_sent_to_a_device_for_an_exchange_that_was_given_up(monkeypa
     monkeypatch.setattr(exchange, "RoundStaging", Staging)
     monkeypatch.setattr(exchange, "messages_of", lambda one: {})
     monkeypatch.setattr(exchange, "needs_of", lambda one: None)
-    fit = SimpleNamespace(rows_on_device=lambda needs: np.array([0]))
+    answer = SimpleNamespace(block_bytes=1)
+    fit = SimpleNamespace(rows_on_device=lambda needs: np.array([0]), targets=None, answer=answer)
     session = SimpleNamespace(rank=0, check=lambda: None)
     one: Any = exchange.Exchange(session, fit, None, None, 1, lambda nbytes: None, set())  # type: ignore[arg-type]
     failures = list[BaseException]()
