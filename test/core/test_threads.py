@@ -42,8 +42,9 @@ def test_a_generator_of_tasks_is_closed_when_an_interruption_is_raised() -> None
 
     def tasks() -> Iterator[Callable[[], None]]:
         try:
+            yield _thread.interrupt_main
             while True:
-                yield _thread.interrupt_main
+                yield functools.partial(time.sleep, 0.01)
         finally:
             given_back.set()
 
