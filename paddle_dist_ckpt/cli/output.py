@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from ..core.text import escaped, value_text, visible
+from ..core.text import encodable, escaped, value_text, visible
 
 __all__ = ["count", "human_bytes", "lines_text", "plain", "print_columns", "print_json", "say", "shape_text"]
 
@@ -51,7 +51,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")  # halves of surrogate pairs
+        return encodable(value)
     if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
         return value
     if isinstance(value, (list, tuple)):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 import msgspec
 
 from .. import errors
+from ..core.text import encodable
 from . import wire
 from .wire import MAX_PROBLEMS, MAX_TEXT, ErrorRecord
 
@@ -102,7 +103,7 @@ def sendable(error: ErrorRecord) -> ErrorRecord:
 def _clip(value: object) -> str:
     """The text of a value, as far as it can be sent."""
     try:
-        text = str(value).encode(errors="backslashreplace").decode()
+        text = encodable(str(value))
     except Exception as error:  # a class may do what it likes
         text = f"(no text: str() of {type(value).__name__} raised {type(error).__name__})"
     if len(text) <= MAX_TEXT:

@@ -9,7 +9,7 @@ import msgspec
 
 from ..errors import CheckpointError
 
-__all__ = ["counted", "decode", "encode", "prepare", "sendable"]
+__all__ = ["counted", "decode", "encode", "prepare"]
 
 T = TypeVar("T")
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
@@ -29,11 +29,6 @@ def prepare(kinds: Iterable[object]) -> None:
 def counted(count: int, noun: str) -> str:
     """``1 problem``, ``2 problems``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def sendable(text: str) -> str:
-    """A text in a form that can be sent: a path need not be one."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def encode(message: msgspec.Struct) -> bytes:

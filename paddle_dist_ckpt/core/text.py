@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["MOST_KEY", "MOST_VALUE", "escaped", "key_text", "value_text", "visible"]
+__all__ = ["MOST_KEY", "MOST_VALUE", "encodable", "escaped", "key_text", "value_text", "visible"]
 
 MOST_KEY = 512
 MOST_VALUE = 2000
@@ -30,6 +30,11 @@ def escaped(text: str, escape: Callable[[str], str]) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or unicodedata.category(c) not in _HIDDEN else escape(c) for c in text)
+
+
+def encodable(text: str) -> str:
+    """Text as it can be sent and printed: a path, or what others have written, may have halves of surrogate pairs."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def value_text(value: object, most: int = MOST_VALUE) -> str:

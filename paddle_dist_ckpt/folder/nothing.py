@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from ..core.text import encodable
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..storage.base import Storage
 from .catalogs import foreign_ids
@@ -79,8 +80,7 @@ def _reasons(storage: Storage, unique_id: int | None) -> Iterator[str]:
     elif managers:
         yield f"{managers}, or call CheckpointManager({storage.location!r}).restore(state)"
     elif len(names) == 1 and not others and not refused:
-        shown = names[0].encode(errors="backslashreplace").decode()  # it may be no text
-        yield f"its file {shown} is of no format that is known"
+        yield f"its file {encodable(names[0])} is of no format that is known"
 
 
 def managers_text(storage: Storage, unique_id: int | None = None) -> str:

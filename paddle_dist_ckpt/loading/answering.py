@@ -23,7 +23,7 @@ from ..tree.names import Names, may_be_optimizers
 from ..tree.paths import is_own, parent_of, plain_key, plain_keys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
-from .messages import LoadAnswer, WantedPaths
+from .messages import A_TENSOR, OF_TENSORS, LoadAnswer, WantedPaths
 
 __all__ = ["Answering"]
 
@@ -275,7 +275,7 @@ class Answering:
         below = self._below(source)
         held = [stored for stored in below if not self._is_value(stored)]
         if held:
-            found.unfit[path] = f"a container of tensors, such as {self._metadata.key(held[0])}"
+            found.unfit[path] = f"{OF_TENSORS}, such as {self._metadata.key(held[0])}"
         elif not below:
             self._lack(path, source, found)
         else:
@@ -308,7 +308,7 @@ class Answering:
         if path in self._index:
             place, table = self._index[path], self._metadata.table
             shape = list(table.shape_of(place))
-            return f"a tensor of shape {shape} and dtype {table.dtypes[place].name}"
+            return f"{A_TENSOR} {shape} and dtype {table.dtypes[place].name}"
         if path in self._metadata.left_out:
             return f"something that is not read: {self._metadata.left_out[path]}"
         below = self._below(path)

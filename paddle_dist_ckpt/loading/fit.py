@@ -20,7 +20,7 @@ from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
-from .messages import LoadAnswer, Mismatch, ShardNeeds
+from .messages import A_TENSOR, OF_TENSORS, LoadAnswer, Mismatch, ShardNeeds
 from .recipes import expand
 from .resize import Rules
 from .small_items import SmallItems, batches_of
@@ -382,9 +382,9 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
         moved = wanted.moved.get(path)
         looked = "" if moved is None else f" (looked up as {moved!r}, as key_map says)"
         hint = f"; is {fitting[0]!r} meant?" if len(fitting) == 1 else ""
-        if present == _PRESENT["none"] and found.startswith(("a tensor", "a container of")):
+        if present == _PRESENT["none"] and found.startswith((A_TENSOR, OF_TENSORS)):
             key = moved or plain_key(path)
-            which = f"prefix={key!r}" if found.startswith("a container") else f"keys={key!r}"
+            which = f"prefix={key!r}" if found.startswith(OF_TENSORS) else f"keys={key!r}"
             hint = f"; None takes values only: pass tensors to be filled, or call load_merged_state_dict(path, {which})"
         text = f"the state_dict has {has}, in the checkpoint it is {found}{looked}{hint}"
         problems.append(Mismatch.at(path, text))

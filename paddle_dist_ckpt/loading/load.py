@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..control.rounds import Messages, ask, only_on
-from ..core.messages import encode, sendable
+from ..core.messages import encode
+from ..core.text import encodable
 from ..errors import CheckpointError
 from ..files.metadata import Metadata
 from ..files.room import Room, bytes_on_disk
@@ -258,7 +259,7 @@ class LeavesLoad:
         choices["resize"] = str(list((self.context.options.resize or {}).items()))
         choices["offload"] = str(self.context.offload)
         choices["aoa_config"] = _digest(self.context.options.aoa_config)
-        location = sendable(self.context.storage.location)
+        location = encodable(self.context.storage.location)
         return wanted, LoadRequest(
             self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete, location, wanted.key_map
         )

@@ -16,6 +16,8 @@ from ..storage.base import FolderIdentity
 from ..tree.paths import plain_key
 
 __all__ = [
+    "A_TENSOR",
+    "OF_TENSORS",
     "DecideAnswer",
     "DecideRequest",
     "DoneRequest",
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 
+A_TENSOR, OF_TENSORS = "a tensor of shape", "a container of tensors"
+"""How what is stored at a path is described, where that is tensors."""
 _EMPTY = Column("<u1", b"")
 
 

@@ -21,8 +21,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..control.rounds import Messages, only_on
-from ..core.messages import decode, encode, sendable
+from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
+from ..core.text import encodable
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.names import DEFAULT_SUFFIX
 from ..folder.commit import remove_saves, seal
@@ -133,7 +134,7 @@ class _Saving:
         return SaveRequest(
             unique_id=unique_id,
             folder=context.folder(),
-            location=sendable(context.storage.location),
+            location=encodable(context.storage.location),
             block_bytes=block_bytes,
             fingerprint=fingerprint,
             structure=structure,
