@@ -23,11 +23,10 @@ from ..tree.names import Names, may_be_optimizers
 from ..tree.paths import is_own, parent_of, plain_key, plain_keys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
-from .messages import A_TENSOR, OF_TENSORS, LoadAnswer, WantedPaths
+from .messages import A_TENSOR, MEANT, MISSING, OF_TENSORS, LoadAnswer, WantedPaths
 
 __all__ = ["Answering"]
 
-_MISSING = "missing"
 _SCHEDULER = "/LR_Scheduler"
 
 
@@ -228,7 +227,7 @@ class Answering:
             found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:
             found.unfit[path] = self._what_is(source, hint=False)
-            if found.unfit[path] == _MISSING:
+            if found.unfit[path] == MISSING:
                 found.hints[path] = self.hints.of(plain_key(source), is_tensor)
 
     def _is_there(self, path: str) -> bool:
@@ -317,9 +316,9 @@ class Answering:
         key = plain_key(path)
         nested = self.hints.nested(key)
         if nested is not None:
-            return f"{_MISSING}; the checkpoint has it nested otherwise, as state_dict{nested}"
+            return f"{MISSING}; the checkpoint has it nested otherwise, as state_dict{nested}"
         close = self.hints.of(key, is_tensor=True) if hint else []
-        return f"{_MISSING}; is {close[0].key!r} meant?" if close else _MISSING
+        return f"{MISSING}; is {close[0].key!r} {MEANT}" if close else MISSING
 
     def _assemble(self, found: _Draft) -> LoadAnswer:
         metadata = self._metadata

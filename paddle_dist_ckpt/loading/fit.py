@@ -20,7 +20,7 @@ from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
-from .messages import A_TENSOR, OF_TENSORS, LoadAnswer, Mismatch, ShardNeeds
+from .messages import A_TENSOR, MEANT, NO_ENTRY, OF_TENSORS, LoadAnswer, Mismatch, ShardNeeds
 from .recipes import expand
 from .resize import Rules
 from .small_items import SmallItems, batches_of
@@ -28,7 +28,7 @@ from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
 
-__all__ = ["NO_ENTRY", "Fit"]
+__all__ = ["Fit"]
 
 _TOGETHER = 1 << 14  # kinds that are looked at together
 _MANY = 1 << 17  # needs from which on they are read some after others
@@ -356,7 +356,6 @@ def _pieces(count: int) -> Iterator[slice]:
     return (slice(start, start + _TOGETHER) for start in range(0, count, _TOGETHER))
 
 
-NO_ENTRY = "no such entry in its object"
 _PRESENT = {
     "none": "None",
     "dict": "a dict",
@@ -381,7 +380,7 @@ def _unfit(answer: LoadAnswer, wanted: WantedState) -> list[Mismatch]:
         fitting = [key for key, shape in answer.hints.get(path, ()) if shape is None or shape == shapes.get(path)]
         moved = wanted.moved.get(path)
         looked = "" if moved is None else f" (looked up as {moved!r}, as key_map says)"
-        hint = f"; is {fitting[0]!r} meant?" if len(fitting) == 1 else ""
+        hint = f"; is {fitting[0]!r} {MEANT}" if len(fitting) == 1 else ""
         if present == _PRESENT["none"] and found.startswith((A_TENSOR, OF_TENSORS)):
             key = moved or plain_key(path)
             which = f"prefix={key!r}" if found.startswith(OF_TENSORS) else f"keys={key!r}"

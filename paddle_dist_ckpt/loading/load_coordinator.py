@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -18,17 +18,14 @@ from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
     RankFailureError,
-    StateDictMismatchError,
 )
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes
 from ..folder.context import check_folders, folders_text
 from ..storage.base import FolderIdentity
-from ..tree.names import parameter_of_run
 from ..tree.paths import plain_key
 from .answering import Answering
 from .exchange_orders import ExchangePlanner
-from .fit import NO_ENTRY
 from .key_map import OWN_KEY, matcher, unmatched_text
 from .left_entries import judge
 from .messages import (
@@ -43,15 +40,13 @@ from .messages import (
     WantedPaths,
     WantedRecord,
 )
+from .mismatches import NOT_YET, MismatchCheck, some_of
 from .reading import LoadContext, unreadable_on
-from .recipes import with_hint
 from .stored_tensors import stored_tensors
 
 __all__ = ["LoadCoordinator"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_MOST_IDLE = 5  # statements, or keys of a key_map, in a warning
-_NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
 _SHARED = 1.25  # readers of this part of a file, and more, read some of it twice
 
 
@@ -61,8 +56,9 @@ class LoadCoordinator:
     def __init__(self, context: LoadContext, read: Callable[[int | None], Metadata]) -> None:
         self._storage, self._session, self._options = context.storage, context.session, context.options
         self._arranger, self._read = context.arranger, read
-        self._metadata: Metadata  # from round ``request`` on, like the next three
+        self._metadata: Metadata  # from round ``request`` on, like the next four
         self._answering: Answering
+        self._mismatches: MismatchCheck
         self._folders: dict[int, FolderIdentity]  # of ranks that have one; who has none reaches nothing
         self._groups: dict[FolderIdentity, list[int]]  # the ranks that see each folder, ascending
         self._reasons: dict[str, str] = {}
@@ -72,8 +68,6 @@ class LoadCoordinator:
         self._idle: list[IdleStatement] = []
         self._restarts = Restarts(context.storage)
         self._doubtful: list[str] = []
-        self._unmatched: list[str] = []  # what is to be said of keys of the key_map that match nothing on any rank
-        self._wanted: list[WantedPaths] = []
 
     def request(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``request``: what the checkpoint has of what each rank wants."""
@@ -109,10 +103,17 @@ class LoadCoordinator:
         self._complete = {key for request in requests.values() for key in request.complete}
         keys = _found_nowhere(request.patterns for request in requests.values())
         unmatched = _found_nowhere(request.key_map for request in requests.values())
-        self._unmatched = list(map(unmatched_text, unmatched))
         wanted = {request.wanted: decode(request.wanted, WantedPaths) for request in requests.values()}
-        self._wanted, find_keys = list(wanted.values()), functools.partial(_keys_of, wanted.values())
+        find_keys = functools.partial(_keys_of, wanted.values())
         self._answering = Answering(metadata, on_host, keys, self._options.allow_missing, find_keys)
+        self._mismatches = MismatchCheck(
+            self._storage.location,
+            metadata,
+            self._answering,
+            list(wanted.values()),
+            self._options,
+            list(map(unmatched_text, unmatched)),
+        )
         _check_same_sources({rank: wanted[request.wanted] for rank, request in requests.items()})
         self._asked_keys = _keys_of(wanted.values()) if metadata.left_out else set()
         arranged = self._arranged(list(wanted.values()))
@@ -139,7 +140,7 @@ class LoadCoordinator:
         arranged = self._arranger.arrange(stored, together)
         self._idle = self._arranger.idle(stored, together)
         if self._idle and self._idle != before and self._options.strict != "all":  # which raises
-            shown = _some(map(str, self._idle))
+            shown = some_of(map(str, self._idle))
             _logger.warning("aoa_config: %d statement(s) change nothing in this load: %s", len(self._idle), shown)
         return arranged
 
@@ -150,9 +151,9 @@ class LoadCoordinator:
         unreadable = [plain_key(path) for path in self._metadata.left_out]
         unused = [*map(self._metadata.key, left), *(k for k in unreadable if k not in self._asked_keys)]
         problems = {rank: n.problems for rank, n in needs.items()}
-        self._check(problems, unused, self._left_of_objects(left), self._idle)
+        self._mismatches.check(problems, unused, self._left_of_objects(left), self._idle)
         if self._options.key_map is None:
-            for text in self._empty_texts():
+            for text in self._mismatches.empty_texts():
                 _logger.warning("%s: %s", self._storage.location, text)
         if self._doubtful:
             shown = ", ".join(self._doubtful[:20]) + (", ..." if len(self._doubtful) > 20 else "")
@@ -162,9 +163,9 @@ class LoadCoordinator:
                 shown,
             )
             self._doubtful = []
-        if self._unmatched:
-            _logger.warning("key_map: %s", _some(self._unmatched))
-            self._unmatched = []
+        if self._mismatches.unmatched:
+            _logger.warning("key_map: %s", some_of(self._mismatches.unmatched))
+            self._mismatches.unmatched = []
         missing = {name: reason for _, n in sorted(needs.items()) for name, reason in n.unreachable.items()}
         if missing and self._restarts.due(self._metadata):
             return dict.fromkeys(messages, encode(DecideAnswer(restart=True)))
@@ -242,7 +243,7 @@ class LoadCoordinator:
     def done(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Rounds ``open``, ``staged``, ``read`` and ``restore``: go on if every rank has done its part."""
         said = {rank: decode(data, DoneRequest) for rank, data in sorted(messages.items())}
-        self._check({rank: one.problems for rank, one in said.items()})
+        self._mismatches.check({rank: one.problems for rank, one in said.items()})
         gone = {name: reason for one in said.values() for name, reason in one.gone.items()}
         return dict.fromkeys(messages, encode(GoOnAnswer(self._is_replaced(gone))))
 
@@ -280,94 +281,7 @@ class LoadCoordinator:
         unused = [path for path in paths if not allowed(self._metadata.key(path))]
         left = judge(self._metadata, self._answering.names, self._answering.asked, unused, sorted(self._complete))
         self._doubtful = left.doubtful
-        return [Mismatch(key, f"{key}: stored, but {_NOT_YET}") for key in left.refused]
-
-    def _check(
-        self,
-        by_rank: Mapping[int, Sequence[Mismatch]],
-        unused: Sequence[str] = (),
-        left: Sequence[Mismatch] = (),
-        idle: Sequence[IdleStatement] = (),
-    ) -> None:
-        """Raise all problems at once, each said once with the ranks that have it, those of stored entries that would be
-        left, and the keys that nothing asks for and the statements that change nothing if these are problems."""
-        ranks: dict[Mismatch, list[int]] = {}
-        for rank, problems in sorted(by_rank.items()):
-            for problem in problems:
-                ranks.setdefault(problem, []).append(rank)
-        ranks.update((problem, list(by_rank)) for problem in left)
-        surplus = self._surplus(ranks, unused, idle)
-        if not (ranks or surplus) or not self._options.strict:
-            return
-        everyone = len(by_rank)
-        said = {problem: with_hint(problem, idle) for problem in ranks}
-        lines = [
-            said[problem] if len(having) == everyone else f"{said[problem]} (rank {', '.join(map(str, having))})"
-            for problem, having in ranks.items()
-        ] + surplus
-        advice = "LoadOptions(strict=False) loads what fits"
-        if surplus:
-            advice += "; strict=True lets stored keys be unused, allow_unused=[...] some of them"
-        if idle and self._options.strict == "all":
-            advice += "; strict=True lets statements change nothing"
-        if self._unmatched:
-            is_problem = self._options.strict == "all"
-            advice += (
-                "; strict=True lets keys of key_map match nothing"
-                if is_problem
-                else f"; key_map: {_some(self._unmatched)}"
-            )
-        if not self._options.cast and any("the target has dtype" in line for line in lines):
-            advice += "; LoadOptions(cast=True) converts dtypes"
-        if any(NO_ENTRY in line or _NOT_YET in line for line in lines):
-            advice += "; tensors that an object makes later must be made before the load, to be in its state_dict()"
-        if left:
-            advice += "; LoadOptions(allow_unused=[...]) leaves some entries out"
-        found = (parameter_of_run(problem.key) for problem in ranks if "missing" in problem.text)
-        more = [self._advice_on_names({parameter for parameter in found if parameter is not None})]
-        if any("meant?" in line for line in lines):
-            more.append(self._answering.hints.advice())
-        advice += "".join(f"; {text}" for text in (*more, *self._empty_texts()) if text)
-        text = (
-            f"checkpoint {self._metadata.unique_id} in {self._storage.location} does not fit the state_dict, which was "
-            f"left as it was; {counted(len(lines), 'problem')}:"
-        )
-        raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
-
-    def _advice_on_names(self, parameters: Set[str]) -> str:
-        """What to do about names of a run that are not there, by the parameters that are meant."""
-        here = {name for paths in self._wanted for name in (*paths.names, *paths.others.values()) if name}
-        table = self._metadata.table
-        of_run = {parameter for path in table.paths if (parameter := parameter_of_run(path)) is not None}
-        calls = ["save"] * bool(of_run - set(table.names)) + ["load"] * here.isdisjoint(parameters)
-        text = f"an optimizer's entries are told by its parameters: {' and '.join(calls)} the model in the same call"
-        return text if calls and parameters else ""
-
-    def _empty_texts(self) -> list[str]:
-        """What is to be said of parts of the state_dict that ask for nothing, though something is stored there."""
-        if not any(one.tensors or one.values or one.kept or one.moved for one in self._wanted):
-            return ["the state_dict has no entries, so nothing is loaded"] if self._metadata.table.paths else []
-        return [
-            f"{key or 'the state_dict'} has no tensors, so none of the {count} that are stored there are loaded; an "
-            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model"
-            for key, count in self._answering.nothing_asked().items()
-        ]
-
-    def _surplus(self, problems: Iterable[Mismatch], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
-        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; for
-        each of these statements; and for each key of the key_map that matches nothing."""
-        if self._options.strict != "all":
-            return []
-        said, allowed = {problem.key for problem in problems}, matcher(self._options.allow_unused)
-        lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
-        lines += [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
-        return lines + [f"key_map: {text}" for text in self._unmatched]
-
-
-def _some(texts: Iterable[str]) -> str:
-    """The first few of several texts as one."""
-    texts = list(texts)
-    return "; ".join(texts[:_MOST_IDLE]) + ("; ..." if len(texts) > _MOST_IDLE else "")
+        return [Mismatch(key, f"{key}: stored, but {NOT_YET}") for key in left.refused]
 
 
 def _found_nowhere(by_rank: Iterable[Mapping[str, bool]]) -> list[str]:

@@ -13,7 +13,10 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype, can_cast
 from ..core.parts import Part, SourceTensor
 from ..recipes import Cast, Concat, Permuted, Recipe, Sliced, Source, SplitPart, fold, text_of
 
-__all__ = ["Made", "RecipeError", "make_parts", "misfit", "recipe_of"]
+__all__ = ["WRONG_DTYPE", "Made", "RecipeError", "make_parts", "misfit", "recipe_of"]
+
+WRONG_DTYPE = "the target has dtype"
+"""How a mismatch begins that a cast mends."""
 
 _LONGEST = 200  # of an expression in a message
 _MOST_BOXES = 1 << 18  # of all operations of a recipe together; concat(x, x) time and again makes any number
@@ -132,7 +135,7 @@ def misfit(made: Made, shape: Sequence[int], dtype: DType, cast: bool) -> str | 
         return f"its recipe casts to {made.dtype.name}, and not to {dtype.name}, the target's dtype"
     if made.dtype is not dtype and not (cast and can_cast(made.dtype, dtype)):
         more = ", a cast that is not done" if cast else ""
-        return f"the target has dtype {dtype.name}, its recipe makes {made.dtype.name}{more}"
+        return f"{WRONG_DTYPE} {dtype.name}, its recipe makes {made.dtype.name}{more}"
     return None
 
 

@@ -1,0 +1,138 @@
+"""What does not fit between what ranks want and a checkpoint: found on ranks, raised by the coordinator.
+
+Texts say it, and what to do about it follows from the words in them that :mod:`.messages` has names for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from ..core.messages import counted
+from ..core.parts import IdleStatement
+from ..errors import StateDictMismatchError
+from ..files.metadata import Metadata
+from ..options import LoadOptions
+from ..planning.recipe_parts import WRONG_DTYPE
+from ..tree.names import parameter_of_run
+from .answering import Answering
+from .key_map import matcher
+from .messages import MEANT, MISSING, NO_ENTRY, Mismatch, WantedPaths
+from .recipes import with_hint
+
+__all__ = ["NOT_YET", "MismatchCheck", "some_of"]
+
+NOT_YET = "the object there, whose class has its own state_dict(), has no such entry"
+_MOST = 5  # statements, or keys of a key_map, in a warning
+
+
+@dataclass(slots=True)
+class MismatchCheck:
+    """Judges what ranks have found, by the options.
+
+    Attributes:
+        location: The folder.
+        metadata: What the checkpoint holds.
+        answering: What ranks were told of it.
+        wanted: What they want, the different ones.
+        options: How to load.
+        unmatched: What is to be said of keys of the key_map that match nothing on any rank; nothing when it was said.
+    """
+
+    location: str
+    metadata: Metadata
+    answering: Answering
+    wanted: Sequence[WantedPaths]
+    options: LoadOptions
+    unmatched: list[str] = field(default_factory=list)
+
+    def check(
+        self,
+        by_rank: Mapping[int, Sequence[Mismatch]],
+        unused: Sequence[str] = (),
+        left: Sequence[Mismatch] = (),
+        idle: Sequence[IdleStatement] = (),
+    ) -> None:
+        """Raise all problems at once, each said once with the ranks that have it, those of stored entries that would be
+        left, and the keys that nothing asks for and the statements that change nothing if these are problems."""
+        ranks: dict[Mismatch, list[int]] = {}
+        for rank, problems in sorted(by_rank.items()):
+            for problem in problems:
+                ranks.setdefault(problem, []).append(rank)
+        ranks.update((problem, list(by_rank)) for problem in left)
+        surplus = self._surplus(ranks, unused, idle)
+        if not (ranks or surplus) or not self.options.strict:
+            return
+        everyone = len(by_rank)
+        said = {problem: with_hint(problem, idle) for problem in ranks}
+        lines = [
+            said[problem] if len(having) == everyone else f"{said[problem]} (rank {', '.join(map(str, having))})"
+            for problem, having in ranks.items()
+        ] + surplus
+        advice = "; ".join(self._advice(list(ranks), lines, bool(surplus), bool(left), bool(idle)))
+        text = (
+            f"checkpoint {self.metadata.unique_id} in {self.location} does not fit the state_dict, which was left as "
+            f"it was; {counted(len(lines), 'problem')}:"
+        )
+        raise StateDictMismatchError("\n".join([text, *lines, f"({advice})"]), lines)
+
+    def empty_texts(self) -> list[str]:
+        """What is to be said of parts of the state_dict that ask for nothing, though something is stored there."""
+        if not any(one.tensors or one.values or one.kept or one.moved for one in self.wanted):
+            return ["the state_dict has no entries, so nothing is loaded"] if self.metadata.table.paths else []
+        return [
+            f"{key or 'the state_dict'} has no tensors, so none of the {count} that are stored there are loaded; an "
+            "optimizer's state_dict() is empty before its first step: pass the optimizer itself, beside its model"
+            for key, count in self.answering.nothing_asked().items()
+        ]
+
+    def _advice(
+        self, problems: Sequence[Mismatch], lines: Sequence[str], surplus: bool, left: bool, idle: bool
+    ) -> Iterator[str]:
+        """What to do about problems, which are in these lines with all others."""
+        strictest = self.options.strict == "all"
+        yield "LoadOptions(strict=False) loads what fits"
+        if surplus:
+            yield "strict=True lets stored keys be unused, allow_unused=[...] some of them"
+        if idle and strictest:
+            yield "strict=True lets statements change nothing"
+        if self.unmatched:
+            yield (
+                "strict=True lets keys of key_map match nothing" if strictest else f"key_map: {some_of(self.unmatched)}"
+            )
+        if not self.options.cast and any(WRONG_DTYPE in line for line in lines):
+            yield "LoadOptions(cast=True) converts dtypes"
+        if any(NO_ENTRY in line or NOT_YET in line for line in lines):
+            yield "tensors that an object makes later must be made before the load, to be in its state_dict()"
+        if left:
+            yield "LoadOptions(allow_unused=[...]) leaves some entries out"
+        missing = (parameter_of_run(problem.key) for problem in problems if MISSING in problem.text)
+        yield from self._advice_on_names({parameter for parameter in missing if parameter is not None})
+        if any(MEANT in line for line in lines) and (hint := self.answering.hints.advice()):
+            yield hint
+        yield from self.empty_texts()
+
+    def _advice_on_names(self, parameters: Set[str]) -> list[str]:
+        """What to do about names of a run that are not there, by the parameters that are meant."""
+        here = {name for paths in self.wanted for name in (*paths.names, *paths.others.values()) if name}
+        table = self.metadata.table
+        of_run = {parameter for path in table.paths if (parameter := parameter_of_run(path)) is not None}
+        calls = ["save"] * bool(of_run - set(table.names)) + ["load"] * here.isdisjoint(parameters)
+        text = f"an optimizer's entries are told by its parameters: {' and '.join(calls)} the model in the same call"
+        return [text] if calls and parameters else []
+
+    def _surplus(self, problems: Iterable[Mismatch], unused: Sequence[str], idle: Sequence[IdleStatement]) -> list[str]:
+        """A line for each of these stored keys that is a problem, and of which none of the other problems speaks; for
+        each of these statements; and for each key of the key_map that matches nothing."""
+        if self.options.strict != "all":
+            return []
+        said, allowed = {problem.key for problem in problems}, matcher(self.options.allow_unused)
+        lines = [f"{key}: stored, but nothing asks for it" for key in unused if key not in said and not allowed(key)]
+        lines += [f"aoa_config: {one.text!r} changes nothing: {one.reason}" for one in idle]
+        return lines + [f"key_map: {text}" for text in self.unmatched]
+
+
+def some_of(texts: Iterable[str]) -> str:
+    """The first few of several texts as one."""
+    texts = list(texts)
+    return "; ".join(texts[:_MOST]) + ("; ..." if len(texts) > _MOST else "")
