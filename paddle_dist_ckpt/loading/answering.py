@@ -23,7 +23,8 @@ from ..tree.names import Names, may_be_optimizers
 from ..tree.paths import is_own, parent_of, plain_key, plain_keys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
-from .messages import A_TENSOR, MEANT, MISSING, OF_TENSORS, LoadAnswer, WantedPaths
+from .messages import LoadAnswer, WantedPaths
+from .wording import A_TENSOR, MEANT, MISSING, OF_TENSORS
 
 __all__ = ["Answering"]
 

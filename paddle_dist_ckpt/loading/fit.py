@@ -20,13 +20,14 @@ from ..files.runs import OpenFile
 from ..planning.blocks import touched_blocks
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
-from .messages import A_TENSOR, MEANT, NO_ENTRY, OF_TENSORS, LoadAnswer, Mismatch, ShardNeeds
+from .messages import LoadAnswer, Mismatch, ShardNeeds
 from .recipes import expand
 from .resize import Rules
 from .small_items import SmallItems, batches_of
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
+from .wording import A_TENSOR, MEANT, NO_ENTRY, OF_TENSORS
 
 __all__ = ["Fit"]
 

@@ -16,11 +16,6 @@ from ..storage.base import FolderIdentity
 from ..tree.paths import plain_key
 
 __all__ = [
-    "A_TENSOR",
-    "MEANT",
-    "MISSING",
-    "NO_ENTRY",
-    "OF_TENSORS",
     "DecideAnswer",
     "DecideRequest",
     "DoneRequest",
@@ -42,10 +37,6 @@ __all__ = [
 ]
 
 
-A_TENSOR, OF_TENSORS, MISSING = "a tensor of shape", "a container of tensors", "missing"
-"""How it is described what is stored at a path, in the words by which the rest is told."""
-MEANT, NO_ENTRY = "meant?", "no such entry in its object"
-"""What mismatches have in their texts about which something can be done."""
 _EMPTY = Column("<u1", b"")
 
 

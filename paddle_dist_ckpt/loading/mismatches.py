@@ -1,6 +1,6 @@
 """What does not fit between what ranks want and a checkpoint: found on ranks, raised by the coordinator.
 
-Texts say it, and what to do about it follows from the words in them that :mod:`.messages` has names for.
+Texts say it, and what to do about it follows from the words in them that :mod:`.wording` has names for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ..planning.recipe_parts import WRONG_DTYPE
 from ..tree.names import parameter_of_run
 from .answering import Answering
 from .key_map import matcher
-from .messages import MEANT, MISSING, NO_ENTRY, Mismatch, WantedPaths
+from .messages import Mismatch, WantedPaths
 from .recipes import with_hint
+from .wording import MEANT, MISSING, NO_ENTRY
 
 __all__ = ["NOT_YET", "MismatchCheck", "some_of"]
 
