@@ -121,9 +121,9 @@ def save_with(
         replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
         kind: What the session is called.
     """
-    with ExitStack() as opened:
-        kind = f"{kind}(async_save=True)" if in_background else kind
-        session = opened.enter_context(ranks.hub.session(kind, options.timeout))
+    meeting = ranks.hub.session(f"{kind}(async_save=True)" if in_background else kind, options.timeout)
+    with ranks.turn, ExitStack() as opened:
+        session = opened.enter_context(meeting)
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
         check_bool("async_save", in_background)
         state_dict, adapter = find()
@@ -162,7 +162,8 @@ def load_with(
         threads: How many threads read; None for all that the host offers.
         is_part: Whether the caller logs what is loaded.
     """
-    with ranks.hub.session(kind, options.timeout) as session:
+    meeting = ranks.hub.session(kind, options.timeout)
+    with ranks.turn, meeting as session:
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
         check_bool("offload", offload)
         state_dict, adapter = find()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +181,36 @@ def save_data_parallel(path: str, ranks: int, in_background: bool) -> tuple[int,
     load_state_dict(targets, path, group_of(ranks))
     assert np.array_equal(targets["model"].weight.numpy(), layer.weight.numpy())
     return report.bytes_written, len(report.warnings)
+
+
+def load_from_two_threads(path: str, ranks: int) -> tuple[list[str], bool, bool]:
+    """Load in a group from one thread, and from another one while the first is in its call.
+
+    Returns:
+        Which threads were in their calls at the end of that, and whether each has loaded what is right.
+    """
+    group, spread = group_of(ranks), Spread(list(range(ranks)), (0,))
+    save_state_dict({"x": dist_tensor(array(), spread)}, path, group)
+    within, proceed = threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    def load(name: str) -> bool:
+        def rename(key: str) -> str:
+            calls.append(name)
+            within.set()
+            assert proceed.wait(60)
+            return key
+
+        target = {"x": dist_tensor(np.zeros_like(array()), spread)}
+        options = LoadOptions(key_map=rename, exchange="always", timeout=60)
+        load_state_dict(target, path, group, options=options)
+        return np.array_equal(local_array(target["x"]), part_of(array(), spread, dist.get_rank()))
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(load, "first")
+        assert within.wait(60)
+        second = threads.submit(load, "second")
+        time.sleep(0.5)  # in which it would come into its own call
+        began = list(calls)
+        proceed.set()
+        return began, first.result(), second.result()

@@ -87,6 +87,10 @@ def test_no_dist_needs_no_other_rank(pool: RankPool, tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "3") == [0, 1]
 
 
+def test_calls_of_two_threads_take_turns(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(cases.load_from_two_threads, str(tmp_path), 2, ranks=2) == [(["first"], True, True)] * 2
+
+
 def test_ranks_with_different_keys(pool: RankPool, tmp_path: Path) -> None:
     pool.run(cases.save_different_keys, str(tmp_path), 4, ranks=4)
     merged = load_merged_state_dict(tmp_path, flat=True)
