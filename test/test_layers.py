@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": _TREE,
     "paddle_adapter": _TREE | {"tree", "control"},
     "files": _FILES | {"version"},
-    "readers": _TREE | {"tree", "storage"},
+    "readers": _TREE | {"tree", "storage", "planning"},
     "folder": _FOLDER,
     "saving": _LANES,
     "loading": _LANES,

@@ -112,7 +112,7 @@ class Assembly:
             for piece in parts:
                 found.setdefault(str(piece.box), piece)
             parts = sorted(found.values())
-            overlap = first_overlap([piece.box for piece in parts])
+            overlap = first_overlap([piece.box for piece in parts], lambda steps: self._budget.spend(steps, entry))
             if overlap is not None:
                 raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
         self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, parts, offsets))
