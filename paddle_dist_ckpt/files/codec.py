@@ -24,7 +24,7 @@ from ..core.dtypes import DTYPES
 from ..core.layouts import Layout, LayoutRecord
 from ..core.shards import Kind, ShardTable
 from ..errors import CheckpointCorruptedError, CheckpointError
-from ..tree.paths import Containers, ListIndex, TupleIndex, own_among, parse_path
+from ..tree.paths import Containers, ListIndex, TupleIndex, occurs, own_among, parse_path
 from .metadata import FileInfo, Metadata, SaveInfo, save_members
 from .names import parse_data_file
 from .room import Room, check_values_fit, record_cost
@@ -170,8 +170,8 @@ def _check_leaves(paths: Sequence[str]) -> None:
         raise CheckpointCorruptedError("a path is a leaf and a container")
     if containers.mixed:
         raise CheckpointCorruptedError("a path is a dict and a list")
-    text = "".join(paths)
-    for path in [p for p in paths if "~l" in p or "~t" in p] if "~l" in text or "~t" in text else []:
+    listed = occurs("~l", paths) or occurs("~t", paths)
+    for path in [p for p in paths if "~l" in p or "~t" in p] if listed else []:
         if any(isinstance(part, (ListIndex, TupleIndex)) and part.at >= len(paths) for part in parse_path(path)):
             raise CheckpointCorruptedError(f"{path[:100]}: an index in a list that is larger than all that is stored")
 
@@ -199,7 +199,7 @@ def _are_plain(paths: Sequence[str]) -> bool:
         and paths[-1] < "0"  # the character after "/"; so all between begin with "/"
         and all(map(operator.lt, paths, itertools.islice(paths, 1, None)))
         and max(map(len, paths)) <= _MAX_PARTS
-        and "~" not in "".join(paths)
+        and not occurs("~", paths)
     )
 
 

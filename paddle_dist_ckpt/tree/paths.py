@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "join",
     "join_all",
     "mixed_containers",
+    "occurs",
     "own_among",
     "parent_of",
     "parse_path",
@@ -62,6 +63,7 @@ _SIGNS: dict[type[Any], str] = {int: "~i", ListIndex: "~l", TupleIndex: "~t", Ra
 _KINDS = {sign: kind for kind, sign in _SIGNS.items()}
 _MAX_INDEX = 100_000_000  # more than any list of tensors has
 _FEW_CONTAINERS = 1 << 16
+_TOGETHER = 256
 _CHARACTERS = 12  # of paths, for each further container
 
 
@@ -74,11 +76,33 @@ def join(parent: str, part: Part) -> str:
     return f"{parent}/{_SIGNS[type(part)]}{_number(part)}"
 
 
+def occurs(text: str, paths: Iterable[str]) -> bool:
+    """Whether a text is in any of these paths: to ask each of them would take longer."""
+    return any(text in some for some in _joined(paths))
+
+
+def _joined(paths: Iterable[str]) -> Iterator[str]:
+    """The paths, some hundreds a text, a newline behind each. All characters of a text are as wide as the widest."""
+    rest = iter(paths)
+    while some := list(itertools.islice(rest, _TOGETHER)):
+        yield "\n".join(some) + "\n"
+
+
+def _narrow(text: str) -> str:
+    """A text in the same order whose characters are one byte each, those of UTF-8; separators are what they were."""
+    return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("latin-1")
+
+
+def _widened(text: str) -> str:
+    """What :func:`_narrow` has made narrow."""
+    return text if text.isascii() else text.encode("latin-1").decode("utf-8", "surrogatepass")
+
+
 def join_all(parent: str, parts: Collection[Part]) -> list[str]:
     """``parent`` with each of these parts."""
     if set(map(type, parts)) == {str}:
-        text = "".join(cast("Collection[str]", parts))
-        if "~" not in text and "/" not in text:
+        texts = cast("Collection[str]", parts)
+        if not occurs("~", texts) and not occurs("/", texts):
             return [f"{parent}/{part}" for part in parts]
     return [join(parent, part) for part in parts]
 
@@ -155,7 +179,7 @@ def special_keys(paths: Sequence[str]) -> dict[str, str]:
 
 def _special_keys(paths: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
     shared = {key for key, count in Counter(plain).items() if count > 1} if len(set(plain)) < len(plain) else ()
-    if not shared and "\\" not in "".join(plain):
+    if not shared and not occurs("\\", plain):
         return {}
     pairs = zip(paths, plain, strict=True)
     return {
@@ -181,15 +205,20 @@ class Containers(NamedTuple):
     def of(cls, paths: Iterable[str]) -> Containers:
         """Look at paths, in memory in proportion to their number."""
         different = dict.fromkeys(paths)  # in order: if they are sorted, they nearly are for what follows too
-        text = "\n".join(different)
-        most = _FEW_CONTAINERS + len(text) // _CHARACTERS
-        if text.count("/") > most or "/~" in text or text.count("\n") >= len(different) or "\0" in text:
+        most = _FEW_CONTAINERS + (sum(map(len, different)) + len(different) - 1) // _CHARACTERS
+        ordered, slashes = list[str](), 0
+        for text in map(_narrow, _joined(different)):  # without a call for each path
+            slashes += text.count("/")
+            if slashes > most or "/~" in text or "\0" in text:
+                return cls._by_part(sorted(different, key=_by_parts), most)
+            ordered += text.replace("/", "\0").replace("\n", "\0\n").split("\n")[:-1]
+        if len(ordered) != len(different):  # a path with a newline
             return cls._by_part(sorted(different, key=_by_parts), most)
-        ordered = sorted((text.replace("/", "\0").replace("\n", "\0\n") + "\0").split("\n"))  # without a call for each
+        ordered.sort()
         if not any(map(str.startswith, itertools.islice(ordered, 1, None), ordered)):
             return cls(False, [], [])
         pairs = itertools.pairwise(ordered)
-        return cls(False, [a[:-1].replace("\0", "/") for a, b in pairs if b.startswith(a)], [])
+        return cls(False, [_widened(a[:-1]).replace("\0", "/") for a, b in pairs if b.startswith(a)], [])
 
     @classmethod
     def _by_part(cls, ordered: Sequence[str], most: int) -> Containers:
@@ -235,7 +264,7 @@ def plain_key(path: str) -> str:
 
 def plain_keys(paths: Sequence[str]) -> list[str]:
     """The :func:`plain_key` of each path."""
-    if "~" in "".join(paths):
+    if occurs("~", paths):
         return list(map(plain_key, paths))
     return [path[1:].replace("/", ".") for path in paths]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+
 import pytest
 
 from paddle_dist_ckpt.tree.paths import (
+    Containers,
     ListIndex,
     Part,
     RankIndex,
     is_own,
     join,
     join_all,
+    occurs,
     own_among,
     plain_key,
     plain_keys,
@@ -40,3 +45,36 @@ def test_plain_keys_are_the_plain_key_of_each(parent: str, parts: list[Part]) ->
 def test_own_values_among_others() -> None:
     paths = ["/a", "/~r1", "/~r1/a", "/b/~r2", "/b/x~1~0r", "/~l0/~r3"]
     assert own_among(paths) == [path for path in paths if is_own(path)] == ["/~r1", "/b/~r2", "/~l0/~r3"]
+
+
+def test_occurs_in_any_of_many() -> None:
+    paths = [f"/{i}" for i in range(1000)]
+    assert occurs("/999", paths)
+    assert not occurs("9/", paths)  # nowhere but where one path would go on in the next
+    assert not occurs("", [])
+
+
+@pytest.mark.parametrize("letters", ["ab", "aé", "a😀", "a\ud800", "a\n", "a\0", "a~"])
+def test_leaves_that_are_containers_are_found_in_any_alphabet(letters: str) -> None:
+    generator = random.Random(ord(letters[1]))
+    for count in (1, 20, 600):
+        parts = [[generator.choice(letters) * generator.randrange(1, 4) for _ in range(4)] for _ in range(count)]
+        paths = [f"{join_all('', some[:1])[0]}{''.join(join_all('', some[1:]))}" for some in parts]
+        expected = {a for a in paths if any(b.startswith(f"{a}/") for b in paths)}
+        assert set(Containers.of(paths).leaves) == expected
+        inner = "/".join(paths[0].split("/")[:3])
+        assert inner in Containers.of([*paths, inner]).leaves
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "😀"])
+def test_looking_for_containers_takes_less_memory_than_the_paths_and_their_bytes(letter: str) -> None:
+    paths = [f"/{i:06d}{'x' * 1000}{letter}" for i in range(5000)]
+    size = sum(len(path.encode()) for path in paths)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        Containers.of(paths)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - before < 1.5 * size + (4 << 20)
