@@ -41,8 +41,8 @@ def plan_paddle(tensors: Sequence[ExportTensor], most: int) -> list[ExportFile]:
 
 
 def _named(tensors: Sequence[ExportTensor]) -> dict[str, Any]:
-    """The content of a data file."""
-    names = {tensor.key: tensor.name for tensor in tensors if tensor.name is not None}
+    """The content of a data file. Paddle makes tensors of those arrays alone that have a variable's name."""
+    names = {tensor.key: tensor.name or tensor.key for tensor in tensors}
     return {**{tensor.key: tensor for tensor in tensors}, _NAMES: names}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -29,6 +30,20 @@ def test_paddle_loads_it_on_other_ranks(pool: RankPool, tmp_path: Path, destinat
     ranks = cases.LAYOUTS[destination].ranks
     wrong = pool.run(cases.load_by_paddle, destination, str(tmp_path / "out"), ranks=ranks)
     assert wrong == [[]] * ranks
+
+
+@newer
+@pytest.mark.parametrize("most", [1 << 30, 100])
+def test_paddle_loads_tensors_that_have_no_variables_names(tmp_path: Path, most: int) -> None:
+    arrays = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(30, np.float32)}
+    save_alone({"model": arrays}, tmp_path / "c")
+    report = export(tmp_path / "c", tmp_path / "out", "paddle", prefix="model", max_shard_bytes=most)
+    assert len(report.files) == (2 if most > 100 else 3)
+    state = {key: paddle.zeros(list(array.shape)) for key, array in arrays.items()}
+    with mock.patch.object(paddle.Tensor, "cuda", lambda tensor: tensor):  # it asks for a GPU, which it does not need
+        paddle.distributed.load_state_dict(state, str(tmp_path / "out"))
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(state[key].numpy(), array)
 
 
 def test_a_dtype_of_paddle_is_taken_for_its_name(tmp_path: Path) -> None:
