@@ -25,7 +25,7 @@ from ..tree.paths import format_path
 from ..tree.values import to_jsonable
 from .foreign import Format, look
 
-__all__ = ["foreign_ids", "read_foreign"]
+__all__ = ["foreign_ids", "ids_beside", "read_foreign"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _BLOCK_BYTES = 1 << 20  # nothing is verified by blocks, but what is read is rounded to them, as of our own files
@@ -39,6 +39,14 @@ def foreign_ids(storage: Storage) -> list[int]:
         OSError: the folder cannot be read; NotADirectoryError if it is no folder.
     """
     return next((ids for _, ids in _seen(_names(storage))), [])
+
+
+def ids_beside(names: Collection[str]) -> set[int]:
+    """The ids of the checkpoints of all other formats among the names in a folder, but for those whose `.metadata` has
+    the name that one of ours would have.
+    """
+    theirs = [name for name in names if is_text(name) and not is_ours(name)]
+    return {number for _, ids in _seen(theirs) for number in ids}
 
 
 def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:

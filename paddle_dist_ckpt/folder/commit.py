@@ -14,6 +14,7 @@ from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary
 from ..storage.base import Storage
+from .catalogs import ids_beside
 from .foreign import Format, look
 from .ids import committed_saves, metadata_ids, newest_id, next_id, save_of
 from .lease import Claim, Lease
@@ -63,12 +64,22 @@ def _begin(
         of_paddle = _newest_of_paddle(storage)
         with suppress(CheckpointError):  # it is damaged, and had better stay for a repair
             unique_id = newest_id(storage) if of_paddle is None else None
+    names = storage.names()
     if unique_id is None:
-        return Lease(storage, next_id(storage.names()), True, of_paddle, given_up)
+        # Who replaces the newest does as Paddle, to which only its own checkpoints count.
+        others = () if replace_newest else ids_beside(names)
+        return Lease(storage, next_id(names, others), True, of_paddle, given_up)
     name = metadata_name(unique_id)
     if look(storage, name)[0] in (Format.PADDLE, Format.FOLDER):
         raise ValueError(
             f"unique_id {unique_id} is taken: {storage.location}/{name} is of another format; use another id"
+        )
+    if name not in names and unique_id in ids_beside(names):
+        _logger.warning(
+            "%s: the folder has a checkpoint of another format as well, with the id %d; loads will find this save in "
+            "its place",
+            storage.location,
+            unique_id,
         )
     return Lease(storage, unique_id, automatic=False, given_up=given_up, patience=patience)
 

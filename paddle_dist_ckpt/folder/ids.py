@@ -99,9 +99,9 @@ def newest_id(storage: Storage) -> int | None:
     return None
 
 
-def next_id(names: Iterable[str]) -> int:
-    """The id that a save takes by itself: one more than any committed one, of whatever format."""
-    used = [i for name in names for i in (metadata_id(name), foreign_id(name)) if i is not None]
+def next_id(names: Iterable[str], others: Iterable[int] = ()) -> int:
+    """The id that a save takes by itself: one more than any committed one of ours, of Paddle's, and of ``others``."""
+    used = [*others, *(i for name in names for i in (metadata_id(name), foreign_id(name)) if i is not None)]
     following = max(used, default=-1) + 1
     if following >= MOST_IDS:
         raise ValueError(f"the folder has the largest possible unique_id, {following - 1}; pass a free one")

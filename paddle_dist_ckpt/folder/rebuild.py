@@ -23,6 +23,7 @@ from ..files.metadata import FileInfo, Metadata, save_members
 from ..files.names import metadata_name, parse_data_file, temporary_name
 from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
+from .catalogs import ids_beside
 from .commit import publish_metadata
 from .delete import Deletion
 from .ids import metadata_ids, next_id, save_of
@@ -171,7 +172,8 @@ def _free_id(storage: Storage, info: DataFileInfo) -> int:
     """The id that the save had, or a later one if another checkpoint has it now."""
     if metadata_name(info.unique_id) not in storage.names() or _is_damaged(storage, info.unique_id):
         return info.unique_id
-    chosen = next_id(storage.names())
+    names = storage.names()
+    chosen = next_id(names, ids_beside(names))
     _logger.warning("id %d belongs to another checkpoint now; this one becomes %d", info.unique_id, chosen)
     return chosen
 

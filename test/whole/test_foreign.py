@@ -121,6 +121,37 @@ def test_what_does_not_fit_is_told_as_of_ours() -> None:
     assert len(error.problems) == 2
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_save_takes_the_next_id_and_leaves_theirs_to_be_found(tmp_path: Path, folder: str) -> None:
+    shutil.copytree(GOLDEN / folder, tmp_path / "ckpt")
+    before = read_metadata(tmp_path / "ckpt")
+    assert save_alone({"mine": np.arange(3)}, tmp_path / "ckpt").unique_id == 1
+    assert save_alone({"mine": np.arange(4)}, tmp_path / "ckpt").unique_id == 2
+    assert list_checkpoints(tmp_path / "ckpt") == [1, 2]
+    theirs = read_metadata(tmp_path / "ckpt", 0)
+    assert theirs.format == before.format != "native"
+    assert theirs.state_dict_metadata == before.state_dict_metadata
+
+
+@pytest.mark.parametrize("folder", ["torch-dcp-2.13", "hf-safetensors"])
+def test_a_save_with_the_id_of_theirs_says_what_it_hides(
+    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(GOLDEN / folder, tmp_path / "ckpt")
+    for i in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            save_alone({"mine": np.arange(3)}, tmp_path / "ckpt", 0)
+        assert ("a checkpoint of another format as well, with the id 0" in caplog.text) == (i == 0)
+    assert read_metadata(tmp_path / "ckpt").format == "native"
+
+
+def test_a_save_with_the_id_of_a_checkpoint_of_paddle_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "ckpt")
+    with pytest.raises(ValueError, match="unique_id 0 is taken"):
+        save_alone({"mine": np.arange(3)}, tmp_path / "ckpt", 0)
+
+
 def test_ours_is_taken_before_others_which_their_number_finds(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "ckpt")
     save_alone({"mine": np.arange(3)}, tmp_path / "ckpt")
