@@ -22,6 +22,7 @@ from ..files.metadata import Metadata
 from ..folder.boxes import BoxReader
 from ..folder.checkpoint import unless_replaced
 from ..storage.base import Storage
+from ..tree.paths import plain_key
 from ..tree.values import encode_value
 from .contents import ValueContent, read_value
 from .differences import Difference, compare_items
@@ -95,6 +96,7 @@ class ComparisonFacts:
         equal: Whether there is no difference.
         same: How many tensors and values are the same in both.
         only_in_a, only_in_b: Flat keys that the other has not.
+        unread_in_a, unread_in_b: Flat keys of what cannot be read, and so is not compared, each with the reason.
         tensors: Tensors that differ.
         values: Values that differ.
     """
@@ -107,6 +109,8 @@ class ComparisonFacts:
     only_in_b: list[str]
     tensors: list[TensorChange]
     values: list[ValueChange]
+    unread_in_a: dict[str, str]
+    unread_in_b: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +120,14 @@ class _Held:
     Attributes:
         rows: The place of each tensor in the table, by flat key.
         values: The values by flat key without the prefix.
+        unread: Why the rest cannot be read, by flat key.
     """
 
     storage: Storage
     metadata: Metadata
     rows: dict[str, int]
     values: dict[str, ValueContent]
+    unread: dict[str, str]
 
     @classmethod
     def of(cls, side: Side, metadata: Metadata, pattern: str | None) -> _Held:
@@ -140,7 +146,9 @@ class _Held:
             key = _without(whole_key, side.prefix)
             if key is not None and matches(key, pattern):
                 values[key] = ValueContent(whole_key, None, tree)
-        return cls(side.storage, metadata, rows, values)
+        left_out = ((_without(plain_key(path), side.prefix), why) for path, why in metadata.left_out.items())
+        unread = {key: why for key, why in left_out if key is not None and matches(key, pattern)}
+        return cls(side.storage, metadata, rows, values, unread)
 
     def shape(self, key: str) -> tuple[int, ...]:
         table = self.metadata.table
@@ -196,7 +204,7 @@ def compare_together(
         CheckpointReplacedError: somebody saved under the same id meanwhile.
     """
     one, other = (_Held.of(side, same_checkpoint(session, side.storage, side.unique_id), pattern) for side in (a, b))
-    if not one.keys and not other.keys:
+    if not (one.keys or other.keys or one.unread or other.unread):
         raise CheckpointNotFoundError("neither checkpoint has a key that was asked for")
     common = sorted(one.rows.keys() & other.rows.keys())
     alike = [key for key in common if one.shape(key) == other.shape(key)]
@@ -236,16 +244,18 @@ def _facts(
             tensors.append(TensorChange(key, shapes, dtypes, size, part.differing, part.max_abs, part.max_rel, nan))
     others = sorted((one.keys & other.keys) - set(common))
     values = [change for key in others if (change := _value_change(one, other, key)) is not None]
-    only = sorted(one.keys - other.keys), sorted(other.keys - one.keys)
+    only = sorted(one.keys - other.keys - {*other.unread}), sorted(other.keys - one.keys - {*one.unread})
     return ComparisonFacts(
         a=one.facts,
         b=other.facts,
-        equal=not (tensors or values or only[0] or only[1]),
+        equal=not (tensors or values or only[0] or only[1] or one.unread or other.unread),
         same=len(common) + len(others) - len(tensors) - len(values),
         only_in_a=only[0],
         only_in_b=only[1],
         tensors=tensors,
         values=values,
+        unread_in_a=one.unread,
+        unread_in_b=other.unread,
     )
 
 

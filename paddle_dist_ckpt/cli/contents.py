@@ -19,6 +19,7 @@ from ..core.text import MOST_KEY, visible
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError
 from ..files.metadata import Metadata
 from ..folder.boxes import BoxReader, read_values
+from ..folder.selection import Selection, unread
 from ..storage.base import Storage
 from ..tree.values import from_jsonable
 from .regions import WINDOW_BYTES, edges, windows
@@ -95,8 +96,11 @@ def find_content(metadata: Metadata, key: str) -> TensorContent | ValueContent:
             return ValueContent(key, None, tree)
     row = next((row for row, path in enumerate(table.paths) if metadata.key(path) == key), None)
     if row is None:
+        reason = unread(metadata, Selection(keys=[key])).get(key)
         raise CheckpointNotFoundError(
             f"checkpoint {metadata.unique_id} has no key {key!r}; {examples_text(metadata, key)}"
+            if reason is None
+            else f"{key} of checkpoint {metadata.unique_id} is not read: {reason}"
         )
     if table.kinds[row] == Kind.VALUE:
         return ValueContent(key, row)

@@ -39,11 +39,11 @@ def diff(
 ) -> None:
     """Compare two checkpoints, of whatever formats, bit by bit.
 
-    Names the keys that only one of them has, tensors of which shape, element type or items differ, and values that
-    differ; ends with 1 if there are any. How tensors are cut does not matter. Of tensors that differ it says how many
-    items do, the largest absolute difference, the largest one relative to the larger of the two items, and how many
-    items are NaN in each. Tensors of different element types are compared by value as well. Both are read in little
-    memory, and verified, where the format has checksums.
+    Names the keys that only one of them has, tensors of which shape, element type or items differ, values that differ,
+    and keys that cannot be read; ends with 1 if there are any. How tensors are cut does not matter. Of tensors that
+    differ it says how many items do, the largest absolute difference, the largest one relative to the larger of the two
+    items, and how many items are NaN in each. Tensors of different element types are compared by value as well. Both
+    are read in little memory, and verified, where the format has checksums.
 
     Started by paddle.distributed.launch, the ranks share the work by bytes; the first one prints.
 
@@ -79,6 +79,9 @@ def _print(facts: ComparisonFacts) -> None:
     for name, keys in (("a", facts.only_in_a), ("b", facts.only_in_b)):
         for key in keys:
             say(f"only in {name}: {key}")
+    for name, unread in (("a", facts.unread_in_a), ("b", facts.unread_in_b)):
+        for key, reason in unread.items():
+            say(f"not read in {name}: {key}: {reason}")
     changed = [change for change in facts.tensors if change.shapes[0] != change.shapes[1]]
     for change in changed:
         shapes, types = map(shape_text, change.shapes), change.dtypes
@@ -106,5 +109,10 @@ def _print(facts: ComparisonFacts) -> None:
         "different": len(facts.tensors) + len(facts.values),
         "only in a": len(facts.only_in_a),
         "only in b": len(facts.only_in_b),
+        **(
+            {"not read": len({*facts.unread_in_a, *facts.unread_in_b})}
+            if facts.unread_in_a or facts.unread_in_b
+            else {}
+        ),
     }
     say(", ".join(f"{number:,} {name}" for name, number in parts.items()), "bad")

@@ -44,7 +44,8 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
         CheckpointError: without the prefix, two paths would be the same.
     """
     prefix, keys = selection.prefix, selection.keys
-    for key, reason in unread(metadata, selection).items():
+    not_read = unread(metadata, selection)
+    for key, reason in not_read.items():
         _logger.warning("%s is left out: %s", key, reason)
     paths = metadata.paths
     chosen = {path: rest for path in paths if (rest := _without(path, prefix)) is not None}
@@ -56,7 +57,8 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
         matched = _matching({metadata.key(path): path for path in chosen}, keys)
         unmatched = [pattern for pattern, found in matched.items() if not found]
         if unmatched:
-            raise CheckpointNotFoundError(f"no key matches {unmatched}; {_examples(metadata, list(chosen))}")
+            reasons = "".join(f"; {key} is not read: {reason}" for key, reason in list(not_read.items())[:5])
+            raise CheckpointNotFoundError(f"no key matches {unmatched}{reasons}; {_examples(metadata, list(chosen))}")
         wanted = set().union(*matched.values())
         chosen = {path: rest for path, rest in chosen.items() if path in wanted}
     if len(set(chosen.values())) < len(chosen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import all_ok, data_files, make_array, save_on
+from test.readers.test_torch_dcp import conjugate
+from test.readers.torch_writer import DCPWriter
 
 DTYPE_NAMES = ("bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "complex128", "float64", "uint8")
 ARRAYS = {name: make_array((40, 50), name) for name in DTYPE_NAMES} | {
@@ -37,6 +40,29 @@ def test_equal_however_they_are_cut(tmp_path: Path) -> None:
     assert found["same"] == len(ARRAYS) + 3
     assert (found["a"]["unique_id"], found["b"]["unique_id"]) == (1, 0)
     assert "equal: 14 keys" in run("diff", tmp_path / "a", tmp_path / "b")
+
+
+def test_keys_that_are_not_read_are_no_equal_ones(tmp_path: Path) -> None:
+    writer = DCPWriter()
+    conjugate(writer)
+    writer.describe("w", "float32", (4, 6), [((0, 0), (4, 6))])
+    writer.add_value("n", 5, b"")
+    (tmp_path / "a").mkdir()
+    for name, content in writer.all_files.items():
+        (tmp_path / "a" / name).write_bytes(content)
+    save_on([{"n": 5}], tmp_path / "b")
+    save_on([{"n": 5, "w": np.zeros((4, 6), np.float32)}], tmp_path / "c")
+    for other in ("a", "b", "c"):
+        found = answer("diff", tmp_path / "a", tmp_path / other, code=1)
+        assert (found["equal"], found["same"], found["only_in_b"]) == (False, 1, [])
+        assert "conj" in found["unread_in_a"]["w"]
+        assert list(found["unread_in_b"]) == (["w"] if other == "a" else [])
+    said = run("diff", tmp_path / "b", tmp_path / "a", code=1)
+    assert "not read in b: w: " in said
+    assert "1 equal, 0 different, 0 only in a, 0 only in b, 1 not read" in said
+    assert answer("diff", tmp_path / "a", tmp_path / "b", "n")["equal"]
+    assert re.search("w of checkpoint 0 is not read: .*conj", fails("cat", tmp_path / "a", "w"))
+    assert re.search("w is not read: .*conj", fails("merge", tmp_path / "a", tmp_path / "out", "--key", "w"))
 
 
 def test_everything_that_differs_is_named(tmp_path: Path) -> None:
