@@ -172,7 +172,11 @@ class TensorAdapter(Protocol):
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
-        """A new plain tensor, its content arbitrary, where this adapter makes tensors."""
+        """A new plain tensor, its content arbitrary, where this adapter makes tensors.
+
+        Raises:
+            UnsupportedValueError: the framework has none of this shape.
+        """
         ...
 
     @property

@@ -14,7 +14,7 @@ from ..core.memory import zeros_of
 from ..core.messages import counted
 from ..core.parts import Arranged, Arranger, SourceTensor
 from ..core.shards import Kind
-from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError
+from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError, UnsupportedValueError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes, read_checkpoint
 from ..folder.selection import Selection, select, select_keys
@@ -165,6 +165,7 @@ def add_leaf(
 
     Raises:
         CheckpointError: there is no memory for it.
+        UnsupportedValueError: the framework has no such tensors.
     """
     if kind == Kind.VALUE:
         leaves.value_paths.append(path)
@@ -180,6 +181,8 @@ def add_leaf(
 def _empty(empty: _Empty, shape: tuple[int, ...], dtype: DType, key: str) -> Any:
     try:
         return empty(shape, dtype)
+    except UnsupportedValueError as error:
+        raise UnsupportedValueError(f"{key}: {error}") from None
     except (RuntimeError, OSError, MemoryError) as error:
         nbytes = math.prod(shape) * dtype.itemsize
         raise CheckpointError(

@@ -32,6 +32,7 @@ from .wrappers import refusal, unwrapped
 
 __all__ = ["PaddleAdapter"]
 
+_MOST_DIMENSIONS = 9  # that Paddle's tensors have
 _NUMBERED = "eager_tmp_"  # so the names begin by which Paddle numbers what operations return
 
 
@@ -271,6 +272,8 @@ class PaddleAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         if dtype.name.startswith("uint") and dtype.itemsize > 1:  # Paddle's own tensors never have these
             return np.empty(shape, arithmetic_dtype(dtype))
+        if len(shape) > _MOST_DIMENSIONS:
+            raise UnsupportedValueError(f"Paddle has no tensors of more than {_MOST_DIMENSIONS} dimensions")
         with at_device(self._place) if self._place is not None else nullcontext():
             return paddle.empty(list(shape), dtype=dtype.name)
 

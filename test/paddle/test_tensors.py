@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
+from safetensors.numpy import save_file
 
 from paddle_dist_ckpt import (
     CheckpointNotFoundError,
@@ -38,6 +39,14 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def test_more_dimensions_than_paddle_has(tmp_path: Path) -> None:
+    array = np.arange(2**9, dtype=np.float32)
+    save_file({"nine": array.reshape((2,) * 9), "ten": array.reshape((2,) * 9 + (1,))}, tmp_path / "model.safetensors")
+    assert load_merged_state_dict(tmp_path, keys=["nine"])["nine"].shape == [2] * 9
+    with pytest.raises(UnsupportedValueError, match="^ten: Paddle has no tensors of more than 9 dimensions$"):
+        load_merged_state_dict(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (1,)], ids=str)
