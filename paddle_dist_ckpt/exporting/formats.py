@@ -18,7 +18,7 @@ from ..files.metadata import Metadata, SaveInfo
 from ..files.room import check_values_fit, is_too_much
 from ..folder.boxes import read_json, read_values
 from ..folder.checkpoint import check_sizes
-from ..folder.selection import Selection, select, unread
+from ..folder.selection import Selection, select, selected_keys, unread
 from ..storage.base import Storage
 from ..tree.paths import flat_keys
 from ..tree.values import from_jsonable
@@ -131,7 +131,9 @@ def plan_export(source: Storage, metadata: Metadata, request: ExportRequest, ran
     target, table = FORMATS[request.format], metadata.table
     selection = Selection(request.prefix, request.keys)
     paths = select(metadata, selection)
-    keys = dict(zip(paths, flat_keys(list(paths.values())), strict=True))
+    # In a checkpoint of this library keys follow from its own paths alone.
+    found = flat_keys(list(paths.values())) if request.format == "native" else selected_keys(metadata, paths)
+    keys = dict(zip(paths, found, strict=True))
     wanted = dtype_named(request.dtype) if request.dtype is not None else None
     chosen = _Selected([], [], [])
     left_out = []

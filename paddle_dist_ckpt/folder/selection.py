@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError, CheckpointNotFoundError
 from ..files.metadata import Metadata
-from ..tree.paths import plain_key
+from ..tree.paths import flat_keys, plain_key
 
-__all__ = ["Selection", "checked_keys", "select", "select_keys", "unread"]
+__all__ = ["Selection", "checked_keys", "select", "select_keys", "selected_keys", "unread"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 
@@ -64,6 +64,13 @@ def select(metadata: Metadata, selection: Selection) -> dict[str, str]:
     if len(set(chosen.values())) < len(chosen):
         raise CheckpointError(f"below the prefix {prefix!r} there are equal keys from different branches")
     return chosen
+
+
+def selected_keys(metadata: Metadata, chosen: dict[str, str]) -> list[str]:
+    """The flat keys of selected paths: those that they have in the checkpoint, unless a prefix is taken away."""
+    if all(path == rest for path, rest in chosen.items()):
+        return [metadata.key(path) for path in chosen]
+    return flat_keys(list(chosen.values()))
 
 
 def select_keys(paths: dict[str, str], selection: Selection) -> dict[str, str]:

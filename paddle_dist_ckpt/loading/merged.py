@@ -17,7 +17,7 @@ from ..core.shards import Kind
 from ..errors import CheckpointCorruptedError, CheckpointError, StateDictMismatchError, UnsupportedValueError
 from ..files.metadata import Metadata
 from ..folder.checkpoint import Restarts, check_sizes, read_checkpoint
-from ..folder.selection import Selection, select, select_keys
+from ..folder.selection import Selection, select, select_keys, selected_keys
 from ..options import LoadOptions
 from ..storage.base import Storage
 from ..tree.building import build_tree
@@ -91,7 +91,8 @@ def load_merged(
         LeavesLoad(scan, restore, context, unique_id, read=read).run()
     values.update(zip(leaves.tensor_paths, leaves.tensors, strict=True))
     if flat:
-        return dict(zip(flat_keys(list(chosen.values())), map(values.__getitem__, chosen), strict=True))
+        keys = selected_keys(metadata, chosen) if arranger is None else flat_keys(list(chosen.values()))
+        return dict(zip(keys, map(values.__getitem__, chosen), strict=True))
     tree: dict[Any, Any] = build_tree((rest, values[path]) for path, rest in chosen.items())
     return tree
 

@@ -23,7 +23,18 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import export_with
-from test.jobs import all_ok, data_files, errors_of, files_in, make_array, same_bits, save_on, split_rows
+from test.jobs import (
+    all_ok,
+    data_files,
+    errors_of,
+    files_in,
+    load_whole,
+    make_array,
+    same_bits,
+    save_alone,
+    save_on,
+    split_rows,
+)
 
 CODES = {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 ARRAYS = {
@@ -115,6 +126,19 @@ def test_some_keys(tmp_path: Path) -> None:
     saved(tmp_path / "ckpt")
     export(tmp_path / "ckpt", tmp_path / "out", prefix="model", keys=["model.f*", "model.scalar"])
     check(tmp_path / "out", {key: ARRAYS[key] for key in ("flag", "fp8", "scalar")})
+
+
+def test_what_is_selected_has_the_key_that_selects_it(tmp_path: Path) -> None:
+    arrays = [make_array((3,), seed=seed) for seed in range(2)]
+    save_alone({"a.b": arrays[0], "a": {"b": arrays[1]}}, tmp_path / "ckpt")
+    for key, array in {r"a\.b": arrays[0], "a.b": arrays[1]}.items():
+        found = load_whole(tmp_path / "ckpt", keys=[key], flat=True)
+        assert list(found) == [key]
+        assert same_bits(found[key], array)
+        export(tmp_path / "ckpt", tmp_path / str(len(key)), keys=[key])
+        check(tmp_path / str(len(key)), {key: array})
+    export(tmp_path / "ckpt", tmp_path / "native", format="native", keys=[r"a\.b"])
+    assert list(load_whole(tmp_path / "native", flat=True)) == ["a.b"]  # in which it is the only one
 
 
 def test_floats_are_converted_and_nothing_else(tmp_path: Path) -> None:
