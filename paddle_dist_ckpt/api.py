@@ -135,6 +135,7 @@ def load_state_dict(
     filled in place, and so are the tensors of layers, optimizers and DistModels; other objects get their stored state
     through ``set_state_dict()`` or ``load_state_dict()``. None takes the whole stored value, or a subtree of values;
     any other value is replaced by the stored one, and a :class:`PerRank` by what the rank of the same number has saved.
+    An empty dict gets the values that are stored there, if there are values alone.
 
     Args:
         state_dict: What to fill: all that :func:`save_state_dict` takes. It may ask for only a part of the checkpoint.

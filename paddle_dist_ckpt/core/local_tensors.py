@@ -13,9 +13,10 @@ from .columns import IntArray, edges_of, places_within
 from .device_memory import DeviceAccess, DeviceArray
 from .tensors import Geometry, LocalShard, TensorAdapter, TensorView, TensorViews
 
-__all__ = ["LocalShards", "LocalTensors", "device_arrays", "reach_of"]
+__all__ = ["LocalShards", "LocalTensors", "device_arrays", "overlaps_itself", "reach_of"]
 
 _AT_ONCE = 256  # tensors that are looked at together: so many stay in a core's cache meanwhile
+_MOST_COMPARED = 1 << 24  # elements that are compared, if it takes that to know whether some share memory
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +122,26 @@ def reach_of(geometry: Geometry, piece: LocalShard) -> tuple[int, int]:
         return 0, piece.box.size * itemsize
     reach = [(n - 1) * stride for n, stride in zip(shape, piece.strides, strict=True)]
     return sum(min(0, r) for r in reach), sum(max(0, r) for r in reach) + itemsize
+
+
+def overlaps_itself(geometry: Geometry, piece: LocalShard) -> bool:
+    """Whether elements of a piece share memory with each other. Of very many that might, they are taken to do so."""
+    if piece.strides is None or 0 in piece.box.shape:
+        return False
+    itemsize = reach = geometry.dtype.itemsize
+    steps = sorted((abs(stride), n) for n, stride in zip(piece.box.shape, piece.strides, strict=True) if n > 1)
+    for stride, n in steps:
+        if stride < reach:
+            break  # what is within one step reaches into the next, and may lie between what is there
+        reach += stride * (n - 1)
+    else:
+        return False
+    if piece.box.size > _MOST_COMPARED:
+        return True
+    starts = np.zeros(1, np.int64)
+    for stride, n in steps:
+        starts = (starts[:, None] + stride * np.arange(n)).reshape(-1)
+    return bool((np.diff(np.sort(starts)) < itemsize).any())
 
 
 def device_arrays(

@@ -24,11 +24,12 @@ from ..tree.paths import is_own, parent_of, plain_key, plain_keys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
-from .wording import A_TENSOR, MEANT, MISSING, OF_TENSORS
+from .wording import A_TENSOR, DICTS, MEANT, MISSING, OF_TENSORS, value_text
 
 __all__ = ["Answering"]
 
 _SCHEDULER = "/LR_Scheduler"
+_NO_KEYS = ("~l", "~t", "~r")  # how what is below a list, a tuple or ranks' own values goes on
 
 
 @dataclass(slots=True)
@@ -209,14 +210,14 @@ class Answering:
             self._answer_object(path, source, found)
         elif present == "own":
             self._answer_own(path, source, found)
-        elif source in self._values and present != "none" and (present == "dict") != _is_dict(self._values[source]):
-            found.unfit[path] = "a dict" if _is_dict(self._values[source]) else "a value that is no dict"
+        elif source in self._values and present != "none" and (present in DICTS) != _is_dict(self._values[source]):
+            found.unfit[path] = value_text(_is_dict(self._values[source]))
         elif self._is_value(source):
             self._take(source, path, found)
         elif present == "none":
             self._answer_subtree(path, source, found)
-        elif present == "dict" and source not in self._index:
-            self.without_tensors.add(source)  # an empty dict wants nothing
+        elif present == "empty" and source not in self._index:
+            self._answer_empty(path, source, found)
         elif present == "optional":
             found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:
@@ -281,6 +282,16 @@ class Answering:
         else:
             for stored in below:
                 self._take(stored, path + stored[len(source) :], found)
+
+    def _answer_empty(self, path: str, source: str, found: _Draft) -> None:
+        """The values below a dict that is empty here, if it has values alone; else it wants nothing."""
+        below = self._below(source) if source else []  # all of a checkpoint is asked for by name
+        is_dict = below and not any(stored.startswith(_NO_KEYS, len(source) + 1) for stored in below)
+        if is_dict and all(map(self._is_value, below)):
+            for stored in below:
+                self._take(stored, path + stored[len(source) :], found)
+        else:
+            self.without_tensors.add(source)
 
     def _scheduler_at(self, path: str, wanted: set[str]) -> str:
         """Where a value is stored: at its path; or in the only scheduler there is, which may be elsewhere than the only

@@ -27,7 +27,7 @@ from .small_items import SmallItems, batches_of
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
-from .wording import A_TENSOR, MEANT, NO_ENTRY, OF_TENSORS
+from .wording import A_TENSOR, DICTS, MEANT, NO_ENTRY, OF_TENSORS, value_text
 
 __all__ = ["Fit"]
 
@@ -52,6 +52,7 @@ class Fit:
         targets: What is filled.
         problems: What does not fit.
         skipped: What is left as it is, if the load does not fail.
+        refused: The paths of values that are not taken, as :meth:`refuse_values` has found.
         stored: What is stored of it.
     """
 
@@ -67,6 +68,7 @@ class Fit:
     ) -> None:
         self.stored, self.answer, self.wanted = stored, answer, wanted
         self._table = self.stored.table
+        self.refused: set[str] = set()
         self.problems = wanted.problems + _unfit(answer, wanted)
         self.problems += [Mismatch(key, f"{key}: a recipe, and no rank has such a tensor") for key in answer.unmatched]
         parts = expand(wanted.tensors, wanted.made.recipes, answer, self._table, cast)
@@ -106,6 +108,20 @@ class Fit:
         of_what = "" if path == source else f" of {plain_key(source)}"
         region = f"the region {self.targets.box(row)}{of_what}"
         return Mismatch.at(path, f"the checkpoint does not hold {region} exactly once")
+
+    def refuse_values(self) -> list[Mismatch]:
+        """Refuse values that were read from entries, as far as they are dicts where the state_dict has another value,
+        or the reverse; returns the problems with them. Of values in `.metadata` the coordinator has said it."""
+        problems = []
+        for stored, is_dict in self.targets.are_dicts():
+            for path in self.answer.renamed.get(stored, [stored]):
+                kind = self.wanted.values.get(path)
+                if kind in (*DICTS, "other", "optional") and is_dict != (kind in DICTS):
+                    self.refused.add(path)
+                    found = value_text(is_dict)
+                    text = f"the state_dict has {_PRESENT[kind]}, in the checkpoint it is {found}"
+                    problems.append(Mismatch.at(path, text))
+        return problems
 
     @property
     def untouched(self) -> set[str]:
@@ -359,6 +375,7 @@ def _pieces(count: int) -> Iterator[slice]:
 
 _PRESENT = {
     "none": "None",
+    "empty": "a dict",
     "dict": "a dict",
     "own": "a PerRank",
     "object": "an object",

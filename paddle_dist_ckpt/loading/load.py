@@ -168,7 +168,7 @@ class LeavesLoad:
 
         def read_staged() -> tuple[list[Mismatch], DoneRequest]:
             run(last)
-            problems = fit.targets.compare_shared()
+            problems = fit.targets.compare_shared() + fit.refuse_values()
             return problems, DoneRequest(problems=problems)
 
         def read() -> tuple[dict[str, Any], DoneRequest]:
@@ -288,19 +288,20 @@ def _digest(config: Mapping[str, Any] | None) -> str:
 def _values(fit: Fit, room: Room) -> dict[str, Any]:
     """The values by path: those of `.metadata`, and those that were read from entries of data files.
 
-    Where the state_dict has None at a path below which values are stored, they become one tree.
+    Where the state_dict has None or an empty dict at a path below which values are stored, they become one tree.
     """
     values = {path: from_jsonable(tree) for path, tree in fit.answer.values.items()}
     values |= {
         path: value if i == 0 else copy.deepcopy(value)
         for stored, value in fit.targets.entries(room).items()
         for i, path in enumerate(fit.answer.renamed.get(stored, [stored]))
+        if path not in fit.refused
     }
     for path in [path for path in values if is_own(path) and path not in fit.wanted.values]:
         values[parent_of(path)] = PerRank(values.pop(path))
     paths = sorted(values)
     for path, present in fit.wanted.values.items():
-        if present == "none" and path not in values:
+        if present in ("none", "empty") and path not in values:
             first, last = bisect.bisect_left(paths, path + "/"), bisect.bisect_left(paths, path + "0")
             if first < last:
                 values[path] = build_tree((p[len(path) :], values.pop(p)) for p in paths[first:last])

@@ -29,8 +29,8 @@ class SharedMemory:
     offsets: list[int]
     nbytes: int
 
-    def differing(self, targets: Targets) -> list[int]:
-        """The targets that another one would overwrite with other data."""
+    def agrees(self, targets: Targets) -> bool:
+        """Whether the data of each target are what the memory has after those of all are written there."""
         buffers = [targets.array(row) for row in self.rows]
         cells = [targets.cells[targets.cell[row]] for row in self.rows]
         memories = {
@@ -38,8 +38,7 @@ class SharedMemory:
             for offset, buffer, (_, piece) in zip(self.offsets, buffers, cells, strict=True)
         }
         if len(memories) == 1:  # the same elements in the same order
-            data = buffers[0].tobytes()
-            return [row for row, buffer in zip(self.rows, buffers, strict=True) if buffer.tobytes() != data]
+            return all(buffer.tobytes() == buffers[0].tobytes() for buffer in buffers[1:])
         trial = np.empty(self.nbytes, np.uint8)
         views = [
             np.ndarray(piece.box.shape, geometry.dtype.raw, trial.data, offset, piece.strides)
@@ -47,8 +46,7 @@ class SharedMemory:
         ]
         for buffer, view in zip(buffers, views, strict=True):
             view[...] = buffer
-        triples = zip(self.rows, buffers, views, strict=True)
-        return [row for row, buffer, view in triples if view.tobytes() != buffer.tobytes()]
+        return all(view.tobytes() == buffer.tobytes() for buffer, view in zip(buffers, views, strict=True))
 
 
 def find_shared_memory(targets: Targets, rows: IntArray) -> list[SharedMemory]:

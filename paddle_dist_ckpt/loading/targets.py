@@ -14,7 +14,7 @@ from ..core.decoding import decoding
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
 from ..core.grouping import group_rows
-from ..core.local_tensors import LocalShards, LocalTensors, device_arrays, reach_of
+from ..core.local_tensors import LocalShards, LocalTensors, device_arrays, overlaps_itself, reach_of
 from ..core.memory import Bytes1D, address_of, array_at, zeros_of
 from ..core.shards import Kind, ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
@@ -23,7 +23,7 @@ from ..files.reader import Consumer, view_at
 from ..files.room import Room
 from ..planning.recipe_parts import WRONG_DTYPE
 from ..tree.paths import plain_key
-from ..tree.values import decode_value
+from ..tree.values import begins_a_dict, decode_value
 from .messages import Mismatch
 from .recipes import PartTargets
 from .resize import Rules, resize
@@ -103,9 +103,27 @@ class Targets:
         self.nbytes = np.array(sizes, np.int64)[self.cell]
         columns = (pieces.tensor[zeros].tolist(), pieces.cell[zeros].tolist(), addresses[zeros].tolist())
         self._zeros = [self._memory(*row) for row in zip(*columns, strict=True)]
+        if self._zeros:
+            for i in self._overwritten(pieces.cell[zeros], addresses[zeros]):
+                reason = "a sum's addend that becomes zero here, and it shares memory with another target"
+                self.problems.append(Mismatch.at(tensors.paths[columns[0][i]], reason))
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def _overwritten(self, cell: IntArray, address: IntArray) -> list[int]:
+        """Which addends of zero, each one of the cells at an address, would write to memory that rows are read to."""
+        reach = np.array([reach_of(geometry, piece) for geometry, piece in self.cells], np.int64).reshape(-1, 2)
+        on_device = np.array([geometry.on_device for geometry, _ in self.cells], bool)[cell]
+        first, end = self.stretches
+        found: list[int] = []
+        for kind in (False, True):
+            zeros, rows = np.flatnonzero(on_device == kind), np.flatnonzero((self.on_device == kind) & ~self.staged)
+            rows = rows[np.argsort(first[rows])]
+            latest = np.maximum.accumulate(np.append(0, end[rows]))  # the last end of the rows before each
+            before = np.searchsorted(first[rows], address[zeros] + reach[cell[zeros], 1], side="left")
+            found += zeros[latest[before] > address[zeros] + reach[cell[zeros], 0]].tolist()
+        return found
 
     def _add_values(self, left_out: Container[str], asked: Container[int]) -> list[tuple[int, Array]]:
         """Add a buffer for each value that is stored as an entry, and for each array of which only the object is there
@@ -195,6 +213,11 @@ class Targets:
                 found[table.paths[t]] = decode_value(buffer.data)
         return found
 
+    def are_dicts(self) -> list[tuple[str, bool]]:
+        """The values that were stored as entries, by path, and whether each is a dict, as its beginning tells."""
+        values = ((t, buffer) for t, buffer in self._values if self._table.kinds[t] == Kind.VALUE)
+        return [(self._table.paths[t], begins_a_dict(buffer)) for t, buffer in values]
+
     def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:
         """The consumer of a part, a box from the target's corner, and the same from the stored shard's corner."""
         part = view_at(self.array(row), box.slices)
@@ -228,14 +251,13 @@ class Targets:
         problems: list[Mismatch] = []
         agreeing = []
         for shared in self._shared:
-            differing = shared.differing(self)
-            if not differing:
+            if shared.agrees(self):
                 agreeing.append(shared)
-            others = ", ".join(sorted({plain_key(self.path(row)) for row in shared.rows}))
-            problems += [
-                Mismatch.at(self.path(row), f"shares memory with others of {others}, but the stored data differ")
-                for row in differing
-            ]
+                continue
+            paths = dict.fromkeys(self.path(row) for row in shared.rows)
+            others = ", ".join(sorted(map(plain_key, paths)))
+            text = f"shares memory with others of {others}, but the stored data differ"
+            problems += [Mismatch.at(path, text) for path in paths]
         self._shared = agreeing
         return problems
 
@@ -278,6 +300,8 @@ def _mismatch(geometry: Geometry, table: ShardTable, tensor: int, cast: bool) ->
     stored, layout = table.dtypes[tensor], table.layouts[table.layout_of[tensor]]
     if not geometry.writable:
         return "the target array is read-only"
+    if any(overlaps_itself(geometry, piece) for piece in geometry.shards):
+        return "elements of the target share memory with each other"
     if layout.shape != geometry.shape:
         return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
     if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):

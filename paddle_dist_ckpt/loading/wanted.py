@@ -28,8 +28,9 @@ class WantedState:
 
     Attributes:
         tensors: The tensors that are to be filled.
-        values: The paths of values, with what is there now: ``"none"``, ``"dict"``, ``"own"`` (a PerRank),
-            ``"object"`` (one of any values), ``"optional"`` (of a program) or ``"other"``.
+        values: The paths of values, with what is there now: ``"none"``, ``"empty"`` (a dict without entries),
+            ``"dict"`` (another), ``"own"`` (a PerRank), ``"object"`` (one of any values), ``"optional"`` (of a program)
+            or ``"other"``.
         problems: What cannot be loaded.
         others: The names of tensors that are not filled, by their paths.
         moved: The stored flat key of each path that the key_map says is stored under another.
@@ -160,7 +161,9 @@ def _record(key: str, geometry: Geometry, corner: tuple[int, ...] | None) -> Wan
 def _present(value: Any) -> str:
     if value is None:
         return "none"
-    return "dict" if isinstance(value, dict) else "own" if isinstance(value, PerRank) else "other"
+    if isinstance(value, dict):
+        return "dict" if value else "empty"
+    return "own" if isinstance(value, PerRank) else "other"
 
 
 def _listed(stored: dict[int, str]) -> str:

@@ -5,11 +5,18 @@ Each has a name here, so that whoever rewords one changes nothing but the text.
 
 from __future__ import annotations
 
-__all__ = ["A_TENSOR", "MEANT", "MISSING", "NO_ENTRY", "OF_TENSORS"]
+__all__ = ["A_TENSOR", "DICTS", "MEANT", "MISSING", "NO_ENTRY", "OF_TENSORS", "value_text"]
 
 A_TENSOR, OF_TENSORS, MISSING = "a tensor of shape", "a container of tensors", "missing"
 """What is stored at a path."""
 MEANT = "meant?"
 """Behind a key that a user may have meant."""
+DICTS = ("dict", "empty")
+"""What :class:`.messages.WantedPaths` calls dicts that stand for values."""
 NO_ENTRY = "no such entry in its object"
 """What a state_dict has where an object has nothing yet."""
+
+
+def value_text(is_dict: bool) -> str:
+    """What a stored value is, if a value of the other kind is wanted."""
+    return "a dict" if is_dict else "a value that is no dict"

@@ -93,7 +93,13 @@ def _assign(container: Any, changes: dict[Part, Any]) -> Any:
     copy: Any = list(container) if isinstance(container, tuple) else container
     for part, change in changes.items():
         index = part.at if isinstance(part, (ListIndex, TupleIndex)) else part
-        copy[index] = change.value if isinstance(change, _Leaf) else _assign(copy[index], change)
+        present = copy.get(index) if isinstance(copy, dict) else copy[index]
+        if not isinstance(change, _Leaf):
+            copy[index] = _assign(present, change)
+        elif isinstance(change.value, dict) and isinstance(present, dict) and not present:
+            present.update(change.value)
+        else:
+            copy[index] = change.value
     return tuple(copy) if isinstance(container, tuple) else copy
 
 

@@ -31,12 +31,14 @@ import msgspec
 import numpy as np
 
 from ..core.decoding import decoding, has_few_of_one_hash
+from ..core.memory import Bytes1D
 from ..errors import UnsupportedValueError
 
-__all__ = ["DECODE_ERRORS", "decode_value", "encode_value", "from_jsonable", "to_jsonable"]
+__all__ = ["DECODE_ERRORS", "begins_a_dict", "decode_value", "encode_value", "from_jsonable", "to_jsonable"]
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be."""
+_DICT = b'{"dict":'
 _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufcSUMm"
 _MAX_DEPTH = 200
@@ -66,6 +68,11 @@ def decode_value(data: bytes | memoryview) -> Any:
     """
     with decoding("a stored value cannot be decoded"):
         return _value(msgspec.json.decode(data), 0, False)
+
+
+def begins_a_dict(data: Bytes1D) -> bool:
+    """Whether what :func:`encode_value` wrote is a dict, by its first bytes."""
+    return data[: len(_DICT)].tobytes() == _DICT
 
 
 def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:

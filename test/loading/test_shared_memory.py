@@ -11,6 +11,7 @@ import pytest
 
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
+from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.errors import StateDictMismatchError
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.testing import ShardedArray
@@ -41,6 +42,53 @@ def test_views_of_one_memory_are_filled_if_the_checkpoint_agrees(tmp_path: Path,
     load_on([dict(views) for views in targets], tmp_path, options=LoadOptions(exchange=exchange, timeout=60))
     for views in targets:
         assert all(same_bits(view.copy(), stored[key]) for key, view in views.items())
+
+
+def in_steps(memory: np.ndarray, shape: tuple[int, ...], steps: tuple[int, ...]) -> np.ndarray:
+    """A view with so many elements from one to the next in each dimension."""
+    strides = tuple(step * memory.itemsize for step in steps)
+    return np.lib.stride_tricks.as_strided(memory, shape, strides)
+
+
+@pytest.mark.parametrize("steps", [(0, 1), (1, 1), (4, 2), (2, 4), (-1, 1)])
+def test_a_target_whose_elements_share_memory_is_a_mismatch(tmp_path: Path, steps: tuple[int, int]) -> None:
+    save_alone({"w": make_array((4, 3))}, tmp_path)
+    memory = np.zeros(40, np.float32)
+    with pytest.raises(StateDictMismatchError, match="w: elements of the target share memory with each other"):
+        load_alone({"w": in_steps(memory[10:], (4, 3), steps)}, tmp_path)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("steps", [(3, 1), (1, 4), (-3, 1), (5, -2), (3, 4), (2, 9)])
+def test_a_target_whose_elements_lie_apart_is_filled(tmp_path: Path, steps: tuple[int, int]) -> None:
+    array = make_array((4, 3))
+    save_alone({"w": array}, tmp_path)
+    target = in_steps(np.zeros(60, np.float32)[20:], (4, 3), steps)
+    load_alone({"w": target}, tmp_path)
+    assert same_bits(target.copy(), array)
+
+
+def test_an_addend_that_becomes_zero_overwrites_no_other_target(tmp_path: Path) -> None:
+    array = make_array((8,))
+    save_alone({"a": array, "b": array}, tmp_path)
+
+    def addends(apart: bool) -> list[dict[str, Any]]:
+        found = []
+        for rank in range(2):
+            memory = blank_like(np.zeros(16, np.float32))
+            addend = ShardedArray(
+                (8,), DTYPES["float32"], [Box((0,), (8,))], [memory[:8]], False, Reduction("sum", rank, 2)
+            )
+            found.append({"a": addend, "b": memory[8:] if apart else memory[:8]})
+        return found
+
+    with pytest.raises(StateDictMismatchError, match=r"a: a sum's addend .* shares memory"):
+        load_on(addends(apart=False), tmp_path)
+    states = addends(apart=True)
+    load_on(states, tmp_path)
+    assert all(same_bits(state["b"], array) for state in states)
+    assert same_bits(states[0]["a"].pieces[0], array)
+    assert not states[1]["a"].pieces[0].any()
 
 
 @pytest.mark.parametrize("name", VIEWS)
