@@ -218,6 +218,8 @@ class Answering:
             self._answer_subtree(path, source, found)
         elif present == "empty" and source not in self._index:
             self._answer_empty(path, source, found)
+        elif present == "nothing" and source not in self._index:
+            self.without_tensors.add(source)
         elif present == "optional":
             found.skipped[path] = "left as it is, for the checkpoint does not have it"
         else:

@@ -376,6 +376,7 @@ def _pieces(count: int) -> Iterator[slice]:
 _PRESENT = {
     "none": "None",
     "empty": "a dict",
+    "nothing": "a dict",
     "dict": "a dict",
     "own": "a PerRank",
     "object": "an object",

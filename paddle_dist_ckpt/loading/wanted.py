@@ -28,9 +28,9 @@ class WantedState:
 
     Attributes:
         tensors: The tensors that are to be filled.
-        values: The paths of values, with what is there now: ``"none"``, ``"empty"`` (a dict without entries),
-            ``"dict"`` (another), ``"own"`` (a PerRank), ``"object"`` (one of any values), ``"optional"`` (of a program)
-            or ``"other"``.
+        values: The paths of values, with what is there now: ``"none"``, ``"empty"`` (a dict without entries), ``"dict"``
+            (another), ``"nothing"`` (a dict without entries that is of an object), ``"own"`` (a PerRank), ``"object"``
+            (one of any values), ``"optional"`` (of a program) or ``"other"``.
         problems: What cannot be loaded.
         others: The names of tensors that are not filled, by their paths.
         moved: The stored flat key of each path that the key_map says is stored under another.
@@ -138,7 +138,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         owner = objects.get(owner_of(path, objects) or "") if objects else None
         kind = owner.kind if owner is not None else None
         if path not in skipped and kind is not ObjectKind.FREE:
-            wanted.values[path] = "optional" if kind is ObjectKind.PROGRAM else _present(value)
+            wanted.values[path] = "optional" if kind is ObjectKind.PROGRAM else _present(value, kind is not None)
     if len(wanted.tensors.paths) < len(leaves.tensor_paths):
         names = zip(leaves.tensor_paths, adapter.names(leaves.tensors), strict=True)
         filled = set(wanted.tensors.paths)
@@ -158,11 +158,11 @@ def _record(key: str, geometry: Geometry, corner: tuple[int, ...] | None) -> Wan
     return WantedRecord(key, geometry.shape, geometry.dtype.name, corner)
 
 
-def _present(value: Any) -> str:
+def _present(value: Any, in_object: bool) -> str:
     if value is None:
         return "none"
     if isinstance(value, dict):
-        return "dict" if value else "empty"
+        return "dict" if value else "nothing" if in_object else "empty"
     return "own" if isinstance(value, PerRank) else "other"
 
 

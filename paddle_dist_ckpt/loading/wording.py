@@ -11,7 +11,7 @@ A_TENSOR, OF_TENSORS, MISSING = "a tensor of shape", "a container of tensors", "
 """What is stored at a path."""
 MEANT = "meant?"
 """Behind a key that a user may have meant."""
-DICTS = ("dict", "empty")
+DICTS = ("dict", "empty", "nothing")
 """What :class:`.messages.WantedPaths` calls dicts that stand for values."""
 NO_ENTRY = "no such entry in its object"
 """What a state_dict has where an object has nothing yet."""

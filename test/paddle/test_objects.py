@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -454,6 +455,17 @@ def test_objects_without_any_state(tmp_path: Path, make: Any) -> None:
     target = {"a": {"none": make()}, "w": paddle.zeros([2])}
     load_state_dict(target, tmp_path)
     assert target["w"].tolist() == [1, 1]
+
+
+def test_an_optimizer_without_any_state_asks_for_nothing(tmp_path: Path) -> None:
+    layer, scheduler = layer_of(), paddle.optimizer.lr.StepDecay(0.1, 2)
+    save_state_dict({"o": paddle.optimizer.SGD(scheduler, parameters=layer.parameters())}, tmp_path)
+    plain = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+    assert plain.state_dict() == {}
+    with mock.patch.object(plain, "set_state_dict") as given:
+        report = load_state_dict({"o": plain}, tmp_path)
+    assert report.unused_keys == ("o.LR_Scheduler.last_epoch", "o.LR_Scheduler.last_lr")
+    assert [call.args for call in given.call_args_list] in ([], [({},)])
 
 
 def test_shard_optimizer_gets_its_scheduler_back() -> None:
