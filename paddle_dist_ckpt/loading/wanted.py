@@ -28,9 +28,9 @@ class WantedState:
 
     Attributes:
         tensors: The tensors that are to be filled.
-        values: The paths of values, with what is there now: ``"none"``, ``"empty"`` (a dict without entries), ``"dict"``
-            (another), ``"nothing"`` (a dict without entries that is of an object), ``"own"`` (a PerRank), ``"object"``
-            (one of any values), ``"optional"`` (of a program) or ``"other"``.
+        values: The paths of values, with what is there now: ``"none"``, ``"empty"`` (a dict without entries),
+            ``"nothing"`` (one that is of an object), ``"dict"`` (another), ``"own"`` (a PerRank), ``"object"`` (one of
+            any values), ``"optional"`` (of a program) or ``"other"``.
         problems: What cannot be loaded.
         others: The names of tensors that are not filled, by their paths.
         moved: The stored flat key of each path that the key_map says is stored under another.
