@@ -10,6 +10,9 @@ A folder may hold, for each kind of state, one of
 The kinds are ``model``, and in PaddleNLP's unified checkpoints ``optimizer`` (whose keys are ``weight/moment1_0``),
 ``master_weights`` and ``peft_model``. Where a folder has one kind only, tensors have the paths ``(key,)``; else
 ``(kind, key)``. Files of torch.distributed.checkpoint say where in its tensor each entry belongs.
+
+PaddleNLP writes numpy's arrays, and bfloat16 as uint16, which Paddle takes for nothing else. Such files say
+``"format": "np"`` of themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..core.box import Box, whole
+from ..core.dtypes import DTYPES
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import Part
@@ -125,7 +129,7 @@ def _entries(storage: Storage, names: set[str], sources: _StateFiles, budget: Bu
         with WindowedFile(storage, name, budget) as file:
             header = read_safetensors_header(file)
         offsets = _offsets(header, name)
-        for key, entry in header.entries.items():
+        for key, entry in _as_meant(header).items():
             found.setdefault(key, []).append(_Entry(name, entry, offsets.get(key)))
     for key, name in weight_map.items():
         listed = [entry for entry in found.get(key, ()) if entry.file == name]
@@ -134,6 +138,17 @@ def _entries(storage: Storage, names: set[str], sources: _StateFiles, budget: Bu
         if listed[0].offset is None:
             found[key] = listed
     return found
+
+
+def _as_meant(header: SafetensorsHeader) -> dict[str, HeaderEntry]:
+    """The entries: those of uint16 as bfloat16 if a library wrote them that has to store it so."""
+    written_as_numpy = header.metadata.get("format") == "np"
+    if not written_as_numpy or any(entry.dtype.name == "bfloat16" for entry in header.entries.values()):
+        return header.entries
+    return {
+        key: entry._replace(dtype=DTYPES["bfloat16"]) if entry.dtype.name == "uint16" else entry
+        for key, entry in header.entries.items()
+    }
 
 
 def _weight_map(storage: Storage, names: set[str], index: str, budget: Budget) -> dict[str, str]:

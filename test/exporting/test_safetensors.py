@@ -19,6 +19,7 @@ from paddle_dist_ckpt import (
     LoadOptions,
     UnsupportedValueError,
     export,
+    read_metadata,
 )
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
@@ -152,6 +153,14 @@ def test_floats_are_converted_and_nothing_else(tmp_path: Path) -> None:
     export(tmp_path / "ckpt", tmp_path / "out", prefix="model", dtype="bfloat16")
     floats = {key: arrays[key].astype(ml_dtypes.bfloat16) for key in ("a", "large", "nothing")}
     check(tmp_path / "out", {**floats, "b": arrays["b"]})
+
+
+def test_uint16_comes_back_as_uint16(tmp_path: Path) -> None:
+    """And not as bfloat16, as files of PaddleNLP's mean it."""
+    saved(tmp_path / "ckpt", {"a": np.arange(6, dtype=np.uint16)})
+    export(tmp_path / "ckpt", tmp_path / "out", prefix="model")
+    (shard,) = read_metadata(tmp_path / "out").state_dict_metadata["a"]
+    assert shard.dtype == "uint16"
 
 
 def test_a_value_that_the_type_cannot_hold(tmp_path: Path) -> None:

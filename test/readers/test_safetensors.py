@@ -231,6 +231,35 @@ def test_other_dtypes_are_named(dtype: str, tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("told", "others", "expected"),
+    [
+        ({"format": "np"}, [], "bfloat16"),
+        ({"format": "np"}, ["F32"], "bfloat16"),
+        ({"format": "np"}, ["BF16"], "uint16"),
+        ({"format": "pt"}, [], "uint16"),
+        ({"format": "paddle"}, [], "uint16"),
+        ({"by": "np"}, [], "uint16"),
+        (None, [], "uint16"),
+    ],
+)
+def test_uint16_of_numpy_is_what_paddle_takes_it_for(
+    told: dict[str, str] | None, others: list[str], expected: str, tmp_path: Path
+) -> None:
+    header, at = {} if told is None else {"__metadata__": told}, 4
+    header["w"] = entry("U16", [2], 0, at)
+    for other in others:
+        header[other] = entry(other, [1], at, at := at + {"F32": 4, "BF16": 2}[other])
+    (tmp_path / "model.safetensors").write_bytes(file_of(header, bytes(at)))
+    assert {tensor.path[0]: tensor.dtype.name for tensor in read(tmp_path).tensors}["w"] == expected
+
+
+def test_each_file_says_for_itself_whether_its_uint16_is_bfloat16(tmp_path: Path) -> None:
+    save_file({"a": np.ones(2, np.uint16)}, tmp_path / "model-00001-of-00002.safetensors", {"format": "np"})
+    save_file({"b": np.ones(2, np.uint16)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
+    assert {tensor.path[0]: tensor.dtype.name for tensor in read(tmp_path).tensors} == {"a": "bfloat16", "b": "uint16"}
+
+
 ONE = entry("U8", [1], 0, 1)
 TEXT = json.dumps(ONE)
 
