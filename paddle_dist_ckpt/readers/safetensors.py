@@ -7,6 +7,9 @@ A folder may hold, for each kind of state, one of
     model.safetensors.index.json                               several, and which tensor is in which
     any others that end in .safetensors                        several without an index
 
+Files without an index that count themselves (-of-00002) must all be there. Of one file and an index, the index is
+taken, unless files that it names are missing.
+
 The kinds are ``model``, and in PaddleNLP's unified checkpoints ``optimizer`` (whose keys are ``weight/moment1_0``),
 ``master_weights`` and ``peft_model``. Where a folder has one kind only, tensors have the paths ``(key,)``; else
 ``(kind, key)``. Files of torch.distributed.checkpoint say where in its tensor each entry belongs.
@@ -17,8 +20,11 @@ PaddleNLP writes numpy's arrays, and bfloat16 as uint16, which Paddle takes for 
 
 from __future__ import annotations
 
+import itertools
+import logging
 import re
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -38,8 +44,13 @@ from .window import WindowedFile
 
 __all__ = ["SafetensorsReader"]
 
-_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+_SUFFIX, _OF_INDEX = ".safetensors", ".index.json"
+_INDEX = _SUFFIX + _OF_INDEX
 _MODEL = "model"
+_COUNTED = re.compile(r"(shard-[0-9]+-)?(.*)-([0-9]{1,9})-of-([0-9]{1,9})(.*)\.safetensors", re.DOTALL)
+_MOST_NAMED = 5  # files in a message
 _KIND = re.compile(r"(optimizer|master_weights|peft_model)[-.].*")
 _OWN = re.compile(
     r"[0-9]+_[0-9]+\.[0-9a-f]{16}\.[0-9]+\.safetensors"
@@ -123,9 +134,9 @@ def _entries(storage: Storage, names: set[str], sources: _StateFiles, budget: Bu
             f"{storage.location} has several indexes: {', '.join(sources.indexes[:5])}; "
             "keep each in a folder of its own"
         )
-    weight_map = _weight_map(storage, names, sources.indexes[0], budget) if sources.indexes else {}
+    weight_map, files = _meant(storage, names, sources, budget)
     found: dict[str, list[_Entry]] = {}
-    for name in sorted(set(weight_map.values())) if sources.indexes else sources.files:
+    for name in files:
         with WindowedFile(storage, name, budget) as file:
             header = read_safetensors_header(file)
         offsets = _offsets(header, name)
@@ -140,6 +151,51 @@ def _entries(storage: Storage, names: set[str], sources: _StateFiles, budget: Bu
     return found
 
 
+def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budget) -> tuple[dict[str, str], list[str]]:
+    """Which file each key is in, as far as an index says, and the files to read."""
+    if not sources.indexes:
+        if not getattr(storage, "is_part", False):  # who names one file means it
+            _check_counted(sources.files)
+        return {}, sources.files
+    index = sources.indexes[0]
+    weight_map = _weight_map(storage, index, budget)
+    single, files = index.removesuffix(_OF_INDEX), set(weight_map.values())
+    if single in names and single not in files:
+        taken = index if files <= names else single
+        _logger.warning(
+            "%s holds %s and %s, which names other files; %s is taken", storage.location, single, index, taken
+        )
+        if taken == single:
+            return {}, [single]
+    for name in files:
+        check_name(name, names, index)
+    return weight_map, sorted(files)
+
+
+def _check_counted(files: Iterable[str]) -> None:
+    """Refuse files that say how many they are, if not all of them are there."""
+    groups: dict[tuple[str, str, str], dict[int, str]] = defaultdict(dict)
+    for name in files:
+        if match := _COUNTED.fullmatch(name):
+            shard, before, number, count, behind = match.groups()
+            before = f"shard-*-{before}" if shard else before  # each number may be there for several shards
+            groups[before, count, behind][int(number)] = number
+    for (before, count, behind), found in groups.items():
+        start = 0 if 0 in found else 1
+        lacking = (number for number in range(start, start + int(count)) if number not in found)
+        width = len(next(iter(found.values())))
+        missing = [
+            f"{before}-{number:0{width}}-of-{count}{behind}{_SUFFIX}"
+            for number in itertools.islice(lacking, _MOST_NAMED)
+        ]
+        if missing:
+            more = ", ..." if len(missing) == _MOST_NAMED else ""
+            raise CheckpointCorruptedError(
+                f"{', '.join(missing)}{more} {'is' if len(missing) == 1 else 'are'} missing: there are {len(found)} of "
+                f"{int(count)} such files, and no index says which are needed"
+            )
+
+
 def _as_meant(header: SafetensorsHeader) -> dict[str, HeaderEntry]:
     """The entries: those of uint16 as bfloat16 if a library wrote them that has to store it so."""
     written_as_numpy = header.metadata.get("format") == "np"
@@ -151,7 +207,7 @@ def _as_meant(header: SafetensorsHeader) -> dict[str, HeaderEntry]:
     }
 
 
-def _weight_map(storage: Storage, names: set[str], index: str, budget: Budget) -> dict[str, str]:
+def _weight_map(storage: Storage, index: str, budget: Budget) -> dict[str, str]:
     """Which file each key is in, as an index says."""
     with WindowedFile(storage, index, budget) as file:
         text = file.read_large(0, file.size)
@@ -165,8 +221,6 @@ def _weight_map(storage: Storage, names: set[str], index: str, budget: Budget) -
         ) from error
     if member_count(record) != len(weight_map):
         raise CheckpointCorruptedError(f"{index} has a name twice")
-    for name in set(weight_map.values()):
-        check_name(name, names, index)
     return weight_map
 
 

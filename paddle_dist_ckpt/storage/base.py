@@ -82,6 +82,9 @@ class Storage(Protocol):
 
     Methods raise OSError, and FileNotFoundError where a name is missing. Several threads may call them at once.
     :mod:`paddle_dist_ckpt.testing.storage_conformance` tests whether an implementation does all that is said here.
+
+    It may also have an attribute ``is_part``, which is true if it stands for files of a folder that somebody has picked
+    by name: :meth:`names` has no others then.
     """
 
     @property

@@ -135,6 +135,7 @@ class _BoundedStorage:
         self._inner, self._helpers, self._unfinished = inner, helpers, unfinished
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of all files together
         self.location = inner.location
+        self.is_part: bool = getattr(inner, "is_part", False)
 
     def _run(
         self, doing: str, name: str, work: Callable[[], T], late: Callable[[Any], None] = lambda result: None

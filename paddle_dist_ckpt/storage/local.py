@@ -188,6 +188,8 @@ class LocalStorage:
 class _PartOfFolder(LocalStorage):
     """Some files of a folder, those whose names match, to be read."""
 
+    is_part = True
+
     def __init__(self, path: str, names: re.Pattern[str]) -> None:
         super().__init__(path)
         self._names = names

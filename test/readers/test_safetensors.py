@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
+from paddle_dist_ckpt import read_metadata
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, UnsupportedValueError
@@ -159,6 +161,80 @@ def test_an_index_says_which_file_is_meant_and_files_that_it_does_not_name_are_l
     arrays = read_catalog(LocalStorage(tmp_path), read(tmp_path))
     assert sorted(arrays) == ["b", "more", "tied"]
     assert not arrays["tied"].any()
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["model-00001-of-00002"], "model-00002-of-00002"),
+        (["model-00002-of-00002"], "model-00001-of-00002"),
+        (["model-00000-of-00002"], "model-00001-of-00002"),
+        (["model-00001-of-000003", "model-00003-of-000003"], "model-00002-of-000003"),
+        (["model-00001-of-00002.fp16", "model-00002-of-00002"], "model-00002-of-00002.fp16"),
+        (["model-00001-of-00002", "model-00002-of-00003"], "model-00002-of-00002"),
+        (["shard-00001-model-00001-of-00002", "shard-00002-model-00001-of-00002"], "shard-*-model-00002-of-00002"),
+        (["model-1-of-999999999", "model-3-of-999999999"], "model-2-of-999999999"),
+    ],
+)
+def test_files_that_count_themselves_are_all_there(names: list[str], missing: str, tmp_path: Path) -> None:
+    for i, name in enumerate(names):
+        save_file({str(i): np.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointCorruptedError, match=rf"^{re.escape(missing)}\.safetensors"):
+        read(tmp_path)
+
+
+def test_a_file_that_is_one_of_several_is_read_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    save_file({"a": np.ones(2)}, path)
+    for seconds in (None, 60):
+        assert list(read_metadata(path, progress_timeout=seconds).state_dict_metadata) == ["a"]
+        with pytest.raises(CheckpointCorruptedError, match=r"model-00002-of-00002.safetensors is missing"):
+            read_metadata(tmp_path, progress_timeout=seconds)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model-00000-of-00002", "model-00001-of-00002"],
+        ["model-1-of-2", "model-00002-of-2"],
+        ["shard-00001-model-00001-of-00002", "shard-00002-model-00002-of-00002"],
+        ["a-of-00003", "part-of-3"],
+    ],
+)
+def test_files_that_are_all_there_need_no_index(names: list[str], tmp_path: Path) -> None:
+    for i, name in enumerate(names):
+        save_file({str(i): np.ones(2)}, tmp_path / f"{name}.safetensors")
+    assert paths_of(read(tmp_path)) == [("0",), ("1",)]
+
+
+def write_both(path: Path, parts: int) -> None:
+    """A single file, and an index of two of which so many are there."""
+    save_file({"a": np.zeros(2), "b": np.zeros(2)}, path / "model.safetensors")
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for key, name in list(zip("ab", names, strict=True))[:parts]:
+        save_file({key: np.ones(2)}, path / name)
+    (path / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_of_a_single_file_and_an_index_the_one_that_is_whole_is_taken(
+    parts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_both(tmp_path, parts)
+    arrays = read_catalog(LocalStorage(tmp_path), read(tmp_path))
+    assert sorted(arrays) == ["a", "b"]
+    assert all(array.any() == (parts == 2) for array in arrays.values())
+    taken = INDEX if parts == 2 else "model.safetensors"
+    assert f"holds model.safetensors and {INDEX}, which names other files; {taken} is taken" in caplog.text
+
+
+def test_an_index_of_the_single_file_alone_is_no_second_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file({"a": np.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert paths_of(read(tmp_path)) == [("a",)]
+    assert not caplog.records
 
 
 def test_two_indexes_of_one_kind_are_refused(tmp_path: Path) -> None:
