@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..core.box import Box
 from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import Storage
@@ -13,6 +14,7 @@ from ..tree.paths import Part, containers_of, format_path, mixed_containers, par
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredFile, StoredTensor
 from .checks import check_name, check_shape, first_overlap, is_text, shown
+from .orders import LyingArray, Scattered, parts_in_order
 
 __all__ = ["Assembly", "AtPath", "text_of"]
 
@@ -93,6 +95,8 @@ class Assembly:
     ) -> None:
         """Add a tensor. Pieces without elements are left out, and of those of one box all but the first.
 
+        If there are too many of them (:class:`.Scattered`), the tensor is left out.
+
         Raises:
             CheckpointCorruptedError: pieces are not in their file or in the tensor, or overlap; there is something else
                 at its path.
@@ -106,7 +110,11 @@ class Assembly:
         check_shape(shape, dtype.itemsize, entry)
         if name is not None and not is_text(name):
             raise UnsupportedValueError(f"{entry} has a variable's name that is no text")
-        parts = [piece for piece in pieces if self._check_piece(entry, shape, dtype.itemsize, piece)]
+        try:
+            parts = [piece for piece in pieces if self._check_piece(entry, shape, dtype.itemsize, piece)]
+        except Scattered as error:
+            self._left_out.append((path, str(error)))
+            return
         if len(parts) > 1:
             found: dict[str, Piece] = {}  # by boxes as texts, whose hashes nobody knows
             for piece in parts:
@@ -116,6 +124,10 @@ class Assembly:
             if overlap is not None:
                 raise CheckpointCorruptedError(f"{entry} has the parts {overlap[0]} and {overlap[1]}, which overlap")
         self._tensors.append(StoredTensor(path, dtype, tuple(shape), name, parts, offsets))
+
+    def pieces(self, where: object, box: Box, file: int, array: LyingArray) -> Iterator[Piece]:
+        """The pieces of a box that an array holds, in whatever order its elements lie."""
+        return parts_in_order(where, box, file, array, self._budget)
 
     def add_value(self, where: str, path: tuple[Part, ...], value: Any) -> None:
         """Add a value.

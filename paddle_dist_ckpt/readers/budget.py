@@ -38,6 +38,12 @@ class Budget:
             before, self._bytes = self._bytes, self._bytes + nbytes
             self._left += _steps_for(self._bytes) - _steps_for(before)
 
+    def has(self, steps: int) -> bool:
+        """Whether there are so many steps left."""
+        if self._left < steps:
+            self._ask_for_more()
+        return self._left >= steps
+
     def spend(self, steps: int, where: object) -> None:
         """Count steps; ``where`` says what for, as text or by what becomes text.
 
@@ -46,13 +52,16 @@ class Budget:
         """
         self._left -= steps
         if self._left < 0:
-            more, self._more = self._more, tuple
-            for file, nbytes in more():
-                self.grant(file, nbytes)
+            self._ask_for_more()
         if self._left < 0:
             raise CheckpointCorruptedError(
                 f"{where}: what has been read so far takes more time and memory than its size on the disk has room for"
             )
+
+    def _ask_for_more(self) -> None:
+        more, self._more = self._more, tuple
+        for file, nbytes in more():
+            self.grant(file, nbytes)
 
 
 def _steps_for(nbytes: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
+from .orders import LyingArray, fortran_axes
 from .pickle_machine import NOTHING, Built, Latin1, Lying, Machine, Recurring, Refused
 
 __all__ = ["NUMPY", "PickledArray"]
@@ -78,8 +79,8 @@ class PickledArray(Built):
     def build(self, state: Any) -> None:
         *_, self._shape, self._element, self._fortran, self._data = state
 
-    def opened(self, where: object, size: int) -> tuple[DType, tuple[int, ...], int]:
-        """Element type, shape, and where in the file its data begin.
+    def opened(self, where: object, size: int) -> LyingArray:
+        """What it is, and where in the file its data begin.
 
         Args:
             where: Names the array in messages, its file first: text, or what becomes text.
@@ -87,7 +88,7 @@ class PickledArray(Built):
 
         Raises:
             CheckpointCorruptedError: it is none.
-            UnsupportedValueError: it is one that cannot be held, or is not contiguous in the file.
+            UnsupportedValueError: it is one that cannot be held.
         """
         try:
             dtype, shape = self._opened()
@@ -100,7 +101,7 @@ class PickledArray(Built):
         if isinstance(data, Latin1):
             data = Lying(data.position, len(data))
         if not nbytes:
-            return dtype, shape, 0
+            return LyingArray(dtype, shape, 0)
         if data.form == "encoded":
             raise UnsupportedValueError(
                 f"{where} was written with pickle protocol 2, which has its bytes as text; load it with what wrote it "
@@ -110,7 +111,7 @@ class PickledArray(Built):
             raise CheckpointCorruptedError(
                 f"{where} has {data.nbytes} bytes; its shape {list(shape)} of {dtype.name} needs {nbytes}"
             )
-        return dtype, shape, data.position
+        return LyingArray(dtype, shape, data.position, fortran_axes(shape) if self._fortran else None)
 
     def _opened(self) -> tuple[DType, tuple[int, ...]]:
         shape = self._shape
@@ -128,8 +129,6 @@ class PickledArray(Built):
         dtype = self._element.dtype
         if self._fortran not in (False, True, 0, 1):
             raise ValueError("it has no order")
-        if self._fortran and sum(n > 1 for n in shape) > 1:
-            raise Refused("its elements in Fortran's order")
         if not isinstance(self._data, (Lying, Latin1)) or getattr(self._data, "form", "") == "text":
             raise TypeError(f"it has {type(self._data).__name__} for data")
         return dtype, shape

@@ -9,10 +9,11 @@ A checkpoint of number i is a file `i.metadata`, a pickle of Paddle's class Meta
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..core.box import Box
@@ -25,6 +26,7 @@ from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import Named, shown
 from .numpy_pickles import PickledArray
+from .orders import LyingArray
 from .paddle_pickles import PADDLE, Record, flat_pieces, meant
 from .pickle_machine import ENDURED
 from .pickles import walk
@@ -75,12 +77,18 @@ class _Shard(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A tensor of a data file: its element type, shape and place, and the name of its variable."""
+    """A tensor of a data file, and the name of its variable."""
 
-    dtype: DType
-    shape: tuple[int, ...]
-    position: int
+    array: LyingArray
     name: str | None
+
+    @property
+    def dtype(self) -> DType:
+        return self.array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
 
 
 class _Described:
@@ -142,7 +150,8 @@ class _Described:
         files: dict[int, Mapping[str, _Stored]] = {}
         for key, shape in self._shapes.items():
             where = Named(self._name, key)
-            dtype, name, pieces = None, None, []
+            dtype, name = None, None
+            pieces: list[Iterable[Piece]] = []
             shard_of: dict[int, _Shard] = {}
             for shard, file in self._places.get(key, ()):
                 number = assembly.file(file, where)
@@ -158,11 +167,12 @@ class _Described:
                     raise CheckpointCorruptedError(f"{assembly.files[number].name} has no {shown(key)}")
                 dtype = self._type_of(key, stored, dtype, assembly.files[number].name)
                 name = name or stored.name
-                pieces += self._pieces(key, shard, stored, number, assembly.files[number].name)
+                pieces.append(self._pieces(assembly, key, shard, stored, number))
             if dtype is None:
                 dtype = self._type_of(key, None, None, self._name)
             offsets = sorted(self._offsets[key].values())
-            assembly.add_tensor(self._name, self._paths.get(key, (key,)), dtype, shape, name, pieces, offsets)
+            path, together = self._paths.get(key, (key,)), itertools.chain.from_iterable(pieces)
+            assembly.add_tensor(self._name, path, dtype, shape, name, together, offsets)
         for key in self._places.keys() - self._shapes.keys():
             raise CheckpointCorruptedError(f"{self._name} has a file for {shown(key)}, but no shape")
 
@@ -181,7 +191,8 @@ class _Described:
             )
         return dtype
 
-    def _pieces(self, key: str, shard: _Shard, stored: _Stored, number: int, file: str) -> list[Piece]:
+    def _pieces(self, assembly: Assembly, key: str, shard: _Shard, stored: _Stored, number: int) -> Iterable[Piece]:
+        file = assembly.files[number].name
         known = self._known.get((key, str((shard.offset, shard.elements))), {})
         shape = shard.shape
         if shape is None:
@@ -193,15 +204,17 @@ class _Described:
                 raise CheckpointCorruptedError(
                     f"{file}: {shown(key)} has the shape {list(stored.shape)}, where {shown(list(shape))} is due"
                 )
-            return [Piece(Box(shard.offset, shape), number, stored.position)]
+            return assembly.pieces(Named(file, key), Box(shard.offset, shape), number, stored.array)
         start, stop = shard.elements
         if math.prod(stored.shape) != stop - start or not 0 <= start <= stop <= math.prod(shape):
             raise CheckpointCorruptedError(
                 f"{file}: {shown(key)} has {math.prod(stored.shape)} elements, where {start} to {stop} of the shape "
                 f"{shown(list(shape))} are due"
             )
+        if stored.array.axes is not None:
+            raise CheckpointCorruptedError(f"{file}: {shown(key)} is a range of elements, which are in no C order")
         box = Box(shard.offset, shape)
-        return list(flat_pieces(box, start, stop, number, stored.position, stored.dtype.itemsize))
+        return list(flat_pieces(box, start, stop, number, stored.array.position, stored.dtype.itemsize))
 
 
 def _shard_of(fields: Mapping[str, Any]) -> _Shard:
@@ -220,7 +233,7 @@ def _stored(storage: Storage, name: str, budget: Budget) -> Mapping[str, _Stored
     with WindowedFile(storage, name, budget) as file:
         if name.endswith(".safetensors"):
             entries = read_safetensors_header(file).entries
-            return {key: _Stored(dtype, shape, position, None) for key, (dtype, shape, position) in entries.items()}
+            return {key: _Stored(LyingArray(*entry), None) for key, entry in entries.items()}
         arrays = walk(file.window(), PADDLE)
         if type(arrays) is not dict:
             raise CheckpointCorruptedError(f"{name}: it holds no dict")
@@ -236,7 +249,7 @@ def _opened(arrays: dict[Any, Any], file: WindowedFile) -> Iterator[tuple[str, _
             raise CheckpointCorruptedError(f"{file.name}: {shown(key)} is no tensor")
         variable = variables.get(key)
         name = variable if type(variable) is str else None
-        yield key, _Stored(*array.opened(Named(file.name, key), file.size), name)
+        yield key, _Stored(array.opened(Named(file.name, key), file.size), name)
 
 
 def _walked(storage: Storage, name: str, budget: Budget) -> tuple[Any, int]:

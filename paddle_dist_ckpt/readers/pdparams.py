@@ -20,6 +20,7 @@ from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
+from .orders import LyingArray
 from .paddle_pickles import PADDLE, flat_pieces, meant
 from .pickled_tree import PickledLeaf, leaves
 from .pickles import walk
@@ -93,10 +94,10 @@ class PickledState:
         """The names of variables by key, which are taken out of the state_dict."""
         return self._table(_NAMES)
 
-    def opened(self, path: tuple[Part, ...], array: PickledArray) -> tuple[DType, tuple[int, ...], int]:
-        """A tensor's element type, its shape, and where its data begin."""
-        dtype, shape, position = array.opened(AtPath(self._file.name, path), self._file.size)
-        return meant(dtype) or dtype, shape, position
+    def opened(self, path: tuple[Part, ...], array: PickledArray) -> LyingArray:
+        """A tensor's element type as it is meant, its shape, and how its data lie."""
+        opened = array.opened(AtPath(self._file.name, path), self._file.size)
+        return opened._replace(dtype=meant(opened.dtype) or opened.dtype)
 
     def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = ()) -> None:
         """Add all tensors and values, with these parts before their paths."""
@@ -110,10 +111,12 @@ class PickledState:
                 if path:
                     assembly.add_value(file, full, value)
                 continue
-            dtype, shape, position = self.opened(path, value)
+            array = self.opened(path, value)
             name = name or (names.get(path[0]) if len(path) == 1 else None)
             name = name if isinstance(name, str) else None
-            assembly.add_tensor(file, full, dtype, shape, name, [Piece(whole(shape), number, position)])
+            pieces = assembly.pieces(AtPath(file, full), whole(array.shape), number, array)
+            offsets = None if array.axes is None else [(0,) * len(array.shape)]
+            assembly.add_tensor(file, full, array.dtype, array.shape, name, pieces, offsets)
 
     def _add_joined(self, assembly: Assembly, prefix: tuple[Part, ...], key: Any, told: Any, name: Any) -> None:
         """A tensor of more than a GiB, which protocols 2 and 3 have in slices of its elements."""
@@ -136,7 +139,9 @@ class PickledState:
             array = self.tree.pop(part, None) if isinstance(part, str) else None
             if not isinstance(array, PickledArray):
                 raise CheckpointCorruptedError(f"{where} lacks its slice {shown(part)}")
-            dtype, part_shape, position = self.opened((part,), array)
+            dtype, part_shape, position, axes = self.opened((part,), array)
+            if axes is not None:
+                raise CheckpointCorruptedError(f"{where} has a slice of several dimensions")
             stop = start + math.prod(part_shape)
             if stop > most:
                 raise CheckpointCorruptedError(f"{where} has more elements than its shape {shown(list(shape))}")

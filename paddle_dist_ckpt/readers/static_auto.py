@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..core.box import Box
@@ -27,6 +27,7 @@ from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
+from .orders import LyingArray
 from .pdparams import PickledState
 from .pickle_machine import ENDURED
 from .window import WindowedFile
@@ -119,12 +120,18 @@ class _Cut(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """What one rank has of a variable: element type, shape, and where it lies."""
+    """What one rank has of a variable, and in which file."""
 
-    dtype: DType
-    shape: tuple[int, ...]
+    array: LyingArray
     file: int
-    position: int
+
+    @property
+    def dtype(self) -> DType:
+        return self.array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
 
 
 class _Variables:
@@ -163,8 +170,7 @@ class _Variables:
         for path, value, _ in state.leaves():
             place = path[1:] if self._is_program and path[:1] == (_MODEL,) else path
             if isinstance(value, PickledArray) and len(place) == 1 and isinstance(place[0], str):
-                dtype, shape, position = state.opened(path, value)
-                self._locals[place[0]].setdefault(rank, _Local(dtype, shape, number, position))
+                self._locals[place[0]].setdefault(rank, _Local(state.opened(path, value), number))
             elif isinstance(value, PickledArray):
                 raise UnsupportedValueError(f"{file.name}: {text_of(path)} is an array, but no variable")
             elif place and place not in self._values and not (self._is_program and place == (_WORLD,)):
@@ -219,13 +225,18 @@ class _Variables:
         if len(parts_held) < math.prod(cut.counts()):
             lost = min(rank for rank in cut.places if cut.part(rank) not in parts_held)
             raise CheckpointCorruptedError(f"{where}: {shown(name)} lacks what rank {lost} had of it")
-        starts = self._starts(f"{where}: {shown(name)}", cut, held)
-        pieces = []
+        entry = f"{where}: {shown(name)}"
+        starts = self._starts(entry, cut, held)
+        pieces: list[Iterator[Piece]] = []
         for rank, local in held.items():
             offset = tuple(starts[d][number] for d, number in enumerate(cut.part(rank)))
-            pieces.append(Piece(Box(offset, local.shape), local.file, local.position))
+            pieces.append(self._assembly.pieces(entry, Box(offset, local.shape), local.file, local.array))
         shape = [ends[-1] for ends in starts]
-        self._assembly.add_tensor(where, (name,), first.dtype, shape, name, pieces)
+        together = itertools.chain.from_iterable(pieces)
+        begins = None
+        if any(local.array.axes for local in held.values()):
+            begins = list(itertools.product(*(ends[:-1] for ends in starts)))
+        self._assembly.add_tensor(where, (name,), first.dtype, shape, name, together, begins)
 
     @staticmethod
     def _starts(where: str, cut: _Cut, held: Mapping[int, _Local]) -> list[list[int]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 from ..core.box import Box, whole
@@ -19,7 +19,7 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import ListIndex, Part
-from .assembly import Assembly
+from .assembly import Assembly, text_of
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredChecksum
 from .checks import check_name, check_shape, shown
@@ -81,7 +81,7 @@ class TorchDCPReader:
         return [0] if _METADATA in names else []
 
     def read(self, storage: Storage, names: Collection[str], unique_id: int) -> Catalog:
-        """See :class:`Reader`. Tensors that do not lie in C order are unsupported."""
+        """See :class:`Reader`. Tensors with gaps between their elements are unsupported."""
         if _METADATA not in names or unique_id:
             raise CheckpointNotFoundError(f"{storage.location} has no {_METADATA} of a checkpoint {unique_id}")
         data = [name for name in names if _DATA.fullmatch(name)]
@@ -213,9 +213,10 @@ class _DCPContents:
     def __init__(self, storage: Storage, names: set[str], description: _DCPDescription, budget: Budget) -> None:
         self._description = description
         self._assembly = Assembly(storage, names, budget)
-        self._pieces: dict[str, list[Piece]] = {key: [] for key in description.tensors}
+        self._pieces: dict[str, list[Iterator[Piece]]] = {key: [] for key in description.tensors}
         self._checksums: dict[StoredChecksum, None] = {}
         self._saved = SavedReader(budget)
+        self._turned: set[str] = set()  # keys of tensors whose elements lie in another order than C's somewhere
         self._refused: dict[str, str] = {}  # keys of which something cannot be read, with the reason
 
     def add(self, file: AheadFile, item: _Item) -> None:
@@ -233,35 +234,41 @@ class _DCPContents:
         for inner, content in leaves:
             path = (*self._description.paths[item.key], *inner)
             if type(content) is PlacedTensor:
-                piece = self._piece(file, whole(content.shape), content)
-                self._assembly.add_tensor(file.name, path, content.dtype, content.shape, None, [piece])
+                dtype, shape, *_ = content.array
+                pieces = self._pieces_of(file, text_of(path), whole(shape), content)
+                offsets = None if content.array.axes is None else [(0,) * len(shape)]
+                self._assembly.add_tensor(file.name, path, dtype, shape, None, pieces, offsets)
             else:
                 self._assembly.add_value(file.name, path, content)
 
     def _add_chunk(self, file: AheadFile, key: str, box: Box, leaves: list[SavedLeaf]) -> None:
         content = leaves[0].content if len(leaves) == 1 else None
         due = self._description.tensors[key].dtype
-        if type(content) is not PlacedTensor or content.dtype != due or content.shape != box.shape:
+        if type(content) is not PlacedTensor or content.array[:2] != (due, box.shape):
             raise CheckpointCorruptedError(
                 f"{file.name}: {shown(key)} is not what {_METADATA} says: {due.name}{list(box.shape)}"
             )
-        self._pieces[key].append(self._piece(file, box, content))
+        self._pieces[key].append(self._pieces_of(file, shown(key), box, content))
+        if content.array.axes is not None:
+            self._turned.add(key)
 
-    def _piece(self, file: AheadFile, box: Box, tensor: PlacedTensor) -> Piece:
+    def _pieces_of(self, file: AheadFile, key: str, box: Box, tensor: PlacedTensor) -> Iterator[Piece]:
         number = self._assembly.file(file.name, _METADATA)
         position, nbytes, crc32 = tensor.member
         if nbytes and crc32 is not None:
             self._checksums[StoredChecksum(number, position, nbytes, crc32)] = None
-        return Piece(box, number, tensor.position)
+        return self._assembly.pieces(f"{file.name}: {key}", box, number, tensor.array)
 
     def catalog(self, kind: str) -> Catalog:
         """The catalog of all items."""
         for key, reason in self._refused.items():
             self._assembly.leave_out(_METADATA, self._description.paths[key], reason)
-        for key, (dtype, shape, _) in self._description.tensors.items():
+        for key, (dtype, shape, chunks) in self._description.tensors.items():
             path = self._description.paths[key]
             if key not in self._refused:
-                self._assembly.add_tensor(_METADATA, path, dtype, shape, None, self._pieces[key])
+                pieces = chain.from_iterable(self._pieces[key])
+                offsets = sorted(box.offset for box in chunks) if key in self._turned else None
+                self._assembly.add_tensor(_METADATA, path, dtype, shape, None, pieces, offsets)
         ranks = [int(match[1]) for item in self._description.items if (match := _DATA.fullmatch(item.file))]
         catalog = self._assembly.catalog(kind, 0, max(ranks, default=0) + 1, self._description.version)
         return replace(catalog, checksums=list(self._checksums))

@@ -11,6 +11,7 @@ from ..tree.paths import ListIndex, Part, TupleIndex
 from .budget import Budget
 from .checks import check_shape, shown
 from .numpy_pickles import PickledArray
+from .orders import LyingArray, dense_axes
 from .pickle_machine import ENDURED, Latin1, Lying, Refused
 from .pickles import walk
 from .torch_pickles import SAVED, SavedTensor, TorchDType, storage_of
@@ -27,11 +28,9 @@ _STEPS, _STEPS_OF_CONTAINER = 4, 24
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor in C order: its element type, its shape, where in the file its data are, and the member they are in."""
+    """A tensor, and the member that its data are in."""
 
-    dtype: DType
-    shape: tuple[int, ...]
-    position: int
+    array: LyingArray
     member: ZipMember
 
 
@@ -71,7 +70,7 @@ class SavedReader:
 
         Raises:
             CheckpointCorruptedError: the pickle, or where it says that tensors lie, is damaged.
-            UnsupportedValueError: it holds what is not read, or tensors that do not lie in C order.
+            UnsupportedValueError: it holds what is not read, or tensors with gaps between their elements.
         """
         pickle = zip_file.member("data.pkl")
         zip_file.verify(pickle)
@@ -175,12 +174,15 @@ class _PlainValue:
                 f"a tensor of {nbytes} bytes from {begin} on, in a storage of {tensor.storage_size} elements that "
                 f"has {member.nbytes} bytes"
             )
+        position, axes = member.position + (begin if nbytes else 0), None
         if nbytes and not _is_contiguous(tensor.shape, tensor.stride):
-            raise Refused(
-                f"is stored transposed or with gaps (shape {list(tensor.shape)}, strides {list(tensor.stride)}), "
-                "which is not read"
-            )
-        return PlacedTensor(dtype, tensor.shape, member.position + (begin if nbytes else 0), member)
+            axes = dense_axes(tensor.shape, tensor.stride)
+            if axes is None:
+                raise Refused(
+                    f"is stored with gaps (shape {list(tensor.shape)}, strides {list(tensor.stride)}), "
+                    "which is not read"
+                )
+        return PlacedTensor(LyingArray(dtype, tensor.shape, position, axes), member)
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

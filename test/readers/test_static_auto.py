@@ -133,6 +133,17 @@ def test_a_variable_that_is_cut_over_ranks_is_one_tensor(told: dict[str, Any], t
     assert catalog.world_size == 1 + max(told["process_group"])
 
 
+def test_parts_in_fortrans_order_are_read(tmp_path: Path) -> None:
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    files = files_of({"w": (array, GRID)})
+    for name, data in files.items():
+        if name.endswith("pdparams"):
+            files[name] = pickle.dumps({key: np.asfortranarray(part) for key, part in pickle.loads(data).items()})
+    catalog = read(tmp_path, files)
+    assert np.array_equal(arrays_of(tmp_path, catalog)["w"], array)
+    assert catalog.tensors[0].offsets == [(0, 0), (0, 2), (3, 0), (3, 2)]
+
+
 def test_parts_are_where_paddle_has_them(tmp_path: Path) -> None:
     """By what Paddle's converter computes; its merge itself loses rows where two dimensions are cut."""
     resharder = pytest.importorskip("paddle.distributed.auto_parallel.static.reshard").Resharder

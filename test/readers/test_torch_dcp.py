@@ -164,6 +164,30 @@ def test_parameters_and_strides_of_one_element_are_read(tmp_path: Path) -> None:
     assert [len(tensor.pieces) for tensor in read(tmp_path, writer).tensors] == [1]
 
 
+def test_transposed_tensors_are_read(tmp_path: Path) -> None:
+    """Whole ones, chunks, images whose channels lie together, and those in values."""
+    image = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
+    writer = DCPWriter()
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), stride=(1, 4)), ARRAY.T.tobytes()))
+    writer.describe("w", "float32", (4, 6), [((0, 0), (4, 6))])
+    for start in (0, 2):
+        part = ARRAY[start : start + 2]
+        content = saved(tensor("float32", (2, 6), stride=(1, 2)), part.T.tobytes())
+        writer.put("c", (start, 0), content, f"__{start}_0.distcp")
+    writer.describe("c", "float32", (4, 6), [((0, 0), (2, 6)), ((2, 0), (2, 6))])
+    lying = image.transpose(0, 2, 3, 1)
+    writer.put("i", (0, 0, 0, 0), saved(tensor("float32", image.shape, stride=(60, 1, 15, 3)), lying.tobytes()))
+    writer.describe("i", "float32", image.shape, [((0,) * 4, image.shape)])
+    writer.add_value("v", {"t": tensor("float32", (4, 6), stride=(1, 4))}, ARRAY.T.tobytes())
+    catalog = read(tmp_path, writer)
+    assert catalog.left_out == []
+    arrays = {key: array.view(np.float32) for key, array in read_catalog(LocalStorage(tmp_path), catalog).items()}
+    assert np.array_equal(arrays["i"], image)
+    assert all(np.array_equal(arrays[key], ARRAY) for key in ("w", "c", "v.t"))
+    offsets = {tensor.path: tensor.offsets for tensor in catalog.tensors}
+    assert offsets == {("w",): [(0, 0)], ("c",): [(0, 0), (2, 0)], ("i",): [(0,) * 4], ("v", "t"): [(0, 0)]}
+
+
 def test_chunks_and_tensors_without_elements_need_no_bytes(tmp_path: Path) -> None:
     writer = DCPWriter()
     writer.describe("empty", "float32", (0, 3), [((0, 0), (0, 3))])
@@ -217,8 +241,8 @@ def test_a_checksum_of_zero_is_none(tmp_path: Path) -> None:
 # -- what is not read
 
 
-def transposed(writer: DCPWriter) -> None:
-    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), stride=(1, 4)), ARRAY.tobytes()))
+def with_gaps(writer: DCPWriter) -> None:
+    writer.put("w", (0, 0), saved(tensor("float32", (4, 6), stride=(7, 1), size=28), bytes(28 * 4)))
 
 
 def conjugate(writer: DCPWriter) -> None:
@@ -250,7 +274,7 @@ def sparse(writer: DCPWriter) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (transposed, r"'w' is stored transposed or with gaps \(shape \[4, 6\], strides \[1, 4\]\)"),
+        (with_gaps, r"'w' is stored with gaps \(shape \[4, 6\], strides \[7, 1\]\)"),
         (conjugate, "'w' is stored to be changed when it is loaded.*conj"),
         (compressed, "compressed"),
         (big_endian, "byte order"),
