@@ -33,13 +33,19 @@ from .pickles import walk
 from .safetensors_header import read_safetensors_header
 from .window import WindowedFile, on_disk
 
-__all__ = ["PaddleReader"]
+__all__ = ["PaddleReader", "data_of_paddle"]
 
 _METADATA = re.compile(r"(0|[1-9][0-9]{0,17})\.metadata")
 _DATA = re.compile(r"(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,17})\.(?:distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
 _MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16
+
+
+def data_of_paddle(names: Collection[str]) -> set[str]:
+    """Which of these names are those of data files with their metadata among the names."""
+    ids = {match[1] for name in names if (match := _METADATA.fullmatch(name))}
+    return {name for name in names if (match := _DATA.fullmatch(name)) and match[2] in ids}
 
 
 class PaddleReader:

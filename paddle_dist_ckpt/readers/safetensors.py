@@ -39,6 +39,7 @@ from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
 from .checks import check_name, shown
+from .paddle import data_of_paddle
 from .safetensors_header import HeaderEntry, SafetensorsHeader, member_count, read_safetensors_header, spend_on_json
 from .window import WindowedFile
 
@@ -114,15 +115,15 @@ class SafetensorsReader:
 
 
 def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
-    """What there is of each kind. Files without an index are left to those whose `.metadata` is among the names."""
+    """What there is of each kind. Files of which a `.metadata` among the names speaks are left to its reader."""
     kinds: dict[str, _StateFiles] = {}
-    has_metadata = any(name.endswith(".metadata") for name in names)
+    described = data_of_paddle(names)
     for name in sorted(names):
         match = _KIND.fullmatch(name)
         kind = match[1] if match else _MODEL
         if name.endswith(_INDEX):
             kinds.setdefault(kind, _StateFiles([], [])).indexes.append(name)
-        elif name.endswith(_SUFFIX) and not has_metadata and not _OWN.fullmatch(name):
+        elif name.endswith(_SUFFIX) and name not in described and not _OWN.fullmatch(name):
             kinds.setdefault(kind, _StateFiles([], [])).files.append(name)
     return kinds
 

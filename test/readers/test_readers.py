@@ -35,6 +35,8 @@ def test_formats_have_names_of_their_own() -> None:
         ([], None),
         (["config.json", "vocab.txt"], None),
         ([".metadata", "__0_0.distcp"], "torch_dcp"),
+        ([".metadata", "__0_0.distcp", "model.safetensors"], "torch_dcp"),
+        (["model.safetensors", "flex-ckpt.auto_generated.metadata"], "safetensors"),
         (["0.metadata", "0_0.safetensors"], "paddle"),
         (["model.safetensors", "config.json"], "safetensors"),
         (["model.safetensors", "optimizer.pdopt"], "safetensors"),

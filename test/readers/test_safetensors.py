@@ -249,9 +249,18 @@ def test_two_indexes_of_one_kind_are_refused(tmp_path: Path) -> None:
 def test_data_files_of_other_formats_are_not_claimed() -> None:
     found = SafetensorsReader().found
     assert found(["0.metadata", "0_0.safetensors"]) == []
-    assert found([".metadata", "a.safetensors"]) == []
+    assert found(["12.metadata", "0_12.safetensors", "1_12.safetensors"]) == []
+    assert found([".metadata", "__0_0.distcp"]) == []
     assert found(["0_4.be8af92b1c5edefe.0.safetensors"]) == []
     assert found(["0.metadata", "0_0.safetensors", INDEX]) == [0]
+
+
+@pytest.mark.parametrize("name", ["flex-ckpt.auto_generated.metadata", "notes.metadata", ".metadata", "0.metadata"])
+def test_a_metadata_beside_hides_only_files_of_its_own(name: str, tmp_path: Path) -> None:
+    save_file({"a": np.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"b": np.ones(2)}, tmp_path / "0_0.safetensors")
+    (tmp_path / name).write_bytes(b"anything")
+    assert paths_of(read(tmp_path)) == [("a",)] + [("b",)] * (name != "0.metadata")
 
 
 # -- an index that is wrong
