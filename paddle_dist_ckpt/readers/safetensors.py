@@ -109,8 +109,12 @@ class SafetensorsReader:
         assembly = Assembly(storage, names, budget)
         for kind, sources in kinds.items():
             parents: tuple[Part, ...] = (kind,) if len(kinds) > 1 else ()
-            for key, entries in _entries(storage, set(names), sources, budget).items():
-                _add(assembly, (*parents, key), entries)
+            found, refused = _entries(storage, set(names), sources, budget)
+            for key, entries in found.items():
+                if key not in refused:
+                    _add(assembly, (*parents, key), entries)
+            for key, (file, reason) in refused.items():
+                assembly.leave_out(file, (*parents, key), reason)
         return assembly.catalog(self.format, 0, 1)
 
 
@@ -128,8 +132,10 @@ def _kinds(names: Collection[str]) -> dict[str, _StateFiles]:
     return kinds
 
 
-def _entries(storage: Storage, names: set[str], sources: _StateFiles, budget: Budget) -> dict[str, list[_Entry]]:
-    """The entries of each key, usually one."""
+def _entries(
+    storage: Storage, names: set[str], sources: _StateFiles, budget: Budget
+) -> tuple[dict[str, list[_Entry]], dict[str, tuple[str, str]]]:
+    """The entries of each key, usually one, and the keys that cannot be held, each with a file and the reason."""
     if len(sources.indexes) > 1:
         raise UnsupportedValueError(
             f"{storage.location} has several indexes: {', '.join(sources.indexes[:5])}; "
@@ -137,19 +143,25 @@ def _entries(storage: Storage, names: set[str], sources: _StateFiles, budget: Bu
         )
     weight_map, files = _meant(storage, names, sources, budget)
     found: dict[str, list[_Entry]] = {}
+    refused: dict[str, tuple[str, str]] = {}
     for name in files:
         with WindowedFile(storage, name, budget) as file:
             header = read_safetensors_header(file)
         offsets = _offsets(header, name)
         for key, entry in _as_meant(header).items():
             found.setdefault(key, []).append(_Entry(name, entry, offsets.get(key)))
+        for key, reason in header.refused.items():
+            if weight_map.get(key, name) == name:
+                refused[key] = name, reason
     for key, name in weight_map.items():
         listed = [entry for entry in found.get(key, ()) if entry.file == name]
+        if key in refused:
+            continue
         if not listed:
             raise CheckpointCorruptedError(f"{name} has no {shown(key)}, which {sources.indexes[0]} says is in it")
         if listed[0].offset is None:
             found[key] = listed
-    return found
+    return found, refused
 
 
 def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budget) -> tuple[dict[str, str], list[str]]:

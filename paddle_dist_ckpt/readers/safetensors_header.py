@@ -18,6 +18,7 @@ __all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors
 _MOST_BYTES = 100_000_000  # of a header: what the safetensors library accepts
 _FIRST_READ = 16 << 10
 _DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.view_items == 1}
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}  # of types not held
 _METADATA = "__metadata__"
 _STRING = re.compile(rb'"[^"]*"([ \t\n\r]*:)?')  # where nothing is escaped
 _SIGN = re.compile(rb'(\\.|")([ \t\n\r]*:)?', re.DOTALL)
@@ -34,10 +35,17 @@ class HeaderEntry(NamedTuple):
 
 
 class SafetensorsHeader(NamedTuple):
-    """The tensors of a file by their names, and the strings that its writer has put beside them."""
+    """What a file has.
+
+    Attributes:
+        entries: Its tensors by their names.
+        metadata: The strings that its writer has put beside them.
+        refused: The names of tensors that cannot be held, with the reason.
+    """
 
     entries: dict[str, HeaderEntry]
     metadata: dict[str, str]
+    refused: dict[str, str]
 
 
 class _TensorInfo(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -57,7 +65,7 @@ def read_safetensors_header(file: WindowedFile) -> SafetensorsHeader:
 
     Raises:
         CheckpointCorruptedError: the safetensors library would refuse it, or it names something twice.
-        UnsupportedValueError: a tensor is of a type that this library cannot hold.
+        UnsupportedValueError: a tensor is of a type that nobody knows, or of a shape that no array has.
     """
     name = file.name
     text = _text(file)
@@ -71,7 +79,8 @@ def read_safetensors_header(file: WindowedFile) -> SafetensorsHeader:
     due = len(infos) * (1 + len(_TensorInfo.__struct_fields__)) + sum(1 + len(strings) for strings in told.values())
     if member_count(text) != due:
         raise CheckpointCorruptedError(f"{name}: its header has a name twice")
-    return SafetensorsHeader(_entries(infos, name, 8 + len(text), file.size), told.get(_METADATA, {}))
+    entries, refused = _entries(infos, name, 8 + len(text), file.size)
+    return SafetensorsHeader(entries, told.get(_METADATA, {}), refused)
 
 
 def spend_on_json(file: WindowedFile, text: bytes | bytearray) -> None:
@@ -104,10 +113,11 @@ def _text(file: WindowedFile) -> bytes | bytearray:
     return text if len(text) == nbytes else file.read_large(8, nbytes)
 
 
-def _entries(infos: dict[str, _TensorInfo], name: str, data_start: int, size: int) -> dict[str, HeaderEntry]:
-    """The entries, checked: their data fill what is behind the header, each once."""
-    entries = {}
-    end = 0
+def _entries(
+    infos: dict[str, _TensorInfo], name: str, data_start: int, size: int
+) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """The entries, and what cannot be held, checked: their data fill what is behind the header, each once."""
+    entries, refused, end = {}, {}, 0
     for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
         where = Named(name, key)
         begin, stop = info.data_offsets
@@ -116,14 +126,19 @@ def _entries(infos: dict[str, _TensorInfo], name: str, data_start: int, size: in
                 f"{where} has bytes {shown(begin)} to {shown(stop)} of the data, where {end} comes next"
             )
         dtype = _DTYPES.get(info.dtype)
-        if dtype is None:
-            raise UnsupportedValueError(f"{where} has the dtype {shown(info.dtype)}, which cannot be held")
-        if min(info.shape, default=0) < 0 or check_shape(info.shape, dtype.itemsize, where) != stop - begin:
+        bits = _BITS.get(info.dtype) if dtype is None else 8 * dtype.itemsize
+        reason = f"{where} has the dtype {shown(info.dtype)}, which cannot be held" if dtype is None else ""
+        if bits is None:
+            raise UnsupportedValueError(reason)
+        if min(info.shape, default=0) < 0 or check_shape(info.shape, bits, where) != 8 * (stop - begin):
             raise CheckpointCorruptedError(
-                f"{where} has {shown(stop - begin)} bytes; {dtype.name}{shown(list(info.shape))} has others"
+                f"{where} has {shown(stop - begin)} bytes; {info.dtype}{shown(list(info.shape))} has others"
             )
-        entries[key] = HeaderEntry(dtype, info.shape, data_start + begin)
+        if dtype is None:
+            refused[key] = reason
+        else:
+            entries[key] = HeaderEntry(dtype, info.shape, data_start + begin)
         end = stop
     if data_start + end != size:
         raise CheckpointCorruptedError(f"{name} has {size} bytes; its header speaks of {data_start + end}")
-    return entries
+    return entries, refused

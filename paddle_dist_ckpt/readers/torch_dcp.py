@@ -34,6 +34,7 @@ __all__ = ["TorchDCPReader"]
 
 _METADATA = ".metadata"
 _DATA = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
+_STEPS_OF_REFUSED = 40
 _MOST_DIMENSIONS = 64
 _MOST_BYTES = 1 << 62
 _MOST_DEPTH = 64  # of a path
@@ -66,6 +67,7 @@ class _DCPDescription(NamedTuple):
 
     tensors: dict[str, _Tensor]
     items: list[_Item]  # by file and place
+    refused: dict[str, str]  # keys of tensors that cannot be held, with the reason
     paths: dict[str, tuple[Part, ...]]
     version: str | None
 
@@ -89,7 +91,7 @@ class TorchDCPReader:
         with WindowedFile(storage, _METADATA, budget) as file:
             metadata = walk(file.window(), METADATA)
         try:
-            description = _described(metadata, names, file.size)
+            description = _described(metadata, names, file.size, budget)
         except ENDURED as error:
             raise CheckpointCorruptedError(f"{_METADATA}: {type(error).__name__}: {str(error)[:200]}") from error
         contents = _DCPContents(storage, names, description, budget)
@@ -100,18 +102,23 @@ class TorchDCPReader:
         return contents.catalog(self.format)
 
 
-def _described(metadata: Any, names: set[str], size: int) -> _DCPDescription:
+def _described(metadata: Any, names: set[str], size: int, budget: Budget) -> _DCPDescription:
     """What the value of a `.metadata` of this size says."""
     _check(metadata, "Metadata")
     described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     ranges = {_index(index): _check(info, "_StorageInfo") for index, info in stored.items()}
-    tensors, items, chunks = {}, [], 0
+    tensors, items, refused, chunks = {}, [], {}, 0
     for key, record in described.items():
         if type(key) is not str:
             raise TypeError(f"a key that is {type(key).__name__}")
         boxes: list[Box | None] = [None]
         if record.kind != "BytesStorageMetadata":
-            tensors[key] = tensor = _tensor(key, _check(record, "TensorStorageMetadata"))
+            try:
+                tensors[key] = tensor = _tensor(key, _check(record, "TensorStorageMetadata"))
+            except UnsupportedValueError as error:
+                budget.spend(_STEPS_OF_REFUSED, _METADATA)
+                refused[key] = str(error)
+                continue
             boxes = [*tensor.chunks]
             chunks += len(record.get("chunks"))
             if chunks > size:
@@ -129,7 +136,7 @@ def _described(metadata: Any, names: set[str], size: int) -> _DCPDescription:
     paths = _paths(described, metadata.get("planner_data"), size)
     told = type(version) is str and len(version) <= _MOST_VERSION and version.isprintable()
     wrote = f"torch.distributed.checkpoint {version}" if told else None
-    return _DCPDescription(tensors, items, paths, wrote)
+    return _DCPDescription(tensors, items, refused, paths, wrote)
 
 
 def _check(record: Any, kind: str) -> TorchRecord:
@@ -217,7 +224,7 @@ class _DCPContents:
         self._checksums: dict[StoredChecksum, None] = {}
         self._saved = SavedReader(budget)
         self._turned: set[str] = set()  # keys of tensors whose elements lie in another order than C's somewhere
-        self._refused: dict[str, str] = {}  # keys of which something cannot be read, with the reason
+        self._refused = dict(description.refused)  # keys of which something cannot be read, with the reason
 
     def add(self, file: AheadFile, item: _Item) -> None:
         """Find what an item holds."""

@@ -115,6 +115,9 @@ def write_unified(path: Path, kind: str, arrays: dict[str, np.ndarray]) -> None:
     (path / f"{kind}.safetensors.index.json").write_text(json.dumps(index, indent=4))
 
 
+ONE = entry("U8", [1], 0, 1)
+
+
 # -- kinds of files
 
 
@@ -309,7 +312,37 @@ def test_all_dtypes_are_read_as_what_they_are(tmp_path: Path) -> None:
     assert b"".join(arrays[dtype.name].tobytes() for dtype in dtypes) == data
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "F8_E5M2FNUZ", "C128", "I4", "bf16"])
+@pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6), ("F8_E8M0", 8)])
+def test_dtypes_that_cannot_be_held_are_left_out(dtype: str, bits: int, tmp_path: Path) -> None:
+    header = {"a": ONE, "w": entry(dtype, [2, 4], 1, 1 + bits), "z": entry("U8", [1], 1 + bits, 2 + bits)}
+    content = file_of(header, bytes(2 + bits))
+    assert len(deserialize(content)) == 3
+    (tmp_path / "a.safetensors").write_bytes(content)
+    catalog = read(tmp_path)
+    assert catalog.left_out == [(("w",), f"a.safetensors: 'w' has the dtype '{dtype}', which cannot be held")]
+    assert [(tensor.path[0], tensor.pieces[0].position) for tensor in catalog.tensors] == [
+        ("a", len(content) - 2 - bits),
+        ("z", len(content) - 1),
+    ]
+    header["w"]["shape"] = [2, 3]
+    (tmp_path / "a.safetensors").write_bytes(file_of(header, bytes(2 + bits)))
+    with pytest.raises(CheckpointCorruptedError, match="'w' has .* bytes"):
+        read(tmp_path)
+
+
+def test_what_an_index_says_is_left_out_as_well(tmp_path: Path) -> None:
+    """But a key that it says is in another file, where it can be held, is not."""
+    header = {"q": entry("F4", [2], 0, 1), "w": entry("F4", [2], 1, 2)}
+    (tmp_path / "a.safetensors").write_bytes(file_of(header, b"xx"))
+    save_file({"w": np.ones(2), "b": np.ones(1)}, tmp_path / "b.safetensors")
+    weight_map = {"q": "a.safetensors", "w": "b.safetensors", "b": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    catalog = read(tmp_path)
+    assert paths_of(catalog) == [("b",), ("w",)]
+    assert [path for path, _ in catalog.left_out] == [("q",)]
+
+
+@pytest.mark.parametrize("dtype", ["C128", "I4", "bf16"])
 def test_other_dtypes_are_named(dtype: str, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(file_of({"layer.w": entry(dtype, [2], 0, 1)}, b"x"))
     with pytest.raises(UnsupportedValueError, match=f"a.safetensors: 'layer.w' has the dtype '{dtype}'"):
@@ -345,7 +378,6 @@ def test_each_file_says_for_itself_whether_its_uint16_is_bfloat16(tmp_path: Path
     assert {tensor.path[0]: tensor.dtype.name for tensor in read(tmp_path).tensors} == {"a": "bfloat16", "b": "uint16"}
 
 
-ONE = entry("U8", [1], 0, 1)
 TEXT = json.dumps(ONE)
 
 
