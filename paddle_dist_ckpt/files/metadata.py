@@ -137,6 +137,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         checksums: What that format has to verify ranges of bytes by: the number of the file, the range's first byte,
             how many there are, and their CRC-32.
         left_out: What it has beside that and is not read, by path, with the reason.
+        lost: Those of them that are not there, though the checkpoint speaks of them.
         times: How long the save took on each rank; None if that is not known.
         cost: Bytes of memory that the objects of `.metadata` take at the most, more than it has itself, see
             :mod:`.room`.
@@ -151,6 +152,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     format: str = "native"
     checksums: Sequence[tuple[int, int, int, int]] = ()
     left_out: dict[str, str] = {}
+    lost: Sequence[str] = ()
     times: SaveTimes | None = None
     cost: int = 0
     job_offsets: dict[str, list[tuple[int, ...]]] = {}

@@ -163,5 +163,6 @@ def _as_metadata(catalog: Catalog, title: str) -> Metadata:
         format=catalog.format,
         checksums=catalog.checksums,
         left_out={format_path(path): reason for path, reason in catalog.left_out},
+        lost=list(map(format_path, catalog.lost)),
         job_offsets={path: tensor.offsets for path, tensor in tensors if tensor.offsets is not None},
     )

@@ -23,6 +23,7 @@ from ..files.runs import CHUNK_BYTES, open_data_file
 from ..planning.cover import covers_exactly
 from ..reports import VerifyReport
 from ..storage.base import Storage
+from ..tree.paths import plain_key
 from ..tree.values import from_jsonable
 from .boxes import read_values
 from .checkpoint import Restarts, read_checkpoint
@@ -105,9 +106,10 @@ def _check_foreign(
 
 
 def uncovered(metadata: Metadata) -> list[str]:
-    """Tensors whose shards do not make them up exactly."""
+    """Tensors whose shards do not make them up exactly, and those that are not there."""
     keys = (metadata.key(metadata.table.paths[t]) for t in _not_exact(metadata).tolist())
-    return [f"{key}: its shards do not cover it exactly once" for key in keys]
+    lost = [f"{plain_key(path)}: {metadata.left_out[path]}" for path in metadata.lost]
+    return [*(f"{key}: its shards do not cover it exactly once" for key in keys), *lost]
 
 
 def _not_exact(metadata: Metadata) -> IntArray:

@@ -20,6 +20,7 @@ __all__ = ["Assembly", "AtPath", "text_of"]
 
 _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
+_CHARACTERS_OF_STEP = 8  # of a reason
 _STEPS_OF_LEAF, _STEPS_OF_PIECE = 18, 12
 _MOST_SHOWN = 200  # characters of a key in a message
 _INT64 = range(-(2**63), 2**63)
@@ -63,6 +64,7 @@ class Assembly:
         self._tensors: list[StoredTensor] = []
         self._values: list[tuple[tuple[Part, ...], Any]] = []
         self._left_out: list[tuple[tuple[Part, ...], str]] = []
+        self._lost: list[tuple[Part, ...]] = []
         # As texts, whose hashes nobody knows: tuples of integers can be made to have one hash, all of them.
         self._leaves: set[str] = set()
 
@@ -139,10 +141,13 @@ class Assembly:
         self._add_leaf(AtPath(where, path))
         self._values.append((path, value))
 
-    def leave_out(self, where: str, path: tuple[Part, ...], reason: str) -> None:
-        """Note that there is something at a path which cannot be read. Raises what :meth:`add_value` raises."""
+    def leave_out(self, where: str, path: tuple[Part, ...], reason: str, lost: bool = False) -> None:
+        """Note what cannot be read, or has been lost, at a path. Raises what :meth:`add_value` raises."""
         self._add_leaf(AtPath(where, path))
+        self._budget.spend(len(reason) // _CHARACTERS_OF_STEP, where)
         self._left_out.append((path, reason))
+        if lost:
+            self._lost.append(path)
 
     def catalog(self, kind: str, unique_id: int, world_size: int, version: str | None = None) -> Catalog:
         """All that was added.
@@ -165,6 +170,7 @@ class Assembly:
             values=self._values,
             version=version,
             left_out=self._left_out,
+            lost=self._lost,
         )
 
     def _add_leaf(self, entry: AtPath) -> None:

@@ -80,6 +80,7 @@ class Catalog:
         checksums: What the format itself allows to verify.
         version: What wrote it, None if it does not say so.
         left_out: What it has beside that and cannot be read, by its path, with the reason.
+        lost: The paths of those that cannot be read because they are not there, though the checkpoint speaks of them.
     """
 
     format: str
@@ -91,6 +92,7 @@ class Catalog:
     checksums: list[StoredChecksum] = field(default_factory=list)
     version: str | None = None
     left_out: list[tuple[tuple[Part, ...], str]] = field(default_factory=list)
+    lost: list[tuple[Part, ...]] = field(default_factory=list)
 
 
 @runtime_checkable

@@ -38,6 +38,10 @@ __all__ = ["PaddleReader", "data_of_paddle"]
 _METADATA = re.compile(r"(0|[1-9][0-9]{0,17})\.metadata")
 _DATA = re.compile(r"(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,17})\.(?:distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
+_ADVICE = (
+    "Paddle leaves a .metadata that it finds, so a later save into the same folder may have left this key out, and its "
+    "files are those that are here"
+)
 _MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16
 
@@ -154,10 +158,13 @@ class _Described:
     def add_to(self, assembly: Assembly, storage: Storage, budget: Budget) -> None:
         """Look up all that is described in the data files."""
         files: dict[int, Mapping[str, _Stored]] = {}
+        used: set[int] = set()  # files that have something of what is said of them
+        lost: dict[str, int] = {}  # keys that none of their files has, with one of these
         for key, shape in self._shapes.items():
             where = Named(self._name, key)
             dtype, name = None, None
             pieces: list[Iterable[Piece]] = []
+            lacking: int | None = None
             shard_of: dict[int, _Shard] = {}
             for shard, file in self._places.get(key, ()):
                 number = assembly.file(file, where)
@@ -170,10 +177,17 @@ class _Described:
                 shard_of[number] = shard
                 stored = files[number].get(key)
                 if stored is None:
-                    raise CheckpointCorruptedError(f"{assembly.files[number].name} has no {shown(key)}")
+                    lacking = number
+                    continue
+                used.add(number)
                 dtype = self._type_of(key, stored, dtype, assembly.files[number].name)
                 name = name or stored.name
                 pieces.append(self._pieces(assembly, key, shard, stored, number))
+            if lacking is not None:
+                if pieces:
+                    raise CheckpointCorruptedError(f"{assembly.files[lacking].name} has no {shown(key)}")
+                lost[key] = lacking
+                continue
             if dtype is None:
                 dtype = self._type_of(key, None, None, self._name)
             offsets = sorted(self._offsets[key].values())
@@ -181,6 +195,11 @@ class _Described:
             assembly.add_tensor(self._name, path, dtype, shape, name, together, offsets)
         for key in self._places.keys() - self._shapes.keys():
             raise CheckpointCorruptedError(f"{self._name} has a file for {shown(key)}, but no shape")
+        for key, number in lost.items():
+            reason = f"{assembly.files[number].name} has no {shown(key)}; {_ADVICE}"
+            if number not in used:  # which may be any file
+                raise CheckpointCorruptedError(reason)
+            assembly.leave_out(self._name, self._paths.get(key, (key,)), reason, lost=True)
 
     def _type_of(self, key: str, stored: _Stored | None, before: DType | None, file: str) -> DType:
         said = self._types.get(key)

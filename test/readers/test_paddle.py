@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 import tracemalloc
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_dist_ckpt import verify
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from paddle_dist_ckpt.readers.catalog import Catalog
@@ -157,6 +159,39 @@ def test_shards_that_others_describe_are_read(tmp_path: Path) -> None:
     (tensor,) = catalog.tensors
     assert (tensor.path, tensor.shape, tensor.name) == (("model", "layer", "w"), (6, 4), None)
     assert np.array_equal(read_catalog(storage, catalog)["model.layer.w"].view(np.float32), WEIGHT)
+
+
+def saved_again(path: Path, files: dict[str, dict[str, Any]]) -> LocalStorage:
+    """What is left if Paddle saves these files to where metadata of ``w``, in two parts, and of ``b`` are."""
+    metadata, _ = halves(mapping={"w": ("model", "w"), "b": ("model", "b")})
+    metadata.state_dict_metadata["b"] = [LocalTensorMetadata((0,), (2,))]
+    metadata.storage_metadata[LocalTensorIndex("b", (0,))] = "1_0.distcp"
+    return write(path, metadata, files)
+
+
+def test_a_key_that_a_later_save_had_not_is_left_out(tmp_path: Path) -> None:
+    storage = saved_again(tmp_path, {"0_0.distcp": {"w": WEIGHT[:3]}, "1_0.distcp": {"w": WEIGHT[3:]}})
+    catalog = read(storage)
+    assert [tensor.path for tensor in catalog.tensors] == [("model", "w")]
+    ((path, reason),) = catalog.left_out
+    assert [path] == catalog.lost == [("model", "b")]
+    assert re.match(r"1_0.distcp has no 'b'; Paddle leaves a \.metadata that it finds", reason)
+    report = verify(storage)
+    assert not report.ok
+    assert report.problems == (f"model.b: {reason}",)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"0_0.distcp": {"w": WEIGHT[:3]}, "1_0.distcp": {"b": np.ones(2, np.float32)}},  # half of a tensor
+        {"0_0.distcp": {"w": WEIGHT[:3]}, "1_0.distcp": {"other": WEIGHT}},  # of another checkpoint
+        {"0_0.distcp": {}, "1_0.distcp": {}},
+    ],
+)
+def test_what_no_later_save_leaves_is_damage(files: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointCorruptedError, match="_0.distcp has no '[bw]'"):
+        read(saved_again(tmp_path, files))
 
 
 def test_a_shard_in_fortrans_order_is_read(tmp_path: Path) -> None:
