@@ -14,7 +14,7 @@ import xxhash
 from ..core.garbage import no_collections
 from ..core.layouts import shared_layouts
 from ..core.shards import Kind, ShardTable
-from ..errors import CheckpointCorruptedError, CheckpointError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import is_ours, metadata_id
 from ..readers import READERS
@@ -23,7 +23,7 @@ from ..readers.checks import is_text
 from ..storage.base import Storage
 from ..tree.paths import format_path
 from ..tree.values import to_jsonable
-from .foreign import Format, look
+from .foreign import Format, look, part_text
 
 __all__ = ["foreign_ids", "ids_beside", "read_foreign"]
 
@@ -57,11 +57,14 @@ def read_foreign(storage: Storage, unique_id: int | None) -> Metadata | None:
         unique_id: Which checkpoint; None for the newest.
 
     Raises:
+        CheckpointNotFoundError: it is a file, which is not enough.
         CheckpointCorruptedError: it is damaged, or contradicts itself.
         UnsupportedValueError: it holds something that cannot be read.
         OSError: the folder cannot be read; NotADirectoryError if it is no folder.
     """
     names = _names(storage)
+    if (part := part_text(storage, names)) is not None:
+        raise CheckpointNotFoundError(part)
     seen = _seen(names)
     for reader, ids in seen:
         if unique_id is None or unique_id in ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Collection
 from contextlib import closing
 from enum import Enum, auto
 
@@ -12,11 +13,14 @@ import numpy as np
 from ..files.codec import HEAD_START, MAX_HEAD_BYTES
 from ..storage.base import Storage
 
-__all__ = ["Format", "foreign_id", "look"]
+__all__ = ["Format", "foreign_id", "look", "part_text"]
 
 _PIECE = 16 << 20
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FOREIGN = re.compile(r"(?:0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,17})\.(?:distcp|safetensors)")
+
+
+_PART = re.compile(r"(?:0|[1-9][0-9]*)?\.metadata|.*\.distcp|.*\.(?:safetensors|pdparams)\.index\.json", re.DOTALL)
 
 
 class Format(Enum):
@@ -72,3 +76,11 @@ def foreign_id(name: str) -> int | None:
     """The id in the name of a data file that Paddle's own functions write, None for any other name."""
     match = _FOREIGN.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def part_text(storage: Storage, names: Collection[str]) -> str | None:
+    """What to say of a path to a file that is only a part of what others write; None if it is no such path."""
+    name = next(iter(names), "")
+    if not getattr(storage, "is_part", False) or len(names) != 1 or not _PART.fullmatch(name):
+        return None
+    return f"{storage.location}/{name} is a part of a checkpoint: pass the folder {storage.location}"

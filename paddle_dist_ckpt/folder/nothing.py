@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from ..core.text import encodable
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
+from ..readers.others import LOOK, what_it_is
 from ..storage.base import Storage
 from .catalogs import foreign_ids
 from .ids import committed_ids
@@ -15,7 +17,17 @@ from .ids import committed_ids
 __all__ = ["listed_ids", "managers_text", "nothing_text", "steps_text"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_MOST = 10  # ids or steps that are named
+_MOST = 10  # ids, steps or folders that are named
+_STEP = re.compile(r"[0-9]{1,18}$")
+_OF_TRAINERS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model_state.pdparams",
+    "model_state.pdparams.index.json",
+    ".metadata",
+    "0.metadata",
+)
+_NOT_READ = (".bin", ".pt", ".pth", ".ckpt", ".pdiparams")
 _MOST_LOOKS = 100  # into folders of steps
 
 
@@ -79,8 +91,53 @@ def _reasons(storage: Storage, unique_id: int | None) -> Iterator[str]:
         yield _incomplete_text(names, incomplete)
     elif managers:
         yield f"{managers}, or call CheckpointManager({storage.location!r}).restore(state)"
-    elif len(names) == 1 and not others and not refused:
+    elif not others and not refused:
+        yield from _what_is_there(storage, names)
+
+
+def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
+    """What there is in place of a checkpoint, in a folder or under the path of a file."""
+    below = _with_checkpoints(storage, names)
+    if below:
+        found = "there is a checkpoint" if len(below) == 1 else "there are checkpoints"
+        shown = ", ".join(map(encodable, below[-_MOST:]))
+        more = "..., " if len(below) > _MOST else ""
+        yield f"{found} in {more}{shown}: pass {storage.location}/{encodable(below[-1])}"
+        return
+    kinds = [(name, kind) for name in names if (kind := _kind_of(storage, name, len(names) == 1)) is not None]
+    if kinds:
+        yield f"its file {encodable(kinds[0][0])} is {kinds[0][1]}"
+    elif len(names) == 1:
         yield f"its file {encodable(names[0])} is of no format that is known"
+
+
+def _with_checkpoints(storage: Storage, names: Sequence[str]) -> list[str]:
+    """The folders in a trainer's folder that hold checkpoints, those of later steps behind."""
+    found = []
+    for name in sorted(names, key=lambda name: (int(match[0]) if (match := _STEP.search(name)) else -1, name))[
+        -_MOST_LOOKS:
+    ]:
+        for folder in (name, f"{name}/model_state"):
+            if any(_is_there(storage, f"{folder}/{file}") for file in _OF_TRAINERS):
+                found.append(folder)
+    return found
+
+
+def _is_there(storage: Storage, name: str) -> bool:
+    try:
+        storage.modified(name)
+    except OSError:
+        return False
+    return True
+
+
+def _kind_of(storage: Storage, name: str, alone: bool) -> str | None:
+    """What a file is that is not read, if that is known."""
+    if not alone and not name.endswith(_NOT_READ):
+        return None
+    with suppress(OSError):
+        return what_it_is(storage.read(name, LOOK))
+    return None
 
 
 def managers_text(storage: Storage, unique_id: int | None = None) -> str:

@@ -21,6 +21,7 @@ from .catalog import Catalog, Piece
 from .checks import shown
 from .numpy_pickles import PickledArray
 from .orders import LyingArray
+from .others import LOOK, what_it_is
 from .paddle_pickles import PADDLE, flat_pieces, meant
 from .pickled_tree import PickledLeaf, leaves
 from .pickles import walk
@@ -58,7 +59,7 @@ class PdparamsReader:
         for name in files:
             prefix = (name,) if len(files) > 1 else ()
             with WindowedFile(storage, name, budget) as file:
-                PickledState(file).add_to(assembly, prefix)
+                _state_of(file).add_to(assembly, prefix)
         return assembly.catalog(self.format, 0, 1)
 
     @staticmethod
@@ -69,6 +70,17 @@ class PdparamsReader:
             for name in all_names
             if _NAME.fullmatch(name) and not ((match := _OF_RANK.fullmatch(name)) and f"{match[1]}.pdattr" in all_names)
         )
+
+
+def _state_of(file: WindowedFile) -> PickledState:
+    """The state_dict of an open file, or what the file is if it is known to be something else."""
+    try:
+        return PickledState(file)
+    except (CheckpointCorruptedError, UnsupportedValueError) as error:
+        kind = what_it_is(file.read(0, min(LOOK, file.size)))
+        if kind is None:
+            raise
+        raise UnsupportedValueError(f"{file.name} is {kind}") from error
 
 
 class PickledState:

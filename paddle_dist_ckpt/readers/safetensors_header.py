@@ -11,6 +11,7 @@ from ..core.dtypes import DTYPES, DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..tree.values import DECODE_ERRORS
 from .checks import Named, check_shape, shown
+from .others import LOOK, what_it_is
 from .window import WindowedFile
 
 __all__ = ["HeaderEntry", "SafetensorsHeader", "member_count", "read_safetensors_header", "spend_on_json"]
@@ -65,7 +66,8 @@ def read_safetensors_header(file: WindowedFile) -> SafetensorsHeader:
 
     Raises:
         CheckpointCorruptedError: the safetensors library would refuse it, or it names something twice.
-        UnsupportedValueError: a tensor is of a type that nobody knows, or of a shape that no array has.
+        UnsupportedValueError: a tensor is of a type that nobody knows, or of a shape that no array has; or it is a file
+            of another format.
     """
     name = file.name
     text = _text(file)
@@ -105,6 +107,9 @@ def _text(file: WindowedFile) -> bytes | bytearray:
     start = file.read(0, min(file.size, _FIRST_READ))
     nbytes = int.from_bytes(start[:8], "little")
     if len(start) < 8 or not 2 <= nbytes <= min(_MOST_BYTES, file.size - 8):
+        kind = what_it_is(start[:LOOK])
+        if kind is not None:
+            raise UnsupportedValueError(f"{file.name} is {kind}")
         raise CheckpointCorruptedError(
             f"{file.name} is no whole safetensors file: it has {file.size} bytes and a header of {nbytes}, of which at "
             f"most {_MOST_BYTES} are possible"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from .assembly import Assembly, text_of
 from .budget import Budget
 from .catalog import Catalog, Piece, StoredChecksum
 from .checks import check_name, check_shape, shown
+from .others import LOOK, is_safetensors
 from .pickle_machine import ENDURED
 from .pickles import walk
 from .torch_pickles import METADATA, TorchDType, TorchRecord
@@ -86,7 +88,21 @@ class TorchDCPReader:
         """See :class:`Reader`. Tensors with gaps between their elements are unsupported."""
         if _METADATA not in names or unique_id:
             raise CheckpointNotFoundError(f"{storage.location} has no {_METADATA} of a checkpoint {unique_id}")
-        data = [name for name in names if _DATA.fullmatch(name)]
+        data = sorted(name for name in names if _DATA.fullmatch(name))
+        try:
+            return self._read(storage, names, data)
+        except CheckpointCorruptedError as error:
+            start = b""
+            with suppress(OSError):
+                start = storage.read(data[0], LOOK) if data else b""
+            if not is_safetensors(start):
+                raise
+            raise UnsupportedValueError(
+                f"{data[0]} is a file of safetensors: checkpoints that torch saved with "
+                "serialization_format=SAFETENSORS are not read; save them without, or with HuggingFaceStorageWriter"
+            ) from error
+
+    def _read(self, storage: Storage, names: Collection[str], data: list[str]) -> Catalog:
         names, budget = set(names), Budget(functools.partial(on_disk, storage, data))
         with WindowedFile(storage, _METADATA, budget) as file:
             metadata = walk(file.window(), METADATA)

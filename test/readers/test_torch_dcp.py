@@ -167,6 +167,21 @@ def test_parameters_and_strides_of_one_element_are_read(tmp_path: Path) -> None:
     assert [len(tensor.pieces) for tensor in read(tmp_path, writer).tensors] == [1]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_files_of_safetensors_are_called_so(count: int, tmp_path: Path) -> None:
+    writer = DCPWriter()
+    text = b'{"w":{"dtype":"F32","shape":[4,6],"data_offsets":[0,96]}}'
+    content = len(text).to_bytes(8, "little") + text + ARRAY.tobytes()
+    for i in range(count):  # torch says of each that it is the whole file
+        writer.files.clear()
+        writer.put(f"w{i}", (0, 0), content)
+        writer.describe(f"w{i}", "float32", (4, 6), [((0, 0), (4, 6))])
+    with pytest.raises(
+        UnsupportedValueError, match=r"^__0_0.distcp is a file of safetensors: .*SAFETENSORS are not read"
+    ):
+        read(tmp_path, writer)
+
+
 def test_transposed_tensors_are_read(tmp_path: Path) -> None:
     """Whole ones, chunks, images whose channels lie together, and those in values."""
     image = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)

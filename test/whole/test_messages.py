@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import pickle
 import re
 import resource
 import shutil
@@ -59,6 +60,74 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
     for call in (read_metadata, verify):
         with pytest.raises(CheckpointNotFoundError, match=r"notes\.txt is of no format that is known"):
             call(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".metadata", "0.metadata", "12.metadata", "0_0.distcp", "__0_0.distcp"),
+        *("model.safetensors.index.json", "model_state.pdparams.index.json"),
+    ],
+)
+def test_a_part_of_what_others_write_instead_of_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps({}))
+    for call in (read_metadata, verify, load_whole):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            call(tmp_path / name)
+        assert str(caught.value) == f"{tmp_path}/{name} is a part of a checkpoint: pass the folder {tmp_path}"
+
+
+def test_a_trainers_folder_instead_of_a_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointNotFoundError, match="holds no committed checkpoint$"):
+        read_metadata(tmp_path)
+    for name in ("checkpoint-9/model.safetensors", "checkpoint-20/model_state/0.metadata", "checkpoint-100/.metadata"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    shown = "checkpoint-9, checkpoint-20/model_state, checkpoint-100"
+    text = f"there are checkpoints in {shown}: pass {tmp_path}/checkpoint-100"
+    with pytest.raises(CheckpointNotFoundError, match=f"; {re.escape(text)}$"):
+        read_metadata(tmp_path)
+    for i in range(200, 230):
+        (tmp_path / f"checkpoint-{i}").mkdir()
+        (tmp_path / f"checkpoint-{i}" / "model_state.pdparams").touch()
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"in \.\.\., checkpoint-220, .*checkpoint-229: pass .*/checkpoint-229$"
+    ):
+        read_metadata(tmp_path)
+
+
+OF_TORCH, OLD_OF_TORCH = b"PK\3\4" + bytes(60), b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+BINARY = bytes(16) + b"\6\0\0\0\x08\5\x10\3\x10\4" + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("pytorch_model.bin", OF_TORCH, "a zip file, as torch.save writes it, which is not read"),
+        ("model.pt", OLD_OF_TORCH, "a file of torch.save, which is not read"),
+        ("inference.pdiparams", BINARY, "in Paddle's binary format, that of .pdiparams"),
+    ],
+)
+def test_files_that_are_not_read_are_called_what_they_are(name: str, content: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    for beside in ("config.json", "other.bin"):
+        for path in (tmp_path, tmp_path / name):
+            with pytest.raises(CheckpointNotFoundError, match=f"; its file {name} is {kind}"):
+                read_metadata(path)
+        (tmp_path / beside).write_text("{}")
+
+
+@pytest.mark.parametrize("name", ["model.pdparams", "model.safetensors"])
+@pytest.mark.parametrize("content", [OF_TORCH, OLD_OF_TORCH, BINARY])
+def test_files_of_another_format_than_their_name_says(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnsupportedValueError, match=f"^{name} is (a zip file|a file of torch.save|in Paddle's binary)"):
+        read_metadata(tmp_path)
+    (tmp_path / name).write_bytes(bytes(100))
+    with pytest.raises(CheckpointCorruptedError, match=name):
+        read_metadata(tmp_path)
 
 
 def test_the_ids_that_there_are_are_named(tmp_path: Path) -> None:

@@ -108,6 +108,11 @@ def provoked(data: Path) -> Iterator[str]:
     yield error(lambda: load_alone(MODEL, data / "nowhere"))
     (data / "empty").mkdir()
     yield error(lambda: load_alone(MODEL, data / "empty"))
+    for name in ("torch/.metadata", "trained/checkpoint-10/.metadata", "trained/checkpoint-20/.metadata"):
+        (data / name).parent.mkdir(parents=True)
+        (data / name).touch()
+    yield error(lambda: load_alone(MODEL, data / "torch/.metadata"))
+    yield error(lambda: load_alone(MODEL, data / "trained"))
     yield error(lambda: as_storage("s3://bucket/x"))
     save_alone({"model": MODEL, "optimizer": {"bias.beta1_pow_acc": np.ones(1)}}, data / "keys")
     yield error(lambda: load_merged_state_dict(data / "keys", keys=["modle.*"]))
