@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ..core.box import whole
 from ..core.dtypes import DType
@@ -25,6 +25,7 @@ from .others import LOOK, what_it_is
 from .paddle_pickles import PADDLE, flat_pieces, meant
 from .pickled_tree import PickledLeaf, leaves
 from .pickles import walk
+from .weight_maps import OF_INDEX, weight_map_of
 from .window import WindowedFile
 
 __all__ = ["PdparamsReader", "PickledState"]
@@ -40,8 +41,9 @@ class PdparamsReader:
 
     If there is one file, which a caller has who leaves only its name among ``names``, paths are those in its
     state_dict: ``("linear.weight",)``. Where there are several, the file's name comes first: ``("model.pdparams",
-    "linear.weight")``. Files that ranks of a static program wrote, which have a `.pdattr` beside them, are not of
-    this format.
+    "linear.weight")``. Files of which an index speaks, as PaddleNLP writes it (`model_state.pdparams.index.json`), are
+    together one, of the index's name without `.index.json`. Files that ranks of a static program wrote, which have a
+    `.pdattr` beside them, are not of this format.
     """
 
     format = "pdparams"
@@ -56,10 +58,12 @@ class PdparamsReader:
             raise CheckpointNotFoundError(f"{storage.location} has no .pdparams or .pdopt of the id {unique_id}")
         budget = Budget()
         assembly = Assembly(storage, names, budget)
-        for name in files:
-            prefix = (name,) if len(files) > 1 else ()
-            with WindowedFile(storage, name, budget) as file:
-                _state_of(file).add_to(assembly, prefix)
+        sources = _sources(storage, names, files, budget)
+        for source, parts in sources.items():
+            prefix = (source,) if len(sources) > 1 else ()
+            for name, listed in parts.items():
+                with WindowedFile(storage, name, budget) as file:
+                    _state_of(file).add_to(assembly, prefix, listed)
         return assembly.catalog(self.format, 0, 1)
 
     @staticmethod
@@ -68,8 +72,34 @@ class PdparamsReader:
         return sorted(
             name
             for name in all_names
-            if _NAME.fullmatch(name) and not ((match := _OF_RANK.fullmatch(name)) and f"{match[1]}.pdattr" in all_names)
+            if _NAME.fullmatch(name.removesuffix(OF_INDEX))
+            and not ((match := _OF_RANK.fullmatch(name)) and f"{match[1]}.pdattr" in all_names)
         )
+
+
+class _Listed(NamedTuple):
+    """What an index says: which keys a file has, and which file has each key."""
+
+    keys: list[str]
+    weight_map: Mapping[str, str]
+
+
+def _sources(
+    storage: Storage, names: Collection[str], files: Collection[str], budget: Budget
+) -> dict[str, dict[str, _Listed | None]]:
+    """What to read: for each state_dict the files that it is in, each with what an index says of it."""
+    sources: dict[str, dict[str, _Listed | None]] = {name: {name: None} for name in files}
+    for index in [name for name in files if name.endswith(OF_INDEX)]:
+        del sources[index]
+        weight_map, is_taken = weight_map_of(storage, names, index, budget)
+        parts = {name: _Listed([], weight_map) for name in sorted(set(weight_map.values()))}
+        for key, name in weight_map.items():
+            parts[name].keys.append(key)
+        for name in parts:
+            sources.pop(name, None)
+        if is_taken:
+            sources[index.removesuffix(OF_INDEX)] = {**parts}
+    return sources
 
 
 def _state_of(file: WindowedFile) -> PickledState:
@@ -111,10 +141,26 @@ class PickledState:
         opened = array.opened(AtPath(self._file.name, path), self._file.size)
         return opened._replace(dtype=meant(opened.dtype) or opened.dtype)
 
-    def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = ()) -> None:
-        """Add all tensors and values, with these parts before their paths."""
+    def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = (), listed: _Listed | None = None) -> None:
+        """Add all tensors and values, with these parts before their paths.
+
+        Args:
+            assembly: Where to add them.
+            prefix: The parts.
+            listed: What an index says: nothing is added of keys that it says are in other files.
+
+        Raises:
+            CheckpointCorruptedError: it does not have what the index says.
+        """
         file, number = self._file.name, assembly.file(self._file.name, self._file.name)
         names, unpacked = self.names(), self._table(_UNPACKED)
+        if listed is not None:
+            for key in listed.keys:
+                if key not in self.tree and key not in unpacked:
+                    raise CheckpointCorruptedError(f"{file} has no {shown(key)}, which an index says is in it")
+            for key in [key for key in self.tree if isinstance(key, str)]:
+                if listed.weight_map.get(key, file) != file:
+                    del self.tree[key]
         for key, told in unpacked.items():
             self._add_joined(assembly, prefix, key, told, names.get(key))
         for path, value, name in self.leaves():

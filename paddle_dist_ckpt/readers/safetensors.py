@@ -21,7 +21,6 @@ PaddleNLP writes numpy's arrays, and bfloat16 as uint16, which Paddle takes for 
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -38,17 +37,16 @@ from ..tree.values import DECODE_ERRORS
 from .assembly import Assembly
 from .budget import Budget
 from .catalog import Catalog, Piece
-from .checks import check_name, shown
+from .checks import shown
 from .paddle import data_of_paddle
-from .safetensors_header import HeaderEntry, SafetensorsHeader, member_count, read_safetensors_header, spend_on_json
+from .safetensors_header import HeaderEntry, SafetensorsHeader, read_safetensors_header
+from .weight_maps import OF_INDEX, weight_map_of
 from .window import WindowedFile
 
 __all__ = ["SafetensorsReader"]
 
-_logger = logging.getLogger("paddle_dist_ckpt")
-
-_SUFFIX, _OF_INDEX = ".safetensors", ".index.json"
-_INDEX = _SUFFIX + _OF_INDEX
+_SUFFIX = ".safetensors"
+_INDEX = _SUFFIX + OF_INDEX
 _MODEL = "model"
 _COUNTED = re.compile(r"(shard-[0-9]+-)?(.*)-([0-9]{1,9})-of-([0-9]{1,9})(.*)\.safetensors", re.DOTALL)
 _MOST_NAMED = 5  # files in a message
@@ -61,17 +59,11 @@ _OWN = re.compile(
 _OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's: where each entry begins in its tensor, as JSON
 
 
-class _IndexRecord(msgspec.Struct, frozen=True):
-    weight_map: msgspec.Raw
-
-
 class _SavedOffsets(msgspec.Struct, frozen=True):
     saved_offsets: tuple[int, ...]
 
 
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
-_INDEX_DECODER = msgspec.json.Decoder(_IndexRecord)
-_WEIGHT_MAP_DECODER = msgspec.json.Decoder(dict[str, str])
 _OFFSETS_DECODER = msgspec.json.Decoder(dict[str, _SavedOffsets])
 
 
@@ -171,18 +163,8 @@ def _meant(storage: Storage, names: set[str], sources: _StateFiles, budget: Budg
             _check_counted(sources.files)
         return {}, sources.files
     index = sources.indexes[0]
-    weight_map = _weight_map(storage, index, budget)
-    single, files = index.removesuffix(_OF_INDEX), set(weight_map.values())
-    if single in names and single not in files:
-        taken = index if files <= names else single
-        _logger.warning(
-            "%s holds %s and %s, which names other files; %s is taken", storage.location, single, index, taken
-        )
-        if taken == single:
-            return {}, [single]
-    for name in files:
-        check_name(name, names, index)
-    return weight_map, sorted(files)
+    weight_map, is_taken = weight_map_of(storage, names, index, budget)
+    return (weight_map, sorted(set(weight_map.values()))) if is_taken else ({}, [index.removesuffix(OF_INDEX)])
 
 
 def _check_counted(files: Iterable[str]) -> None:
@@ -218,23 +200,6 @@ def _as_meant(header: SafetensorsHeader) -> dict[str, HeaderEntry]:
         key: entry._replace(dtype=DTYPES["bfloat16"]) if entry.dtype.name == "uint16" else entry
         for key, entry in header.entries.items()
     }
-
-
-def _weight_map(storage: Storage, index: str, budget: Budget) -> dict[str, str]:
-    """Which file each key is in, as an index says."""
-    with WindowedFile(storage, index, budget) as file:
-        text = file.read_large(0, file.size)
-        spend_on_json(file, text)
-    try:
-        record = _INDEX_DECODER.decode(text).weight_map
-        weight_map = _WEIGHT_MAP_DECODER.decode(record)
-    except DECODE_ERRORS as error:
-        raise CheckpointCorruptedError(
-            f"{index}: no index of safetensors, or a damaged one: {str(error)[:200]}"
-        ) from error
-    if member_count(record) != len(weight_map):
-        raise CheckpointCorruptedError(f"{index} has a name twice")
-    return weight_map
 
 
 def _offsets(header: SafetensorsHeader, name: str) -> dict[str, tuple[int, ...]]:

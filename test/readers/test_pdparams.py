@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import time
 from collections import OrderedDict
@@ -233,6 +234,78 @@ def test_slices_of_a_big_tensor_are_one_tensor(tmp_path: Path) -> None:
             read_one(tmp_path, {**state, **change})
 
 
+def write_parts(path: Path, index: str = "model_state.pdparams.index.json", **changes: Any) -> None:
+    """A model of PaddleNLP's in two files with an index, in which other things may be said."""
+    files = {"model_state-00001-of-00002.pdparams": ["a", "tied"], "model_state-00002-of-00002.pdparams": ["b"]}
+    (path / "model_state-00001-of-00002.pdparams").write_bytes(pickle.dumps({"a": WEIGHT, "tied": WEIGHT}))
+    second = {
+        "b": WEIGHT.T,
+        "tied": WEIGHT + 1,
+        "more": np.ones(2),
+        "StructuredToParameterName@@": {"b": "linear_0.w_0"},
+    }
+    (path / "model_state-00002-of-00002.pdparams").write_bytes(pickle.dumps(second))
+    weight_map = {key: name for name, keys in files.items() for key in keys} | changes
+    (path / index).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+class TestOfPaddleNLP(ReaderTests):
+    """A model in several files with an index."""
+
+    @pytest.fixture
+    def reader(self) -> PdparamsReader:
+        return READER
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> ForeignCheckpoint:
+        write_parts(tmp_path)
+        arrays = {"a": WEIGHT, "tied": WEIGHT, "b": WEIGHT.T, "more": np.ones(2)}
+        return ForeignCheckpoint.of_folder(tmp_path, arrays=arrays)
+
+
+def test_an_index_makes_one_state_dict_of_several_files(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    catalog = read(tmp_path)
+    found = described(catalog)
+    assert sorted(found) == [("a",), ("b",), ("more",), ("tied",)]
+    assert found["b",] == ("float32", (4, 6), "linear_0.w_0")
+    assert np.array_equal(read_catalog(LocalStorage(tmp_path), catalog)["tied"].view(np.float32), WEIGHT)
+    (tmp_path / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 3}))
+    catalog = read(tmp_path)
+    assert {tensor.path[0] for tensor in catalog.tensors} == {"model_state.pdparams"}
+    assert catalog.values == [(("scheduler.pdparams", "last_epoch"), 3)]
+    assert sorted(described(read(tmp_path, ["model_state-00001-of-00002.pdparams"]))) == [("a",), ("tied",)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"c": "model_state-00001-of-00002.pdparams"}, "00001-of-00002.pdparams has no 'c', which an index says is in"),
+        ({"c": "model_state-00003-of-00002.pdparams"}, "names 'model_state-00003-of-00002.pdparams', which is missing"),
+        ({"c": "../model.pdparams"}, "no name of a file"),
+        ({"c": 5}, "model_state.pdparams.index.json: no index, or a damaged one"),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_parts(tmp_path, **changes)
+    with pytest.raises(CheckpointCorruptedError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_of_a_single_file_and_an_index_the_one_that_is_whole_is_taken(
+    whole: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parts(tmp_path)
+    (tmp_path / "model_state.pdparams").write_bytes(pickle.dumps({"single": WEIGHT}))
+    if not whole:
+        (tmp_path / "model_state-00001-of-00002.pdparams").unlink()
+    keys = {tensor.path[-1] for tensor in read(tmp_path).tensors}
+    assert keys == ({"a", "b", "more", "tied"} if whole else {"single"})
+    taken = "model_state.pdparams.index.json" if whole else "model_state.pdparams"
+    assert caplog.text.rstrip().endswith(f"which names other files; {taken} is taken")
+
+
 def test_names_of_files_are_those_of_state_dicts() -> None:
     for names in (["a.pdparams"], ["a.pdopt"], ["a b.pdparams", "x"], ["m_dist0.pdparams"]):
         assert READER.found(names) == [0]
@@ -305,7 +378,7 @@ def test_tuples_of_arrays_have_paths(tmp_path: Path) -> None:
         ([WEIGHT], "holds no state_dict, but list"),
         (WEIGHT, "holds no state_dict"),
         (b"", "ends at byte 0"),
-        (b"PK\x03\x04 no pickle", "model.pdparams: "),
+        (b"PK\x03\x04 no pickle", "model.pdparams is a zip file, as torch.save writes it"),
         (b"\xff no pickle", "no pickle, or a damaged one"),
         (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x031+1\x85R.", "asks for an evaluation"),
         (b"\x80\x02c__builtin__\neval\nX\x03\x00\x00\x001+1}\x86R.", "model.pdparams: asks for an evaluation"),

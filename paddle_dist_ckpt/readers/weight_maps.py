@@ -1,0 +1,80 @@
+"""Indexes as Hugging Face has them, and PaddleNLP: JSON that says in which of several files each tensor is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import CheckpointCorruptedError
+from ..storage.base import Storage
+from ..tree.values import DECODE_ERRORS
+from .budget import Budget
+from .checks import check_name
+from .safetensors_header import member_count, spend_on_json
+from .window import WindowedFile
+
+__all__ = ["OF_INDEX", "WeightMap", "weight_map_of"]
+
+OF_INDEX = ".index.json"
+"""What an index's name has behind that of the single file in whose place the several are."""
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+class _IndexRecord(msgspec.Struct, frozen=True):
+    weight_map: msgspec.Raw
+
+
+# Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
+_INDEX_DECODER = msgspec.json.Decoder(_IndexRecord)
+_WEIGHT_MAP_DECODER = msgspec.json.Decoder(dict[str, str])
+
+
+class WeightMap(NamedTuple):
+    """What an index says.
+
+    Attributes:
+        files: Which file each key is in.
+        is_taken: Whether these are meant. Else it is the single file that lies beside the index.
+    """
+
+    files: dict[str, str]
+    is_taken: bool
+
+
+def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: Budget) -> WeightMap:
+    """What an index says. A single file beside it is meant if files that the index names are missing.
+
+    A warning says what is taken where there are both.
+
+    Raises:
+        CheckpointCorruptedError: it is no index, or a file that it names is missing.
+    """
+    weight_map = _read(storage, index, budget)
+    single, files, present = index.removesuffix(OF_INDEX), set(weight_map.values()), set(names)
+    if single in present and single not in files:
+        taken = index if files <= present else single
+        _logger.warning(
+            "%s holds %s and %s, which names other files; %s is taken", storage.location, single, index, taken
+        )
+        if taken == single:
+            return WeightMap(weight_map, False)
+    for name in files:
+        check_name(name, present, index)
+    return WeightMap(weight_map, True)
+
+
+def _read(storage: Storage, index: str, budget: Budget) -> dict[str, str]:
+    with WindowedFile(storage, index, budget) as file:
+        text = file.read_large(0, file.size)
+        spend_on_json(file, text)
+    try:
+        record = _INDEX_DECODER.decode(text).weight_map
+        weight_map = _WEIGHT_MAP_DECODER.decode(record)
+    except DECODE_ERRORS as error:
+        raise CheckpointCorruptedError(f"{index}: no index, or a damaged one: {str(error)[:200]}") from error
+    if member_count(record) != len(weight_map):
+        raise CheckpointCorruptedError(f"{index} has a name twice")
+    return weight_map
