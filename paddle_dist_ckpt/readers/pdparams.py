@@ -77,7 +77,7 @@ class PdparamsReader:
         )
 
 
-class _Listed(NamedTuple):
+class _IndexedFile(NamedTuple):
     """What an index says: which keys a file has, and which file has each key."""
 
     keys: list[str]
@@ -86,13 +86,13 @@ class _Listed(NamedTuple):
 
 def _sources(
     storage: Storage, names: Collection[str], files: Collection[str], budget: Budget
-) -> dict[str, dict[str, _Listed | None]]:
+) -> dict[str, dict[str, _IndexedFile | None]]:
     """What to read: for each state_dict the files that it is in, each with what an index says of it."""
-    sources: dict[str, dict[str, _Listed | None]] = {name: {name: None} for name in files}
+    sources: dict[str, dict[str, _IndexedFile | None]] = {name: {name: None} for name in files}
     for index in [name for name in files if name.endswith(OF_INDEX)]:
         del sources[index]
         weight_map, is_taken = weight_map_of(storage, names, index, budget)
-        parts = {name: _Listed([], weight_map) for name in sorted(set(weight_map.values()))}
+        parts = {name: _IndexedFile([], weight_map) for name in sorted(set(weight_map.values()))}
         for key, name in weight_map.items():
             parts[name].keys.append(key)
         for name in parts:
@@ -141,7 +141,7 @@ class PickledState:
         opened = array.opened(AtPath(self._file.name, path), self._file.size)
         return opened._replace(dtype=meant(opened.dtype) or opened.dtype)
 
-    def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = (), listed: _Listed | None = None) -> None:
+    def add_to(self, assembly: Assembly, prefix: tuple[Part, ...] = (), listed: _IndexedFile | None = None) -> None:
         """Add all tensors and values, with these parts before their paths.
 
         Args:

@@ -16,7 +16,7 @@ from .checks import check_name
 from .safetensors_header import member_count, spend_on_json
 from .window import WindowedFile
 
-__all__ = ["OF_INDEX", "WeightMap", "weight_map_of"]
+__all__ = ["OF_INDEX", "weight_map_of"]
 
 OF_INDEX = ".index.json"
 """What an index's name has behind that of the single file in whose place the several are."""
@@ -32,7 +32,7 @@ _INDEX_DECODER = msgspec.json.Decoder(_IndexRecord)
 _WEIGHT_MAP_DECODER = msgspec.json.Decoder(dict[str, str])
 
 
-class WeightMap(NamedTuple):
+class _WeightMap(NamedTuple):
     """What an index says.
 
     Attributes:
@@ -44,7 +44,7 @@ class WeightMap(NamedTuple):
     is_taken: bool
 
 
-def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: Budget) -> WeightMap:
+def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: Budget) -> _WeightMap:
     """What an index says. A single file beside it is meant if files that the index names are missing.
 
     A warning says what is taken where there are both.
@@ -60,10 +60,10 @@ def weight_map_of(storage: Storage, names: Collection[str], index: str, budget: 
             "%s holds %s and %s, which names other files; %s is taken", storage.location, single, index, taken
         )
         if taken == single:
-            return WeightMap(weight_map, False)
+            return _WeightMap(weight_map, False)
     for name in files:
         check_name(name, present, index)
-    return WeightMap(weight_map, True)
+    return _WeightMap(weight_map, True)
 
 
 def _read(storage: Storage, index: str, budget: Budget) -> dict[str, str]:
