@@ -10,13 +10,17 @@ from ..core.protocols import ControlSession
 __all__ = ["agree"]
 
 
-def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], None]) -> None:
+def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], None], name: str = "") -> str:
     """All ranks must have made the manager with the same arguments.
 
     Args:
         session: The session of all ranks.
         ours: This rank's arguments in words, by name.
         check: What the coordinator looks at besides.
+        name: What this rank calls the manager.
+
+    Returns:
+        What the coordinator calls it: the same on all ranks, which may see its folder under several names.
 
     Raises:
         ValueError: they have not.
@@ -33,6 +37,6 @@ def agree(session: ControlSession, ours: Mapping[str, str], check: Callable[[], 
                         f"{session.coordinator}, {value} on rank {rank}"
                     )
         check()
-        return dict.fromkeys(messages, b"")
+        return dict.fromkeys(messages, name.encode(errors="replace"))
 
-    session.gather_scatter("agree", lambda: json.dumps(dict(ours)).encode(), compare)
+    return session.gather_scatter("agree", lambda: json.dumps(dict(ours)).encode(), compare).decode()

@@ -123,10 +123,11 @@ class CheckpointManager:
                 raise ValueError("a manager with save_on_sigterm can only be made on the main thread")
             self._steps = Steps(self._root, NOTE)
             self._folders = functools.partial(bounded_folders, self._options.progress_timeout, self._ranks.rank)
-            agree(session, {name: repr(value) for name, value in arguments.items()}, self._check_root)
+            said = {name: repr(value) for name, value in arguments.items()}
+            name = agree(session, said, self._check_root, self._root.name)
         every_step = save_interval_steps is None and save_interval_seconds is None
         self._interval = 1 if every_step else save_interval_steps
-        topic = f"steps of {self._root.name}"
+        topic = f"steps of {name}"  # the coordinator's name for them, as ranks' own may differ
         self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
         self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
         self._reading: int | None = None

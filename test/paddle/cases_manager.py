@@ -52,8 +52,9 @@ def train_and_come_back(root: str, ranks: int, own_folders: bool) -> dict[str, A
     return found
 
 
-def due_by_time(root: str, ranks: int, seconds: float, count: int) -> list[int]:
+def due_by_time(root: str, ranks: int, seconds: float, count: int, other_names: bool = False) -> list[int]:
     """The steps that are due, if ranks take different time for their steps and drift apart."""
+    root = named_otherwise(root) if other_names else root
     due = []
     with manager(root, ranks, save_interval_seconds=seconds) as steps:
         for step in range(count):
@@ -64,8 +65,16 @@ def due_by_time(root: str, ranks: int, seconds: float, count: int) -> list[int]:
     return due
 
 
-def interrupted(root: str, ranks: int, victim: int) -> tuple[list[int], int, int | None]:
+def named_otherwise(root: str) -> str:
+    """The folder by a path of this rank's own, which ends in another name than those of the others."""
+    path = Path(root, f"rank{dist.get_rank()}")
+    path.symlink_to(root)
+    return str(path)
+
+
+def interrupted(root: str, ranks: int, victim: int, other_names: bool = False) -> tuple[list[int], int, int | None]:
     """Train until a rank gets SIGTERM; returns the saved steps, the last step, and the step found afterwards."""
+    root = named_otherwise(root) if other_names else root
     saved = []
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
@@ -87,6 +96,23 @@ def interrupted(root: str, ranks: int, victim: int) -> tuple[list[int], int, int
     finally:
         signal.signal(signal.SIGTERM, before)
     return saved, step, latest
+
+
+def due_of_two(root: str, ranks: int) -> list[list[int]]:
+    """The steps that are due of two managers of the same ranks, one of which goes by time."""
+    due: list[list[int]] = [[], []]
+    with (
+        manager(f"{root}/a", ranks, save_interval_seconds=0.1, async_save=False) as timed,
+        manager(f"{root}/b", ranks, save_interval_steps=10_000, save_on_sigterm=True, async_save=False) as other,
+    ):
+        for step in range(1, 200):
+            time.sleep(0.002)
+            for steps, found in zip((timed, other), due, strict=True):
+                if steps.save(step, {"step": step}) is not None:
+                    found.append(step)
+        assert not timed.stopping
+        assert not other.stopping
+    return due
 
 
 def due_after_going_back(root: str, ranks: int) -> list[list[int]]:

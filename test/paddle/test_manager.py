@@ -42,7 +42,12 @@ def numbers(step: int) -> dict[str, Any]:
 
 
 def folders(root: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in root.iterdir())
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -659,11 +664,21 @@ def test_four_ranks_train_and_come_back(pool: RankPool, tmp_path: Path, own_fold
         assert len(metadata) == (3 if rank == 0 or not own_folders else 0)
 
 
-def test_time_decides_alike_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(cases.due_by_time, str(tmp_path), 4, 0.2, 400, ranks=4)
+@pytest.mark.parametrize("other_names", [False, True])
+def test_time_decides_alike_on_all_ranks(pool: RankPool, tmp_path: Path, other_names: bool) -> None:
+    root = made(tmp_path / "run")
+    results = pool.run(cases.due_by_time, str(root), 4, 0.2, 400, other_names, ranks=4)
     assert all(due == results[0] for due in results)
     assert len(results[0]) >= 3
-    assert folders(tmp_path) == results[0]
+    assert folders(root) == results[0]
+
+
+def test_managers_of_the_same_ranks_are_kept_apart(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(cases.due_of_two, str(tmp_path), 3, ranks=3)
+    timed, other = results[0]
+    assert results == [[timed, other]] * 3
+    assert len(timed) >= 2
+    assert other == []
 
 
 def test_time_decides_soon_after_a_return_to_an_early_step(pool: RankPool, tmp_path: Path) -> None:
@@ -672,13 +687,17 @@ def test_time_decides_soon_after_a_return_to_an_early_step(pool: RankPool, tmp_p
     assert all(len(due) >= 2 and due[0] < 250 for due in results[0])
 
 
+@pytest.mark.parametrize("other_names", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_sigterm_on_one_rank_saves_once_and_stops_all(pool: RankPool, tmp_path: Path, victim: int) -> None:
-    results = pool.run(cases.interrupted, str(tmp_path), 3, victim, ranks=3)
+def test_sigterm_on_one_rank_saves_once_and_stops_all(
+    pool: RankPool, tmp_path: Path, victim: int, other_names: bool
+) -> None:
+    root = made(tmp_path / "run")
+    results = pool.run(cases.interrupted, str(root), 3, victim, other_names, ranks=3)
     saved, last, latest = results[0]
     assert results == [(saved, last, latest)] * 3
     assert saved == [last] == [latest]
-    assert folders(tmp_path) == saved
+    assert folders(root) == saved
 
 
 def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
