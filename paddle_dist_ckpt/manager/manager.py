@@ -246,8 +246,12 @@ class CheckpointManager:
         return self._ask("all_steps", lambda: sorted(self._steps.metrics))
 
     def latest_step(self) -> int | None:
-        """The latest committed step; None if there is none. All ranks call it."""
-        return self._ask("latest_step", lambda: max(self._steps.metrics, default=None))
+        """The latest committed step; None if there is none. All ranks call it.
+
+        Raises:
+            CheckpointError: a step that may be the latest cannot be read.
+        """
+        return self._ask("latest_step", self._steps.latest)
 
     def best_step(self) -> int | None:
         """The committed step that is best by the metric (of equals the later), or None. All ranks call it."""
@@ -284,7 +288,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no such step.
-            CheckpointError: see load_state_dict.
+            CheckpointError: a step that may be the latest cannot be read; and see load_state_dict.
         """
         separate = self._options.separate_folders
         options = checked("options", options, LoadOptions) or LoadOptions(separate_folders=separate)
@@ -298,7 +302,7 @@ class CheckpointManager:
         step = None if step is None else checked_step(step)
 
         def choose() -> int | None:  # what is being read is not removed meanwhile
-            self._reading = max(self._steps.metrics, default=None) if step is None else step
+            self._reading = self._steps.latest() if step is None else step
             return self._reading
 
         try:

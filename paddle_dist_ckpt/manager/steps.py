@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..folder.checkpoint import read_checkpoint
 from ..folder.commit import remove_saves
@@ -60,6 +61,7 @@ class Steps:
     def __init__(self, root: Path, note: str) -> None:
         self._root, self._note = root, note
         self._saves: dict[int, str] = {}
+        self._unread: dict[int, Exception] = {}  # why it is not known whether these are committed
         self._told: set[int] = set()  # steps of which it was said that they have no `.metadata`
         self.metrics: dict[int, Metrics] = {}
 
@@ -67,6 +69,7 @@ class Steps:
         """See which steps are committed. What is known of a step is not read again, unless it was saved anew."""
         saves: dict[int, str] = {}
         metrics: dict[int, Metrics] = {}
+        unread: dict[int, Exception] = {}
         for step in self.folders(opened):
             storage = opened(step_folder(self._root, step))
             try:
@@ -79,7 +82,28 @@ class Steps:
                 raise  # not only of this step will nothing be heard
             except (CheckpointError, OSError) as error:
                 _logger.warning("not counted among the steps: %s: %s", storage.location, error)
-        self._saves, self.metrics = saves, metrics
+                if _may_be_committed(error):
+                    unread[step] = error
+        self._saves, self.metrics, self._unread = saves, metrics, unread
+
+    def latest(self) -> int | None:
+        """The latest committed step, None if there is none, as of the last look.
+
+        A higher one that is damaged does not count. To pass over one that the disk only did not give would be to go on
+        from an earlier step, or to begin anew, and to replace what is there; and so would be to take a folder of which
+        no step can be read for an empty one.
+
+        Raises:
+            CheckpointError: a step that may be the latest could not be read.
+        """
+        latest = max(self.metrics, default=None)
+        for step, error in sorted(self._unread.items(), reverse=True):
+            if latest is None or (step > latest and isinstance(error, OSError)):
+                raise CheckpointError(
+                    f"{step_folder(self._root, step)} cannot be read, and may be the latest step: {error}; if the disk "
+                    "is at fault, try again when it answers; restore(state, step=...) takes another step"
+                ) from error
+        return latest
 
     def check_root(self, opened: Folders = _FOLDERS) -> None:
         """Refuse what is no place for steps.
@@ -190,6 +214,12 @@ def remove_step(root: Path, step: int, saves: Collection[str], opened: Folders =
     remove_saves(opened(folder), saves)
     with suppress(OSError):  # it is not there, or not empty
         opened.run("removing", folder, folder.rmdir)
+
+
+def _may_be_committed(error: Exception) -> bool:
+    """Whether a step may be there that could not be looked at; not if it is gone, or no folder."""
+    is_no_folder = isinstance(error, NotADirectoryError) or getattr(error, "errno", None) == errno.ELOOP
+    return not (is_no_folder or isinstance(error, CheckpointNotFoundError))
 
 
 def _is_link(folder: Path, opened: Folders) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointTimeoutError, rebuild_metadata
+from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, rebuild_metadata
 from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.lease import is_abandoned
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
@@ -97,6 +98,46 @@ def test_a_damaged_step_is_logged_and_not_counted(tmp_path: Path, caplog: pytest
     (step_folder(tmp_path, 2) / "2.metadata").write_bytes(b"rubbish")
     assert list(look(tmp_path).metrics) == [1]
     assert "not counted among the steps" in caplog.text
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("unread", [(2,), (1, 2), (1,)])
+def test_a_step_that_the_disk_does_not_give_may_be_the_latest(
+    tmp_path: Path, unread: tuple[int, ...], code: int
+) -> None:
+    """A job that passed over it would go on from an earlier step, or begin anew, and save over those that are there."""
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    hidden = {f"{step}.metadata" for step in unread}
+
+    def refuse(operation: str, name: str) -> None:
+        if operation == "read" and name in hidden:
+            raise OSError(code, os.strerror(code), name)
+
+    steps = Steps(tmp_path, "note")
+    steps.look(Folders(lambda folder: FaultyStorage(folder, refuse)))
+    if 2 in unread:
+        with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read, and may be the latest step: \[Errno"):
+            steps.latest()
+    else:
+        assert steps.latest() == 2
+    steps.look()
+    assert steps.latest() == 2
+
+
+def test_a_folder_of_which_no_step_can_be_read_is_not_empty(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    (step_folder(tmp_path, 2) / "2.metadata").write_bytes(b"rubbish")
+    assert look(tmp_path).latest() == 1, "what is damaged is passed over"
+    (step_folder(tmp_path, 1) / "1.metadata").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read.*rebuild_metadata"):
+        look(tmp_path).latest()
+    for step in (1, 2):
+        (step_folder(tmp_path, step) / f"{step}.metadata").unlink()
+    (tmp_path / "step-00000007").write_text("a file")
+    (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000008")
+    assert look(tmp_path).latest() is None, "those were never committed, or are no steps"
 
 
 def test_a_step_is_read_again_only_if_it_was_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import paddle.distributed as dist
 
-from paddle_dist_ckpt import CheckpointManager, PerRank, SaveOptions
+from paddle_dist_ckpt import CheckpointManager, LocalStorage, PerRank, SaveOptions
 from test.paddle.layouts import Spread
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -139,6 +140,27 @@ def differing_arguments(root: str, ranks: int) -> Outcome:
 def bad_arguments_on_one_rank(root: str, ranks: int) -> Outcome:
     """One rank passes what cannot be."""
     return outcome_of(lambda: manager(root, ranks, keep_last=0 if dist.get_rank() else 1))
+
+
+def unreadable_step(root: str, ranks: int) -> list[Outcome]:
+    """Look for the latest step while the coordinator's disk does not give one, and then again."""
+    with manager(root, ranks, async_save=False) as steps:
+        for step in (1, 2):
+            steps.save(step, {"step": step})
+        read = LocalStorage.read
+
+        def refuse(storage: LocalStorage, name: str, *args: Any) -> bytes:
+            if name == "2.metadata":
+                raise OSError(errno.ESTALE, "Stale file handle", name)
+            return read(storage, name, *args)
+
+        LocalStorage.read = refuse  # type: ignore[method-assign]
+        try:
+            failed = [outcome_of(lambda: steps.restore({"step": 0})), outcome_of(steps.latest_step)]
+        finally:
+            LocalStorage.read = read  # type: ignore[method-assign]
+        assert steps.restore({"step": 0}) == steps.latest_step() == 2
+    return failed
 
 
 def missing_step(root: str, ranks: int) -> Outcome:

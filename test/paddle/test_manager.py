@@ -708,6 +708,13 @@ def test_managers_that_differ_are_refused_on_every_rank(pool: RankPool, tmp_path
         assert "keep_last must be None or at least 1" in outcome.message
 
 
+def test_a_latest_step_that_cannot_be_read_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    for failed in pool.run(cases.unreadable_step, str(tmp_path), 2, ranks=2):
+        for outcome in failed:
+            assert outcome.error == "RankFailureError"
+            assert "step-00000002 cannot be read, and may be the latest step: [Errno 116] Stale" in outcome.message
+
+
 def test_a_missing_step_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
     for outcome in pool.run(cases.missing_step, str(tmp_path), 3, ranks=3):
         assert outcome.error == "CheckpointNotFoundError"

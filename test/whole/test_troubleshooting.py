@@ -30,8 +30,8 @@ from paddle_dist_ckpt.control import failures
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.folder.checkpoint import Restarts
 from paddle_dist_ckpt.manager.agreement import agree
-from paddle_dist_ckpt.manager.steps import step_folder
-from paddle_dist_ckpt.storage import as_storage
+from paddle_dist_ckpt.manager.steps import NOTE, Steps, step_folder
+from paddle_dist_ckpt.storage import Folders, as_storage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
 from test.jobs import all_ok, another_host, load_alone, save_alone, try_load, try_save
 from test.test_docs import blocks, pages
@@ -143,12 +143,20 @@ def of_managers(data: Path) -> Iterator[str]:
         yield error(lambda root=root: CheckpointManager(root))
     with CheckpointManager(data / "run") as manager:
         yield error(lambda: manager.restore({"n": 0}, step=6))
+    steps = Steps(data / "run", NOTE)
+    steps.look(Folders(lambda folder: FaultyStorage(folder, stale)))
+    yield error(steps.latest)
 
     def make(rank: SimulatedRank) -> None:
         with rank.hub.session("CheckpointManager", 60) as session:
             agree(session, {"keep_last": str(1 + rank.rank)}, lambda: None)
 
     yield of_ranks(run_ranks(2, make))
+
+
+def stale(operation: str, name: str) -> None:
+    if operation == "read":
+        raise OSError(errno.ESTALE, "Stale file handle", name)
 
 
 def of_ranks_that_differ(data: Path) -> Iterator[str]:
