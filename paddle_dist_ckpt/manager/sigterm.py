@@ -2,6 +2,9 @@
 
 There is one handler for all of them. Launchers send the signal several times in a row, so repetitions count only some
 seconds later; then, and when nobody asks any more, it does what it would have done without the handler.
+
+Others may put a handler of theirs on top and call this one from it, and that for as long as the process lives. So what
+was there before is remembered, of each time that this one was installed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ __all__ = ["on_sigterm"]
 
 _REPEAT_SECONDS = 10.0
 _listeners: dict[object, Callable[[], None]] = {}
-_previous: Any = None
+_before: list[Any] = []  # what was there each time that `_handle` was put in place, the latest last
+_passing = 0  # how many of those are being called at the moment, for they may have been put on top of `_handle` as well
 _first: float | None = None
 os.register_at_fork(after_in_child=_listeners.clear)  # a process that was forked does not have its parent's
 
@@ -29,9 +33,10 @@ def on_sigterm(listener: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that ends this. It may be called on any thread, and again.
     """
-    global _previous, _first
+    global _first
     if signal.getsignal(signal.SIGTERM) is not _handle:
-        _previous, _first = signal.signal(signal.SIGTERM, _handle), None
+        _before.append(signal.signal(signal.SIGTERM, _handle))
+        _first = None
     if not _listeners:
         _first = None
     token = object()
@@ -50,15 +55,36 @@ def _handle(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
     # Without listeners, this was forked, or the last one ended on a thread that may not change handlers.
     if not _listeners or (_first is not None and now - _first > _REPEAT_SECONDS):
-        _give_back()
-        signal.raise_signal(signal.SIGTERM)
+        _pass_on(number, frame)
     elif _first is None:
         _first = now
         for listener in list(_listeners.values()):
             listener()
 
 
-def _give_back() -> None:
-    """Put in place what was there before, unless somebody else has taken the signal meanwhile."""
-    if signal.getsignal(signal.SIGTERM) is _handle:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if _previous is None else _previous)
+def _give_back() -> bool:
+    """Put in place what was there before; returns False if somebody else has taken the signal meanwhile."""
+    if signal.getsignal(signal.SIGTERM) is not _handle:
+        return False
+    before = _before.pop() if _before else None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    return True
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Do what the signal would have done without the handler."""
+    global _passing
+    if _give_back():
+        signal.raise_signal(signal.SIGTERM)
+        return
+    # It is called by what was put on top of it, which would only call it again.
+    before = _before[-1 - _passing] if _passing < len(_before) else None
+    if callable(before):
+        _passing += 1
+        try:
+            before(number, frame)
+        finally:
+            _passing -= 1
+    elif before != signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)

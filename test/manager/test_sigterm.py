@@ -1,0 +1,157 @@
+"""What becomes of SIGTERM when somebody has put a handler of their own on top, and calls the old one from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paddle_dist_ckpt.manager import sigterm
+from paddle_dist_ckpt.manager.sigterm import on_sigterm
+from test.waiting import PATIENCE
+
+SURVIVED = 7
+RAISED = 8
+
+
+def fate(body: Callable[[], object]) -> int:
+    """What becomes of a process in which this is called: the signal that ends it, negative, or how it exits."""
+    child = os.fork()
+    if child == 0:
+        code = RAISED
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            body()
+            code = SURVIVED
+        finally:
+            os._exit(code)
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("it goes on")
+
+
+def put_on_top() -> list[str]:
+    """Install a handler that calls the one before; returns where it notes that it was called."""
+    called: list[str] = []
+    old: Any = signal.getsignal(signal.SIGTERM)
+
+    def mine(number: int, frame: Any) -> None:
+        called.append("mine")
+        if callable(old):
+            old(number, frame)
+
+    signal.signal(signal.SIGTERM, mine)
+    return called
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_the_end_comes_after_all_have_ended() -> None:
+    def body() -> None:
+        end = on_sigterm(lambda: None)
+        put_on_top()
+        end()
+        terminate()
+
+    assert fate(body) == -signal.SIGTERM
+
+
+def test_the_end_comes_if_the_signal_is_repeated_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        heard: list[int] = []
+        on_sigterm(lambda: heard.append(1))
+        put_on_top()
+        terminate()
+        terminate()
+        assert heard == [1], "it was repeated at once"
+        monkeypatch.setattr(sigterm, "_REPEAT_SECONDS", 0.0)
+        terminate()
+
+    assert fate(body) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "on top of each other"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_forked_process_is_ended(again: bool, closed: bool) -> None:
+    def body() -> None:
+        ends = [on_sigterm(lambda: None)]
+        put_on_top()
+        if again:
+            ends.append(on_sigterm(lambda: None))
+            put_on_top()
+        for end in ends if closed else ():
+            end()
+        child = os.fork()
+        if child == 0:
+            terminate()
+            os._exit(SURVIVED)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+    assert fate(body) == SURVIVED
+
+
+def test_a_second_listener_does_not_forget_what_was_there_first() -> None:
+    def body() -> None:
+        first = on_sigterm(lambda: None)
+        below = put_on_top()
+        second = on_sigterm(lambda: None)
+        above = put_on_top()
+        first()
+        second()
+        try:
+            terminate()
+        finally:
+            assert below == above == ["mine"]
+
+    assert fate(body) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("original", ["ignored", "called"])
+def test_what_was_there_first_is_done(original: str) -> None:
+    def body() -> None:
+        called: list[int] = []
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if original == "ignored" else lambda *_: called.append(1))
+        before = signal.getsignal(signal.SIGTERM)
+        for times in (1, 2):
+            end = on_sigterm(lambda: None)
+            mine = put_on_top()
+            end()
+            terminate()
+            assert mine == ["mine"]
+            assert called == ([1] * times if original == "called" else [])
+            signal.signal(signal.SIGTERM, before)
+        end = on_sigterm(lambda: None)
+        end()
+        assert signal.getsignal(signal.SIGTERM) == before
+
+    assert fate(body) == SURVIVED
+
+
+def test_who_is_on_top_and_below_is_called_twice_at_most() -> None:
+    def body() -> None:
+        first = on_sigterm(lambda: None)
+        called = put_on_top()
+        mine = signal.getsignal(signal.SIGTERM)
+        second = on_sigterm(lambda: None)
+        signal.signal(signal.SIGTERM, mine)
+        first()
+        second()
+        try:
+            terminate()
+        finally:
+            assert called == ["mine"] * 2
+
+    assert fate(body) == -signal.SIGTERM
