@@ -30,7 +30,7 @@ from ..options import LoadOptions, SaveOptions, checked
 from ..reports import SaveReport
 from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage, bounded_folders
-from ..wiring import connected, load_with, paddles, save_with
+from ..wiring import connected, load_with, paddles, pass_over_last_save, save_with
 from .agreement import agree
 from .preparation import Preparation
 from .removal import remove_together
@@ -190,7 +190,7 @@ class CheckpointManager:
         Raises:
             DurabilityUnknownError: the step is committed, and counts, but a crash of the machine might undo that.
             CheckpointError: see save_state_dict. Also the failure of an earlier background save whose result nobody has
-                asked for.
+                asked for; but not when :attr:`stopping`.
         """
         if self._closed:
             raise CheckpointError("the manager is closed")
@@ -198,8 +198,7 @@ class CheckpointManager:
         if not self.should_save(step) and not force:
             return None
         if self.stopping:
-            with suppress(CheckpointError, OSError):  # logged by now, and must not prevent the last save
-                self.wait()
+            self._pass_over_failures()
         note = {"step": step, "metrics": checked_metrics(metrics)}
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         find, folder = paddles(self._ranks, state), step_folder(self._root, step)
@@ -214,6 +213,13 @@ class CheckpointManager:
         self._pending = saved if isinstance(saved, AsyncSave) else None
         self._schedule.saved()
         return saved
+
+    def _pass_over_failures(self) -> None:
+        """Failures of earlier saves are logged, and must not prevent the last one, whatever and whose they are."""
+        with suppress(Exception):
+            self.wait()
+        with suppress(Exception):
+            pass_over_last_save(self._ranks)  # it may be another manager's
 
     def prepare(self, state: dict[Any, Any]) -> None:
         """Let a thread prepare the memory for the first background save, which would stop training to allocate it.

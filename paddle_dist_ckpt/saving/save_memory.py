@@ -84,6 +84,12 @@ class SaveMemory:
         finally:
             self.turn.release()
 
+    def pass_over_last(self) -> None:
+        """Wait for the latest save in the background. If it fails, its handle and the log say so, not the next save."""
+        last, self.last = self.last, None
+        if last is not None:
+            last.wait()
+
     def recall(self, known: KnownState | None, fingerprint: bytes, block_bytes: int) -> None:
         """Remember what is being saved, if it can be known again, and find this rank's part of the plan that it had."""
         if known is not None:

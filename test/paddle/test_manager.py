@@ -188,14 +188,18 @@ def test_a_run_begins_with_what_others_wrote(tmp_path: Path) -> None:
     np.testing.assert_array_equal(state["layers.0.qkv.weight"], expected)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    at_step: int,
+    error: Exception = OSError(28, "No space left on device"),  # noqa: B008
+) -> None:
     from paddle_dist_ckpt import LocalStorage
 
     real = LocalStorage.create
 
     def create(self: LocalStorage, name: str) -> Any:
         if f"step-{at_step:08d}" in self.location:
-            raise OSError(28, "No space left on device")
+            raise error
         return real(self, name)
 
     monkeypatch.setattr(LocalStorage, "create", create)
@@ -227,21 +231,34 @@ def test_a_failure_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert folders(tmp_path) in ([], [2]), "step 3 was not saved, and close() did not raise"
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("No space"), RuntimeError("No")])
+@pytest.mark.parametrize("of_another", [False, True])
+@pytest.mark.parametrize("when_busy", ["wait", "raise"])
 def test_the_last_save_before_the_end_is_made_whatever_was_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    of_another: bool,
+    when_busy: Any,
 ) -> None:
-    failing(monkeypatch, 2)
+    failing(monkeypatch, 2, error)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    options = SaveOptions(when_busy=when_busy)
     try:
-        with CheckpointManager(tmp_path, save_interval_steps=2, save_on_sigterm=True) as steps:
-            steps.save(2, numbers(2))
+        other = CheckpointManager(tmp_path / "other")
+        with CheckpointManager(tmp_path, save_interval_steps=2, save_on_sigterm=True, options=options) as steps:
+            (other if of_another else steps).save(2, numbers(2))
             signal.raise_signal(signal.SIGTERM)
             step = 2
             while not steps.stopping and step < 10_000:
                 step += 1
                 steps.save(step, numbers(step))
-        assert "No space left" in caplog.text
+        assert f"failed: {error}" in caplog.text
         assert step in folders(tmp_path)
+        if of_another:
+            with pytest.raises(type(error)):
+                other.close()
         with CheckpointManager(tmp_path) as steps:
             assert steps.latest_step() == step
     finally:
