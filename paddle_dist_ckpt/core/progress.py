@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["Progress"]
@@ -30,12 +31,14 @@ class Progress:
         self.done = 0
         self._lock = threading.Lock()
         self._bar: Any = None
-        if is_coordinator and (sys.stderr.isatty() if shown is None else shown):
+        if is_coordinator and (_is_terminal(sys.stderr) if shown is None else shown):
             from tqdm import tqdm  # only needed where somebody looks
 
             self._bar = tqdm(
                 total=total,
                 desc=title,
+                file=_Screen(sys.stderr),
+                dynamic_ncols=True,  # as wide as the terminal, which tqdm sees by itself only of stderr
                 unit="B",
                 unit_scale=True,
                 leave=not (ends_in_log and _logger.isEnabledFor(logging.INFO)),
@@ -54,3 +57,33 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether it is one. A program may have closed stderr, or put anything in its place."""
+    try:
+        return bool(stream.isatty())
+    except Exception:
+        return False
+
+
+class _Screen:
+    """Where a bar is shown, or is not, if the terminal goes away: no work shall fail because of that.
+
+    It is here that errors end, for tqdm would keep its lock, which all bars of the process share.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None)
+
+    def write(self, text: str) -> None:
+        with suppress(Exception):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(Exception):
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
