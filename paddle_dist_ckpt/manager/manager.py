@@ -32,6 +32,7 @@ from ..saving.async_save import AsyncSave
 from ..storage import LocalStorage, as_storage, bounded_folders
 from ..wiring import connected, load_with, paddles, pass_over_last_save, save_with
 from .agreement import agree
+from .held_log import held_back
 from .preparation import Preparation
 from .removal import remove_together
 from .schedule import Schedule
@@ -235,7 +236,7 @@ class CheckpointManager:
         """After the commit of a step: remove the steps that are not to be kept, on every host."""
 
         def begin() -> dict[int, Deletion]:
-            with self._lock:
+            with held_back(_logger), self._lock:
                 self._steps.look(opened)
                 self._retention.warn(self._root, self._steps.metrics, step, self._told)
                 kept = {self._reading, *self._steps.linked(opened)}
@@ -267,7 +268,7 @@ class CheckpointManager:
         """What the coordinator chooses from the steps that there are."""
 
         def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-            with self._lock, self._folders() as opened:
+            with held_back(_logger), self._lock, self._folders() as opened:
                 self._steps.look(opened)
                 return dict.fromkeys(messages, json.dumps(choose()).encode())
 

@@ -473,6 +473,41 @@ def test_metrics_that_lack_what_best_needs_are_warned_of_once(
     assert "'val_loss', 'accuracy'" in said
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("what", ["metric", "damage"])
+def test_a_handler_of_the_log_may_ask_the_manager(tmp_path: Path, in_background: bool, what: str) -> None:
+    """It is called by warnings that are given while the steps are looked at."""
+    seen: list[tuple[str, int | None]] = []
+    steps = CheckpointManager(tmp_path, keep_last=3, best=("loss", "min"), async_save=in_background)
+
+    class Asks(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING and not seen:
+                seen.append((record.getMessage(), None))
+                seen.append(("", steps.latest_step()))
+
+    def work() -> None:
+        if what == "damage":
+            (tmp_path / "step-00000000").mkdir()
+            (tmp_path / "step-00000000" / "0.metadata").write_bytes(b"rubbish")
+        steps.save(1, numbers(1), {} if what == "metric" else {"loss": 1.0})
+        steps.wait()
+        steps.all_steps()
+
+    handler, logger = Asks(), logging.getLogger("paddle_dist_ckpt")
+    logger.addHandler(handler)
+    try:
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        worker.join(PATIENCE)
+        assert not worker.is_alive(), "it waits for itself"
+    finally:
+        logger.removeHandler(handler)
+    assert ("without the metric" if what == "metric" else "not counted") in seen[0][0]
+    assert seen[1] == ("", 1)
+    assert not logger.filters
+
+
 @pytest.mark.parametrize("keep_last", [None, 2])
 def test_a_step_below_those_that_there_are_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, keep_last: int | None

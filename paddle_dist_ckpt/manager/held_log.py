@@ -1,0 +1,30 @@
+"""Holds back what is logged under a lock: a handler may do anything, such as ask for what the lock guards."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["held_back"]
+
+
+@contextmanager
+def held_back(logger: logging.Logger) -> Iterator[None]:
+    """What this thread logs within is logged at its end. To be entered before the lock."""
+    thread, records = threading.get_ident(), list[logging.LogRecord]()
+
+    def hold(record: logging.LogRecord) -> bool:
+        if record.thread != thread:
+            return True
+        records.append(record)
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hold)
+        for record in records:
+            logger.handle(record)
