@@ -27,6 +27,7 @@ __all__ = ["CoordinatorTable"]
 
 _REMEMBERED = 16
 _NO_DOUBT = -2
+_NEXT = "the next calls are matched by number again, so bring all ranks to the same one"
 _LATE_GRACE = 1.0
 """Longest wait, in seconds, of a rank that opens a session which is over, for the others to open a newer one."""
 
@@ -154,7 +155,7 @@ class CoordinatorTable:
                     ahead = at[0] - number
                     calls = "call" if abs(ahead) == 1 else "calls"
                     where = f"{abs(ahead)} {calls} {'ahead of' if ahead > 0 else 'behind'}"
-                    text = f"is {where} the other ranks; from the next call on, all are in step"
+                    text = f"is {where} the other ranks; {_NEXT}"
                     session.fail_rank(rank, failures.record(text), now)
                     apart.add(number)
         for number in apart:
