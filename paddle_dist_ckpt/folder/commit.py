@@ -195,7 +195,7 @@ def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     """
     try:
         return _aftermath(lease, unique_id, save_id)
-    except (OSError, CheckpointError) as error:
+    except Exception as error:
         _logger.warning("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
         return Aftermath([], [], True)
 
@@ -241,7 +241,7 @@ def finish(lease: Lease, left: Aftermath) -> None:
             lease.storage.delete(name)
         if not left.waits:
             lease.end()
-    except (OSError, CheckpointError) as error:
+    except Exception as error:
         _logger.warning("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
 
 

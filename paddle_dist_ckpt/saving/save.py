@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..control.rounds import Messages, only_on
@@ -160,17 +160,21 @@ class _Saving:
         context = self._context
         result = self._write_and_commit(files)
         self._clean_up(result)
-        if after is not None:
-            try:
-                after(context.session)
-            except (OSError, CheckpointError) as error:
-                _logger.warning(
-                    "%s: saved, but not all that follows a save was done: %s", context.storage.location, error
-                )
         report = self._report(result, files)
         level = logging.INFO if context.is_coordinator else logging.DEBUG
-        _logger.log(level, "%s", saved_line(report))
+        with suppress(Exception):  # it is committed, and a handler of the log may raise what it likes
+            if after is not None:
+                self._follow(after)
+            _logger.log(level, "%s", saved_line(report))
         return report
+
+    def _follow(self, after: After) -> None:
+        """Do what is to be done after the commit, which nothing that is raised there undoes."""
+        try:
+            after(self._context.session)
+        except Exception as error:
+            location = self._context.storage.location
+            _logger.warning("%s: saved, but not all that follows a save was done: %s", location, error)
 
     def _write_and_commit(self, files: RankFiles) -> CommitAnswer:
         """Rounds ``write`` and ``commit``, or ``abort``."""
@@ -202,7 +206,7 @@ class _Saving:
 
         try:
             self._round("clean", remove, SaveCoordinator.cleaned)
-        except CheckpointError as error:
+        except Exception as error:
             _logger.warning("%s: files of the replaced save are left to a later one: %s", storage.location, error)
 
     def _report(self, result: CommitAnswer, files: RankFiles) -> SaveReport:

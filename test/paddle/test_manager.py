@@ -474,6 +474,22 @@ def test_metrics_that_lack_what_best_needs_are_warned_of_once(
 
 
 @pytest.mark.parametrize("in_background", [False, True])
+def test_a_step_is_saved_whatever_its_retention_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_background: bool
+) -> None:
+    def look(self: Steps, *_: Any) -> None:
+        raise MemoryError("Unable to allocate 3.1 GiB")
+
+    with CheckpointManager(tmp_path, keep_last=1, async_save=in_background) as steps:
+        with monkeypatch.context() as patch:
+            patch.setattr(Steps, "look", look)
+            steps.save(1, numbers(1))
+            steps.wait()
+        assert "saved, but not all that follows a save was done: " in caplog.text
+        assert steps.all_steps() == [1]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("what", ["metric", "damage"])
 def test_a_handler_of_the_log_may_ask_the_manager(tmp_path: Path, in_background: bool, what: str) -> None:
     """It is called by warnings that are given while the steps are looked at."""

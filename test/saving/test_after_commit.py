@@ -1,0 +1,54 @@
+"""A save that is committed is not said to have failed, whatever comes after that raises."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_dist_ckpt import list_checkpoints
+from paddle_dist_ckpt.folder import commit
+from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
+from test.jobs import all_ok
+
+
+class Raises(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("the log is not shipped")
+
+
+def save(rank: SimulatedRank, path: Path, in_background: bool) -> int:
+    if not in_background:
+        return rank.save({"n": 1}, path, 0).unique_id
+    pending = rank.save_in_background({"n": 1}, path, 0)
+    return pending.result().unique_id
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_handler_of_the_log_that_raises(tmp_path: Path, in_background: bool, ranks: int) -> None:
+    logger, handler = logging.getLogger("paddle_dist_ckpt"), Raises(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        assert all_ok(run_ranks(ranks, lambda rank: save(rank, tmp_path, in_background))) == [0] * ranks
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    assert list_checkpoints(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("what", ["_aftermath", "remove_saves"])
+def test_memory_that_is_short_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 3.1 GiB")
+
+    monkeypatch.setattr(commit, what, fail)
+    assert all_ok(run_ranks(2, lambda rank: save(rank, tmp_path, False))) == [0, 0]
+    assert "are left" in caplog.text
+    assert list_checkpoints(tmp_path) == [0]
