@@ -52,6 +52,7 @@ __all__ = [
     "load_with",
     "members",
     "paddles",
+    "pass_over_last_save",
     "prepare_save",
     "save_with",
     "snapshot_size",
