@@ -96,11 +96,9 @@ class LocalStorage:
             if there.is_file():
                 raise FileExistsError(errno.EEXIST, "it is a file, and a folder is needed there", str(there))
             self._root.mkdir(parents=True, exist_ok=True)
-            real = Path(os.path.realpath(there))
-        for made in missing:
-            _sync_folder(made.parent)
-        for folder in {there, real}:
-            _sync_name(folder)
+            real = Path(os.path.realpath(self._root))
+        for folder in {self._root, real}:
+            _sync_names(folder)
 
     def identity(self) -> FolderIdentity:
         with about(self._root):
@@ -251,10 +249,23 @@ def _remove_temporary(path: Path) -> None:
         _logger.warning("%s is left: %s", path, error)
 
 
+def _sync_names(folder: Path) -> None:
+    """Make the names of a folder and of those above it durable, up to the mount point: whoever made them may not have.
+
+    It is done once in a process, and again where a name may mean another folder since. The inode does not tell that, as
+    filesystems give its number again; but no name is made without a change of the folder above.
+    """
+    with about(folder):
+        status, above = folder.lstat(), folder.parent.stat()
+    if folder != folder.parent and status.st_dev == above.st_dev:
+        _sync_name(folder, status.st_ino, above.st_dev, above.st_ino, above.st_ctime_ns)
+
+
 @functools.lru_cache(maxsize=1024)
-def _sync_name(folder: Path) -> None:
-    """Make the name of a folder durable that was there already, for whoever made it may not have; once in a process."""
+def _sync_name(folder: Path, inode: int, *above: int) -> None:
+    """See :func:`_sync_names`; ``inode`` and ``above`` tell whether this was done."""
     _sync_folder(folder.parent)
+    _sync_names(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import socket
 import stat
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage
+from paddle_dist_ckpt.storage import LocalStorage, Storage, as_storage, local
 from paddle_dist_ckpt.testing import FaultyStorage
 from paddle_dist_ckpt.testing.storage_conformance import in_threads, put
 
@@ -53,33 +54,76 @@ def test_prepare_makes_all_folders_and_may_be_repeated(tmp_path: Path) -> None:
     assert storage.names() == []
 
 
-def test_the_names_of_all_folders_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also that of a folder that somebody else has made: once in a process."""
-    synced: list[str] = []
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of all that is synced, in a process that has synced nothing yet."""
+    local._sync_name.cache_clear()
+    found: list[str] = []
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         real(descriptor)
 
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "to").mkdir()
-    (tmp_path / "to" / "link").symlink_to(tmp_path / "theirs")
     monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+def test_the_names_of_all_folders_are_made_durable(tmp_path: Path, synced: list[str]) -> None:
+    """Also those of folders that somebody else has made: once in a process."""
+    (tmp_path / "theirs" / "x" / "y").mkdir(parents=True)
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "link").symlink_to(tmp_path / "theirs" / "x")
     expected = {
-        "a/b/c": ["..", "", "a", "a/b"],
-        "a/b": ["a"],
-        "theirs": [""],
-        "to/link": ["to"],
+        "a/b/c": ["", "a", "a/b"],
+        "a/b": [],
+        "theirs/x/y": ["", "theirs", "theirs/x"],
+        "to/link": ["", "to"],
     }
     for name, folders in expected.items():
         synced.clear()
         LocalStorage(tmp_path / name).prepare()
-        assert sorted(set(synced)) == [os.path.normpath(tmp_path / folder) for folder in folders]
-        LocalStorage(tmp_path / name).prepare()
+        below = {path for path in synced if path.startswith(str(tmp_path))}
+        assert below == {os.path.normpath(tmp_path / folder) for folder in folders}
         synced.clear()
         LocalStorage(tmp_path / name).prepare()
         assert synced == []
+
+
+def test_names_are_made_durable_up_to_the_mount_point(tmp_path: Path, synced: list[str]) -> None:
+    LocalStorage(tmp_path / "a").prepare()
+    device = tmp_path.stat().st_dev
+    above = [folder for folder in (tmp_path / "a").resolve().parents if folder.stat().st_dev == device]
+    assert set(synced) == set(map(str, above))
+
+
+@pytest.mark.parametrize("name", ["latest", "run/latest"])
+def test_the_name_of_a_folder_that_is_removed_and_made_again_is_made_durable_again(
+    tmp_path: Path, synced: list[str], name: str
+) -> None:
+    """Also where the new folder has the old one's inode, which ext4 gives again at once."""
+    for _ in range(3):
+        shutil.rmtree(tmp_path / name.split("/")[0], ignore_errors=True)
+        (tmp_path / name).mkdir(parents=True)
+        synced.clear()
+        LocalStorage(tmp_path / name).prepare()
+        assert {str((tmp_path / name).parent), str(tmp_path)} <= set(synced)
+        synced.clear()
+        LocalStorage(tmp_path / name).prepare()
+        assert synced == []
+
+
+def test_a_folder_above_that_may_not_be_opened_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, *args: Any) -> int:
+        if str(path) in map(str, tmp_path.parents):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    LocalStorage(tmp_path / "a" / "b").prepare()
+    assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_an_error_of_closing_what_was_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
