@@ -108,7 +108,7 @@ class LocalStorage:
     def free_bytes(self) -> int | None:
         with about(self._root):
             status = os.statvfs(self._root)
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some do not say how large they are
 
     def names(self) -> list[str]:
         try:

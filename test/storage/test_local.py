@@ -126,6 +126,17 @@ def test_a_folder_above_that_may_not_be_opened_is_left_alone(tmp_path: Path, mon
     assert (tmp_path / "a" / "b").is_dir()
 
 
+def test_a_filesystem_that_does_not_say_how_large_it_is_has_unknown_room(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libfuse answers for those that do not implement it."""
+    assert storage.free_bytes() is not None
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([512, 0, 0, 0, 0, 0, 0, 0, 0, 255]))
+    assert storage.free_bytes() is None
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([512, 512, 9, 0, 0, 0, 0, 0, 0, 255]))
+    assert storage.free_bytes() == 0, "it is full"
+
+
 def test_an_error_of_closing_what_was_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, closed = LocalStorage(tmp_path), list[int]()
     put(storage, "f", b"content" * 100_000)
