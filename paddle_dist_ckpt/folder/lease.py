@@ -7,6 +7,7 @@ clock: by the modification times that the folder gives, never by a host's clock.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import secrets
@@ -30,6 +31,7 @@ _FRESH_EVERY = 10.0  # seconds
 _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
 _LOOK_AGAIN = 0.1  # seconds
 _TEMPORARY = ".tmp"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
 
 
@@ -149,7 +151,18 @@ class Lease:
             self._done,
             self._committed_as,
         )
-        self.storage.publish(self.name, msgspec.json.encode(claim), self.name + _TEMPORARY, replace=True)
+        try:
+            self._publish(msgspec.json.encode(claim))
+        except OSError as error:
+            if not self._deletes or error.errno not in _NO_ROOM:
+                raise
+            # Deleting must be possible on a full disk. What the claim does not say is left if this dies half-way.
+            _logger.debug("there is no room for what the claim %s says: %s", self.name, error)
+            if self.name not in self.storage.names():
+                self._publish(b"")
+
+    def _publish(self, data: bytes) -> None:
+        self.storage.publish(self.name, data, self.name + _TEMPORARY, replace=True)
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business.
@@ -314,11 +327,12 @@ def _claims(storage: Storage) -> dict[str, ClaimName]:
 
 
 def _record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
-    """What a claim says; if it is torn, what its name does."""
+    """What a claim says; if it is torn, what its name does. An empty one is of somebody who deletes on a full disk."""
     try:
-        return msgspec.structs.replace(
-            _CLAIM_DECODER.decode(storage.read(name, _MOST_CLAIM_BYTES)), save=parsed.save_id
-        )
+        data = storage.read(name, _MOST_CLAIM_BYTES)
+        if not data and not name.endswith(_TEMPORARY):
+            return Claim(parsed.save_id, None, [], deletes=True)
+        return msgspec.structs.replace(_CLAIM_DECODER.decode(data), save=parsed.save_id)
     except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return Claim(parsed.save_id, None, [])

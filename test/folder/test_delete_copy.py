@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import SMALL, Killed, Watch, age, data_files, files_in, load_whole, save_alone, save_on, split_rows
+from test.waiting import PATIENCE
 
 CUT = np.arange(3000 * 300, dtype=np.float32).reshape(3000, 300)
 
@@ -74,6 +77,69 @@ def test_arguments_of_delete(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
         delete_checkpoint(tmp_path / "none", 1)
     assert files_in(tmp_path) == {}
+
+
+class FullStorage(LocalStorage):
+    """A folder on a full disk: names can be made, and nothing be put into files."""
+
+    def publish(self, name: str, data: bytes, *args: Any, **kwargs: Any) -> bool:
+        if data:
+            raise FaultyStorage.no_space(name)
+        return super().publish(name, data, *args, **kwargs)
+
+
+def test_a_full_disk_can_be_deleted_from(tmp_path: Path) -> None:
+    """Also where a save was killed, whose files go as well."""
+    saved(tmp_path, 1, 2)
+    dead = "0_3.0123456789abcdef.0.safetensors"
+    (tmp_path / dead).write_bytes(b"x")
+    (tmp_path / "3.0123456789abcdef.claim").write_text('{"save":"0123456789abcdef","replaces":null,"removes":[]}')
+    age(tmp_path / "3.0123456789abcdef.claim")
+    assert delete(FullStorage(tmp_path), 1).unique_id == 1
+    check_holds(tmp_path, 2)
+
+
+def test_a_disk_without_room_for_a_name_is_an_error(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish":
+            raise FaultyStorage.no_space(name)
+
+    with pytest.raises(OSError, match="No space left"):
+        delete(FaultyStorage(tmp_path, hook), 1)
+    check_holds(tmp_path, 1)
+
+
+def test_a_save_waits_for_whoever_deletes_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The claim is empty. What the save commits is not deleted in the place of what was meant."""
+    saved(tmp_path, 1)
+    waits, looked = threading.Event(), threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "the save waits for that" in record.getMessage():
+                waits.set()
+
+    class Storage(FullStorage):
+        def delete(self, name: str) -> None:
+            if name == "1.metadata":
+                looked.set()
+                assert waits.wait(PATIENCE)
+            super().delete(name)
+
+    handler = Handler()
+    logging.getLogger("paddle_dist_ckpt").addHandler(handler)
+    thread = threading.Thread(target=delete, args=(Storage(tmp_path), 1))
+    thread.start()
+    try:
+        assert looked.wait(PATIENCE)
+        save_alone(state(1), tmp_path, 1)
+    finally:
+        waits.set()
+        thread.join(PATIENCE)
+        logging.getLogger("paddle_dist_ckpt").removeHandler(handler)
+    check_holds(tmp_path, 1)
 
 
 def test_files_that_another_checkpoint_refers_to_stay(tmp_path: Path) -> None:
