@@ -106,6 +106,7 @@ class Lease:
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
+        self._stuck: set[str] = set()  # the claims of dead saves that could not be removed
         self._look()
         self._stopped = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="paddle_dist_ckpt claim", daemon=True)
@@ -174,11 +175,12 @@ class Lease:
         if not dead:
             return
         try:
-            committed = committed_saves(self.storage)
+            committed, saves = committed_saves(self.storage), dict[str, list[str]]()
             for name, parsed in list(dead.items()):
                 try:
                     record = _record_of(self.storage, name, parsed)
-                    self.doomed += _saves_of_claim(record, committed)
+                    saves[name] = _saves_of_claim(record, committed)
+                    self.doomed += saves[name]
                     if record.save in committed and self.of_paddle is None:
                         self.of_paddle = record.of_paddle
                 except FileNotFoundError:
@@ -186,14 +188,30 @@ class Lease:
                     del dead[name]
             self._write()
             for name, parsed in dead.items():
-                self.storage.delete(name)
-                self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
+                if self._remove_dead(name):
+                    self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
+            if self._stuck:
+                left = {save for name in self._stuck for save in saves[name]}
+                self.doomed = [save for save in self.doomed if save not in left]
+                self._write()
             # A save that was frozen just before its last step may have been committed until now, but not later.
             committed = committed_saves(self.storage)
             self.doomed = [save for save in self.doomed if save not in committed]
         except CheckpointError as error:
             self.doomed = []
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
+
+    def _remove_dead(self, name: str) -> bool:
+        """Remove a dead save's claim; returns whether that could be done.
+
+        If not, the save may still commit, if it was only frozen: its files are left to whoever can remove the claim.
+        """
+        try:
+            self.storage.delete(name)
+        except OSError as error:
+            _logger.warning("the claim of a dead save is left, and with it the save's files: %s", error)
+            self._stuck.add(name)
+        return name not in self._stuck
 
     def confirm(self) -> None:
         """Just before the commit: see that the claim is there, and which save the id has now.
@@ -283,12 +301,21 @@ class Lease:
         """
         here = self.others(self.unique_id)
         claims = _claims(self.storage) if everywhere else here
-        others = [name for name in claims if name != self.name and not (name in here and here[name].done)]
+        others = [name for name in claims if name != self.name and not self._is_harmless(name, here.get(name))]
         if others:
             raise CheckpointError(
                 f"{self.storage.location} is being saved to, as {others[0]} says; try again when that is done (a claim "
                 f"of a save that was killed counts for {_EXPIRES_AFTER / 60:.0f} minutes)"
             )
+
+    def _is_harmless(self, name: str, of_id: Claim | None) -> bool:
+        """Whether another claim, perhaps one of this id, lets nobody replace what has the id now.
+
+        A save that is taken for dead, and that nothing stops, as its claim could not be removed, may still commit.
+        """
+        if of_id is not None and of_id.done:
+            return True
+        return name in self._stuck and (of_id is None or of_id.automatic)
 
     def _keep(self) -> None:
         """Touch the claim now and then, on a thread of its own."""

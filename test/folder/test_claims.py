@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from paddle_dist_ckpt.folder.delete import delete
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -151,6 +153,75 @@ def test_a_save_that_died_before_its_commit_has_replaced_nothing(tmp_path: Path)
     assert not list(tmp_path.glob("*.claim"))
     rebuild_metadata(tmp_path)
     check_holds(tmp_path, {5: 1, 6: 2})
+
+
+# -- claims that cannot be removed
+
+STUCK = "0123456789abcdef"
+
+
+def stuck_claim(folder: Path, unique_id: int, **says: Any) -> FaultyStorage:
+    """A folder in which another user's save has died, whose claim only that user may remove."""
+    claim = folder / f"{unique_id}.{STUCK}.claim"
+    claim.write_text(json.dumps({"save": STUCK, "replaces": None, "removes": [], **says}))
+    age(claim)
+    (folder / f"0_{unique_id}.{STUCK}.0.safetensors").write_bytes(b"theirs")
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name == claim.name:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(claim))
+
+    return FaultyStorage(folder, hook)
+
+
+def test_a_dead_claim_that_cannot_be_removed_is_in_nobodys_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files of its save stay, and those that another dead save has left are removed."""
+    save_alone(state(1), tmp_path, 1)
+    dead_save(tmp_path, 7, last="sync")
+    storage = stuck_claim(tmp_path, 5)
+    age_claims(tmp_path)
+    save_on([state(2)], storage, 2)
+    assert caplog.text.count("the claim of a dead save is left, and with it the save's files") == 1
+    save_on([state(3)], storage, 3)
+    delete(storage, 1)
+    theirs = {f"5.{STUCK}.claim", f"0_5.{STUCK}.0.safetensors"}
+    assert theirs <= set(files_in(tmp_path))
+    for name in theirs:
+        (tmp_path / name).unlink()
+    check_holds(tmp_path, {2: 2, 3: 3})
+
+
+def test_what_a_dead_claim_that_cannot_be_removed_speaks_of_stays_if_the_next_save_dies(tmp_path: Path) -> None:
+    """Its claim has spoken of these files before it is known that the other cannot be removed."""
+    storage = stuck_claim(tmp_path, 5)
+    killed: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if killed or (operation == "delete" and STUCK in name):
+            killed.append(True)
+            raise Killed
+
+    try_save([state(1)], FaultyStorage(tmp_path, hook))
+    assert killed
+    age_claims(tmp_path)
+    save_on([state(2)], storage, 2)
+    assert {name for name in files_in(tmp_path) if STUCK in name} == {f"5.{STUCK}.claim", f"0_5.{STUCK}.0.safetensors"}
+    assert len(list(tmp_path.glob("*.claim"))) == 1
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_checkpoint_that_a_frozen_save_may_still_replace_is_not_deleted(tmp_path: Path, automatic: bool) -> None:
+    save_alone(state(1), tmp_path, 1)
+    storage = stuck_claim(tmp_path, 1, automatic=automatic)
+    if automatic:
+        delete(storage, 1)
+    else:
+        with pytest.raises(CheckpointError, match="is being saved to"):
+            delete(storage, 1)
+    assert list_checkpoints(tmp_path) == ([] if automatic else [1])
+    assert len(list(tmp_path.glob("*.claim"))) == 1
 
 
 # -- frozen saves
