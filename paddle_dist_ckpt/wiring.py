@@ -34,6 +34,7 @@ from .saving.async_save import AsyncSave
 from .saving.preparing import snapshot_bytes_of
 from .saving.save import After, save
 from .saving.save_memory import SaveContext, SaveMemory
+from .saving.turn import Ticket
 from .storage import Storage, as_source, as_storage, bounded, bounded_folders
 from .tree.state_dict import Adapter
 
@@ -123,16 +124,21 @@ def save_with(
         kind: What the session is called.
     """
     meeting = ranks.hub.session(f"{kind}(async_save=True)" if in_background else kind, options.timeout)
-    with ranks.turn, ExitStack() as opened:
-        session = opened.enter_context(meeting)
-        unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
-        check_bool("async_save", in_background)
-        state_dict, adapter = find()
-        memory = ranks.memory.setdefault("save", SaveMemory())
-        find_storage, bound = functools.partial(as_storage, path), options.progress_timeout
-        storage = opened.enter_context(bounded(find_storage, path, bound, ranks.rank, memory.unfinished))
-        context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest)
-        return save(state_dict, opened, context, unique_id, options, in_background, after)
+    ticket = Ticket()
+    try:
+        with ranks.turn, ExitStack() as opened:
+            session = opened.enter_context(meeting)
+            unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
+            check_bool("async_save", in_background)
+            state_dict, adapter = find()
+            memory = ranks.memory.setdefault("save", SaveMemory())
+            find_storage, bound = functools.partial(as_storage, path), options.progress_timeout
+            storage = opened.enter_context(bounded(find_storage, path, bound, ranks.rank, memory.unfinished))
+            context = SaveContext(storage, session, ranks.transport, adapter, memory, replace_newest, ticket)
+            return save(state_dict, opened, context, unique_id, options, in_background, after)
+    finally:
+        # An interrupt may have kept the block from ending what it had begun. Calls nothing, so that none comes between.
+        ticket.over = ticket.over or not ticket.goes_on
 
 
 def snapshot_size(ranks: Ranks, find: Find, options: SaveOptions) -> int:

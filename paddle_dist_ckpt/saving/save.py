@@ -79,10 +79,12 @@ def save(
 
     pending = AsyncSave(context.storage.location, finish)
     context.memory.last = pending
+    context.ticket.goes_on = True
     try:
         pending.start()
     except BaseException:
         if not pending.started:
+            context.ticket.goes_on = False
             context.memory.last = None
             opened.enter_context(rest)
         raise
@@ -109,7 +111,7 @@ class _Saving:
 
         def request() -> bytes:
             may_wait = self._options.when_busy == "wait"
-            self._ending.enter_context(context.memory.take_turn(may_wait, context.session.check))
+            self._ending.enter_context(context.memory.take_turn(context.ticket, may_wait, context.session.check))
             described.append(describe(state_dict, context.adapter, context.session.rank, context.memory.known))
             return encode(self._request(described[0], unique_id))
 

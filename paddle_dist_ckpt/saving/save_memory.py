@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from .describe import KnownState
 from .known_plan import KnownPlan
 from .planned_save import PlannedSave
 from .preparing import Touching
+from .turn import Ticket, Turn
 
 __all__ = ["SaveContext", "SaveMemory"]
 
 T = TypeVar("T")
 Allocate = Callable[[int], Bytes1D]
-_POLL_SECONDS = 0.2
 _MOST_KEPT = 4  # states that are saved in turns, a model and its optimizer say, and their plans
 _MOST_ENTRIES = 1 << 18  # of a state or plan that is kept beside the latest one: larger ones would take much memory
 
@@ -46,7 +45,7 @@ class SaveMemory:
         sampled: On the coordinator: in how many saves a part of the copies was compared.
     """
 
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn: Turn = field(default_factory=Turn)
     last: AsyncSave | None = None
     known: list[KnownState] = field(default_factory=list)
     plan: KnownPlan = field(default_factory=KnownPlan)
@@ -61,28 +60,22 @@ class SaveMemory:
     _windows: dict[int, Buffers] = field(default_factory=dict)  # by their count
 
     @contextmanager
-    def take_turn(self, may_wait: bool, check: Callable[[], None]) -> Iterator[None]:
+    def take_turn(self, ticket: Ticket, may_wait: bool, check: Callable[[], None]) -> Iterator[None]:
         """Around a save: wait for the group's save before this one, if it still goes on in the background.
 
         Args:
+            ticket: What the save is known by.
             may_wait: Whether to wait, and not to raise.
             check: Called now and then while waiting; may raise to stop.
 
         Raises:
             CheckpointError: it goes on, and this save is not to wait; or it failed, and nobody has noticed.
         """
-        if not self.turn.acquire(blocking=False):
-            if not may_wait:
-                raise CheckpointError("an earlier save still goes on in the background, and when_busy is 'raise'")
-            while not self.turn.acquire(timeout=_POLL_SECONDS):
-                check()
-        try:
+        with self.turn.taken(ticket, may_wait, check):
             last, self.last = self.last, None
             if last is not None:
                 last.raise_unobserved()
             yield
-        finally:
-            self.turn.release()
 
     def pass_over_last(self) -> None:
         """Wait for the latest save in the background. If it fails, its handle and the log say so, not the next save."""
@@ -127,16 +120,16 @@ class SaveMemory:
         free = free_memory()
         if nbytes <= len(self._buffer) or (free is not None and free < 2 * nbytes):
             return None
-        if not self.turn.acquire(blocking=False):
-            return None
+        ticket = Ticket()
         try:
-            self._touching = Touching(self.snapshot_buffer(nbytes))
-            self._touching.start()
-            return self._touching
-        except (MemoryError, RuntimeError):  # no memory, or no thread: the save will see what there is
+            with self.turn.taken(ticket, may_wait=False):
+                self._touching = Touching(self.snapshot_buffer(nbytes))
+                self._touching.start()
+                return self._touching
+        except (CheckpointError, MemoryError, RuntimeError):  # no memory, or no thread: the save will see what there is
             return None
         finally:
-            self.turn.release()
+            ticket.over = True
 
     def snapshot_buffer(self, nbytes: int, allocate: Allocate | None = None) -> Bytes1D:
         """Memory for a snapshot: the same again while it is large enough, so that its pages are there already.
@@ -185,7 +178,9 @@ class SaveContext(Context):
     Attributes:
         memory: What is remembered from one save to the next.
         replace_newest: Whether a save without an id replaces the newest checkpoint.
+        ticket: What the save is known by among others that use the memory.
     """
 
     memory: SaveMemory = field(default_factory=SaveMemory)
     replace_newest: bool = False
+    ticket: Ticket = field(default_factory=Ticket)

@@ -19,6 +19,7 @@ from paddle_dist_ckpt.manager import manager as manager_module
 from paddle_dist_ckpt.saving import preparing, save_memory
 from paddle_dist_ckpt.saving.preparing import Touching, snapshot_bytes_of
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
+from paddle_dist_ckpt.saving.turn import Ticket
 from paddle_dist_ckpt.testing import NumpyAdapter, shard_array
 
 STATE = {"x": np.arange(100_000.0), "y": {"z": np.ones(10, "int32")}, "n": 1}
@@ -134,7 +135,7 @@ def test_a_host_without_room_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(save_memory, "free_memory", lambda: None)
     assert memory.prepare_snapshot(1 << 60) is None
     assert len(memory._buffer) == 0
-    with memory.turn:
+    with memory.turn.taken(Ticket(), may_wait=False):
         assert memory.prepare_snapshot(NBYTES) is None, "a save has the turn"
     touching = memory.prepare_snapshot(NBYTES)
     assert touching is not None

@@ -1,0 +1,112 @@
+"""Whose turn it is: one at a time, in order; and nobody's after an interrupt at any instruction."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from paddle_dist_ckpt import wiring
+from paddle_dist_ckpt.control.ranks import Ranks
+from paddle_dist_ckpt.errors import CheckpointError
+from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.saving import save_memory
+from paddle_dist_ckpt.saving import turn as turn_module
+from paddle_dist_ckpt.saving.save_memory import SaveContext, SaveMemory
+from paddle_dist_ckpt.saving.turn import Ticket, Turn
+from paddle_dist_ckpt.testing import NumpyAdapter
+from test.waiting import PATIENCE
+
+
+def check_free(turn: Turn) -> None:
+    with turn.taken(Ticket(), may_wait=False):
+        pass
+
+
+def test_one_at_a_time_in_order() -> None:
+    turn, order, inside = Turn(), list[int](), list[int]()
+    queued = [threading.Event() for _ in range(4)]
+
+    def work(number: int) -> None:
+        with turn.taken(Ticket(), True, queued[number].set):
+            inside.append(number)
+            assert inside == [number]
+            order.append(number)
+            inside.clear()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    with turn.taken(Ticket(), may_wait=False):
+        for number, thread in enumerate(threads):
+            thread.start()
+            assert queued[number].wait(PATIENCE)
+        with pytest.raises(CheckpointError, match="when_busy is 'raise'"), turn.taken(Ticket(), may_wait=False):
+            pass
+        assert order == []
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert order == [0, 1, 2, 3]
+    check_free(turn)
+
+
+def test_who_stops_waiting_is_in_nobodys_way() -> None:
+    turn = Turn()
+
+    def stop() -> None:
+        raise ValueError("stopped")
+
+    with (
+        turn.taken(Ticket(), may_wait=False),
+        pytest.raises(ValueError, match="stopped"),
+        turn.taken(Ticket(), True, stop),
+    ):
+        pass
+    check_free(turn)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_instruction_leaves_the_turn_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C raises between two instructions, here before each one in turn of all that takes and gives back."""
+    ranks, count = Ranks.alone(), itertools.count(1)
+    traced = {contextlib.__file__, turn_module.__file__, save_memory.__file__}
+
+    def save(state: Any, opened: ExitStack, context: SaveContext, *others: Any) -> None:
+        opened.enter_context(context.memory.take_turn(context.ticket, False, lambda: None))
+
+    def trace_from(place: int) -> Callable[..., Any]:
+        """What interrupts at this instruction, counted from here."""
+        instructions = itertools.count(1)
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            if frame.f_code.co_filename not in traced:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and next(instructions) == place:
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    monkeypatch.setattr(wiring, "save", save)
+    before = sys.gettrace()
+    for place in count:
+        sys.settrace(trace_from(place))
+        try:
+            wiring.save_with(ranks, lambda: ({}, NumpyAdapter()), tmp_path, None, False, SaveOptions())
+        except KeyboardInterrupt:
+            sys.settrace(before)
+            check_free(ranks.memory.setdefault("save", SaveMemory()).turn)  # while the traceback is alive
+        else:
+            break
+        finally:
+            sys.settrace(before)
+    assert place > 300
