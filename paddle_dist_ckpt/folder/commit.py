@@ -42,20 +42,26 @@ def begin(
     replace_newest: bool = False,
     given_up: Collection[str] = (),
     patience: float = math.inf,
+    made: list[Lease] | None = None,
 ) -> Lease:
     """Choose an id (unless one is given), take a lease, and find out which files dead saves have left.
 
-    ``given_up`` are saves that are known to be dead; for ``patience`` see :class:`.lease.Lease`.
+    ``given_up`` are saves that are known to be dead; for ``patience`` and ``made`` see :class:`.lease.Lease`.
     """
     try:
-        return _begin(storage, unique_id, replace_newest, given_up, patience)
+        return _begin(storage, unique_id, replace_newest, given_up, patience, made)
     except FileNotFoundError:
         # Until there is a claim in it, whoever has removed what the folder had may remove the folder as well.
-        return _begin(storage, unique_id, replace_newest, given_up, patience)
+        return _begin(storage, unique_id, replace_newest, given_up, patience, made)
 
 
 def _begin(
-    storage: Storage, unique_id: int | None, replace_newest: bool, given_up: Collection[str], patience: float
+    storage: Storage,
+    unique_id: int | None,
+    replace_newest: bool,
+    given_up: Collection[str],
+    patience: float,
+    made: list[Lease] | None,
 ) -> Lease:
     """See :func:`begin`."""
     storage.prepare()
@@ -68,7 +74,7 @@ def _begin(
     if unique_id is None:
         # Who replaces the newest does as Paddle, to which only its own checkpoints count.
         others = () if replace_newest else ids_beside(names)
-        return Lease(storage, next_id(names, others), True, of_paddle, given_up)
+        return Lease(storage, next_id(names, others), True, of_paddle, given_up, made=made)
     name = metadata_name(unique_id)
     if look(storage, name)[0] in (Format.PADDLE, Format.FOLDER):
         raise ValueError(
@@ -81,7 +87,7 @@ def _begin(
             storage.location,
             unique_id,
         )
-    return Lease(storage, unique_id, automatic=False, given_up=given_up, patience=patience)
+    return Lease(storage, unique_id, automatic=False, given_up=given_up, patience=patience, made=made)
 
 
 def _newest_of_paddle(storage: Storage) -> int | None:

@@ -81,6 +81,7 @@ class Lease:
             `.metadata` is gone, anybody may do the rest.
         patience: How many seconds it waits for somebody who removes the checkpoint under the id, or longer, as long as
             the claim of one that has died counts.
+        made: Gets the lease before anything can come between that and its return, to be ended by whoever passes this.
 
     Attributes:
         save_id: The save's random id.
@@ -98,6 +99,7 @@ class Lease:
         given_up: Collection[str] = (),
         deletes: bool = False,
         patience: float = math.inf,
+        made: list[Lease] | None = None,
     ) -> None:
         self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
         self._deletes, self._done, self._patience = deletes, False, patience
@@ -115,6 +117,8 @@ class Lease:
             if not deletes:
                 self._keeper.start()
             self._take_over_dead(given_up)
+            if made is not None:
+                made.append(self)
         except BaseException:
             with suppress(OSError, CheckpointError):  # it expires then
                 self.withdraw()

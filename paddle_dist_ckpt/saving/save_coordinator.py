@@ -139,10 +139,16 @@ class SaveCoordinator:
         folders = {rank: request.folder.identity for rank, request in requests.items()}
         if warnings:
             _logger.warning("%s: %s", context.storage.location, logged(warnings))
+        made: list[Lease] = []
+        self._ending.push(functools.partial(self._end, made))  # first: an interrupt may come when the lease is there
         lease = commit.begin(
-            context.storage, ours.unique_id, context.replace_newest, context.memory.given_up, self._options.timeout
+            context.storage,
+            ours.unique_id,
+            context.replace_newest,
+            context.memory.given_up,
+            self._options.timeout,
+            made,
         )
-        self._ending.push(functools.partial(self._end, lease))
         self._ordered = _Ordered(
             planned=planned,
             value_json=contents.value_json,
@@ -190,13 +196,18 @@ class SaveCoordinator:
         return not self._differing
 
     def _end(
-        self, lease: Lease, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        leases: list[Lease],
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            commit.give_up(lease, self._settled)
-            # By the next save all ranks have left this one, and nobody need wait until its claim has expired.
-            self._context.memory.given_up.add(lease.save_id)
-        lease.stop()  # after a commit, what is left to do is left to a later save
+        for lease in leases:
+            if error is not None:
+                commit.give_up(lease, self._settled)
+                # By the next save all ranks have left this one, and nobody need wait until its claim has expired.
+                self._context.memory.given_up.add(lease.save_id)
+            lease.stop()  # after a commit, what is left to do is left to a later save
 
     @no_collections()
     def written(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:

@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
+from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.folder.delete import delete
+from paddle_dist_ckpt.folder.lease import Lease
+from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity
-from paddle_dist_ckpt.testing import FaultyStorage
+from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter
 from paddle_dist_ckpt.testing.storage_conformance import in_threads
+from paddle_dist_ckpt.wiring import save_with
 from test.jobs import (
     Killed,
     age,
@@ -153,6 +158,26 @@ def test_a_save_that_died_before_its_commit_has_replaced_nothing(tmp_path: Path)
     assert not list(tmp_path.glob("*.claim"))
     rebuild_metadata(tmp_path)
     check_holds(tmp_path, {5: 1, 6: 2})
+
+
+# -- interrupts
+
+
+def test_a_save_that_is_interrupted_when_it_has_its_claim_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a thread would keep the claim fresh for as long as the process lives."""
+    real = commit.begin
+
+    def begin(*args: Any, **kwargs: Any) -> Lease:
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commit, "begin", begin)
+    with pytest.raises(KeyboardInterrupt):
+        save_with(Ranks.alone(), lambda: (state(1), NumpyAdapter()), tmp_path, None, False, SaveOptions())
+    assert files_in(tmp_path) == {}
+    assert "paddle_dist_ckpt claim" not in {thread.name for thread in threading.enumerate()}
 
 
 # -- claims that cannot be removed
