@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,12 @@ class Ticket:
 
     def __init__(self) -> None:
         self.over = self.goes_on = False
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether the save is one of the process that this one was forked from, of whose end nobody hears here."""
+        return os.getpid() != self._pid
 
 
 class Turn:
@@ -46,7 +53,7 @@ class Turn:
             check: Called now and then while waiting; may raise to stop.
 
         Raises:
-            CheckpointError: somebody else has it, and this one is not to wait.
+            CheckpointError: somebody else has it, and this one is not to wait, or would wait for ever.
         """
         try:
             self._queue.append(ticket)
@@ -63,6 +70,11 @@ class Turn:
         for other in list(self._queue):
             if other is ticket:
                 return True
+            if not other.over and other.is_inherited:
+                raise CheckpointError(
+                    "a save still went on when this process was forked, and has not ended here: a forked process needs "
+                    "a CheckpointManager of its own"
+                )
             if not other.over:
                 return False
             with suppress(ValueError):  # somebody else has removed it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -68,6 +69,25 @@ def test_who_stops_waiting_is_in_nobodys_way() -> None:
         turn.taken(Ticket(), True, stop),
     ):
         pass
+    check_free(turn)
+
+
+def test_a_forked_process_does_not_wait_for_what_goes_on_in_the_other() -> None:
+    turn, over = Turn(), Ticket()
+    with turn.taken(over, may_wait=False):
+        pass
+    with turn.taken(Ticket(), may_wait=False):
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                check_free(Turn())
+                try:
+                    with turn.taken(Ticket(), may_wait=True):
+                        os._exit(2)
+                except CheckpointError as error:
+                    os._exit(0 if "when this process was forked" in str(error) else 3)
+            os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     check_free(turn)
 
 

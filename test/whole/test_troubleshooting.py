@@ -42,7 +42,7 @@ MOMENTS = {"weight.moment1": np.zeros((4, 2), "f4"), "bias.moment1": np.zeros(2,
 VARIES = re.compile(r"\b[0-9a-f]{16}\b|(?<![\w.])\d[\d,.]*(?![\w.])|on [\w-]*\d\b|node-\w+|host\d")
 NOT_OURS = re.compile(r"paddle\.load|Optimizer set error|gloo|what\(\)|list index|InvalidArgument|File \"|e\.update")
 NOT_PROVOKED = re.compile(
-    r"not in the process group|earlier call was|control hub|earlier save|Errno 24|cannot listen|"
+    r"not in the process group|earlier call was|control hub|earlier save|process was forked|Errno 24|cannot listen|"
     r"the coordinator: rank|denied: '/data/ro|cannot be had|free, and|no progress|"
     r"bytes; \d+ were written|durability|an exchange that was given up"
 )
