@@ -20,7 +20,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFou
 from ..files.codec import check_room, decode_metadata, encode_metadata, table_from_record, table_to_record
 from ..files.datafile import DataFileInfo, read_info
 from ..files.metadata import FileInfo, Metadata, save_members
-from ..files.names import metadata_name, parse_data_file, temporary_name
+from ..files.names import metadata_name, parse_data_file
 from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
 from .catalogs import ids_beside
@@ -79,7 +79,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
     Raises:
         CheckpointError: somebody is, or has been.
     """
-    name, temporary = metadata_name(metadata.unique_id), temporary_name(metadata.unique_id, metadata.save_id)
+    name = metadata_name(metadata.unique_id)
     lease = Lease(storage, metadata.unique_id, automatic=False, deletes=True)
     try:
         lease.check_alone(everywhere=False)
@@ -87,7 +87,8 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
         if metadata.save_id in lease.doomed or not there.issuperset(file.name for file in metadata.files):
             raise CheckpointError(f"{storage.location}: save {metadata.save_id} has been removed meanwhile")
         replace = _is_damaged(storage, metadata.unique_id)
-        if not publish_metadata(storage, metadata.unique_id, data, temporary, replace, lease.confirm):
+        # The temporary name is this claim's own: whoever finds the claim expired removes that, too.
+        if not publish_metadata(storage, metadata.unique_id, data, lease.temporary, replace, lease.confirm):
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of

@@ -22,6 +22,7 @@ from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.testing import NumpyAdapter
 from test.jobs import (
     SMALL,
+    Killed,
     age,
     alike,
     data_files,
@@ -294,3 +295,31 @@ def test_nothing_is_rebuilt_beside_a_save(tmp_path: Path, monkeypatch: pytest.Mo
     assert rebuilt(tmp_path).unique_id == 3
     assert not list(tmp_path.glob("3.*.claim*"))
     assert list_checkpoints(tmp_path) == [3]
+
+
+def test_a_rebuild_that_was_killed_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
+    save_alone({"a": make_array((4,))}, tmp_path, 3)
+    original = without_times(tmp_path / "3.metadata")
+    (tmp_path / "3.metadata").unlink()
+
+    class Dying(LocalStorage):
+        """Killed when the `.metadata` is complete under its temporary name, which stays."""
+
+        def publish(self, name: str, data: bytes, temporary: str, *args: Any, **kwargs: Any) -> bool:
+            if name.endswith(".metadata"):
+                (tmp_path / temporary).write_bytes(data)
+                raise Killed
+            return super().publish(name, data, temporary, *args, **kwargs)
+
+        def delete(self, name: str) -> None:
+            raise Killed
+
+    with pytest.raises(Killed):
+        rebuild.rebuild(Dying(tmp_path), None, False)
+    with pytest.raises(CheckpointError, match="is being saved to, as 3"):
+        rebuilt(tmp_path)
+    for claim in tmp_path.glob("*.claim"):
+        age(claim)
+    assert rebuilt(tmp_path).unique_id == 3
+    assert (tmp_path / "3.metadata").read_bytes() == original
+    assert len(files_in(tmp_path)) == 2, sorted(files_in(tmp_path))
