@@ -25,7 +25,7 @@ from .commit import aftermath, finish, publish_metadata, remove_saves, seal
 from .delete import check_native
 from .foreign import Format, look
 from .ids import committed_saves
-from .lease import Lease
+from .lease import EXPIRY, Lease, claimed_saves
 
 __all__ = ["copy"]
 
@@ -104,7 +104,11 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
         raise ValueError(f"{out.location} has this checkpoint already, with unique_id {saves[metadata.save_id]}")
     taken = [info.name for info in metadata.files if info.name in names]
     if taken:
-        raise ValueError(f"{out.location} has files of this checkpoint already, but no .metadata: {taken[0]}")
+        claim = claimed_saves(out).get(metadata.save_id)
+        raise ValueError(
+            f"{out.location} has files of this checkpoint already, but no .metadata: {taken[0]}"
+            + (f"; the claim {claim} speaks of them: {EXPIRY}" if claim is not None else "")
+        )
     needed, free = sum(info.size for info in metadata.files), out.free_bytes()
     if free is not None and free < needed:
         raise CheckpointError(f"{out.location} has room for {free:,} bytes; {needed:,} are to be copied")

@@ -24,11 +24,12 @@ from ..storage.base import Storage
 from ..tree.values import DECODE_ERRORS
 from .ids import committed_saves, known_save_of
 
-__all__ = ["Claim", "Lease", "claimed_saves", "is_abandoned"]
+__all__ = ["EXPIRY", "Claim", "Lease", "claimed_saves", "is_abandoned"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
+EXPIRY = f"try again when that is done (a claim of a save that was killed counts for {_EXPIRES_AFTER / 60:.0f} minutes)"
 _LOOK_AGAIN = 0.1  # seconds
 _TEMPORARY = ".tmp"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -307,10 +308,7 @@ class Lease:
         claims = _claims(self.storage) if everywhere else here
         others = [name for name in claims if name != self.name and not self._is_harmless(name, here.get(name))]
         if others:
-            raise CheckpointError(
-                f"{self.storage.location} is being saved to, as {others[0]} says; try again when that is done (a claim "
-                f"of a save that was killed counts for {_EXPIRES_AFTER / 60:.0f} minutes)"
-            )
+            raise CheckpointError(f"{self.storage.location} is being saved to, as {others[0]} says; {EXPIRY}")
 
     def _is_harmless(self, name: str, of_id: Claim | None) -> bool:
         """Whether another claim, perhaps one of this id, lets nobody replace what has the id now.

@@ -26,6 +26,7 @@ from paddle_dist_ckpt import (
     rebuild_metadata,
     verify,
 )
+from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.storage import LocalStorage
@@ -250,6 +251,29 @@ def test_a_copy_is_the_checkpoint(tmp_path: Path) -> None:
     assert copy_checkpoint(tmp_path / "a", tmp_path / "deep" / "b").unique_id == 3
     assert files_in(tmp_path / "deep" / "b") == files_in(tmp_path / "a")
     assert np.array_equal(load_whole(tmp_path / "deep" / "b")["cut"], CUT)
+
+
+def test_a_copy_after_one_that_was_killed_says_for_how_long_that_is_in_the_way(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    dead: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if dead or operation == "sync_file":
+            dead.append(True)
+            raise Killed
+
+    with pytest.raises(Killed):
+        copy(LocalStorage(tmp_path / "a"), FaultyStorage(tmp_path / "b", hook), 1, False)
+    (claim,) = (tmp_path / "b").glob("*.claim")
+    with pytest.raises(ValueError, match=rf"the claim {claim.name} speaks of them: .* counts for 5 minutes"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    age(claim)
+    copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    check_holds(tmp_path / "b", 1)
+    (tmp_path / "b" / "1.metadata").unlink()
+    with pytest.raises(ValueError, match="has files of this checkpoint already, but no .metadata: 0_1") as caught:
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert "claim" not in str(caught.value)
 
 
 def test_a_copy_beside_others(tmp_path: Path) -> None:
