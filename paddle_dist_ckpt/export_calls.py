@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .core.dtypes import DTYPES
+from .core.text import encodable
 from .exporting.formats import FORMATS, ExportRequest
 from .folder.selection import checked_keys
 from .options import LoadOptions, SaveOptions, as_integer, checked, takes
@@ -147,6 +148,8 @@ def export_request(
         raise ValueError(f"max_shard_bytes must be a number of bytes above 0, not {max_shard_bytes!r}")
     wanted = checked_keys(keys)
     place, number = local_path(out, "out"), checked_id(unique_id)
+    if place != encodable(place):
+        raise ValueError(f"out must be a path of text in UTF-8, which {place!r} is not, for other ranks are sent it")
     return ExportRequest(
         place, format, number, prefix, None if wanted is None else list(wanted), dtype, int(max_shard_bytes), stem
     )

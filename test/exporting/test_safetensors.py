@@ -215,6 +215,13 @@ def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], error: type[
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
+def test_a_place_whose_name_is_no_utf_8_is_refused_at_once(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", {"a": make_array((3,))})
+    with pytest.raises(ValueError, match="out must be a path of text in UTF-8"):
+        export(tmp_path / "ckpt", tmp_path / "\udcff")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
 def test_a_damaged_block_is_found_and_nothing_is_left(tmp_path: Path) -> None:
     saved(tmp_path / "ckpt")
     path = data_files(tmp_path / "ckpt")[0]
