@@ -25,7 +25,7 @@ from .options import LoadOptions, SaveOptions, checked
 from .reports import ExportReport, LoadReport, SaveReport
 from .saving.async_save import AsyncSave
 from .storage import LocalStorage, as_source
-from .wiring import connected, export_filled_with, export_with, load_with, members, paddles, save_with
+from .wiring import connected, export_filled_with, export_with, load_with, paddles, save_with
 
 __all__ = ["install", "uninstall"]
 
@@ -243,19 +243,20 @@ class _DropIn:
         With an ``aoa_config`` the stored keys are written, each as the statements fill it.
         """
         _log_without_effect("merge_sharded_state_dict", safetensors=safetensors)
-        options = _with_statements(self.load_options, aoa_config)
-        keys = [
-            key
-            for key in read_metadata(load_path, unique_id).state_dict_metadata
-            if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
-        ]
-        if aoa_config is None:
-            request = export_request(
-                save_path, unique_id=unique_id, keys=list(map(glob.escape, keys)), stem=safetensor_prefix
-            )
-            return export_with(members(process_group, options), load_path, request, options)
-        request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix)
-        return export_filled_with(connected(process_group, 0, options), load_path, request, options, offload)
+        ranks, options, patterns = connected(process_group, 0, self.load_options), self.load_options, aoa_config is None
+        try:
+            options = _with_statements(options, aoa_config)
+            keys = [
+                glob.escape(key) if patterns else key
+                for key in read_metadata(load_path, unique_id).state_dict_metadata
+                if key.startswith(prefix or "") and not key.endswith(tuple(skip_postfix_list))
+            ]
+            request = export_request(save_path, unique_id=unique_id, keys=keys, stem=safetensor_prefix)
+        except Exception as error:
+            _refuse(ranks, options, error, "export" if patterns else "merge_sharded_state_dict")
+        if patterns:
+            return export_with(ranks, load_path, request, options)
+        return export_filled_with(ranks, load_path, request, options, offload)
 
     def clear_async_save_task_queue(self) -> None:
         """Wait until the saves in the background have ended.
@@ -327,9 +328,9 @@ def _with_statements(options: LoadOptions, aoa_config: Any) -> LoadOptions:
     return options if aoa_config is None or aoa_config == {} else dataclasses.replace(options, aoa_config=aoa_config)
 
 
-def _refuse(ranks: Ranks, options: LoadOptions, error: Exception) -> NoReturn:
-    """Raise on all ranks, on those that did not ask for it as well."""
-    with ranks.hub.session("load_state_dict", options.timeout):
+def _refuse(ranks: Ranks, options: LoadOptions, error: Exception, kind: str = "load_state_dict") -> NoReturn:
+    """Raise on all ranks, on those that did not ask for it as well; ``kind`` is what their session is called."""
+    with ranks.hub.session(kind, options.timeout):
         raise error
 
 

@@ -299,6 +299,7 @@ def _values(fit: Fit, room: Room) -> dict[str, Any]:
     }
     for path in [path for path in values if is_own(path) and path not in fit.wanted.values]:
         values[parent_of(path)] = PerRank(values.pop(path))
+    values |= fit.wanted.left_own
     paths = sorted(values)
     for path, present in fit.wanted.values.items():
         if present in ("none", "empty") and path not in values:

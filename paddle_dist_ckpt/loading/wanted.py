@@ -42,6 +42,8 @@ class WantedState:
         complete: The flat keys of objects of which nothing that is stored may be left.
         kept: The paths of tensors that are left as they are, and for which something may be stored.
         key_map: Whether each key of the key_map matches something, if that is a mapping.
+        own: The values of its own that this rank has now, by path.
+        left_own: Those of them that are left as they are, which an object is given back with what is stored for it.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
@@ -57,6 +59,8 @@ class WantedState:
     complete: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     key_map: dict[str, bool] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    left_own: dict[str, Any] = field(default_factory=dict)
 
     def instead(self) -> dict[str, str]:
         """What distributed tensors are made of, in words, if this rank has recipes or a key_map for any tensor.
@@ -94,6 +98,8 @@ class WantedState:
             elif choice == "coordinator":
                 taken = own[min(own)]
             elif choice == "by_rank":
+                paths = [path for stored in own.values() for path in answer.renamed.get(stored, [stored])]
+                self.left_own |= {path: self.own[path] for path in map(parent_of, paths) if path in self.own}
                 self.left.append(Mismatch.at(parent, f"left as it is, for no rank {rank} has saved its own"))
             else:
                 text = (
@@ -135,6 +141,8 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         for path, number in zip(wanted.tensors.paths, wanted.tensors.geometry, strict=True):
             wanted.records[path] = _record(keys[path], wanted.tensors.geometries[number], corners[path])
     for path, value in zip(leaves.value_paths, leaves.values, strict=True):
+        if isinstance(value, PerRank):
+            wanted.own[path] = value
         owner = objects.get(owner_of(path, objects) or "") if objects else None
         kind = owner.kind if owner is not None else None
         if path not in skipped and kind is not ObjectKind.FREE:

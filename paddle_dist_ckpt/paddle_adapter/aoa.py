@@ -22,7 +22,7 @@ from ..core.box import Box, whole
 from ..core.dtypes import DTYPES, arithmetic_dtype, can_cast, dtype_named
 from ..core.parts import Arranged, IdleStatement, Part, SourceTensor, WantedTensor
 from ..errors import UnsupportedValueError
-from .aoa_statements import check_counts, idle_statements
+from .aoa_statements import OF_PARTS, check_counts, idle_statements
 from .sharded_weight import is_sharded_weight
 
 __all__ = ["PaddleArranger"]
@@ -33,7 +33,8 @@ _STATES = ("", ".w_0", ".moment1_0", ".moment2_0")  # that are cut as their para
 _STATEMENT_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
 
 # Statements that are tried first, and what must come of them: whether the engine is the one that is known here.
-_ALONG_ROWS = re.compile(r"axis\s*=\s*['\"]?0")
+# A macro whose result depends on how many parts a tensor is in, and which is to fuse along rows.
+_BY_ROWS = re.compile(rf"(?=.*,\s*({'|'.join(OF_PARTS)})\s*(,|$))(?=.*,\s*axis\s*=\s*['\"]?0\b)", re.DOTALL)
 _PROBE = ["a^T, b -> t, axis=0", "t -> x, dtype='float16'"]
 _PROBE_TENSORS = (
     {key: SourceTensor(shape, DTYPES["float32"], [(0, 0)]) for key, shape in (("a", (2, 3)), ("b", (1, 2)))},
@@ -149,7 +150,7 @@ class _StoredParts(Mapping[str, Any]):
 
     def __init__(self, module: ModuleType, stored: Mapping[str, SourceTensor], statements: Sequence[str]) -> None:
         self._module, self._stored = module, stored
-        self._by_columns = not any("fused" in one and _ALONG_ROWS.search(one) for one in statements)
+        self._by_columns = not any(map(_BY_ROWS.match, statements))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from ..core.parts import IdleStatement
 
-__all__ = ["check_counts", "idle_statements"]
+__all__ = ["OF_PARTS", "check_counts", "idle_statements"]
 
 _LAST_OF_NAMES = 3  # macros of a priority up to this put names in the place of patterns; later ones rewrite statements
 _NOTHING = "_"
-_OF_PARTS = ("fused_ffn", "fused_qkv_old")  # what they do depends on how many parts a tensor is in
+OF_PARTS = ("fused_ffn", "fused_qkv_old")
+"""Macros for which it matters how many parts a tensor is in."""
 _MOST_NAMES = 3  # in a message
 
 
@@ -44,7 +45,7 @@ def check_counts(
         return
     for statement, lines in _lines(module, config, stored, wanted):
         for line in lines:
-            if len(line.made) < 2 or not any(word in _OF_PARTS for word in line.words):
+            if len(line.made) < 2 or not any(word in OF_PARTS for word in line.words):
                 continue
             advice = f"write {statement!r} forwards, without aoa_config_reverse"
             for key in _family(module, line.taken, stored):

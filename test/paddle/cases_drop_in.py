@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -158,6 +159,21 @@ def with_transform(folder: str, ranks: int, having: list[int]) -> tuple[str | No
         first = outcome_of(lambda: dist.load_state_dict(state, folder, group, load_transform=transform))
         dist.load_state_dict(state, folder, group)
     return first.error, float(state["x"].sum())
+
+
+def merge_wrongly(folder: str, ranks: int, wrong: dict[str, Any]) -> list[Outcome]:
+    """Call merge_sharded_state_dict with arguments that are wrong on rank 1, then load."""
+    home: Any = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict")
+    state, group = {"x": paddle.zeros([3])}, group_of(ranks)
+    given: dict[str, Any] = {"load_path": f"{folder}/saved", "save_path": f"{folder}/merged"}
+    with install(**_OPTIONS):  # type: ignore[arg-type]
+        dist.save_state_dict({"x": paddle.ones([3])}, f"{folder}/saved", group)
+        if "aoa_config" in wrong:
+            given["aoa_config"] = {"aoa_statements": ["x -> x"]}
+        if dist.get_rank() == 1:
+            given |= wrong
+        merged = outcome_of(lambda: home.merge_sharded_state_dict(**given, process_group=group))
+        return [merged, outcome_of(lambda: dist.load_state_dict(state, f"{folder}/saved", group))]
 
 
 def leave_to_former(folder: str, ranks: int) -> list[str]:

@@ -424,6 +424,24 @@ def test_columns_tell_in_how_many_parts_a_tensor_was(tmp_path: Path, how: str) -
     assert_same(to_array(states[0]["up"]), np.concatenate(pieces[1::2], axis=1))
 
 
+@pytest.mark.parametrize(
+    "other",
+    ["q, k, v -> b, fused_qkv, num_heads=2, num_key_value_groups=2, axis=0", "fused_ffn.q, k -> b, axis=0"],
+)
+def test_only_what_depends_on_parts_says_along_what_they_are_counted(tmp_path: Path, other: str) -> None:
+    array = array_of((512, 1024), "float32", 0)
+    small = {key: array_of((4,), "float32", i) for i, key in enumerate(("q", "k", "v", "fused_ffn.q"))}
+    arrays = {"ffn": array, **small}
+    whole = {key: cut("whole", one.shape, 1) * 2 for key, one in small.items()}
+    parts = {"ffn": cut("rows", array.shape, 2), **whole}
+    raise_first(saved(tmp_path, *(weights(arrays, parts, rank) for rank in range(2))))
+    states = [{key: tensor_of(np.zeros((512, 512), "float32")) for key in ("gate", "up")} for _ in range(2)]
+    raise_first(loaded(tmp_path, states, {"aoa_statements": ["ffn -> gate, up, fused_ffn", other]}))
+    pieces = np.split(array, 2, axis=1)
+    assert_same(to_array(states[1]["gate"]), pieces[0])
+    assert_same(to_array(states[0]["up"]), pieces[1])
+
+
 @pytest.mark.parametrize(("how", "axis"), [("rows", "0"), ("flat", "0"), ("single rows", "1")])
 def test_a_number_of_stored_parts_that_is_not_known_is_refused(tmp_path: Path, how: str, axis: str) -> None:
     array = array_of((2 if how == "single rows" else 4, 16), "float32", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
@@ -245,6 +246,18 @@ SAVE = ["state_dict", "path", "process_group", "coordinator_rank"]  # since Padd
 LOAD = [*SAVE, "unique_id", "offload", "mw_name_compatibility"]  # since 3.0
 LATER = ["load_transform", "num_workers"]  # than 3.3
 MERGED = ["path", "prefix", "unique_id", "offload"]
+
+
+@has_merged
+@pytest.mark.parametrize(
+    "wrong", [{"load_path": "/nowhere"}, {"skip_postfix_list": 5}, {"aoa_config": "x -> y"}], ids=str
+)
+def test_a_merge_that_is_wrong_on_one_rank_is_so_on_all(pool: RankPool, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    for merged, after in pool.run(cases.merge_wrongly, str(tmp_path), 2, wrong, ranks=2):
+        assert merged.error in ("CheckpointNotFoundError", "RankFailureError", "TypeError")
+        assert re.search("no folder /nowhere|'int' object is not iterable|must be a mapping, not str", merged.message)
+        assert merged.seconds < 30
+        assert after.error is None
 
 
 @pytest.mark.parametrize(

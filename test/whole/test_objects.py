@@ -320,6 +320,20 @@ def test_own_values_in_an_object_and_in_a_list(tmp_path: Path) -> None:
         assert target["l"] == [PerRank(rank), 1]
 
 
+def test_an_object_is_given_back_what_it_has_of_its_own_if_none_is_stored(tmp_path: Path) -> None:
+    class Shard(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": self.position, "inner": {"order": PerRank(self.order)}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.position, self.order = state["position"], state["inner"]["order"].value
+
+    saved(1, lambda rank: {"s": Shard(7, [0])}, tmp_path)
+    results = all_ok(loaded(2, lambda rank: {"s": Shard(1, [5, rank])}, tmp_path, per_rank="by_rank"))
+    assert [(target["s"].position, target["s"].order) for target, _ in results] == [(7, [0]), (7, [5, 1])]
+    assert [report.skipped_keys for _, report in results] == [(), ("s.inner.order",)]
+
+
 def test_an_own_value_that_changes_in_size_a_little_needs_no_new_plan(tmp_path: Path) -> None:
     def work(rank: SimulatedRank) -> Any:
         plans = []
