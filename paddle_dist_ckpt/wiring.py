@@ -123,11 +123,11 @@ def save_with(
         replace_newest: Without a number, replace the newest checkpoint, by the coordinator's listing.
         kind: What the session is called.
     """
-    meeting = ranks.hub.session(f"{kind}(async_save=True)" if in_background else kind, options.timeout)
+    kind = f"{kind}(async_save=True)" if in_background else kind
     ticket = Ticket()
     try:
-        with ranks.turn, ExitStack() as opened:
-            session = opened.enter_context(meeting)
+        with ExitStack() as opened:
+            session = opened.enter_context(ranks.hub.session(kind, options.timeout))
             unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
             check_bool("async_save", in_background)
             state_dict, adapter = find()
@@ -174,8 +174,7 @@ def load_with(
         threads: How many threads read; None for all that the host offers.
         is_part: Whether the caller logs what is loaded.
     """
-    meeting = ranks.hub.session(kind, options.timeout)
-    with ranks.turn, meeting as session:
+    with ranks.hub.session(kind, options.timeout) as session:
         unique_id = checked_id(unique_id)  # all of this in the session, so that the other ranks hear of it
         check_bool("offload", offload)
         state_dict, adapter = find()
@@ -246,6 +245,7 @@ def export_with(ranks: Ranks, path: Any, request: ExportRequest, options: LoadOp
         source_of(path, options, ranks.rank) as storage,
         bounded_folders(options.progress_timeout, ranks.rank) as folders,
     ):
+        session.end_collectives()  # it has none
         return export_checkpoint(session, storage, request, options.progress, folders)
 
 

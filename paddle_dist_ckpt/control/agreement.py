@@ -8,11 +8,11 @@ so a call that names another one, or the first rank, is found as any two differe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
-from ..core.protocols import ControlHub, ControlSession
+from ..core.protocols import ControlHub
 from .board import Board
 from .session import BoardAppointments, Session
 from .wire import NAMED_COORDINATOR
@@ -40,24 +40,17 @@ class AgreedHub:
         """Open the next session, after a round in which all ranks turn out to mean the same coordinator.
 
         Raises:
-            CheckpointError: this process was forked from the one that made the hub.
-            ValueError: on entry, the ranks do not mean the same; says who named whom.
-            CheckpointTimeoutError, RankFailureError: on entry, a rank did not come, or was lost.
+            ValueError: they do not; says who named whom.
+            CheckpointTimeoutError, RankFailureError: a rank did not come, or was lost.
         """
-        asking = self._meeting.session(f"{kind}{NAMED_COORDINATOR}{self._coordinator}", timeout)
-        return self._after(asking, kind, timeout)
-
-    @contextmanager
-    def _after(self, asking: AbstractContextManager[ControlSession], kind: str, timeout: float) -> Iterator[Session]:
-        with asking as meeting:
+        with self._meeting.session(f"{kind}{NAMED_COORDINATOR}{self._coordinator}", timeout) as meeting:
             doubtful = meeting.gather_scatter(
                 "coordinator_rank", lambda: b"", lambda asked: dict.fromkeys(asked, b"1" if meeting.doubtful else b"")
             )
         hub = self._own(timeout)
         if doubtful:
             hub.doubt()
-        with hub.session(kind, timeout) as session:
-            yield session
+        return hub.session(kind, timeout)
 
     def appointments(self, topic: str, timeout: float) -> BoardAppointments:
         """Make appointments with the coordinator, on which the ranks have agreed in a session before."""

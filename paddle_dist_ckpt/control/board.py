@@ -119,7 +119,9 @@ class Board(ABC):
 
     def number(self, kind: str, timeout: float) -> MemberSession:
         """Make the next session, of which nobody knows until it is opened. Called with the lock held, as `open` is."""
-        return MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, time.monotonic())
+        made = MemberSession(self._opened, kind, self.rank, self.coordinator, timeout, time.monotonic())
+        made.opener = threading.get_ident()
+        return made
 
     def open(self, session: MemberSession) -> None:
         """Open a session and announce it. One that is over already is failed."""
@@ -142,12 +144,21 @@ class Board(ABC):
         """
         with self.lock:
             self._sessions.pop(session.number, None)
+            self.changed.notify_all()  # who waits for its collectives
             self.post(wire.Bye(session.number))
             if succeeded and self.table is not None:
                 unheard = self.table.unheard.setdefault(session.number, set())
                 self.changed.wait_for(lambda: not unheard or self.broken is not None, _FAREWELL_SECONDS)
             if self.table is not None:
                 self.table.unheard.pop(session.number, None)
+
+    def ahead_of(self, session: MemberSession) -> MemberSession | None:
+        """The first session whose collectives come before those of this one. Called with the lock held.
+
+        A thread that opens a session while it is in another one could not wait for that.
+        """
+        ahead = (one for number, one in sorted(self._sessions.items()) if number < session.number)
+        return next((one for one in ahead if one.may_collect and one.opener != session.opener), None)
 
     def doubt(self) -> None:
         """On the coordinator: be doubtful until a session succeeds, since ranks may not be at the same calls."""

@@ -27,6 +27,8 @@ class MemberSession:
         round_name: Of the round that this rank is in; empty between rounds.
         moved_since: Tells whether work that may block in collectives gets on here since some time; None without any.
         group_moved: When some rank last said that it does.
+        opener: Which thread opened the session.
+        may_collect: Whether work that blocks in collectives may still come.
     """
 
     def __init__(self, number: int, kind: str, rank: int, coordinator: int, timeout: float, now: float) -> None:
@@ -43,6 +45,8 @@ class MemberSession:
         self.moved_since: Callable[[float], bool] | None = None
         self.group_moved = now
         self._coordinator_left = False
+        self.opener = 0
+        self.may_collect = True
         self.round = -1
         self.round_name = ""
         self._replies: dict[int, bytes] = {}

@@ -57,6 +57,9 @@ class SoloSession:
     def check(self) -> None:
         """Does nothing: there is no other rank that could have failed."""
 
+    def end_collectives(self) -> None:
+        """Does nothing: nobody waits for them."""
+
     def gather_scatter(
         self,
         name: str,
@@ -126,8 +129,6 @@ class Ranks:
         host_transport: For bulk data that are to stay in host memory.
         memory: Whatever the caller wants to keep with the connection.
         count: How many ranks there are.
-        turn: To be held through a call that may use the transports, for several threads would mix their collectives.
-            Make the session first, which a forked process cannot do: there, nobody may ever give the turn back.
     """
 
     rank: int
@@ -136,7 +137,6 @@ class Ranks:
     host_transport: Transport
     memory: dict[str, Any] = field(default_factory=dict)
     count: int = 1
-    turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @classmethod
     def alone(cls, rank: int = 0) -> Ranks:

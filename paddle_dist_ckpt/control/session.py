@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..core.memory import Bytes1D
 from ..core.protocols import Operations, Transfers, Transport
-from ..errors import CollectiveError
+from ..errors import CheckpointTimeoutError, CollectiveError
 from . import failures, wire
 from .member import MemberSession
 from .verified import VerifiedTransfers
@@ -162,6 +162,7 @@ class Session:
         """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
         self._transports.append(transport)
         self.check()
+        self._wait_for_earlier()
         task, member = _Collectives(transport), self._member
         member.moved_since = task.moved_since
         nonce = f"{self.ranks} {self.coordinator} {member.number} {member.round} {member.round_name}"
@@ -175,6 +176,34 @@ class Session:
             raise
         finally:
             member.moved_since = None  # the work holds on to all that it was for
+
+    def end_collectives(self) -> None:
+        """See :class:`paddle_dist_ckpt.core.protocols.ControlSession`."""
+        with self._board.lock:
+            self._member.may_collect = False
+            self._board.changed.notify_all()
+
+    def _wait_for_earlier(self) -> None:
+        """Wait until the collectives of sessions before this one are over.
+
+        Raises:
+            CheckpointTimeoutError: they are not within the timeout.
+        """
+        board, member, until = self._board, self._member, time.monotonic() + self._timeout
+
+        def is_next() -> bool | None:
+            ahead = board.ahead_of(member)
+            if ahead is not None and time.monotonic() > until:
+                raise CheckpointTimeoutError(
+                    f"{member.kind} has waited {self._timeout:g} s for another thread's {ahead.kind} on the same group"
+                )
+            return True if ahead is None else None
+
+        member.moved_since = lambda then: True  # meanwhile, this rank does what the others wait for as well
+        try:
+            board.wait(member, is_next, lambda: min(max(until - time.monotonic(), 0) + 0.01, LONGEST_WAIT))
+        finally:
+            member.moved_since = None
 
     def _watch(self, task: _Collectives) -> float:
         """Fail if the task's collective hangs, on every rank; returns in how many seconds to look again."""

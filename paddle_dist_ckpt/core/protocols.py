@@ -68,8 +68,15 @@ class ControlSession(Protocol):
         """Raise if the session has failed elsewhere, so that long work can stop early."""
         ...
 
+    def end_collectives(self) -> None:
+        """Say that :meth:`run_collectives` will not be called any more, so that later sessions need not wait for it."""
+        ...
+
     def run_collectives(self, transport: Transport, work: Callable[[Transfers], T]) -> T:
         """Run ``work``, which may block in collectives, on a helper thread, watching the other ranks meanwhile.
+
+        It waits for the sessions that other threads of this rank have opened before this one, until they are closed or
+        have ended their collectives: so these meet on all ranks in the order in which the sessions are numbered.
 
         Args:
             transport: Whose operations are the collectives. It is abandoned if ``work`` raises or is given up; and on

@@ -128,7 +128,6 @@ class _Kept:
     """What is kept with a group: its transports, and for each coordinator the connection and the attempts at it.
 
     ``lock`` is held while a connection is made. It is the group's own: on another rank the groups' turns may differ.
-    ``turn`` is held through each call on the group.
     """
 
     transport: PaddleTransport
@@ -136,7 +135,6 @@ class _Kept:
     connections: dict[int, Ranks] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    turn: threading.RLock = field(default_factory=threading.RLock)
 
 
 def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: int, timeout: float) -> Ranks:
@@ -153,9 +151,7 @@ def _connection(group: Any, members: tuple[int, ...], rank: int, coordinator: in
                 meeting = _connection(group, members, rank, members[0], timeout).hub
                 make = functools.partial(_hub, kept, group, members, rank, coordinator)
                 hub = AgreedHub(meeting, coordinator, make)
-            kept.connections[coordinator] = Ranks(
-                rank, hub, kept.transport, kept.host_transport, count=len(members), turn=kept.turn
-            )
+            kept.connections[coordinator] = Ranks(rank, hub, kept.transport, kept.host_transport, count=len(members))
         return kept.connections[coordinator]
 
 

@@ -80,6 +80,7 @@ def save(
     pending = AsyncSave(context.storage.location, finish)
     context.memory.last = pending
     context.ticket.goes_on = True
+    context.session.end_collectives()
     try:
         pending.start()
     except BaseException:

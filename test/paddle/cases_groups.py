@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -21,6 +22,7 @@ from paddle_dist_ckpt import (
     load_state_dict,
     save_state_dict,
 )
+from paddle_dist_ckpt.control.session import Session
 from test.paddle.layouts import Spread, part_of
 from test.paddle.outcomes import Outcome, outcome_of
 from test.paddle.tensors import dist_tensor, local_array
@@ -183,34 +185,39 @@ def save_data_parallel(path: str, ranks: int, in_background: bool) -> tuple[int,
     return report.bytes_written, len(report.warnings)
 
 
-def load_from_two_threads(path: str, ranks: int) -> tuple[list[str], bool, bool]:
-    """Load in a group from one thread, and from another one while the first is in its call.
+def load_from_two_threads(path: str, ranks: int) -> list[bool]:
+    """Load in a group from two threads at once; on one rank the first is late for its collectives.
 
     Returns:
-        Which threads were in their calls at the end of that, and whether each has loaded what is right.
+        Whether each has loaded what is right.
     """
     group, spread = group_of(ranks), Spread(list(range(ranks)), (0,))
-    save_state_dict({"x": dist_tensor(array(), spread)}, path, group)
-    within, proceed = threading.Event(), threading.Event()
-    calls: list[str] = []
+    arrays = {name: array() + i for i, name in enumerate(("first", "second"))}
+    for name, one in arrays.items():
+        save_state_dict({"x": dist_tensor(one, spread)}, f"{path}/{name}", group)
+    begun, run_collectives = threading.Event(), Session.run_collectives
+
+    def late(session: Session, *given: Any) -> Any:
+        if threading.current_thread().name == "first_0":
+            time.sleep(1)  # in which the other thread would come first
+        return run_collectives(session, *given)
 
     def load(name: str) -> bool:
         def rename(key: str) -> str:
-            calls.append(name)
-            within.set()
-            assert proceed.wait(60)
+            begun.set()
             return key
 
         target = {"x": dist_tensor(np.zeros_like(array()), spread)}
-        options = LoadOptions(key_map=rename, exchange="always", timeout=60)
-        load_state_dict(target, path, group, options=options)
-        return np.array_equal(local_array(target["x"]), part_of(array(), spread, dist.get_rank()))
+        options = LoadOptions(key_map=rename, exchange="always", timeout=20)
+        load_state_dict(target, f"{path}/{name}", group, options=options)
+        return np.array_equal(local_array(target["x"]), part_of(arrays[name], spread, dist.get_rank()))
 
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(load, "first")
-        assert within.wait(60)
-        second = threads.submit(load, "second")
-        time.sleep(0.5)  # in which it would come into its own call
-        began = list(calls)
-        proceed.set()
-        return began, first.result(), second.result()
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="first") as one,
+        ThreadPoolExecutor(1, thread_name_prefix="second") as other,
+        mock.patch.object(Session, "run_collectives", late if dist.get_rank() == 0 else run_collectives),
+    ):
+        first = one.submit(load, "first")
+        assert begun.wait(60)
+        second = other.submit(load, "second")
+        return [first.result(), second.result()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ...control.ranks import NoTransport
 from ...errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from .cases import (
     AT_ONCE,
@@ -150,6 +151,43 @@ class ConcurrencyTests:
 
         outcomes = run(group, work)
         assert outcomes == {0: [True, True, False]} | {rank: [False] * 3 for rank in (1, 2, 3)}
+
+    @pytest.mark.parametrize("how", ["close", "end_collectives", "neither"])
+    def test_collectives_wait_for_sessions_that_other_threads_opened_before(self, group: HubGroup, how: str) -> None:
+        def work(hub: Any, rank: int) -> list[str]:
+            begun, may_end, done = threading.Event(), threading.Event(), list[str]()
+
+            def earlier() -> None:
+                with hub.session("save", LONG) as session:
+                    session.gather_scatter("plan", lambda: b"", echo)
+                    begun.set()
+                    if how != "neither":
+                        time.sleep(0.1 * rank)
+                        session.run_collectives(NoTransport(), lambda transfers: done.append("earlier"))
+                    if how == "end_collectives":
+                        session.end_collectives()
+                    if how != "close":
+                        assert may_end.wait(10)
+
+            thread = threading.Thread(target=earlier)
+            thread.start()
+            assert begun.wait(10)
+            try:
+                with hub.session("load", LONG if how != "neither" else SHORT) as session:
+                    session.gather_scatter("plan", lambda: b"", echo)
+                    session.run_collectives(NoTransport(), lambda transfers: done.append("later"))
+            except CheckpointError as error:
+                done.append(str(error))
+            may_end.set()
+            thread.join(10)
+            return done
+
+        for found in run(group, work).values():
+            if how == "neither":
+                assert "for another thread's save on the same group" in found[0] or "timed out" in found[0], found
+            else:
+                assert found == ["earlier", "later"]
+        assert_works(group)
 
     def test_a_lost_connection_fails_every_session_that_is_open(self, group: HubGroup) -> None:
         def work(hub: Any, rank: int) -> BaseException | None:
