@@ -77,6 +77,18 @@ class _Screen:
         self._stream = stream
         self.encoding = getattr(stream, "encoding", None)
 
+    def __eq__(self, other: object) -> bool:
+        """As tqdm asks, which clears the bars of a stream before it writes something else there. What tqdm takes for
+        stderr it also flushes, so a stream that cannot be flushed is not this one."""
+        try:
+            other.flush()  # type: ignore[attr-defined]
+        except Exception:
+            return False
+        return bool(self._stream == (other._stream if isinstance(other, _Screen) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._stream)
+
     def write(self, text: str) -> None:
         with suppress(Exception):
             self._stream.write(text)

@@ -45,7 +45,7 @@ def ids_beside(names: Collection[str]) -> set[int]:
     """The ids of the checkpoints of all other formats among the names in a folder, but for those whose `.metadata` has
     the name that one of ours would have.
     """
-    theirs = [name for name in names if is_text(name) and not is_ours(name)]
+    theirs = [name for name in names if is_text(name) and (not is_ours(name) or metadata_id(name) is not None)]
     return {number for _, ids in _seen(theirs) for number in ids}
 
 

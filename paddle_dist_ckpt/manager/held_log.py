@@ -21,7 +21,7 @@ def held_back(logger: logging.Logger) -> Iterator[None]:
         records.append(record)
         return False
 
-    logger.addFilter(hold)
+    logger.filters.insert(0, hold)  # before those of the user, who are asked when it is logged
     try:
         yield
     finally:

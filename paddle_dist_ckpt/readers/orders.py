@@ -18,7 +18,6 @@ __all__ = ["LyingArray", "Scattered", "dense_axes", "fortran_axes", "parts_in_or
 _STEPS, _STEPS_OF_ALL = 24, 44  # of making a part, and of all that is done with it
 _STEPS_OF_FEW, _STEPS_OF_MANY = 64, 1 << 11  # of an array: many parts are compared with more effort
 _FEW = 16
-_BYTES = 10  # of an array for each of its steps: those of one that has them are in the budget
 _RESERVE = 1 << 21  # steps that others must leave for what comes after them
 
 
@@ -85,7 +84,7 @@ def parts_in_order(where: object, box: Box, file: int, array: LyingArray, budget
     count, nbytes = math.prod(box.shape[axis] for axis in outer), math.prod(shape) * array.dtype.itemsize
     fixed = _STEPS_OF_FEW if count <= _FEW else _STEPS_OF_MANY
     steps = fixed + count * (_STEPS_OF_ALL + 2 * len(shape))
-    if count * nbytes < _BYTES * steps and not budget.has(steps + _RESERVE):
+    if not budget.has(steps + _RESERVE):
         budget.spend(_STEPS_OF_FEW, where)
         raise Scattered(
             f"{where} has its elements in another order than C's, in {count} parts of {nbytes} bytes, for which there "

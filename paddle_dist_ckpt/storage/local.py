@@ -29,6 +29,8 @@ __all__ = ["LocalStorage", "as_source", "as_storage", "give_name"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_MOST_DURABLE = 1024
+_durable: dict[Path, tuple[int, ...]] = {}  # folders whose names were made durable, and what told them from others
 
 
 def as_storage(path: object) -> Storage:
@@ -255,17 +257,19 @@ def _sync_names(folder: Path) -> None:
     It is done once in a process, and again where a name may mean another folder since. The inode does not tell that, as
     filesystems give its number again; but no name is made without a change of the folder above.
     """
-    with about(folder):
-        status, above = folder.lstat(), folder.parent.stat()
-    if folder != folder.parent and status.st_dev == above.st_dev:
-        _sync_name(folder, status.st_ino, above.st_dev, above.st_ino, above.st_ctime_ns)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sync_name(folder: Path, inode: int, *above: int) -> None:
-    """See :func:`_sync_names`; ``inode`` and ``above`` tell whether this was done."""
-    _sync_folder(folder.parent)
-    _sync_names(folder.parent)
+    done: dict[Path, tuple[int, ...]] = {}
+    while folder != folder.parent:
+        with about(folder):
+            status, above = folder.lstat(), folder.parent.stat()
+        known = status.st_ino, above.st_dev, above.st_ino, above.st_ctime_ns
+        if status.st_dev != above.st_dev or _durable.get(folder) == known:
+            break
+        _sync_folder(folder.parent)
+        done[folder] = known
+        folder = folder.parent
+    if len(_durable) > _MOST_DURABLE:
+        _durable.clear()
+    _durable.update(done)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from paddle_dist_ckpt.core.progress import Progress
 from test.waiting import PATIENCE
@@ -82,3 +83,14 @@ def test_a_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress("load", 10, True, True) as progress:
         progress(10)
     assert "load: 100%" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_is_written_beside_a_bar_clears_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Progress("load", 10, True, True) as progress:
+        progress(5)
+        before = len(sys.stderr.getvalue())  # type: ignore[attr-defined]
+        tqdm.write("hello", file=sys.stderr)
+        cleared, _, redrawn = sys.stderr.getvalue()[before:].partition("hello\n")  # type: ignore[attr-defined]
+    assert "\r" in cleared
+    assert "load:" in redrawn

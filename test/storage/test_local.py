@@ -54,10 +54,24 @@ def test_prepare_makes_all_folders_and_may_be_repeated(tmp_path: Path) -> None:
     assert storage.names() == []
 
 
+def test_a_folder_below_very_many_others(tmp_path: Path) -> None:
+    here = Path.cwd()
+    try:
+        os.chdir(tmp_path)  # a path of them all would be too long
+        for _ in range(400):
+            os.mkdir("d")
+            os.chdir("d")
+        LocalStorage("x").prepare()
+        assert Path("x").is_dir()
+    finally:
+        os.chdir(here)
+        shutil.rmtree(tmp_path / "d")
+
+
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of all that is synced, in a process that has synced nothing yet."""
-    local._sync_name.cache_clear()
+    local._durable.clear()
     found: list[str] = []
     real = os.fsync
 

@@ -146,6 +146,18 @@ def test_a_save_with_the_id_of_theirs_says_what_it_hides(
     assert read_metadata(tmp_path / "ckpt").format == "native"
 
 
+def test_files_of_a_checkpoint_of_paddle_are_no_other_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "0.metadata").rename(tmp_path / "ckpt" / "3.metadata")
+    (tmp_path / "ckpt" / "0_3.safetensors").touch()
+    with caplog.at_level(logging.WARNING):
+        save_alone({"mine": np.arange(3)}, tmp_path / "ckpt", 0)
+    assert "of another format" not in caplog.text
+    assert save_alone({"mine": np.arange(3)}, tmp_path / "ckpt").unique_id == 4
+
+
 def test_a_save_with_the_id_of_a_checkpoint_of_paddle_is_refused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "ckpt")
     with pytest.raises(ValueError, match="unique_id 0 is taken"):
