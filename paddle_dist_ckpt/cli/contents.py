@@ -97,10 +97,10 @@ def find_content(metadata: Metadata, key: str) -> TensorContent | ValueContent:
     row = next((row for row, path in enumerate(table.paths) if metadata.key(path) == key), None)
     if row is None:
         reason = unread(metadata, Selection(keys=[key])).get(key)
+        if reason is not None:
+            raise CheckpointNotFoundError(f"{key} of checkpoint {metadata.unique_id} is not read: {reason}")
         raise CheckpointNotFoundError(
             f"checkpoint {metadata.unique_id} has no key {key!r}; {examples_text(metadata, key)}"
-            if reason is None
-            else f"{key} of checkpoint {metadata.unique_id} is not read: {reason}"
         )
     if table.kinds[row] == Kind.VALUE:
         return ValueContent(key, row)

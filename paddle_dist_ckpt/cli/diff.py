@@ -79,8 +79,8 @@ def _print(facts: ComparisonFacts) -> None:
     for name, keys in (("a", facts.only_in_a), ("b", facts.only_in_b)):
         for key in keys:
             say(f"only in {name}: {key}")
-    for name, unread in (("a", facts.unread_in_a), ("b", facts.unread_in_b)):
-        for key, reason in unread.items():
+    for name, reasons in (("a", facts.unread_in_a), ("b", facts.unread_in_b)):
+        for key, reason in reasons.items():
             say(f"not read in {name}: {key}: {reason}")
     changed = [change for change in facts.tensors if change.shapes[0] != change.shapes[1]]
     for change in changed:
@@ -109,10 +109,7 @@ def _print(facts: ComparisonFacts) -> None:
         "different": len(facts.tensors) + len(facts.values),
         "only in a": len(facts.only_in_a),
         "only in b": len(facts.only_in_b),
-        **(
-            {"not read": len({*facts.unread_in_a, *facts.unread_in_b})}
-            if facts.unread_in_a or facts.unread_in_b
-            else {}
-        ),
     }
+    if unread := {*facts.unread_in_a, *facts.unread_in_b}:
+        parts["not read"] = len(unread)
     say(", ".join(f"{number:,} {name}" for name, number in parts.items()), "bad")

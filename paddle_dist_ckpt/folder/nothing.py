@@ -114,9 +114,8 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
 def _with_checkpoints(storage: Storage, names: Sequence[str]) -> list[str]:
     """The folders in a trainer's folder that hold checkpoints, those of later steps behind."""
     found = []
-    for name in sorted(names, key=lambda name: (int(match[0]) if (match := _STEP.search(name)) else -1, name))[
-        -_MOST_LOOKS:
-    ]:
+    by_step = sorted(names, key=lambda name: (int(match[0]) if (match := _STEP.search(name)) else -1, name))
+    for name in by_step[-_MOST_LOOKS:]:
         for folder in (name, f"{name}/model_state"):
             if any(_is_there(storage, f"{folder}/{file}") for file in _OF_TRAINERS):
                 found.append(folder)

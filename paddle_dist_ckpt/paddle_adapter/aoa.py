@@ -32,9 +32,9 @@ _POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 _STATES = ("", ".w_0", ".moment1_0", ".moment2_0")  # that are cut as their parameter is
 _STATEMENT_ERRORS = (AssertionError, ArithmeticError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
 
-# Statements that are tried first, and what must come of them: whether the engine is the one that is known here.
 # A macro whose result depends on how many parts a tensor is in, and which is to fuse along rows.
 _BY_ROWS = re.compile(rf"(?=.*,\s*({'|'.join(OF_PARTS)})\s*(,|$))(?=.*,\s*axis\s*=\s*['\"]?0\b)", re.DOTALL)
+# Statements that are tried first, and what must come of them: whether the engine is the one that is known here.
 _PROBE = ["a^T, b -> t, axis=0", "t -> x, dtype='float16'"]
 _PROBE_TENSORS = (
     {key: SourceTensor(shape, DTYPES["float32"], [(0, 0)]) for key, shape in (("a", (2, 3)), ("b", (1, 2)))},

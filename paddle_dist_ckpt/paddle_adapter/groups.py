@@ -5,7 +5,6 @@ The collectives of a device's group do not take host memory; for what is to stay
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -84,7 +83,7 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
             raise ValueError(f"coordinator_rank {coordinator_rank} is not in the process group {list(members)}")
     except ValueError as error:
         known = _connection(group, members, rank, members[0], timeout)
-        return dataclasses.replace(known, hub=RefusingHub(known.hub, error, coordinator_rank), memory={})
+        return Ranks(rank, RefusingHub(known.hub, error, coordinator_rank), known.transport, known.host_transport)
     return _connection(group, members, rank, coordinator_rank if coordinator_rank in members else members[0], timeout)
 
 

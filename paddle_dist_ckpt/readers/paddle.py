@@ -92,14 +92,6 @@ class _Stored(NamedTuple):
     array: LyingArray
     name: str | None
 
-    @property
-    def dtype(self) -> DType:
-        return self.array.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
 
 class _Described:
     """What the metadata say, tensor by tensor."""
@@ -182,7 +174,7 @@ class _Described:
                 used.add(number)
                 dtype = self._type_of(key, stored, dtype, assembly.files[number].name)
                 name = name or stored.name
-                pieces.append(self._pieces(assembly, key, shard, stored, number))
+                pieces.append(self._pieces(assembly, key, shard, stored.array, number))
             if lacking is not None:
                 if pieces:
                     raise CheckpointCorruptedError(f"{assembly.files[lacking].name} has no {shown(key)}")
@@ -209,37 +201,37 @@ class _Described:
             if said is None:
                 raise CheckpointCorruptedError(f"{self._name} has no file for {shown(key)}")
             return DTYPES[said.removeprefix("paddle.")]
-        dtype = stored.dtype if said == stored.dtype.name else meant(stored.dtype, said)
+        dtype = stored.array.dtype if said == stored.array.dtype.name else meant(stored.array.dtype, said)
         if dtype is None or before not in (None, dtype):
             raise CheckpointCorruptedError(
-                f"{file}: {shown(key)} is of {stored.dtype.name}, where {said or (before and before.name)} is due"
+                f"{file}: {shown(key)} is of {stored.array.dtype.name}, where {said or (before and before.name)} is due"
             )
         return dtype
 
-    def _pieces(self, assembly: Assembly, key: str, shard: _Shard, stored: _Stored, number: int) -> Iterable[Piece]:
+    def _pieces(self, assembly: Assembly, key: str, shard: _Shard, array: LyingArray, number: int) -> Iterable[Piece]:
         file = assembly.files[number].name
         known = self._known.get((key, str((shard.offset, shard.elements))), {})
         shape = shard.shape
         if shape is None:
-            shape = stored.shape if str(stored.shape) in known else min(known.values(), default=None)
+            shape = array.shape if str(array.shape) in known else min(known.values(), default=None)
         if shape is None or str(shape) not in known:
             raise CheckpointCorruptedError(f"{self._name} has a file for a shard of {shown(key)} that it does not know")
         if shard.elements is None:
-            if stored.shape != shape:
+            if array.shape != shape:
                 raise CheckpointCorruptedError(
-                    f"{file}: {shown(key)} has the shape {list(stored.shape)}, where {shown(list(shape))} is due"
+                    f"{file}: {shown(key)} has the shape {list(array.shape)}, where {shown(list(shape))} is due"
                 )
-            return assembly.pieces(Named(file, key), Box(shard.offset, shape), number, stored.array)
+            return assembly.pieces(Named(file, key), Box(shard.offset, shape), number, array)
         start, stop = shard.elements
-        if math.prod(stored.shape) != stop - start or not 0 <= start <= stop <= math.prod(shape):
+        if math.prod(array.shape) != stop - start or not 0 <= start <= stop <= math.prod(shape):
             raise CheckpointCorruptedError(
-                f"{file}: {shown(key)} has {math.prod(stored.shape)} elements, where {start} to {stop} of the shape "
+                f"{file}: {shown(key)} has {math.prod(array.shape)} elements, where {start} to {stop} of the shape "
                 f"{shown(list(shape))} are due"
             )
-        if stored.array.axes is not None:
+        if array.axes is not None:
             raise CheckpointCorruptedError(f"{file}: {shown(key)} is a range of elements, which are in no C order")
         box = Box(shard.offset, shape)
-        return list(flat_pieces(box, start, stop, number, stored.array.position, stored.dtype.itemsize))
+        return list(flat_pieces(box, start, stop, number, array.position, array.dtype.itemsize))
 
 
 def _shard_of(fields: Mapping[str, Any]) -> _Shard:

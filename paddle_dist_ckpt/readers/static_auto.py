@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..core.box import Box
-from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsupportedValueError
 from ..storage.base import Storage
 from ..tree.paths import Part
@@ -125,14 +124,6 @@ class _Local(NamedTuple):
     array: LyingArray
     file: int
 
-    @property
-    def dtype(self) -> DType:
-        return self.array.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
 
 class _Variables:
     """The variables of all ranks."""
@@ -217,9 +208,12 @@ class _Variables:
         where = self._assembly.files[first.file].name
         cut = self._cuts.get(name)
         if cut is None or not any(cut.along):
-            cut = _Cut((), dict.fromkeys(parts, 0), ((),) * len(first.shape))
+            cut = _Cut((), dict.fromkeys(parts, 0), ((),) * len(first.array.shape))
         held = {rank: local for rank, local in parts.items() if rank in cut.places}
-        if any(local.dtype != first.dtype or len(local.shape) != len(cut.along) for local in held.values()):
+        if any(
+            local.array.dtype != first.array.dtype or len(local.array.shape) != len(cut.along)
+            for local in held.values()
+        ):
             raise CheckpointCorruptedError(f"{where}: of {shown(name)} ranks have different types or dimensions")
         parts_held = {cut.part(rank) for rank in held}
         if len(parts_held) < math.prod(cut.counts()):
@@ -230,13 +224,13 @@ class _Variables:
         pieces: list[Iterator[Piece]] = []
         for rank, local in held.items():
             offset = tuple(starts[d][number] for d, number in enumerate(cut.part(rank)))
-            pieces.append(self._assembly.pieces(entry, Box(offset, local.shape), local.file, local.array))
+            pieces.append(self._assembly.pieces(entry, Box(offset, local.array.shape), local.file, local.array))
         shape = [ends[-1] for ends in starts]
         together = itertools.chain.from_iterable(pieces)
         begins = None
         if any(local.array.axes for local in held.values()):
             begins = list(itertools.product(*(ends[:-1] for ends in starts)))
-        self._assembly.add_tensor(where, (name,), first.dtype, shape, name, together, begins)
+        self._assembly.add_tensor(where, (name,), first.array.dtype, shape, name, together, begins)
 
     @staticmethod
     def _starts(where: str, cut: _Cut, held: Mapping[int, _Local]) -> list[list[int]]:
@@ -244,7 +238,7 @@ class _Variables:
         extents: list[dict[int, int]] = [{} for _ in cut.along]
         for rank, local in held.items():
             for d, number in enumerate(cut.part(rank)):
-                if extents[d].setdefault(number, local.shape[d]) != local.shape[d]:
+                if extents[d].setdefault(number, local.array.shape[d]) != local.array.shape[d]:
                     raise CheckpointCorruptedError(f"{where} has parts of different sizes along its dimension {d}")
         return [
             [0, *itertools.accumulate(extents[d][number] for number in range(count))]
