@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import verify
+from paddle_dist_ckpt import LoadOptions, verify
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.files import datafile
@@ -37,6 +37,7 @@ from test.background import (
     options,
     version_in,
     versions,
+    within,
 )
 from test.jobs import (
     LAYOUTS,
@@ -303,6 +304,26 @@ def test_it_does_not_end_before_its_time_is_up(tmp_path: Path) -> None:
         assert repr(pending) == f"<AsyncSave: the save to {tmp_path} is committed>"
 
     job(1, work)
+
+
+def test_exchanges_of_other_threads_do_not_wait_for_it(tmp_path: Path) -> None:
+    gates = [Gate() for _ in range(2)]
+
+    def work(rank: SimulatedRank) -> bool:
+        gate, array = gates[rank.rank], np.arange(5000.0)
+        rank.save({"a": array}, tmp_path / "old")
+        pending = rank.save_in_background(versions(1, 2)[rank.rank], gate.storage(tmp_path / "new", rank))
+        target = np.zeros_like(array)
+        reading = LoadOptions(exchange="always", timeout=3)
+        try:
+            within(LONG, lambda: rank.load({"a": target}, tmp_path / "old", options=reading))
+        finally:
+            gate.opened.set()
+        pending.result(LONG)
+        return np.array_equal(target, array)
+
+    assert job(2, work) == [True] * 2
+    assert version_in(tmp_path / "new") == 1
 
 
 def test_several_threads_may_ask(tmp_path: Path) -> None:
