@@ -33,6 +33,7 @@ from .regions import windows
 __all__ = ["ComparisonFacts", "Side", "compare_together"]
 
 _BATCH_BYTES = 4 << 20
+_BATCH_WINDOWS = 1 << 12  # each of them has arrays of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,13 +274,11 @@ def _value_change(one: _Held, other: _Held, key: str) -> ValueChange | None:
 
 def _share(one: _Held, other: _Held, alike: Sequence[str], ranks: int, rank: int) -> list[_ComparedRegion]:
     """The windows that a rank compares: of all of them, in order, a part of about equally many bytes."""
-    found = []
+    found, boxes = [], dict[tuple[int, ...], Box]()  # one for all tensors of a shape
     for tensor, key in enumerate(alike):
-        itemsize = max(one.dtype(key).itemsize, other.dtype(key).itemsize)
-        found += [
-            _ComparedRegion(tensor, box, box.size * itemsize)
-            for box in windows(whole(one.shape(key)), itemsize, _BATCH_BYTES)
-        ]
+        itemsize, shape = max(one.dtype(key).itemsize, other.dtype(key).itemsize), one.shape(key)
+        box = boxes.setdefault(shape, whole(shape))
+        found += [_ComparedRegion(tensor, part, part.size * itemsize) for part in windows(box, itemsize, _BATCH_BYTES)]
     ends = np.cumsum([window.nbytes for window in found])
     total = int(ends[-1]) if found else 0
     low, high = (np.searchsorted(ends, total * part // ranks, side="right") for part in (rank, rank + 1))
@@ -287,10 +286,10 @@ def _share(one: _Held, other: _Held, alike: Sequence[str], ranks: int, rank: int
 
 
 def _batches(share: Sequence[_ComparedRegion]) -> Iterator[range]:
-    """Neighbours that are read together: so many bytes, or one."""
+    """Neighbours that are read together: so many bytes, and so many of them; or one."""
     first = size = 0
     for i, window in enumerate(share):
-        if i > first and size + window.nbytes > _BATCH_BYTES:
+        if i > first and (size + window.nbytes > _BATCH_BYTES or i - first == _BATCH_WINDOWS):
             yield range(first, i)
             first, size = i, 0
         size += window.nbytes

@@ -13,7 +13,7 @@ from ..core.cached import cached_property
 from ..core.columns import IntArray
 from ..core.layouts import Layout
 from ..core.shards import Kind, ShardTable
-from ..tree.paths import Part, flat_keys, parse_path, special_keys
+from ..tree.paths import Part, parse_path, plain_key, special_keys
 from ..tree.values import from_jsonable
 from ..version import __version__
 from .times import SaveTimes
@@ -181,14 +181,9 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         """The paths of all tensors and values."""
         return self.table.paths + [path for path, _ in self.value_records]
 
-    @cached_property
-    def _keys(self) -> dict[str, str]:
-        paths = self.paths
-        return dict(zip(paths, flat_keys(paths), strict=True))
-
     def key(self, path: str) -> str:
-        """The flat key (tensor_id) of a path."""
-        return self._keys[path]
+        """The flat key (tensor_id) of a path. It is made anew each time, for those of all take as much memory as paths."""
+        return self.special_keys.get(path) or plain_key(path)
 
     @cached_property
     def special_keys(self) -> dict[str, str]:
@@ -198,12 +193,12 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def flat_mapping(self) -> dict[str, tuple[Part, ...]]:
         """Flat key to nested path, tensors and values alike."""
-        return {key: parse_path(path) for path, key in self._keys.items()}
+        return {self.key(path): parse_path(path) for path in self.paths}
 
     @cached_property
     def values(self) -> dict[str, Any]:
         """Flat key to value, for the values kept in `.metadata` itself (those of up to 4 KiB)."""
-        return {self._keys[path]: from_jsonable(tree) for path, tree in self.value_records}
+        return {self.key(path): from_jsonable(tree) for path, tree in self.value_records}
 
     @cached_property
     def state_dict_metadata(self) -> dict[str, list[LocalTensorMetadata]]:
@@ -230,10 +225,10 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
     def _tensors(self) -> list[tuple[str, str, Layout]]:
         table = self.table
         columns = zip(table.paths, table.dtypes, table.layout_of.tolist(), strict=True)
-        return [(self._keys[path], dtype.name, table.layouts[i]) for path, dtype, i in columns]
+        return [(self.key(path), dtype.name, table.layouts[i]) for path, dtype, i in columns]
 
     @cached_property
     def variable_names(self) -> dict[str, str]:
         """Flat key to the framework's variable name, for the tensors that had one."""
         pairs = zip(self.table.paths, self.table.names, strict=True)
-        return {self._keys[path]: name for path, name in pairs if name is not None}
+        return {self.key(path): name for path, name in pairs if name is not None}

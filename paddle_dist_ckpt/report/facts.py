@@ -156,6 +156,7 @@ def facts_of(
     table = metadata.table
     tensor_bytes = _sum_by(table.shard_tensor, table.shard_bytes, len(table.paths))
     keys = [metadata.key(path) for path in table.paths]
+    layers = layers_of(keys, tensor_bytes.tolist())  # first, since it takes the most memory meanwhile
     largest = np.argsort(-tensor_bytes, kind="stable")[:most]
     letters = np.cumsum([min(len(keys[t]), MOST_KEY) for t in largest])
     named = np.sort(largest[letters <= _MOST_LETTERS])
@@ -179,7 +180,7 @@ def facts_of(
         dtypes=dtypes,
         tensors=tensors,
         regions=regions,
-        layers=layers_of(zip(keys, tensor_bytes.tolist(), strict=True)),
+        layers=layers,
         values=values,
         user=user_values(metadata),
         times=times,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
-import itertools
 import re
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..core.text import visible
+from ..tree.key_tree import KeyNode, KeyTree
 
 __all__ = ["LayerColumns", "layers_of"]
 
@@ -50,106 +49,50 @@ class LayerColumns:
         return len(self.parent) - 1
 
 
-class _LayerNode(NamedTuple):
-    """Neighbours among all tensors: those whose keys begin alike.
-
-    Attributes:
-        name: What the node is called.
-        first: The first of the neighbours.
-        end: The one behind the last.
-        begin: Where in their keys the names of the nodes below begin.
-        depth: How many parts of the keys are in front of that.
-    """
-
-    name: str
-    first: int
-    end: int
-    begin: int
-    depth: int
-
-    @property
-    def tensors(self) -> int:
-        return self.end - self.first
+_Undivided = tuple[int, int, str, KeyNode, "array[int] | None"]
+"""A node of the page's whose parts it does not show yet: less its bytes, its number, what its keys begin with, and the
+tree's node; of a group its first tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SortedTensors:
-    """All tensors, those below one node side by side.
-
-    Attributes:
-        keys: Their flat keys, sorted, with NUL for each dot.
-        edges: The bytes of all that stand before each, and of all.
-    """
-
-    keys: list[str]
-    edges: list[int]
-
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[str, int]]) -> _SortedTensors:
-        ordered = sorted((key.replace(".", "\0"), nbytes) for key, nbytes in tensors)
-        return cls([key for key, _ in ordered], [0, *itertools.accumulate(nbytes for _, nbytes in ordered)])
-
-    def nbytes(self, node: _LayerNode) -> int:
-        """Bytes of a node's tensors."""
-        return self.edges[node.end] - self.edges[node.first]
-
-    def below(self, node: _LayerNode) -> Iterator[_LayerNode]:
-        """The nodes below a node; none below a tensor by itself."""
-        at, begin = node.first, node.begin
-        if at < node.end and begin > len(self.keys[at]):  # the node is a tensor, too
-            at += 1
-        while at < node.end:
-            key = self.keys[at]
-            stop, last = len(key), at + 1
-            if node.depth < _MOST_DEPTH:
-                dot = key.find("\0", begin)
-                stop = stop if dot < 0 else dot
-                last = bisect.bisect_left(self.keys, key[:stop] + "\1", last, node.end)
-            yield _LayerNode(key[begin:stop].replace("\0", "."), at, last, stop + 1, node.depth + 1)
-            at = last
-
-    def joined(self, node: _LayerNode) -> _LayerNode:
-        """A node, with those names in its own that lead to one node only. A tensor keeps its own."""
-        while len(found := list(itertools.islice(self.below(node), 2))) == 1 and found[0].tensors == node.tensors:
-            node = found[0]._replace(name=f"{node.name}.{found[0].name}")
-        return node
-
-
-def layers_of(tensors: Iterable[tuple[str, int]], most: int = _MOST_NODES) -> LayerColumns:
+def layers_of(keys: Sequence[str], nbytes: Sequence[int], most: int = _MOST_NODES) -> LayerColumns:
     """The tree of tensors' flat keys and bytes. Where it has too many nodes, the largest are taken apart first.
 
     Args:
-        tensors: The flat key and the bytes of each.
+        keys: The flat key of each.
+        nbytes: The bytes of each.
         most: How many nodes it may have, but for those that are beside the last one to be taken apart.
     """
-    known = _SortedTensors.of(tensors)
-    root = _LayerNode("all tensors", 0, len(known.keys), 0, 0)
+    known = KeyTree.of(keys, nbytes, _MOST_DEPTH)
+    root = known.root
     columns = LayerColumns([], [], [], [], [])
-    columns.add(-1, root.name, "", known.nbytes(root), root.tensors)
-    heap = [(0, 0, "", list(known.below(root)))]
+    columns.add(-1, "all tensors", "", known.nbytes(root), root.tensors)
+    heap: list[_Undivided] = [(0, 0, "", root, None)]
     while heap and len(columns.parent) < most:
-        _, number, prefix, nodes = heapq.heappop(heap)
-        if len(nodes) > _MOST_CHILDREN:
-            for some in sorted(_groups(nodes), key=lambda some: -sum(map(known.nbytes, some))):
-                name = f"{visible(some[0].name, 80)} … {visible(some[-1].name, 80)}"
-                nbytes = sum(map(known.nbytes, some))
-                place = columns.add(number, name, "", nbytes, sum(node.tensors for node in some))
-                heapq.heappush(heap, (-nbytes, place, prefix, some))
+        _, number, prefix, node, some = heapq.heappop(heap)
+        firsts = array("q", (child.first for child in known.below(node))) if some is None else some
+        if len(firsts) > _MOST_CHILDREN:
+            for size, name, group in sorted(_groups(known, node, firsts), key=lambda group: -group[0]):
+                tensors = sum(known.child(node, first).tensors for first in group)
+                place = columns.add(number, name, "", size, tensors)
+                heapq.heappush(heap, (-size, place, prefix, node, group))
             continue
-        joined = sorted(map(known.joined, nodes), key=lambda node: (-known.nbytes(node), _natural(node.name)))
-        for node in joined:
-            key = f"{prefix}{node.name}"
-            place = columns.add(number, node.name, key, known.nbytes(node), node.tensors)
-            if below := list(known.below(node)):
-                heapq.heappush(heap, (-known.nbytes(node), place, f"{key}.", below))
+        joined = [known.joined(known.child(node, first)) for first in firsts]
+        for child in sorted(joined, key=lambda child: (-known.nbytes(child), _natural(child.name))):
+            key = f"{prefix}{child.name}"
+            place = columns.add(number, child.name, key, known.nbytes(child), child.tensors)
+            if not known.is_leaf(child):
+                heapq.heappush(heap, (-known.nbytes(child), place, f"{key}.", child, None))
     return columns
 
 
-def _groups(nodes: Iterable[_LayerNode]) -> list[list[_LayerNode]]:
-    """Many nodes in groups of those whose names follow each other."""
-    ordered = sorted(nodes, key=lambda node: _natural(node.name))
+def _groups(known: KeyTree, node: KeyNode, firsts: array[int]) -> Iterator[tuple[int, str, array[int]]]:
+    """Many children of a node in groups of those whose names follow each other: bytes, name, first tensors."""
+    ordered = sorted(firsts, key=lambda first: _natural(known.child(node, first).name))
     size = -(-len(ordered) // _GROUPS)
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    for start in range(0, len(ordered), size):
+        group = array("q", ordered[start : start + size])
+        begin, end = (visible(known.child(node, first).name, 80) for first in (group[0], group[-1]))
+        yield sum(known.nbytes(known.child(node, first)) for first in group), f"{begin} … {end}", group
 
 
 def _natural(name: str) -> str:

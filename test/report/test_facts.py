@@ -15,7 +15,7 @@ from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.boxes import Boxes
 from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.report.facts import Facts, facts_of, rank_of
-from paddle_dist_ckpt.report.layers import layers_of
+from paddle_dist_ckpt.report.layers import LayerColumns, layers_of
 from paddle_dist_ckpt.report.regions import regions_of
 from test.report.samples import large_metadata, metadata_of, own_names, save_model
 
@@ -43,8 +43,13 @@ def boxes_in(facts: Facts, tensor: int) -> list[tuple[tuple[int, ...], tuple[int
 # -- layers
 
 
+def layers(tensors: list[tuple[str, int]]) -> LayerColumns:
+    """Those of keys and bytes."""
+    return layers_of([key for key, _ in tensors], [nbytes for _, nbytes in tensors])
+
+
 def test_layers_add_up_and_chains_are_joined() -> None:
-    columns = layers_of([("model.a.w", 6), ("model.a.b", 2), ("model.z", 1), ("opt.only.one", 4), ("flat", 3)])
+    columns = layers([("model.a.w", 6), ("model.a.b", 2), ("model.z", 1), ("opt.only.one", 4), ("flat", 3)])
     rows = dict(zip(columns.key, zip(columns.name, columns.nbytes, columns.tensors, strict=True), strict=True))
     assert rows == {
         "": ("all tensors", 16, 5),
@@ -61,17 +66,17 @@ def test_layers_add_up_and_chains_are_joined() -> None:
 
 
 def test_a_tensor_whose_key_another_continues_is_kept() -> None:
-    columns = layers_of([("a.w", 1), ("a.w.m", 2), ("a.w.n", 4)])
+    columns = layers([("a.w", 1), ("a.w.m", 2), ("a.w.n", 4)])
     assert list(zip(columns.key, columns.nbytes, strict=True)) == [("", 7), ("a.w", 7), ("a.w.n", 4), ("a.w.m", 2)]
 
 
 def test_equal_layers_are_in_the_order_of_their_numbers() -> None:
-    columns = layers_of([(f"l.{i}.w", 1) for i in (10, 9, 1, 2)])
+    columns = layers([(f"l.{i}.w", 1) for i in (10, 9, 1, 2)])
     assert columns.name[2:] == ["1.w", "2.w", "9.w", "10.w"]
 
 
 def test_many_layers_side_by_side_are_grouped() -> None:
-    columns = layers_of([(f"layer.{i}.w", 8) for i in range(1200)])
+    columns = layers([(f"layer.{i}.w", 8) for i in range(1200)])
     groups = [i for i, parent in enumerate(columns.parent) if parent == 1]
     assert len(groups) == 60
     assert columns.name[groups[0]] == "0 … 19"
@@ -81,9 +86,9 @@ def test_many_layers_side_by_side_are_grouped() -> None:
 
 
 def test_the_tree_is_bounded() -> None:
-    columns = layers_of([(f"a{i % 300}.b{i % 7}.c{i}", i) for i in range(50_000)])
+    columns = layers([(f"a{i % 300}.b{i % 7}.c{i}", i) for i in range(50_000)])
     assert len(columns.parent) < 4400
-    deep = layers_of([(".".join("a" * 5000), 1), (".".join("ab" * 5000), 1)])
+    deep = layers([(".".join("a" * 5000), 1), (".".join("ab" * 5000), 1)])
     assert len(deep.parent) < 40
 
 
