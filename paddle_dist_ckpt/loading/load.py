@@ -20,7 +20,7 @@ import copy
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -87,17 +87,21 @@ def load(
     """
     scan = scan or functools.cache(lambda: flatten(state_dict, context.adapter))
 
-    def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
-        for opened, state in assign_all(state_dict, scan(), values):
+    def restore(values: Mapping[str, Any], missing: Collection[str]) -> None:
+        leaves, adapter = scan(), context.adapter
+        for opened, state in assign_all(state_dict, leaves, values):
             if opened.path in missing:
                 continue
             try:
-                context.adapter.restore(opened.value, state)
+                adapter.restore(opened.value, state)
             except Exception as error:
                 raise CheckpointError(
                     f"{plain_key(opened.path)}: the {type(opened.value).__name__} did not take its state: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+        if missing and leaves.objects:
+            pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
+            adapter.renew(leaves.objects, {adapter.token(tensor) for path, tensor in pairs if path not in missing})
 
     return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read).run()
 
@@ -116,7 +120,7 @@ class LeavesLoad:
     """
 
     scan: Callable[[], Leaves]
-    restore: Callable[[Mapping[str, Any], Container[str]], None]
+    restore: Callable[[Mapping[str, Any], Collection[str]], None]
     context: LoadContext
     unique_id: int | None
     warning: str = ""

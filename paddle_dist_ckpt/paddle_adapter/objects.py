@@ -7,6 +7,7 @@ parameters under weight decay. Here they are made as the step makes them, and no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import paddle
@@ -26,6 +27,7 @@ __all__ = [
     "is_object",
     "is_optimizer",
     "make_accumulators",
+    "masters_of",
     "optimizer_state",
     "parameters_of",
     "restore",
@@ -195,6 +197,17 @@ def state_of_parameter(optimizer: Any, parameter: Any) -> list[Any]:
     inner = state_of_parameter(owner.inner_optimizer, parameter) if is_look_ahead(owner) else []
     tables = getattr(owner, "_accumulators", {}).values()
     return [*masters, *inner, *(one for by_name in tables for name, one in by_name.items() if name in names)]
+
+
+def masters_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """The parameters of an optimizer that have a master weight, with it."""
+    owner = _inner(optimizer)
+    if is_look_ahead(owner):
+        yield from masters_of(owner.inner_optimizer)
+    masters = getattr(owner, "_master_weights", {})
+    for parameter in parameters_of(optimizer):
+        if parameter.name in masters:
+            yield parameter, masters[parameter.name]
 
 
 # -- given back

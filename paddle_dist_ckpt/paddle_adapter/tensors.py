@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,12 +19,13 @@ from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView, TensorViews, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
-from ..tree.objects import ObjectKind, state_of
+from ..tree.objects import ObjectKind, OpenedObject, state_of
 from ..tree.paths import plain_key
 from . import objects
 from .device import at_device, has_devices, is_on_device
 from .device_copies import PaddleDevices
 from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, looks_of, read
+from .masters import renew_masters
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import WeightPart, is_sharded_weight
 from .static_program import is_program, program_state, variables_by_address
@@ -109,6 +110,10 @@ class PaddleAdapter:
     def restore(self, value: Any, state: dict[Any, Any]) -> None:
         """See :class:`..tree.state_dict.Adapter`."""
         objects.restore(value, state)
+
+    def renew(self, opened: Sequence[OpenedObject], filled: Collection[int]) -> None:
+        """See :class:`..tree.state_dict.Adapter`."""
+        renew_masters(opened, filled)
 
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""

@@ -113,6 +113,9 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         set_state(value, state)
 
+    def renew(self, opened: Sequence[OpenedObject], filled: Collection[int]) -> None:
+        """See :class:`..core.tensors.TensorAdapter`."""
+
     def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""
         if not isinstance(value, ShardedArray):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,6 +77,15 @@ class Adapter(TensorAdapter, Protocol):
         Args:
             value: The object.
             state: The dict that :meth:`open_object` gave, with other values; or another one, for a FREE object.
+        """
+        ...
+
+    def renew(self, opened: Sequence[OpenedObject], filled: Collection[int]) -> None:
+        """Set what follows from tensors that were filled and was not filled itself, as master weights of parameters.
+
+        Args:
+            opened: All objects, which have been given their states.
+            filled: The tokens of the tensors that were filled.
         """
         ...
 

@@ -86,6 +86,22 @@ def evaluate(run: Run, number: int) -> list[float]:
     return [job.loss(number)]
 
 
+def save_weights(run: Run) -> None:
+    """Save a model without its optimizer."""
+    save_state_dict({"model": _Job(run).net}, str(run.save))
+
+
+def load_weights(run: Run) -> list[tuple[float, float]]:
+    """Load what has no master weights into a program that has; gives the sums of each parameter and its master."""
+    program = _Job(run).program
+    options = LoadOptions(allow_missing=["*.master_weight", "*learning_rate*"])
+    load_state_dict({"model": program}, str(run.load), options=options)
+    sums = {key: float(one._local_value().cast("float32").sum()) for key, one in program.state_dict().items()}
+    masters = sorted(value for key, value in sums.items() if "_fp32_master_" in key)
+    parameters = sorted(value for key, value in sums.items() if key.endswith((".weight", ".bias")))
+    return list(zip(parameters, masters, strict=True))
+
+
 def save_without_state(run: Run, what: str) -> Outcome:
     """Save a program that was never set to train, or what one was made of."""
     job = _Job(run, None if what in ("program", "evaluated") else "train")

@@ -160,6 +160,15 @@ def test_master_weights_go_on(train: Train, saved: Saved, source: str, destinati
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@lacks(LATER_THAN_3_0, "cannot add up bfloat16 among ranks on CPU")
+def test_master_weights_follow_parameters_that_are_loaded_without_them(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(cases.save_weights, Run(form="objects", layout="mp4", half=True, save=str(tmp_path)))
+    run = Run(form="program", layout="mp4", half=True, seed=1, load=str(tmp_path))
+    for pairs in ranks.run(cases.load_weights, run):
+        assert len(pairs) > 3
+        assert all(parameter == master for parameter, master in pairs)
+
+
 @pytest.mark.parametrize("from_static", [False, True])
 def test_master_weights_and_their_moments_by_name(ranks: RankPool, tmp_path: Path, from_static: bool) -> None:
     (found,) = ranks.run(cases.move_masters, str(tmp_path), from_static, ranks=1)

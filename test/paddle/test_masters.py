@@ -1,0 +1,105 @@
+"""Master weights that a checkpoint does not have, of parameters that it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
+from paddle_dist_ckpt.paddle_adapter import objects
+from test.paddle.optimizers import flat
+from test.paddle.test_objects import ALONE, REPLICATE, SHARD, has_stages, layer_of, optimizer_for
+
+WITHOUT_MASTERS = LoadOptions(allow_missing=["*.master_weight"], cast=True)
+WEIGHTS_ONLY = LoadOptions(allow_missing=["optimizer.*"])
+
+
+def job(dtype: str = "bfloat16", fill: float = 1.0, placement: Any = None) -> dict[str, Any]:
+    """A layer of equal elements, and a fresh optimizer with master weights."""
+    layer = layer_of(placement, dtype)
+    for parameter in layer.parameters():
+        local = parameter._local_value() if parameter.is_dist() else parameter
+        paddle.assign(paddle.full(local.shape, fill, dtype), local)
+    return {"model": layer, "optimizer": optimizer_for(layer, multi_precision=True)}
+
+
+def masters(state: dict[str, Any]) -> list[float]:
+    """The different elements of all its master weights."""
+    found = objects.optimizer_state(state["optimizer"])["master_weights"].values()
+    locals_of = [one._local_value() if one.is_dist() else one for one in found]
+    return sorted({element for one in locals_of for element in one.numpy().ravel().tolist()})
+
+
+@pytest.mark.parametrize("placement", [None, REPLICATE, SHARD])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_they_follow_the_parameters_that_are_loaded(tmp_path: Path, dtype: str, placement: Any) -> None:
+    save_state_dict({"model": job(dtype, 3.0)["model"]}, str(tmp_path))
+    state = job(dtype, placement=placement)
+    owned = {id(one) for _, one in flat(objects.optimizer_state(state["optimizer"]))}
+    load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
+    assert masters(state) == [3.0]
+    assert {id(one) for _, one in flat(objects.optimizer_state(state["optimizer"]))} == owned
+
+
+def test_of_a_float32_checkpoint_with_moments(tmp_path: Path) -> None:
+    save_state_dict(job("float32", 3.0), str(tmp_path))
+    state = job()
+    load_state_dict(state, str(tmp_path), options=WITHOUT_MASTERS)
+    assert masters(state) == [3.0]
+
+
+def test_those_that_are_stored_are_what_is_stored(tmp_path: Path) -> None:
+    saved = job(fill=3.0)
+    for master in objects.optimizer_state(saved["optimizer"])["master_weights"].values():
+        paddle.assign(paddle.full(master.shape, 3.001), master)
+    save_state_dict(saved, str(tmp_path))
+    state = job()
+    load_state_dict(state, str(tmp_path))
+    assert masters(state) == [float(np.float32(3.001))]
+
+
+def test_those_of_parameters_that_are_left_are_left(tmp_path: Path) -> None:
+    save_state_dict({"model": {"weight": job(fill=3.0)["model"].weight}}, str(tmp_path))
+    state = job()
+    options = LoadOptions(allow_missing=["optimizer.*", "model.bias"])
+    load_state_dict(state, str(tmp_path), options=options)
+    assert masters(state) == [1.0, 3.0]
+    assert state["model"].bias.cast("float32").tolist() == [1.0] * 3
+
+
+def test_of_a_layer_that_gives_copies_of_another_dtype(tmp_path: Path) -> None:
+    """As ``amp.decorate(save_dtype=...)`` does it."""
+    save_state_dict({"model": job("float32", 3.0)["model"]}, str(tmp_path))
+    state = job()
+
+    def as_float32(entries: dict[str, Any]) -> None:
+        for key, tensor in entries.items():
+            name, entries[key] = tensor.name, tensor.cast("float32")
+            entries[key].name = name
+
+    state["model"].register_state_dict_hook(as_float32)
+    load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
+    assert masters(state) == [3.0]
+
+
+@has_stages
+def test_of_shard_optimizer(tmp_path: Path) -> None:
+    save_state_dict({"model": job(fill=3.0)["model"]}, str(tmp_path))
+    state = job(placement=REPLICATE)
+    state["optimizer"] = dist.shard_optimizer(state["optimizer"], dist.ShardingStage1("x", ALONE))
+    load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
+    assert masters(state) == [3.0]
+
+
+def test_of_the_optimizer_in_another_one(tmp_path: Path) -> None:
+    save_state_dict({"model": job(fill=3.0)["model"]}, str(tmp_path))
+    state = job()
+    inner = state["optimizer"]
+    state["optimizer"] = paddle.incubate.optimizer.LookAhead(inner)
+    load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
+    assert masters({"optimizer": inner}) == [3.0]
