@@ -87,6 +87,15 @@ class LocalTensors:
         self.addresses.extend(views.addresses)
         self.owners.extend(views.owners)
 
+    def tied(self) -> list[list[str]]:
+        """The paths of each tensor that has several."""
+        if len(set(map(id, self.owners))) == len(self.owners):
+            return []
+        found: dict[int, list[str]] = {}
+        for path, owner in zip(self.paths, self.owners, strict=True):
+            found.setdefault(id(owner), []).append(path)
+        return [paths for paths in found.values() if len(paths) > 1]
+
     def _number(self, geometry: Geometry) -> int:
         """Which of ``geometries`` it is; it becomes one if it is not."""
         number = self._numbers.get(id(geometry))

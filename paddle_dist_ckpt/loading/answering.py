@@ -101,8 +101,12 @@ class Answering:
         made = set(wanted.made)
         self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
-        match = NameMatch(self.names, self._index, names, moved)
-        for path, place in zip(as_they_are, match.places(as_they_are), strict=True):
+        tied = {path: group for group in wanted.tied for path in group}
+        match = NameMatch(self.names, self._index, names, moved, tied)
+        places = dict(zip(as_they_are, match.places(as_they_are), strict=True))
+        for path, place in places.items():
+            if place is None and path in tied and path not in moved:  # it is filled with what its other path is
+                place = next((at for other in tied[path] if (at := places.get(other)) is not None), None)
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
                 if paths[place] != path:

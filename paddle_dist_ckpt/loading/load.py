@@ -257,6 +257,7 @@ class LeavesLoad:
             wanted.instead(),
             wanted.records,
             wanted.kept,
+            tensors.tied(),
         )
         choices = {name: str(getattr(self.context.options, name)) for name in _COMPARED}
         choices |= {name: str(list(getattr(self.context.options, name))) for name in _SEQUENCES}

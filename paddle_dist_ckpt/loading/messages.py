@@ -75,6 +75,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     flat keys of the stored tensors in these. ``instead`` says what distributed tensors are made of, of which this
     rank has elements, if it has recipes or a key_map for any. ``records`` are there if the coordinator arranges what is
     made of what. ``kept`` are paths of ``others`` that are left as they are, and for which something may be stored.
+    ``tied`` are the paths of each tensor that has several.
     """
 
     tensors: list[str]
@@ -87,6 +88,7 @@ class WantedPaths(msgspec.Struct, frozen=True, array_like=True):
     instead: dict[str, str] = {}
     records: dict[str, WantedRecord] = {}
     kept: list[str] = []
+    tied: list[list[str]] = []
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):

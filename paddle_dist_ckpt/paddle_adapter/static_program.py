@@ -27,7 +27,7 @@ def is_program(value: Any) -> bool:
 def program_state(model: Any, key: str) -> dict[str, Any]:
     """The state of a DistModel: parameters under structured names, all others under their variables' names.
 
-    The state of the learning rate's scheduler is added, which Paddle leaves out. The tensors are the program's memory.
+    What Paddle leaves out is added: other names of tied parameters, and the state of the learning rate's scheduler. The tensors are the program's memory.
 
     Raises:
         UnsupportedValueError: it has no state yet.
@@ -44,10 +44,20 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
+    _add_tied(model, state)
     scheduler = program_scheduler(model)
     if scheduler is not None and SCHEDULER not in state:
         state[SCHEDULER] = scheduler.state_dict()
     return state
+
+
+def _add_tied(model: Any, state: dict[str, Any]) -> None:
+    """Add tied parameters under all names that the layer has for them, as its own state has them; Paddle has the last
+    one only."""
+    chosen = getattr(model, "_parameter_to_structured_name", {})
+    for name, parameter in getattr(model, "_structured_to_parameter_name", {}).items():
+        if name not in state and (known := chosen.get(parameter)) in state:
+            state[name] = state[known]
 
 
 def program_scheduler(model: Any) -> Any | None:

@@ -14,6 +14,7 @@ of that run's variable names: the wanted keys by those of the tensors that are t
     A of P                                  A of P in another container, if one:    both tables, and neither has
                                             P's own here or there (a program's)     another optimizer of P
     a program's learning rate               that of the container, or the only one  its name, learning_rate_N
+    A of P, which has other paths as well   the same of P at any of these           both tables
     A of P                                  what is at the same path, of which      equal keys alone
                                             nothing is known
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from ..core.cached import cached_property
 from .names import Names, OptimizerVariable, container_of, may_be_optimizers, variable_containers
@@ -40,10 +42,18 @@ class NameMatch:
         index: The number of each by its path.
         wanted: What the wanted ones, and others of the same state_dict, are called.
         moved: Where the user says that some of these are stored.
+        tied: The paths of each wanted tensor that has several, by path. What is stored for one is stored for all.
     """
 
-    def __init__(self, stored: Names, index: Mapping[str, int], wanted: Names, moved: Mapping[str, str]) -> None:
-        self._stored, self._index, self._wanted, self._moved = stored, index, wanted, moved
+    def __init__(
+        self,
+        stored: Names,
+        index: Mapping[str, int],
+        wanted: Names,
+        moved: Mapping[str, str],
+        tied: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        self._stored, self._index, self._wanted, self._moved, self._tied = stored, index, wanted, moved, tied
 
     def places(self, paths: Sequence[str]) -> list[int | None]:
         """The number of the stored tensor for each of these wanted paths; None where there is none."""
@@ -59,6 +69,8 @@ class NameMatch:
             if place is not None and (path in moved or variable is None or stored.get(at) == variable):
                 found[path] = place
             elif (named := self._by_name(path, at, variable)) is not None:
+                by_name[path] = named
+            elif variable is not None and (named := self._by_name(path, at, self._of_tied(variable))) is not None:
                 by_name[path] = named
             elif place is not None and at not in stored:
                 found[path] = place  # it is not known which parameter that is of, so only its key speaks for it
@@ -78,6 +90,11 @@ class NameMatch:
             path: OptimizerVariable(tuple(sorted(moved.get(one, one) for one in parameters)), accumulator)
             for path, (parameters, accumulator) in variables.items()
         }
+
+    def _of_tied(self, variable: OptimizerVariable) -> OptimizerVariable:
+        """The variable, of its parameters under all their paths."""
+        paths = (other for one in variable.parameters for other in self._tied.get(one, (one,)))
+        return OptimizerVariable(tuple(dict.fromkeys(paths)), variable.accumulator)
 
     @cached_property
     def _own(self) -> list[int | None]:

@@ -403,6 +403,23 @@ def test_tied_targets_are_filled_if_the_checkpoint_agrees(tmp_path: Path, exchan
     assert same_bits(free, other)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_one_tensor_of_several_keys_is_stored_under_one_of_them(tmp_path: Path, exchange: Any) -> None:
+    saved = np.arange(6, dtype=np.float32)
+    save_alone({"model": {"embed": saved, "n": 1}}, tmp_path)
+    tensor, other = np.zeros(6, np.float32), np.zeros(6, np.float32)
+    state = {"model": {"head": tensor, "embed": tensor, "n": 0}}
+    report = load_alone(state, tmp_path, options=LoadOptions(exchange=exchange))
+    assert tensor.tolist() == saved.tolist()
+    assert (report.skipped, report.unused_keys) == ((), ())
+    for state in ({"model": {"head": other, "embed": tensor}}, {"model": {"head": tensor, "top": tensor}}):
+        with pytest.raises(StateDictMismatchError) as raised:
+            load_alone(state, tmp_path, options=LoadOptions(exchange=exchange))
+        assert {problem.partition(":")[0] for problem in raised.value.problems} == {
+            f"model.{key}" for key in state["model"] if key != "embed"
+        }
+
+
 def test_tied_shards_on_several_ranks(tmp_path: Path) -> None:
     array = make_array((40, 50))
     save_on([{"a": part, "b": part} for part in split_rows(array, 2)], tmp_path)

@@ -13,7 +13,14 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 from paddle.nn import functional
 
-from paddle_dist_ckpt import LoadOptions, SaveOptions, load_state_dict, read_metadata, save_state_dict
+from paddle_dist_ckpt import (
+    LoadOptions,
+    SaveOptions,
+    load_merged_state_dict,
+    load_state_dict,
+    read_metadata,
+    save_state_dict,
+)
 from test.paddle.outcomes import Outcome, outcome_of
 from test.ranks import static
 
@@ -149,6 +156,54 @@ def move_masters(path: str, from_static: bool) -> dict[str, float]:
     save_state_dict(writer, path, options=_SAVE_ALONE)
     load_state_dict(reader, path, options=_LOAD_ALONE)
     return {"parameter": _first(reader["model"]["fc.weight"]), **{key: _first(it) for key, it in _states(reader)}}
+
+
+class _Tied(paddle.nn.Layer):
+    """Two layers of one weight."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.embed, self.head = (paddle.nn.Linear(4, 4, bias_attr=False) for _ in range(2))
+        self.embed.weight = dist.shard_tensor(self.embed.weight, mesh, [dist.Replicate()])
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.embed(x))
+
+
+def move_tied(path: str, from_static: bool) -> list[dict[str, list[float]]]:
+    """Train and save a model of tied parameters as one kind of job, and load it as the other kind, which saves it."""
+    paddle.disable_static()
+    mesh = dist.ProcessMesh([0], dim_names=["x"])
+    batch = dist.shard_tensor(paddle.ones([2, 4]), mesh, [dist.Replicate()])
+    states: list[dict[str, Any]] = []
+    for is_static in (from_static, not from_static):
+        net = _Tied(mesh)
+        optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(0.01, parameters=net.parameters()))
+        if is_static:
+            spec = DistributedInputSpec.from_dtensor
+            program = dist.to_static(
+                net, None, _loss, optimizer, input_spec=[[spec(batch, "x")], [spec(batch, "y")]]
+            )  # fmt: skip
+            program.train()
+            if not states:
+                program(batch, batch)
+            states.append({"model": program})
+        else:
+            if not states:
+                _loss(net(batch), batch).backward()
+                optimizer.step()
+            states.append({"model": net, "optimizer": optimizer})
+    save_state_dict(states[0], path, options=_SAVE_ALONE)
+    load_state_dict(states[1], path, options=_LOAD_ALONE)
+    save_state_dict(states[1], f"{path}/again", options=_SAVE_ALONE)
+    found = []
+    for folder in (path, f"{path}/again"):
+        entries = {key: value for part in load_merged_state_dict(folder).values() for key, value in part.items()}
+        found.append({
+            key: np.asarray(value).ravel().tolist() for key, value in sorted(entries.items()) if "weight" in key
+        })  # fmt: skip
+    return found
 
 
 def _mixed(is_static: bool, name: str, scale: int) -> dict[str, Any]:

@@ -175,6 +175,14 @@ def test_master_weights_and_their_moments_by_name(ranks: RankPool, tmp_path: Pat
     assert found == {"parameter": 1, "master_0": 2, "moment1_0": 3, "moment2_0": 4}
 
 
+@pytest.mark.parametrize("from_static", [False, True])
+def test_tied_parameters_and_their_moments(ranks: RankPool, tmp_path: Path, from_static: bool) -> None:
+    ((before, after),) = ranks.run(cases.move_tied, str(tmp_path), from_static, ranks=1)
+    assert before == after
+    assert {"embed.weight", "head.weight", "embed.weight.moment1", "embed.weight.moment2"} < before.keys()
+    assert any(before["embed.weight.moment1"])
+
+
 @pytest.mark.parametrize(("source", "destination"), some(itertools.product(["objects", "program_dict"], PROGRAMS), 1))
 def test_evaluation(ranks: RankPool, train: Train, saved: Saved, source: str, destination: str) -> None:
     run = Run(form=destination, layout="mp4", seed=1, load=saved(source))

@@ -209,3 +209,21 @@ def test_equal_keys_do_not_match_against_what_the_tables_say() -> None:
 def test_of_several_of_one_parameter_the_equal_key_is_taken() -> None:
     entries: Entries = {"/m/w": "p", **dict.fromkeys(("/o/p_moment1_0", "/o/p_moment1_1"))}
     assert match(entries, {**entries, "/m/w": "p", "/m/x": None}) == {**{path: path for path in entries}, "/m/x": None}
+
+
+def test_variables_of_a_parameter_that_has_several_paths() -> None:
+    stored = Names(
+        ["/model/b.weight", "/model/b.weight.moment1"], ["linear_2.w_0.dist", "linear_2.w_0.dist_moment1_0"]
+    )
+    wanted = Names(
+        ["/model/a.weight", "/model/b.weight", "/optimizer/a.weight.moment1"],
+        ["linear_9.w_0", "linear_9.w_0", "linear_9.w_0_moment1_0"],
+    )
+    index = {path: i for i, path in enumerate(stored.paths)}
+    group = ["/model/a.weight", "/model/b.weight"]
+    tied = dict.fromkeys(group, group)
+    assert NameMatch(stored, index, wanted, {}, tied).places(wanted.paths) == [None, 0, 1]
+    assert NameMatch(stored, index, wanted, {}).places(wanted.paths) == [None, 0, None]
+    both = Names(["/optimizer/b.weight.moment1", *wanted.paths], ["linear_9.w_1_moment1_0", *wanted.names])
+    twice = NameMatch(stored, index, both, {}, tied).places(both.paths)
+    assert twice[0] is None or twice[3] is None, "no stored tensor is given to two"
