@@ -119,7 +119,7 @@ class _ShownTree:
             return False
         cuts, others = slice(node.begin - 1, None), slice(other.begin - 1, None)
         keys, tensors = self.tree.keys, zip(range(node.first, node.end), range(other.first, other.end), strict=True)
-        return all([keys[i][cuts] == keys[j][others] for i, j in tensors])
+        return all(keys[i][cuts] == keys[j][others] for i, j in tensors)
 
     def tensor(self, number: int) -> TensorFacts:
         """One of the tree's tensors."""

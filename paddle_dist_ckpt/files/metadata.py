@@ -182,7 +182,7 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         return self.table.paths + [path for path, _ in self.value_records]
 
     def key(self, path: str) -> str:
-        """The flat key (tensor_id) of a path. It is made anew each time, for those of all take as much memory as paths."""
+        """The flat key (tensor_id) of a path. It is made each time, for those of all take as much memory as paths."""
         return self.special_keys.get(path) or plain_key(path)
 
     @cached_property

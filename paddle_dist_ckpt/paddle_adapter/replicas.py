@@ -11,6 +11,7 @@ from paddle.distributed.communication.group import Group
 
 from .device import name_of
 from .objects import is_optimizer, optimizer_state
+from .wrappers import refusal
 
 __all__ = ["each", "first_rank", "layers", "optimizers", "place_of", "state_of"]
 
@@ -54,7 +55,8 @@ def _check(name: str, value: Any, is_one: Callable[[Any], bool], kind: str) -> N
     for i, one in enumerate(value if several else [value]):
         if not is_one(one):
             which = f"{name}[{i}] must be a {kind}" if several else f"{name} must be a {kind} or a list of them"
-            raise TypeError(f"{which}, not {_kind_of(one)}")
+            refused = refusal(one)
+            raise TypeError(f"{which}, not {_kind_of(one)}" + (f". {refused}" if refused else ""))
 
 
 def state_of(value: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..errors import UnsupportedValueError
 __all__ = ["SCHEDULER", "is_program", "program_scheduler", "program_state", "variables_by_address"]
 
 _DIST_MODEL: Any = getattr(api, "DistModel", ())
+_SLICE = "slice@"  # how parts are called of what is fused
 SCHEDULER = "LR_Scheduler"  # where states of optimizers and programs have that of their learning rate's scheduler
 
 
@@ -27,10 +28,11 @@ def is_program(value: Any) -> bool:
 def program_state(model: Any, key: str) -> dict[str, Any]:
     """The state of a DistModel: parameters under structured names, all others under their variables' names.
 
-    What Paddle leaves out is added: other names of tied parameters, and the state of the learning rate's scheduler. The tensors are the program's memory.
+    What Paddle leaves out is added: other names of tied parameters, and the state of the learning rate's scheduler. The
+    tensors are the program's memory.
 
     Raises:
-        UnsupportedValueError: it has no state yet.
+        UnsupportedValueError: it has no state yet, or ranks have different parts of it under one name.
     """
     engine = getattr(model, "_engine", None)
     if getattr(model, "_mode", None) is None or getattr(engine, "_executor", True) is None:
@@ -44,6 +46,12 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
+    fused = next((name for name in state if _SLICE in name), None)
+    if fused is not None:
+        raise UnsupportedValueError(
+            f"{key}: this DistModel has {fused!r}, a part of a buffer in which sharding's enable_tensor_fusion joins "
+            "parameters; ranks have different parts under one such name, and nothing says which. Train without it"
+        )
     _add_tied(model, state)
     scheduler = program_scheduler(model)
     if scheduler is not None and SCHEDULER not in state:

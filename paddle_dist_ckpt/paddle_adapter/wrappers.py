@@ -36,7 +36,11 @@ _CUT = (
     "Paddle's {name} has parts of this rank's own of larger tensors, which do not say what they are parts of; save its "
     "sharded_state_dict()"
 )
+_PARTS = (
+    "Paddle's {name} has no state_dict(); pass what it holds: its network, and the optimizer that it was prepared with"
+)
 _REFUSED = {
+    "Model": _PARTS,
     "LBFGS": _IGNORES,
     "DistributedFusedLamb": _STATIC,
     "DGCMomentumOptimizer": _STATIC,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, Reduction, TensorView, is_native_array, view_of_array
-from ..tree.objects import ObjectKind, is_stateful, set_state, state_of
+from ..tree.objects import ObjectKind, OpenedObject, is_stateful, set_state, state_of
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
 

@@ -68,9 +68,7 @@ class NameMatch:
             place, variable = index.get(at), self._variables.get(path)
             if place is not None and (path in moved or variable is None or stored.get(at) == variable):
                 found[path] = place
-            elif (named := self._by_name(path, at, variable)) is not None:
-                by_name[path] = named
-            elif variable is not None and (named := self._by_name(path, at, self._of_tied(variable))) is not None:
+            elif (named := self._by_any_name(path, at, variable)) is not None:
                 by_name[path] = named
             elif place is not None and at not in stored:
                 found[path] = place  # it is not known which parameter that is of, so only its key speaks for it
@@ -91,11 +89,6 @@ class NameMatch:
             for path, (parameters, accumulator) in variables.items()
         }
 
-    def _of_tied(self, variable: OptimizerVariable) -> OptimizerVariable:
-        """The variable, of its parameters under all their paths."""
-        paths = (other for one in variable.parameters for other in self._tied.get(one, (one,)))
-        return OptimizerVariable(tuple(dict.fromkeys(paths)), variable.accumulator)
-
     @cached_property
     def _own(self) -> list[int | None]:
         """The number of what is stored at each wanted path."""
@@ -109,6 +102,14 @@ class NameMatch:
             place is not None and names[place] == name
             for place, name in zip(self._own, self._wanted.names, strict=True)
         )
+
+    def _by_any_name(self, path: str, own: str, variable: OptimizerVariable | None) -> int | None:
+        """What is found by the names, or else by those that the parameter has as well."""
+        found = self._by_name(path, own, variable)
+        if found is not None or variable is None or not self._tied:
+            return found
+        paths = (other for one in variable.parameters for other in self._tied.get(one, (one,)))
+        return self._by_name(path, own, OptimizerVariable(tuple(dict.fromkeys(paths)), variable.accumulator))
 
     def _by_name(self, path: str, own: str, variable: OptimizerVariable | None) -> int | None:
         if own != path and _tail(own) != _tail(path):  # the user has named something else

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,9 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_dist_ckpt import StateDictMismatchError, UnsupportedValueError, load_state_dict, save_state_dict
+from paddle_dist_ckpt import StateDictMismatchError, UnsupportedValueError, load_state_dict, save, save_state_dict
 from paddle_dist_ckpt.paddle_adapter import objects
+from paddle_dist_ckpt.paddle_adapter.static_program import program_state
 from paddle_dist_ckpt.tree.canonical import canonical_paths
 from test.paddle.optimizers import flat, named_state
 from test.paddle.versions import FROM_LOCAL, LATER_THAN_3_0, SHARDING_STAGES, lacks
@@ -632,3 +634,24 @@ def test_models_made_under_names_of_their_own_are_told_apart(tmp_path: Path) -> 
     assert not np.array_equal(expected["a.weight"], expected["b.weight"])
     for key, value in moments(loaded["g"], loaded["o"]).items():
         assert np.array_equal(value, expected[key]), key
+
+
+def test_a_model_of_hapi_is_refused_with_what_to_pass(tmp_path: Path) -> None:
+    model = paddle.Model(layer_of())
+    for pass_it, error in (
+        (lambda: save_state_dict({"model": model}, str(tmp_path)), UnsupportedValueError),
+        (lambda: save(str(tmp_path), model), TypeError),
+    ):
+        with pytest.raises(error, match="pass what it holds: its network"):
+            pass_it()
+    save_state_dict({"model": model.network}, str(tmp_path))
+
+
+def test_a_program_with_parts_of_fused_buffers_is_refused() -> None:
+    """As ``sharding.enable_tensor_fusion`` makes them: each rank has its own part under one name."""
+    state = {"fc.weight": paddle.ones([4]), "slice@linear_0.w_0.dist_moment1_0": paddle.ones([2])}
+    program = SimpleNamespace(_mode="train", _engine=None, state_dict=lambda: state)
+    with pytest.raises(UnsupportedValueError, match="model: this DistModel has 'slice@linear_0.*enable_tensor_fusion"):
+        program_state(program, "model")
+    del state["slice@linear_0.w_0.dist_moment1_0"]
+    assert program_state(program, "model") == state

@@ -176,8 +176,9 @@ def test_master_weights_and_their_moments_by_name(ranks: RankPool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("from_static", [False, True])
-def test_tied_parameters_and_their_moments(ranks: RankPool, tmp_path: Path, from_static: bool) -> None:
-    ((before, after),) = ranks.run(cases.move_tied, str(tmp_path), from_static, ranks=1)
+def test_tied_parameters_and_their_moments(tmp_path: Path, from_static: bool) -> None:
+    with RankPool(1) as alone:  # what the others have put into Paddle asks all of them
+        ((before, after),) = alone.run(cases.move_tied, str(tmp_path), from_static)
     assert before == after
     assert {"embed.weight", "head.weight", "embed.weight.moment1", "embed.weight.moment2"} < before.keys()
     assert any(before["embed.weight.moment1"])

@@ -212,9 +212,7 @@ def test_of_several_of_one_parameter_the_equal_key_is_taken() -> None:
 
 
 def test_variables_of_a_parameter_that_has_several_paths() -> None:
-    stored = Names(
-        ["/model/b.weight", "/model/b.weight.moment1"], ["linear_2.w_0.dist", "linear_2.w_0.dist_moment1_0"]
-    )
+    stored = Names(["/model/b.weight", "/model/b.weight.moment1"], ["linear_2.w_0.dist", "linear_2.w_0.dist_moment1_0"])
     wanted = Names(
         ["/model/a.weight", "/model/b.weight", "/optimizer/a.weight.moment1"],
         ["linear_9.w_0", "linear_9.w_0", "linear_9.w_0_moment1_0"],
