@@ -69,7 +69,7 @@ class Fit:
         self.stored, self.answer, self.wanted = stored, answer, wanted
         self._table = self.stored.table
         self.refused: set[str] = set()
-        self.problems = wanted.problems + _unfit(answer, wanted)
+        self.problems = wanted.problems + _unfit(answer, wanted) + self._refuse_differing(answer.values)
         self.problems += [Mismatch(key, f"{key}: a recipe, and no rank has such a tensor") for key in answer.unmatched]
         parts = expand(wanted.tensors, wanted.made.recipes, answer, self._table, cast)
         self.targets = Targets(parts, self._table, {*left_out, *answer.unread}, devices, resize)
@@ -120,6 +120,27 @@ class Fit:
                     self.refused.add(path)
                     found = value_text(is_dict)
                     text = f"the state_dict has {_PRESENT[kind]}, in the checkpoint it is {found}"
+                    problems.append(Mismatch.at(path, text))
+        entries = {
+            path: bytes(content)
+            for stored, content in self.targets.contents()
+            for path in self.answer.renamed.get(stored, [stored])
+        }
+        return problems + (self._refuse_differing({**self.answer.values, **entries}) if entries else [])
+
+    def _refuse_differing(self, values: Mapping[str, object]) -> list[Mismatch]:
+        """Refuse values that one dict, list or object of the state_dict would get under two keys, if they differ.
+
+        Args:
+            values: What is stored for values, by path; equal if these are.
+        """
+        problems = []
+        for again, first in self.wanted.repeated.items():
+            for path in (path for path in values if path.startswith(f"{again}/") and path not in self.refused):
+                other = first + path[len(again) :]
+                if other in values and values[other] != values[path]:
+                    self.refused.add(path)
+                    text = f"is the same as {plain_key(other)} in the state_dict, but the stored values differ"
                     problems.append(Mismatch.at(path, text))
         return problems
 

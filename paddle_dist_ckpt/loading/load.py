@@ -295,7 +295,7 @@ def _values(fit: Fit, room: Room) -> dict[str, Any]:
 
     Where the state_dict has None or an empty dict at a path below which values are stored, they become one tree.
     """
-    values = {path: from_jsonable(tree) for path, tree in fit.answer.values.items()}
+    values = {path: from_jsonable(tree) for path, tree in fit.answer.values.items() if path not in fit.refused}
     values |= {
         path: value if i == 0 else copy.deepcopy(value)
         for stored, value in fit.targets.entries(room).items()

@@ -44,6 +44,7 @@ class WantedState:
         key_map: Whether each key of the key_map matches something, if that is a mapping.
         own: The values of its own that this rank has now, by path.
         left_own: Those of them that are left as they are, which an object is given back with what is stored for it.
+        repeated: See :class:`..tree.state_dict.Leaves`.
     """
 
     tensors: LocalTensors = field(default_factory=LocalTensors)
@@ -61,6 +62,7 @@ class WantedState:
     key_map: dict[str, bool] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     left_own: dict[str, Any] = field(default_factory=dict)
+    repeated: dict[str, str] = field(default_factory=dict)
 
     def instead(self) -> dict[str, str]:
         """What distributed tensors are made of, in words, if this rank has recipes or a key_map for any tensor.
@@ -123,7 +125,7 @@ def collect(leaves: Leaves, adapter: Adapter, options: LoadOptions, arranger: Ar
         targets = (path for path in leaves.tensor_paths if not free or owner_of(path, objects) not in free)
         made = match_recipes(options.recipes or {}, {path: keys[path] for path in targets})
         moved, skipped = key_map.apply(options.key_map, {p: key for p, key in keys.items() if p not in made.recipes})
-    wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects))
+    wanted = WantedState(moved=moved, skipped=skipped, made=made, has_objects=bool(objects), repeated=leaves.repeated)
     wanted.key_map = key_map.matched(options.key_map, keys.values())
     asked, values = leaves.tensor_paths, leaves.tensors
     if skipped or free:

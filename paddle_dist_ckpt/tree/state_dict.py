@@ -46,6 +46,7 @@ class Leaves:
 
     ``objects`` are the objects that have a state_dict of their own, an outer one before those in it. ``kept`` are
     tensors that were left out, by path: a load leaves them as they are, whether something is stored for them or not.
+    ``repeated`` are containers and objects that were found again, by path, each with the path where it was found first.
     """
 
     tensor_paths: list[str] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Leaves:
     values: list[Any] = field(default_factory=list)
     objects: list[OpenedObject] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
+    repeated: dict[str, str] = field(default_factory=dict)
 
 
 class Adapter(TensorAdapter, Protocol):
@@ -137,6 +139,7 @@ class _Flattening:
         self.leaves = Leaves()
         self._adapter, self._is_tensor = adapter, adapter.is_tensor
         self._found: list[tuple[str, Any, int]] = []  # objects that are not open yet, with the depth at which they are
+        self._places: dict[int, str] = {}  # where containers and objects were found first, by their ids
 
     def add(self, path: str, parts: Mapping[Part, Any], depth: int) -> None:
         """Add what is in a container."""
@@ -154,15 +157,23 @@ class _Flattening:
             try:
                 below = self._children(child, value, depth)
                 if below is not None:
+                    self._note(child, value)
                     self.add(child, below, depth + 1)
                     continue
             except RecursionError:
                 raise UnsupportedValueError(f"{plain_key(child)[:80]}: nested too deeply, or contains itself") from None
             if self._adapter.is_object(value):
+                self._note(child, value)
                 self._found.append((child, value, depth))
             else:
                 leaves.value_paths.append(child)
                 leaves.values.append(value)
+
+    def _note(self, path: str, value: Any) -> None:
+        """Note where a container or an object is, which all stay alive."""
+        first = self._places.setdefault(id(value), path)
+        if first != path:
+            self.leaves.repeated[path] = first
 
     def _are_tensors(self, values: Collection[Any]) -> bool:
         """Whether all are tensors. Of a type whose instances all are, and of which there may be many, one is asked."""

@@ -420,6 +420,46 @@ def test_one_tensor_of_several_keys_is_stored_under_one_of_them(tmp_path: Path, 
         }
 
 
+class Settings:
+    """An object with a state of its own."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = dict(values)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("size", [1, 9000], ids=["small", "large"])
+@pytest.mark.parametrize("what", ["dict", "nested", "object"])
+def test_one_of_two_keys_gets_values_if_they_agree(tmp_path: Path, what: str, size: int, exchange: Any) -> None:
+    def state(a: str, b: str) -> dict[str, Any]:
+        if what == "object":
+            return {"a": Settings(text=a * size), "b": Settings(text=b * size)}
+        parts = [{"text": text * size, "w": np.ones(2)} for text in (a, b)]
+        return {"a": [parts[0]], "b": [parts[1]]} if what == "nested" else {"a": parts[0], "b": parts[1]}
+
+    target = state("-", "-")
+    target["b"] = target["a"]
+
+    def loaded() -> str:
+        held = target["a"].values if what == "object" else target["a"][0] if what == "nested" else target["a"]
+        return str(held["text"])
+
+    options = LoadOptions(exchange=exchange, timeout=60)
+    save_alone(state("x", "x"), tmp_path / "equal")
+    load_alone(target, tmp_path / "equal", options=options)
+    assert loaded() == "x" * size
+    save_alone(state("y", "z"), tmp_path / "apart")
+    with pytest.raises(StateDictMismatchError, match=r"b.*text: is the same as a.*text in the state_dict"):
+        load_alone(target, tmp_path / "apart", options=options)
+    assert loaded() == "x" * size
+
+
 def test_tied_shards_on_several_ranks(tmp_path: Path) -> None:
     array = make_array((40, 50))
     save_on([{"a": part, "b": part} for part in split_rows(array, 2)], tmp_path)
