@@ -205,7 +205,7 @@ class PaddleAdapter:
         return dataclasses.replace(geometry, shards=tuple(shards), on_device=True), tuple(cut_starts)
 
     def _view_part(self, weight: Any, path: str) -> TensorView:
-        """A ShardedWeight. Its parts are not compared, and may be divided among the ranks that have the same."""
+        """A ShardedWeight. Parts that are the same box are compared, and are divided among the ranks that have them."""
         local, key = _local(weight), plain_key(path)
         if not isinstance(local, paddle.Tensor) or not (local.is_dist() or local.is_dense()):
             raise UnsupportedValueError(f"{key}: the local_tensor of a ShardedWeight must be a dense paddle.Tensor")
