@@ -99,9 +99,9 @@ def load(
                     f"{plain_key(opened.path)}: the {type(opened.value).__name__} did not take its state: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        if missing and leaves.objects:
+        if missing:
             pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
-            adapter.renew(leaves.objects, {adapter.token(tensor) for path, tensor in pairs if path not in missing})
+            adapter.renew(leaves, {adapter.token(tensor) for path, tensor in pairs if path not in missing})
 
     return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read).run()
 

@@ -7,34 +7,41 @@ parameter to its master weight. So where a checkpoint has parameters only, what 
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import paddle
 
+from ..core.box import Box, whole
 from ..tree.objects import ObjectKind, OpenedObject
+from ..tree.state_dict import Leaves
 from .objects import masters_of
-from .static_program import variables_by_address
+from .placement import layout_of, local_box, mesh_coordinate
 from .wrappers import unwrapped
 
 __all__ = ["renew_masters"]
 
-_MASTER = re.compile(r"(.+)_fp32_master_\d+")
+_logger = logging.getLogger("paddle_dist_ckpt")
+_MASTER = re.compile(r"(.+?)(?:\.dist)?_fp32_master_\d+(?:\.dist)?")
 
 
-def renew_masters(opened: Sequence[OpenedObject], filled: Collection[int]) -> None:
-    """Set the master weights of optimizers and programs that were not filled to their parameters that were.
+def renew_masters(leaves: Leaves, names: Sequence[str | None], filled: Collection[int], rank: int) -> None:
+    """Set the master weights that were not filled to their parameters that were.
 
     Args:
-        opened: All objects that were in the state_dict, which have been given their states.
+        leaves: What is in the state_dict, whose objects have been given their states.
+        names: The names of the variables of its tensors.
         filled: The ids of the tensors that were filled.
+        rank: This process's.
     """
-    known = {*filled, *(id(parameter) for one in opened for parameter in _filled_by_copies(one, filled))}
-    for one in opened:
-        for parameter, master in _masters(one):
-            if id(parameter) in known and id(master) not in known:
-                _set_to(master, parameter)
+    known = {*filled, *(id(parameter) for one in leaves.objects for parameter in _filled_by_copies(one, filled))}
+    pairs = [pair for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER for pair in masters_of(one.value)]
+    for parameter, master in (*pairs, *_named_alike(leaves, names)):
+        if id(parameter) in known and id(master) not in known:
+            known.add(id(master))
+            _set_to(master, parameter, rank)
 
 
 def _filled_by_copies(opened: OpenedObject, filled: Collection[int]) -> Iterator[Any]:
@@ -46,30 +53,51 @@ def _filled_by_copies(opened: OpenedObject, filled: Collection[int]) -> Iterator
                 yield parameter
 
 
-def _masters(opened: OpenedObject) -> Iterable[tuple[Any, Any]]:
-    """The parameters of an object that have a master weight, with it."""
-    if opened.kind is ObjectKind.PROGRAM:
-        return _masters_in_program(opened.state)
-    return masters_of(opened.value) if opened.kind is ObjectKind.OPTIMIZER else ()
+def _named_alike(leaves: Leaves, names: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
+    """The master weights among the tensors, by their variables' names, with the only parameter of such a name: in
+    programs, and in dicts that optimizers give."""
+    masters, others = dict[str, Any](), dict[str, dict[int, Any]]()
+    for tensor, name in zip(leaves.tensors, names, strict=True):
+        if name is None or not isinstance(tensor, paddle.Tensor):
+            continue
+        match = _MASTER.fullmatch(name)
+        if match is not None:
+            masters[match[1]] = tensor
+        else:
+            others.setdefault(name.removesuffix(".dist"), {})[id(tensor)] = tensor
+    for name, master in masters.items():
+        if len(parameters := others.get(name, {})) == 1:
+            yield next(iter(parameters.values())), master
 
 
-def _set_to(master: Any, parameter: Any) -> None:
-    """Set a master weight to its parameter, each in its own memory."""
-    parameter, master = (one._local_value() if one.is_dist() else one for one in (parameter, master))
-    if parameter.shape == master.shape and parameter._is_initialized() and master._is_initialized():
-        with paddle.no_grad():
-            paddle.assign(parameter.cast(master.dtype), master)
-
-
-def _masters_in_program(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """The parameters of a program that have a master weight, with it."""
-    found = ((match[1], one) for key, one in state.items() if (match := _MASTER.fullmatch(str(key))) is not None)
-    masters = dict(found)
-    if not masters:
+def _set_to(master: Any, parameter: Any, rank: int) -> None:
+    """Set this rank's part of a master weight to that of its parameter, each in its own memory."""
+    own, wanted = _box(parameter, rank), _box(master, rank)
+    if wanted is None or not wanted.size:
         return
-    names = variables_by_address()
-    for key, tensor in state.items():
-        if isinstance(tensor, paddle.Tensor) and tensor._is_initialized() and not _MASTER.fullmatch(str(key)):
-            master = masters.get(names.get(tensor.data_ptr(), ""))
-            if master is not None:
-                yield tensor, master
+    if own is None or not _holds(own, wanted):
+        _logger.warning(
+            "%s: not loaded, and this rank has not the part of %s that it is of; a step sets the parameter to it",
+            master.name, parameter.name,
+        )  # fmt: skip
+        return
+    source, target = (one._local_value() if one.is_dist() else one for one in (parameter, master))
+    with paddle.no_grad():
+        cast = source.cast(target.dtype)
+        paddle.assign(cast if own == wanted else cast[wanted.relative_to(own.offset).slices], target)
+
+
+def _box(tensor: Any, rank: int) -> Box | None:
+    """Where what this rank has of a tensor lies in all of it; None if it has nothing."""
+    if not tensor.is_dist():
+        return whole(tensor.shape) if tensor._is_initialized() else None
+    mesh, placements = layout_of(tensor, tensor.name)
+    coordinate = mesh_coordinate(mesh, rank)
+    return None if coordinate is None else local_box(tensor.shape, mesh.shape, coordinate, placements, tensor.name)
+
+
+def _holds(box: Box, part: Box) -> bool:
+    """Whether a part is all in a box."""
+    return len(box.shape) == len(part.shape) and all(
+        a <= b and b + n <= a + m for a, m, b, n in zip(*box, *part, strict=True)
+    )

@@ -19,8 +19,9 @@ from ..core.dtypes import DType, arithmetic_dtype, dtype_named
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, TensorView, TensorViews, is_native_array, view_of_array
 from ..errors import UnsupportedValueError
-from ..tree.objects import ObjectKind, OpenedObject, state_of
+from ..tree.objects import ObjectKind, state_of
 from ..tree.paths import plain_key
+from ..tree.state_dict import Leaves
 from . import objects
 from .device import at_device, has_devices, is_on_device
 from .device_copies import PaddleDevices
@@ -111,9 +112,9 @@ class PaddleAdapter:
         """See :class:`..tree.state_dict.Adapter`."""
         objects.restore(value, state)
 
-    def renew(self, opened: Sequence[OpenedObject], filled: Collection[int]) -> None:
+    def renew(self, leaves: Leaves, filled: Collection[int]) -> None:
         """See :class:`..tree.state_dict.Adapter`."""
-        renew_masters(opened, filled)
+        renew_masters(leaves, self.names(leaves.tensors), filled, self._rank)
 
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""

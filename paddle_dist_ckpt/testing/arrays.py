@@ -15,7 +15,8 @@ from ..core.dtypes import DTYPES, DType, arithmetic_dtype
 from ..core.memory import address_of
 from ..core.shards import Kind
 from ..core.tensors import Geometry, LocalShard, Reduction, TensorView, is_native_array, view_of_array
-from ..tree.objects import ObjectKind, OpenedObject, is_stateful, set_state, state_of
+from ..tree.objects import ObjectKind, is_stateful, set_state, state_of
+from ..tree.state_dict import Leaves
 
 __all__ = ["NumpyAdapter", "ShardedArray", "shard_array"]
 
@@ -113,7 +114,7 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         set_state(value, state)
 
-    def renew(self, opened: Sequence[OpenedObject], filled: Collection[int]) -> None:
+    def renew(self, leaves: Leaves, filled: Collection[int]) -> None:
         """See :class:`..core.tensors.TensorAdapter`."""
 
     def view(self, value: Any, path: str) -> TensorView:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,11 +82,11 @@ class Adapter(TensorAdapter, Protocol):
         """
         ...
 
-    def renew(self, opened: Sequence[OpenedObject], filled: Collection[int]) -> None:
+    def renew(self, leaves: Leaves, filled: Collection[int]) -> None:
         """Set what follows from tensors that were filled and was not filled itself, as master weights of parameters.
 
         Args:
-            opened: All objects, which have been given their states.
+            leaves: What is in the state_dict, whose objects have been given their states.
             filled: The tokens of the tensors that were filled.
         """
         ...

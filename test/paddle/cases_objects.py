@@ -9,6 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_dist_ckpt import LoadOptions, PerRank, load_state_dict, rng_state, save_state_dict, set_rng_state
+from paddle_dist_ckpt.paddle_adapter.objects import make_accumulators
 from paddle_dist_ckpt.paddle_adapter.placement import layout_of
 from test.paddle.versions import RNG_STATE
 from test.ranks.groups import group_of
@@ -100,6 +101,34 @@ def train(
         "random": float(np.random.random()) + float(paddle.rand([1])),
         "placements": [_placements(value) for value in _accumulators(optimizer) if value.is_dist()],
     }
+
+
+def load_weights(path: str, stage: str, as_dicts: bool) -> list[tuple[Any, Any]]:
+    """Load a model without its master weights on two ranks; gives the local values of each parameter and its master."""
+    mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
+
+    def make(seed: int) -> tuple[Any, Any]:
+        paddle.seed(seed)
+        layer = paddle.nn.Linear(6, 4)
+        layer.to(dtype="bfloat16")
+        for name, parameter in list(layer._parameters.items()):
+            layer._parameters[name] = dist.shard_tensor(parameter, mesh, [dist.Replicate()])
+        made = paddle.optimizer.AdamW(0.1, parameters=layer.parameters(), multi_precision=True)
+        function = getattr(dist, stage)("dp", mesh) if stage else None
+        return layer, dist.shard_optimizer(made, function)
+
+    save_state_dict({"model": make(1)[0]}, path, group_of(2))
+    layer, optimizer = make(2)
+    state = {"model": layer, "optimizer": optimizer}
+    options = LoadOptions(allow_missing=["optimizer.*"])
+    if as_dicts:
+        make_accumulators(optimizer)
+        state = {name: value.state_dict() for name, value in state.items()}
+    load_state_dict(state, path, group_of(2), options=options)
+    masters = optimizer._inner_opt._master_weights
+    pairs = [(parameter, masters[parameter.name]) for parameter in layer.parameters()]
+    assert all(_placements(master) == ["Shard(dim=0)" if stage else "Replicate()"] for _, master in pairs)
+    return [tuple(one._local_value().cast("float32").numpy() for one in pair) for pair in pairs]
 
 
 def _state(net: Any, optimizer: Any, schedule: Any, counter: Counter, how: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_dist_ckpt import read_metadata
 from test.paddle import cases_objects as cases
-from test.paddle.versions import RNG_STATE, SHARD_OPTIMIZER
+from test.paddle.versions import RNG_STATE, SHARD_OPTIMIZER, SHARDING_STAGES, lacks
 from test.ranks.pool import RankPool
 
 Run = Callable[..., dict[str, Any]]
@@ -91,3 +91,16 @@ def test_accumulators_are_distributed_as_a_step_distributes_them(run: Run, tmp_p
     assert loaded["placements"] == stepped["placements"]
     assert len(loaded["placements"]) == 16
     assert all((loaded["parameters"][name] == value).all() for name, value in stepped["parameters"].items())
+
+
+@lacks(SHARDING_STAGES, "has no sharding stages")
+@pytest.mark.parametrize("as_dicts", [False, True], ids=["objects", "dicts"])
+@pytest.mark.parametrize("stage", ["", "ShardingStage1"])
+def test_parts_of_master_weights_follow_their_parameters(
+    pool: RankPool, tmp_path: Path, stage: str, as_dicts: bool
+) -> None:
+    results = pool.run(cases.load_weights, str(tmp_path), stage, as_dicts, ranks=2)
+    for (whole, *parts), (same, *others) in zip(*results, strict=True):
+        assert np.array_equal(whole, same)
+        master = np.concatenate([*parts, *others]) if stage else parts[0]
+        assert np.array_equal(master, whole)
