@@ -147,7 +147,10 @@ class Fit:
     @property
     def untouched(self) -> set[str]:
         """The paths of which nothing is loaded."""
-        return {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped}
+        unfit = {problem.key for problem in self.problems}
+        paths = self.wanted.tensors.paths if unfit else []
+        left = (path for path in paths if plain_key(path) in unfit)
+        return {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped, *left}
 
     def needs(self, staged: bool) -> IntArray:
         """The needs whose targets are looked at before they are used, or all the others."""

@@ -72,6 +72,20 @@ def test_those_of_parameters_that_are_left_are_left(tmp_path: Path) -> None:
     assert state["model"].bias.cast("float32").tolist() == [1.0] * 3
 
 
+def test_those_that_do_not_fit_follow_and_others_do_not(tmp_path: Path) -> None:
+    saved = job(fill=3.0)
+    held = objects.optimizer_state(saved["optimizer"])["master_weights"]
+    weight, bias = (held[getattr(saved["model"], name).name].numpy() + 1 for name in ("weight", "bias"))
+    entries = {"weight.master_weight": weight[:2], "bias.master_weight": bias}
+    save_state_dict(
+        {"model": {"weight": saved["model"].weight, "bias": np.ones(9)}, "optimizer": entries}, str(tmp_path)
+    )
+    state = job()
+    load_state_dict(state, str(tmp_path), options=LoadOptions(strict=False))
+    # The stored master of the weight has another shape, so it follows; that of the bias is stored, which is not.
+    assert masters(state) == [3.0, 4.0]
+
+
 def test_of_a_layer_that_gives_copies_of_another_dtype(tmp_path: Path) -> None:
     """As ``amp.decorate(save_dtype=...)`` does it."""
     save_state_dict({"model": job("float32", 3.0)["model"]}, str(tmp_path))
