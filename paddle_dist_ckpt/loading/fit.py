@@ -121,8 +121,10 @@ class Fit:
                     found = value_text(is_dict)
                     text = f"the state_dict has {_PRESENT[kind]}, in the checkpoint it is {found}"
                     problems.append(Mismatch.at(path, text))
+        if not self.wanted.repeated:
+            return problems
         entries = {
-            path: bytes(content)
+            path: content.data
             for stored, content in self.targets.contents()
             for path in self.answer.renamed.get(stored, [stored])
         }
