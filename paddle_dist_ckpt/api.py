@@ -335,7 +335,7 @@ def copy_checkpoint(
     """Copy a committed checkpoint to another folder. Does not need paddle.
 
     Every block is verified before it is written. Data files go first; the `.metadata`, by which the checkpoint becomes
-    visible, is last, when they are durable. It keeps its number.
+    visible, is last, when they are durable. It keeps its number. Between local folders, holes in data files stay holes.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.

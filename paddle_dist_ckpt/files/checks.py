@@ -9,9 +9,10 @@ import numpy as np
 import xxhash
 
 from ..core.buffers import Buffers
-from ..core.columns import IntArray, places_within
+from ..core.columns import IntArray
 from ..core.threads import run_all
 from ..errors import CheckpointCorruptedError
+from .pieces import Pieces
 from .runs import CHUNK_BYTES, OpenFile, Segments
 
 __all__ = ["check_entries"]
@@ -39,13 +40,12 @@ def check_entries(
         threads: How many threads read.
         progress: Told how many bytes were read, as they are.
     """
-    step = max(block_bytes, CHUNK_BYTES)
-    counts = -(-sizes // step)
-    entry, within = np.repeat(np.arange(len(sizes)), counts), places_within(counts)
-    low = starts[entry] + within * step
-    high = np.minimum(low + step, (starts + sizes)[entry])
-    blocks = first_blocks[entry] + within * (step // block_bytes)
-    checks = _Checks(file, block_bytes, low, high, blocks, lambda segment: key(int(entry[segment])))
+    pieces = Pieces.of(file, block_bytes, starts, sizes, first_blocks)
+    entry = pieces.entry
+    checks = _Checks(
+        file, block_bytes, pieces.starts, pieces.stops, pieces.blocks, lambda segment: key(int(entry[segment]))
+    )
+    progress(pieces.zeros)
     run_all(checks.tasks(Buffers(threads), progress), threads, lambda: None)
     first: dict[int, str] = {}
     for segment, problem in sorted(checks.problems):
@@ -55,7 +55,7 @@ def check_entries(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checks(Segments):
-    """Segments of which nothing is wanted: either of whole blocks that fit in a chunk, or one block."""
+    """Pieces of which nothing is wanted."""
 
     problems: list[tuple[int, str]] = field(default_factory=list)
 

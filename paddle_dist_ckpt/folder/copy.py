@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 from contextlib import closing, suppress
-from typing import Any
 
 import numpy as np
 
-from ..core.box import Box, flat_range, whole
 from ..core.progress import Progress
 from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.codec import decode_metadata
+from ..files.copying import copy_entries
 from ..files.datafile import header_digest, read_header
+from ..files.holes import Holes
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
-from ..files.reader import Consumer, StoredEntry, read_entries
 from ..files.room import bytes_on_disk
 from ..files.runs import OpenFile
 from ..storage.base import Storage, WritableFile
@@ -59,7 +58,7 @@ def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progre
     try:
         remove_saves(out, lease.doomed)
         lease.doomed.clear()
-        _check_free(out, metadata)
+        _check_free(source, out, metadata)
         lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
         with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
             for file, info in enumerate(metadata.files):
@@ -95,7 +94,7 @@ def _undo(out: Storage, metadata: Metadata, made: list[str]) -> None:
             out.delete(name)
 
 
-def _check_free(out: Storage, metadata: Metadata) -> None:
+def _check_free(source: Storage, out: Storage, metadata: Metadata) -> None:
     """Refuse to write over anything, or to begin what there is no room for."""
     names, saves = set(out.names()), committed_saves(out)
     if metadata_name(metadata.unique_id) in names:
@@ -110,12 +109,14 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
             + (f"; the claim {claim} speaks of them: {EXPIRY}" if claim is not None else "")
         )
     needed, free = sum(info.size for info in metadata.files), out.free_bytes()
+    if free is not None and free < needed and getattr(out, "keeps_holes", False):
+        needed = min(needed, bytes_on_disk(source, metadata.save_id))
     if free is not None and free < needed:
         raise CheckpointError(f"{out.location} has room for {free:,} bytes; {needed:,} are to be copied")
 
 
 def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress) -> None:
-    """Copy one data file. Nothing of a block is written before the block is verified."""
+    """Copy one data file, but for its holes, if that can be. Nothing of a block is written before it is verified."""
     info, table = metadata.files[file], metadata.table
     first_block, counts = metadata.blocks
     with closing(source.open(info.name)) as opened:
@@ -127,22 +128,22 @@ def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableF
             raise CheckpointCorruptedError(str(error)) from error
         if header_digest(header.tobytes()) != info.digest:
             raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
+        name = f"{source.location}/{info.name}"
+        known = OpenFile(name, opened, start, hashes, holes=(holes := Holes(name, opened)))
+        extend = getattr(target, "extend", None)
+        keeps_holes = not holes.none and extend is not None and extend(info.size)
         target.write(header, 0)
         progress(start)
-        known = OpenFile(f"{source.location}/{info.name}", opened, start, hashes)
-        wanted = []
-        for shard in table.in_file(file).tolist():
-            tensor, box = table.shard_place(shard)
-            dtype, place = table.dtypes[tensor], int(table.data_offsets[shard])
-            key = metadata.key(table.paths[tensor])
-            entry = StoredEntry(known, place, int(first_block[shard]), box.shape, dtype, key)
-            write = functools.partial(_write, target, start + place, box.shape)
-            wanted.append((entry, [Consumer(whole(box.shape), np.empty(0, dtype.raw), write)]))
-        read_entries(wanted, metadata.block_bytes, io_threads(1, waits=True), lambda: None, progress)
-
-
-def _write(target: WritableFile, start: int, shape: tuple[int, ...], items: Any, place: tuple[slice, ...]) -> None:
-    """Write a contiguous part of an entry that starts at byte ``start`` of its file."""
-    part = flat_range(Box(tuple(s.start for s in place), items.shape), shape)
-    assert part is not None, "parts come as they are stored"
-    target.write(np.ascontiguousarray(items).reshape(-1).view(np.uint8), start + part[0] * items.dtype.itemsize)
+        shards = table.in_file(file)
+        copy_entries(
+            known,
+            target,
+            keeps_holes,
+            metadata.block_bytes,
+            table.data_offsets[shards].astype(np.int64),
+            table.shard_bytes[shards].astype(np.int64),
+            first_block[shards].astype(np.int64),
+            lambda entry: metadata.key(table.paths[int(table.shard_tensor[shards[entry]])]),
+            io_threads(1, waits=True),
+            progress,
+        )

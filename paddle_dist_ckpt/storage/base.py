@@ -21,7 +21,11 @@ class FolderIdentity(NamedTuple):
 
 
 class WritableFile(Protocol):
-    """A new file that is being written."""
+    """A new file that is being written.
+
+    It may also have a method ``extend(nbytes)``, which is called before anything is written: make so many bytes of it
+    zeros, of which there is nothing on the disk. It returns whether that was possible; if not, nothing has changed.
+    """
 
     def write(self, data: Bytes1D, offset: int) -> None:
         """Write all of ``data`` at ``offset``. Raises OSError if that did not succeed in full."""
@@ -84,7 +88,8 @@ class Storage(Protocol):
     :mod:`paddle_dist_ckpt.testing.storage_conformance` tests whether an implementation does all that is said here.
 
     It may also have an attribute ``is_part``, which is true if it stands for files of a folder that somebody has picked
-    by name: :meth:`names` has no others then.
+    by name: :meth:`names` has no others then. And an attribute ``keeps_holes``, which is true if its new files have the
+    method ``extend``: copies of files with holes need room for the rest alone then.
     """
 
     @property

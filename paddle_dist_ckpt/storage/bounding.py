@@ -136,6 +136,7 @@ class _BoundedStorage:
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of all files together
         self.location = inner.location
         self.is_part: bool = getattr(inner, "is_part", False)
+        self.keeps_holes: bool = getattr(inner, "keeps_holes", False)
 
     def _run(
         self, doing: str, name: str, work: Callable[[], T], late: Callable[[Any], None] = lambda result: None
@@ -280,6 +281,10 @@ class _BoundedWritable(_BoundedFile):
             due = self._unsynced >= _SYNC_EVERY
         if due:
             self.sync()  # so that none has to wait for more than this
+
+    def extend(self, nbytes: int) -> bool:
+        extend = getattr(self._inner, "extend", None)
+        return extend is not None and self._run("making room in", lambda: bool(extend(nbytes)))
 
     def sync(self) -> None:
         with self._lock:

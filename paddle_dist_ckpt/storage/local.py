@@ -78,6 +78,8 @@ class LocalStorage:
         ValueError: the path is empty, or a URL rather than a path.
     """
 
+    keeps_holes = True
+
     def __init__(self, path: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self._root = Path(local_path(path))
         self._follow_links = follow_links

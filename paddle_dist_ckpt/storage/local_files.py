@@ -18,6 +18,7 @@ __all__ = ["LocalReadable", "LocalWritable", "about", "close_read"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_BUFFERS = 1024  # IOV_MAX
+_NO_HOLES = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _LEAST_DIRECT = 256 << 10  # less is read through the cache, which reads ahead
 
 
@@ -84,6 +85,17 @@ class LocalWritable:
                     if written <= 0:
                         raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
                 view, offset = view[written:], offset + written
+
+    def extend(self, nbytes: int) -> bool:
+        try:
+            with about(self._path):
+                os.ftruncate(self._cached, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_HOLES:
+                raise
+            _logger.debug("%s: cannot be made longer without writing: %s", self._path, error)
+            return False
+        return True
 
     def sync(self) -> None:
         with about(self._path):

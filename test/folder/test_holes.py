@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import filecmp
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointCorruptedError, verify
+from paddle_dist_ckpt import CheckpointCorruptedError, CheckpointError, copy_checkpoint, verify
 from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.files.holes import Holes
 from paddle_dist_ckpt.files.metadata import FileInfo
 from paddle_dist_ckpt.folder.boxes import BoxReader
 from paddle_dist_ckpt.folder.verify import _check_foreign
 from paddle_dist_ckpt.storage.local import LocalStorage
+from paddle_dist_ckpt.storage.local_files import LocalReadable
 from test.cli.commands import fails, run
 from test.jobs import load_whole
+from test.torture.budgets import bytes_on_disk
 from test.torture.crafting import Entry, write_checkpoint
 
 _PAGE = b"x" * 4096
@@ -55,6 +59,100 @@ def test_a_part_of_a_file_counts_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptedError, match="file has 4096 bytes on the disk"):
         holes.read(40 << 20, 40 << 20)
     file.close()
+
+
+def _same(first: Path, second: Path) -> bool:
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    return filecmp.cmpfiles(first, second, names, shallow=False) == (names, [], [])
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 1 << 20])
+def test_a_copy_keeps_holes(tmp_path: Path, block_bytes: int) -> None:
+    data = np.arange((5 << 20) + 3, dtype=np.uint8).tobytes()
+    entries = {
+        "/a": Entry([200 << 20, 1], [[3, 70 << 20], []], "uint8"),
+        "/b": Entry([len(data)], [[]], "uint8", data=data),
+        "/c": Entry([(100 << 20) + 5], [[]], "uint8"),
+    }
+    write_checkpoint(tmp_path / "a", entries, block_bytes=block_bytes)
+    copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert bytes_on_disk(tmp_path / "b") < bytes_on_disk(tmp_path / "a") + (4 << 20), "a chunk at each edge"
+    assert _same(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_copy_writes_holes_where_it_cannot_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _holes(tmp_path / "start", 8)
+    asked = list[int]()
+
+    def refuse(descriptor: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    error = errno.EOPNOTSUPP
+    copy_checkpoint(start, tmp_path / "copy")
+    assert len(asked) == 1
+    assert _same(start, tmp_path / "copy")
+    assert bytes_on_disk(tmp_path / "copy") > 8 << 20
+    error = errno.EIO
+    with pytest.raises(OSError, match=r"Input/output error: .*safetensors"):
+        copy_checkpoint(start, tmp_path / "failed")
+    assert list((tmp_path / "failed").iterdir()) == []
+
+
+def test_a_copy_without_holes_is_written_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "a", {"/w": Entry([3 << 20], [[]], "uint8", data=b"x" * (3 << 20))})
+    monkeypatch.setattr(os, "ftruncate", lambda descriptor, nbytes: 1 // 0)
+    copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert _same(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_copy_needs_room_for_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _holes(tmp_path / "start", 64)
+    real = bytes_on_disk(start) - (start / "0.metadata").stat().st_size
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda storage: real)
+    copy_checkpoint(start, tmp_path / "copy")
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda storage: real - 1)
+    with pytest.raises(CheckpointError, match=f"has room for {real - 1:,} bytes; {real:,} are to be copied"):
+        copy_checkpoint(start, tmp_path / "other")
+
+
+def test_a_hole_in_place_of_data_is_not_copied(tmp_path: Path) -> None:
+    data = b"x" * (8 << 20)
+    write_checkpoint(
+        tmp_path / "a", {"/v": Entry([64 << 20], [[]], "uint8"), "/w": Entry([8 << 20], [[]], "uint8", data=data)}
+    )
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    size = file.stat().st_size
+    os.truncate(file, size - (2 << 20))
+    os.truncate(file, size)
+    assert "w: the checksum of 1048576 bytes" in "".join(verify(tmp_path / "a").problems)
+    with pytest.raises(CheckpointCorruptedError, match="w: the checksum of 1048576 bytes"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_large_hole_is_known_by_a_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _holes(tmp_path / "start", 64 << 10)
+    (file,) = start.glob("*.safetensors")
+    looks = list[int]()
+    real = LocalReadable.is_hole
+
+    def is_hole(self: LocalReadable, offset: int, nbytes: int) -> bool:
+        looks.append(nbytes)
+        return real(self, offset, nbytes)
+
+    monkeypatch.setattr(LocalReadable, "is_hole", is_hole)
+    assert verify(start).ok
+    copy_checkpoint(start, tmp_path / "copy")
+    assert len(looks) < 20
+    with file.open("r+b") as stream:  # in the middle of 65,536 blocks
+        stream.seek(-32 << 30, os.SEEK_END)
+        stream.write(b"x")
+    looks.clear()
+    assert len(verify(start).problems) == 1
+    assert 15 < len(looks) < 60
 
 
 def test_a_comparison_does_not_read_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metadata": lambda folder: bool(paddle_dist_ckpt.read_metadata(folder).save_id),
     "verify": lambda folder: paddle_dist_ckpt.verify(folder).ok,
     "rebuild": lambda folder: bool(_rebuilt(folder)),
+    "copy": lambda folder: bool(paddle_dist_ckpt.copy_checkpoint(folder, f"{folder}-copied").save_id),
     "load": lambda folder: len(load_whole(folder)),
     "load into": lambda folder: load_alone({"v": None, "n": 0}, folder).unique_id,
     "load by two": _into_targets,
@@ -259,8 +260,10 @@ def attempt(seed: int, folder: Path) -> Counter[str]:
         if problem is not None:
             problems.append(f"{reader} {problem} ({cost.memory >> 20} MiB, {cost.seconds:.2f} s: {cost.outcome[:150]})")
         outcomes["refused" if cost.kinds else "read"] += 1
-        for rebuilt in folder.glob("*-rebuilt"):
-            shutil.rmtree(rebuilt)
+        for made in [*folder.glob("*-rebuilt"), *folder.glob("*-copied")]:
+            if made.name.startswith("checkpoint") and bytes_on_disk(made) > real + _MEMORY:
+                problems.append(f"{reader} wrote {bytes_on_disk(made) >> 20} MiB")
+            shutil.rmtree(made)
     assert not problems, f"{name} ({where}), {real >> 10} KiB on the disk:\n  " + "\n  ".join(problems)
     return outcomes
 
