@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_MOST_NAMED = 100  # files that are not listed: a line of the log takes longer than a look at a small file
 
 
 def save_of(storage: Storage, unique_id: int, whole: bool = False) -> str | None:
@@ -77,13 +78,17 @@ def metadata_ids(storage: Storage) -> list[int]:
 
 def committed_ids(storage: Storage) -> list[int]:
     """The ids of this format's committed checkpoints, ascending."""
-    found = []
+    found, left_out = [], 0
     for unique_id in metadata_ids(storage):
         try:
             if save_of(storage, unique_id) is not None:
                 found.append(unique_id)
         except (CheckpointError, OSError) as error:
-            _logger.warning("not listed: %s", error)
+            left_out += 1
+            if left_out <= _MOST_NAMED:
+                _logger.warning("not listed: %s", error)
+    if left_out > _MOST_NAMED:
+        _logger.warning("not listed: %d more .metadata files of %s", left_out - _MOST_NAMED, storage.location)
     return found
 
 

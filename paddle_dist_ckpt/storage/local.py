@@ -82,6 +82,7 @@ class LocalStorage:
 
     def __init__(self, path: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self._root = Path(local_path(path))
+        self._location = str(self._root)
         self._follow_links = follow_links
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of readers past the cache
 
@@ -90,7 +91,7 @@ class LocalStorage:
 
     @property
     def location(self) -> str:
-        return str(self._root)
+        return self._location
 
     def prepare(self) -> None:
         with about(self._root):
@@ -126,22 +127,22 @@ class LocalStorage:
 
     def open(self, name: str) -> ReadableFile:
         path = self._root / name
-        return LocalReadable(self._open(path), path, self._buffers)
+        return LocalReadable(self._open(str(path)), path, self._buffers)
 
-    def _open(self, path: Path) -> int:
+    def _open(self, path: str) -> int:
         with about(path):
-            return open_to_read(path.parent, path.name, self._follow_links)
+            return open_to_read(path, self._follow_links)
 
     def size(self, name: str) -> int:
         with about(self._root / name):
             return (self._root / name).stat().st_size
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        path = self._root / name
+        path = os.path.join(self.location, name)
         descriptor = self._open(path)
         try:
-            with about(path), open(descriptor, "rb", closefd=False) as file:
-                return file.read(-1 if limit is None else limit)
+            with about(path):
+                return _content(descriptor, limit)
         finally:
             close_read(descriptor, path)
 
@@ -201,6 +202,18 @@ class _PartOfFolder(LocalStorage):
 
     def names(self) -> list[str]:
         return [name for name in super().names() if self._names.fullmatch(name)]
+
+
+def _content(descriptor: int, limit: int | None) -> bytes:
+    """What an open file holds, or its first ``limit`` bytes; a small one without the objects of a stream."""
+    if limit is None:
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            return file.readall()
+    data = part = os.read(descriptor, limit)
+    while part and len(data) < limit:
+        part = os.read(descriptor, limit - len(data))
+        data += part
+    return data
 
 
 def give_name(source: Path, target: Path) -> bool:

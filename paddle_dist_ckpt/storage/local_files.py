@@ -27,7 +27,7 @@ class about:  # noqa: N801 (it is called like a function; as a generator it woul
 
     __slots__ = ("_path",)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         self._path = path
 
     def __enter__(self) -> None: ...
@@ -42,7 +42,7 @@ class about:  # noqa: N801 (it is called like a function; as a generator it woul
             error.filename = str(self._path)
 
 
-def close_read(descriptor: int, path: Path) -> None:
+def close_read(descriptor: int, path: str | Path) -> None:
     """Close what was only read. What was read is right, whatever goes wrong here."""
     try:
         os.close(descriptor)

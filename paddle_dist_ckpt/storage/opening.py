@@ -14,31 +14,29 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLO
 _OF_CACHE = re.compile("(models|datasets|spaces)--")
 
 
-def open_to_read(folder: Path, name: str, anywhere: bool) -> int:
-    """A descriptor of a file in a folder. All that is read of local folders is opened here.
+def open_to_read(path: str, anywhere: bool) -> int:
+    """A descriptor of a file. All that is read of local folders is opened here.
 
     A FIFO would wait for a writer, a device may have no end, and a link may lead to what its maker is not allowed to
     read: none of them is opened. The files of a Hugging Face cache (``models--a--b/blobs/<digest>``) are content for
     anybody to read, and the folders of its users are full of links to them.
 
     Args:
-        folder: The folder.
-        name: The file's name in it.
-        anywhere: Whether links may lead out of the folder.
+        path: The file's path, of text since a Path takes longer to make than a small file to read.
+        anywhere: Whether links may lead out of its folder.
 
     Raises:
         IsADirectoryError: it is something else than a file, or a link that leaves the folder.
         OSError: it cannot be opened.
     """
-    path = folder / name
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device that is not there
             raise _no_file(path) from None
-        if error.errno != errno.ELOOP or not path.is_symlink():
+        if error.errno != errno.ELOOP or not os.path.islink(path):
             raise
-        target = _target(folder, path, anywhere)
+        target = _target(Path(path), anywhere)
         descriptor = os.open(target, _FLAGS)
         try:
             if not anywhere and not _is(descriptor, target):  # a folder on the way has become a link
@@ -52,8 +50,8 @@ def open_to_read(folder: Path, name: str, anywhere: bool) -> int:
     return descriptor
 
 
-def _target(folder: Path, link: Path, anywhere: bool) -> Path:
-    """The file that a link in a folder stands for, if it may be read."""
+def _target(link: Path, anywhere: bool) -> Path:
+    """The file that a link stands for, if it may be read."""
     try:
         target = Path(os.path.realpath(link, strict=True))
     except OSError as error:
@@ -61,7 +59,7 @@ def _target(folder: Path, link: Path, anywhere: bool) -> Path:
             raise _no_file(link) from None
         raise
     of_cache = target.parent.name == "blobs" and _OF_CACHE.match(target.parents[1].name)
-    if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(folder))):
+    if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(link.parent))):
         raise IsADirectoryError(
             errno.EISDIR,
             f"it is a link to {target}, outside its folder; LocalStorage(path, follow_links=True) reads it",
@@ -87,5 +85,5 @@ def _is(descriptor: int, path: Path) -> bool:
     return opened == str(path)
 
 
-def _no_file(path: Path) -> IsADirectoryError:
+def _no_file(path: str | Path) -> IsADirectoryError:
     return IsADirectoryError(errno.EISDIR, "it is no file", str(path))

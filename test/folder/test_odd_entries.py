@@ -222,3 +222,16 @@ def test_a_metadata_file_that_is_a_hole_is_not_read_whole(tmp_path: Path, promis
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_of_very_many_files_that_are_no_metadata_some_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(250):
+        (tmp_path / f"{i}.metadata").touch()
+    save_alone({"a": np.arange(3)}, tmp_path, 1000)
+    assert list_checkpoints(tmp_path) == [1000]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("not listed: ")]
+    assert len(said) == 101
+    assert said[0].startswith(f"not listed: {tmp_path}/0.metadata is no paddle_dist_ckpt .metadata file")
+    assert said[-1] == f"not listed: 150 more .metadata files of {tmp_path}"
