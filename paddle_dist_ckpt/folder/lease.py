@@ -2,7 +2,9 @@
 
 A save's claim file is made before any other of its files and kept fresh while it lives. It says which save it replaces,
 so that whoever finds it after a crash knows what may be removed. Whether a claim is fresh is judged by the folder's own
-clock: by the modification times that the folder gives, never by a host's clock.
+clock: by the modification times that the folder gives, never by a host's clock. One that is dated far ahead, by a clock
+that was wrong or by a stranger, is dated anew by who finds it: if its save lives, that does so as well, every few
+seconds, and if not, it counts as long as any other from then on.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
 EXPIRY = f"try again when that is done (a claim of a save that was killed counts for {_EXPIRES_AFTER / 60:.0f} minutes)"
+_MOST_AHEAD = 3600.0  # seconds; hosts whose clocks are further apart cannot save to one folder
 _LOOK_AGAIN = 0.1  # seconds
 _TEMPORARY = ".tmp"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -384,10 +387,23 @@ def _expired_claims(storage: Storage, ours: str, now: float, given_up: Collectio
 
 
 def _is_expired(storage: Storage, name: str, now: float) -> bool:
+    """Whether a claim, or what else tells that somebody works, is too old. One dated far ahead is dated anew."""
     try:
-        return now - storage.modified(name) > _EXPIRES_AFTER
+        age = now - storage.modified(name)
+        if age < -_MOST_AHEAD:
+            _date_anew(storage, name)
     except FileNotFoundError:
         return False
+    return age > _EXPIRES_AFTER
+
+
+def _date_anew(storage: Storage, name: str) -> None:
+    try:
+        storage.touch(name)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        _logger.warning("the claim %s is dated far ahead, and counts until then: %s", name, error)
 
 
 def is_abandoned(storage: Storage, now: float) -> bool:
@@ -397,5 +413,6 @@ def is_abandoned(storage: Storage, now: float) -> bool:
         storage: A local folder, whose own time of change counts too; other storages have none.
         now: The time by the folder's own clock: when a file near it was changed just now.
     """
-    # The folder itself counts as well: one that is about to be claimed has changed.
-    return all(_is_expired(storage, name, now) for name in [*_claims(storage), "."])
+    # The folder itself counts as well: one that is about to be claimed has changed. Each is looked at, as that may date
+    # it anew.
+    return not [name for name in [*_claims(storage), "."] if not _is_expired(storage, name, now)]

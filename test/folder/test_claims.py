@@ -306,6 +306,54 @@ def test_a_save_that_commits_while_it_is_taken_for_dead_keeps_its_files(tmp_path
 # -- saves that replace each other
 
 
+@pytest.mark.parametrize("last", ["create", "sync_file"])
+def test_a_dead_claim_that_is_dated_ahead_counts_from_when_it_is_found(tmp_path: Path, last: str) -> None:
+    dead_save(tmp_path, None, last)
+    (claim,) = tmp_path.glob("*.claim")
+    age(claim, -30 * 86400)
+    save_alone(state(1), tmp_path)
+    assert claim.exists(), "it might be that of a save that lives"
+    assert abs(claim.stat().st_mtime - (tmp_path / "0.metadata").stat().st_mtime) < PATIENCE
+    age(claim, 299)
+    save_alone(state(2), tmp_path)
+    assert claim.exists()
+    age(claim, 2)
+    save_alone(state(3), tmp_path)
+    check_holds(tmp_path, {0: 1, 1: 2, 2: 3})
+
+
+@pytest.mark.parametrize("seconds", [600, 30 * 86400])
+def test_a_save_whose_claim_is_dated_ahead_loses_nothing(tmp_path: Path, seconds: float) -> None:
+    """As where hosts set the times, and the clock of one is ahead."""
+    dates = list[float]()
+
+    def others() -> None:
+        (claim,) = tmp_path.glob("5.*.claim")
+        for version in (1, 2):
+            age(claim, -seconds)
+            dates.append(claim.stat().st_mtime)
+            save_alone(state(version), tmp_path, 0)
+            dates.append(claim.stat().st_mtime)
+
+    save_alone(state(9), FreezingStorage(tmp_path, before=others), 5)
+    check_holds(tmp_path, {0: 2, 5: 9})
+    assert (dates[0] == dates[1]) == (seconds == 600), "so little is left as it is"
+
+
+def test_a_claim_that_cannot_be_dated_anew_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dead_save(tmp_path, None, "create")
+    (claim,) = tmp_path.glob("*.claim")
+    age(claim, -30 * 86400)
+
+    def refuse(operation: str, name: str) -> None:
+        if (operation, name) == ("touch", claim.name):
+            raise PermissionError(errno.EPERM, "Operation not permitted", name)
+
+    save_alone(state(1), FaultyStorage(tmp_path, refuse))
+    assert list_checkpoints(tmp_path) == [0]
+    assert f"the claim {claim.name} is dated far ahead, and counts until then: [Errno 1]" in caplog.text
+
+
 def test_two_saves_that_replace_one_id_leave_the_later_one(tmp_path: Path) -> None:
     """The second one commits when the first is about to."""
     save_alone(state(0), tmp_path, 5)

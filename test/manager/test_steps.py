@@ -306,6 +306,21 @@ def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path, caplog: pytest.L
     assert not is_abandoned(LocalStorage(tmp_path / "nowhere"), now)
 
 
+def test_what_is_dated_far_ahead_is_abandoned_when_it_has_been_found_for_as_long_as_others(tmp_path: Path) -> None:
+    save_step(tmp_path, 9)
+    folder = step_folder(tmp_path, 1)
+    folder.mkdir()
+    claim = folder / "1.0123456789abcdef.claim"
+    claim.touch()
+    age(claim, -30 * 86400)
+    age(folder, -30 * 86400)
+    steps = look(tmp_path)
+    assert steps.abandoned(9) == []
+    age(claim, 301)
+    age(folder, 301)
+    assert steps.abandoned(9) == [1]
+
+
 @contextmanager
 def hanging_folders(stall: Stall) -> Iterator[Folders]:
     """What opens folders of which an operation hangs, and is given up."""
