@@ -89,11 +89,12 @@ class LocalTensors:
 
     def tied(self) -> list[list[str]]:
         """The paths of each tensor that has several."""
-        if len(set(map(id, self.owners))) == len(self.owners):
+        tokens = [id(owner[0] if type(owner) is tuple else owner) for owner in self.owners]  # a tuple: of a part
+        if len(set(tokens)) == len(tokens):
             return []
-        found: dict[int, list[str]] = {}
-        for path, owner in zip(self.paths, self.owners, strict=True):
-            found.setdefault(id(owner), []).append(path)
+        found: dict[tuple[int, int], list[str]] = {}
+        for path, *token in zip(self.paths, tokens, self.geometry, strict=True):
+            found.setdefault((token[0], token[1]), []).append(path)
         return [paths for paths in found.values() if len(paths) > 1]
 
     def _number(self, geometry: Geometry) -> int:

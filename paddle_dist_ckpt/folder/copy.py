@@ -58,7 +58,7 @@ def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progre
     try:
         remove_saves(out, lease.doomed)
         lease.doomed.clear()
-        _check_free(source, out, metadata)
+        _check_free(out, metadata)
         lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
         with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
             for file, info in enumerate(metadata.files):
@@ -94,7 +94,7 @@ def _undo(out: Storage, metadata: Metadata, made: list[str]) -> None:
             out.delete(name)
 
 
-def _check_free(source: Storage, out: Storage, metadata: Metadata) -> None:
+def _check_free(out: Storage, metadata: Metadata) -> None:
     """Refuse to write over anything, or to begin what there is no room for."""
     names, saves = set(out.names()), committed_saves(out)
     if metadata_name(metadata.unique_id) in names:
@@ -109,8 +109,6 @@ def _check_free(source: Storage, out: Storage, metadata: Metadata) -> None:
             + (f"; the claim {claim} speaks of them: {EXPIRY}" if claim is not None else "")
         )
     needed, free = sum(info.size for info in metadata.files), out.free_bytes()
-    if free is not None and free < needed and getattr(out, "keeps_holes", False):
-        needed = min(needed, bytes_on_disk(source, metadata.save_id))
     if free is not None and free < needed:
         raise CheckpointError(f"{out.location} has room for {free:,} bytes; {needed:,} are to be copied")
 

@@ -88,7 +88,7 @@ def committed_ids(storage: Storage) -> list[int]:
             if left_out <= _MOST_NAMED:
                 _logger.warning("not listed: %s", error)
     if left_out > _MOST_NAMED:
-        _logger.warning("not listed: %d more .metadata files of %s", left_out - _MOST_NAMED, storage.location)
+        _logger.warning("and not listed: %d more .metadata files of %s", left_out - _MOST_NAMED, storage.location)
     return found
 
 

@@ -391,19 +391,11 @@ def _is_expired(storage: Storage, name: str, now: float) -> bool:
     try:
         age = now - storage.modified(name)
         if age < -_MOST_AHEAD:
-            _date_anew(storage, name)
+            with suppress(OSError, CheckpointTimeoutError):  # then it counts until its date
+                storage.touch(name)
     except FileNotFoundError:
         return False
     return age > _EXPIRES_AFTER
-
-
-def _date_anew(storage: Storage, name: str) -> None:
-    try:
-        storage.touch(name)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        _logger.warning("the claim %s is dated far ahead, and counts until then: %s", name, error)
 
 
 def is_abandoned(storage: Storage, now: float) -> bool:
@@ -413,6 +405,6 @@ def is_abandoned(storage: Storage, now: float) -> bool:
         storage: A local folder, whose own time of change counts too; other storages have none.
         now: The time by the folder's own clock: when a file near it was changed just now.
     """
-    # The folder itself counts as well: one that is about to be claimed has changed. Each is looked at, as that may date
-    # it anew.
-    return not [name for name in [*_claims(storage), "."] if not _is_expired(storage, name, now)]
+    # The folder itself counts as well: one that is about to be claimed has changed.
+    expired = [_is_expired(storage, name, now) for name in [*_claims(storage), "."]]  # each may be dated anew
+    return all(expired)

@@ -19,12 +19,12 @@ from ..core.shards import Kind
 from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
-from ..tree.names import Names, may_be_optimizers
-from ..tree.paths import is_own, parent_of, plain_key, plain_keys
+from ..tree.names import Names, may_be_of_run, may_end_in_name
+from ..tree.paths import escaped_key, is_own, occurs, parent_of, plain_key, plain_keys, without_escapes
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
-from .wording import A_TENSOR, DICTS, MEANT, MISSING, OF_TENSORS, value_text
+from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, OF_TENSORS, value_text
 
 __all__ = ["Answering"]
 
@@ -96,8 +96,8 @@ class Answering:
     def answer(self, wanted: WantedPaths, arranged: Mapping[str, Arranged | None]) -> LoadAnswer:
         """What the checkpoint has of what a rank wants; of tensors that are arranged by flat key, of their parts."""
         paths, found = self._metadata.table.paths, _Draft()
-        moved = self._nested_otherwise(wanted) | {path: self._path_of_key(key) for path, key in wanted.moved.items()}
         names = self._names_of(wanted)
+        moved = self._nested_otherwise(wanted, names) | {p: self._path_of_key(key) for p, key in wanted.moved.items()}
         made = set(wanted.made)
         self._answer_arranged(wanted, arranged, made, found)
         as_they_are = [path for path in wanted.tensors if path not in made] if made else wanted.tensors
@@ -105,7 +105,8 @@ class Answering:
         match = NameMatch(self.names, self._index, names, moved, tied)
         places = dict(zip(as_they_are, match.places(as_they_are), strict=True))
         for path, place in places.items():
-            if place is None and path in tied and path not in moved:  # it is filled with what its other path is
+            if place is None and path in tied and path not in moved and not self._is_there(path):
+                # It is filled with what its other path is.
                 place = next((at for other in tied[path] if (at := places.get(other)) is not None), None)
             if place is not None and place not in self._blobs:
                 found.tensors.add(place)
@@ -144,7 +145,7 @@ class Answering:
             made.add(path)
             whole = arranged[record.key]
             if whole is None:
-                found.skipped[path] = "left as it is, as aoa_config says"
+                found.skipped[path] = LEFT_BY_AOA
                 continue
             found.parts[path] = whole
             for key in dict.fromkeys(part.key for part in whole.parts):
@@ -186,27 +187,48 @@ class Answering:
         """What the checkpoint has at a flat key."""
         return self._what_is(self._path_of_key(key))
 
-    def _nested_otherwise(self, wanted: WantedPaths) -> dict[str, str]:
+    def _nested_otherwise(self, wanted: WantedPaths, names: Names) -> dict[str, str]:
         """Where what is wanted is stored under the same flat key, nested in other dicts: the only one, for only one.
 
-        Not what may be an optimizer variable, whose key says which it is in one run only.
+        Not what may be an optimizer variable under a name that says which it is in one run only.
         """
         values = (path for path, present in wanted.values.items() if present in ("none", "other"))
         absent = filterfalse(self._index.__contains__, chain(wanted.tensors, wanted.kept, values))
         paths = [path for path in absent if "~" not in path and path not in self._values]
-        elsewhere = [path for path in paths if not may_be_optimizers(path)]
+        elsewhere = [
+            path
+            for path in paths
+            if not may_end_in_name(path) or (not may_be_of_run(path) and names.of_run(path) is None)
+        ]
         if not elsewhere:
             return {}
         asked, stored = Counter(plain_keys([*wanted.tensors, *wanted.values, *wanted.others])), self._path_of_plain_key
         keys = zip(elsewhere, plain_keys(elsewhere), strict=True)
-        return {path: stored[key] for path, key in keys if asked[key] == 1 and key in stored and not self._below(path)}
+        found = {path: stored[key] for path, key in keys if asked[key] == 1 and key in stored}
+        if self._escaped:
+            found = {path: at for path, at in found.items() if "\\" not in path}
+            found |= {path: self._escaped[key] for path in elsewhere if (key := escaped_key(path)) in self._escaped}
+        return {path: at for path, at in found.items() if not self._below(path)}
 
     @cached_property
     def _path_of_plain_key(self) -> dict[str, str]:
         """The stored path of each plain key of one path only, for paths of keys that are text."""
         keys = plain_keys(self._paths)
         counts = Counter(keys)
+        counts.update(without_escapes(key) for key in self._escaped if "\\" in key)
         return {key: path for key, path in zip(keys, self._paths, strict=True) if counts[key] == 1 and "~" not in path}
+
+    @cached_property
+    def _escaped(self) -> dict[str, str]:
+        """The stored paths that may be flat keys as exports have them of a state with both "b" in "a" and "a.b": those
+        that are escaped, and those from which that tells them apart."""
+        escaped = [path for path in self._paths if "\\" in path] if occurs("\\", self._paths) else []
+        plain = {without_escapes(key) for key in plain_keys(escaped)}
+        others = [path for path in self._paths if plain_key(path) in plain] if escaped else []
+        paths = [path for path in (*escaped, *others) if "~" not in path]
+        keys = plain_keys(paths)
+        counts = Counter(keys)
+        return {key: path for key, path in zip(keys, paths, strict=True) if counts[key] == 1}
 
     def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
@@ -27,7 +28,7 @@ from .small_items import SmallItems, batches_of
 from .stored import StoredShards
 from .targets import Targets
 from .wanted import WantedState
-from .wording import A_TENSOR, DICTS, MEANT, NO_ENTRY, OF_TENSORS, value_text
+from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, NO_ENTRY, OF_TENSORS, value_text
 
 __all__ = ["Fit"]
 
@@ -35,6 +36,7 @@ _TOGETHER = 1 << 14  # kinds that are looked at together
 _MANY = 1 << 17  # needs from which on they are read some after others
 _READ_TOGETHER = 1 << 14  # of which there is all that it takes to read them; threads work on several such parts
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES.values())}
+_NOTHING = object()
 _Boxes = tuple[int, Box, Box, tuple[int, ...]]
 """See :meth:`Fit._boxes`."""
 
@@ -52,7 +54,7 @@ class Fit:
         targets: What is filled.
         problems: What does not fit.
         skipped: What is left as it is, if the load does not fail.
-        refused: The paths of values that are not taken, as :meth:`refuse_values` has found.
+        refused: The paths of values that are not taken, as :meth:`look_at_staged` has found.
         stored: What is stored of it.
     """
 
@@ -109,7 +111,13 @@ class Fit:
         region = f"the region {self.targets.box(row)}{of_what}"
         return Mismatch.at(path, f"the checkpoint does not hold {region} exactly once")
 
-    def refuse_values(self) -> list[Mismatch]:
+    def look_at_staged(self) -> list[Mismatch]:
+        """The problems with targets that share memory and with values, by what was read for them."""
+        found = self.targets.compare_shared() + self._refuse_values()
+        self.problems += found
+        return found
+
+    def _refuse_values(self) -> list[Mismatch]:
         """Refuse values that were read from entries, as far as they are dicts where the state_dict has another value,
         or the reverse; returns the problems with them. Of values in `.metadata` the coordinator has said it."""
         problems = []
@@ -124,7 +132,7 @@ class Fit:
         if not self.wanted.repeated:
             return problems
         entries = {
-            path: content.data
+            path: content
             for stored, content in self.targets.contents()
             for path in self.answer.renamed.get(stored, [stored])
         }
@@ -136,11 +144,20 @@ class Fit:
         Args:
             values: What is stored for values, by path; equal if these are.
         """
-        problems = []
+        problems: list[Mismatch] = []
+        ordered = sorted(values) if self.wanted.repeated else []
+
+        def below(path: str) -> set[str]:
+            first, last = (bisect.bisect_left(ordered, path + sign) for sign in "/0")  # "0" comes after "/"
+            return {one[len(path) :] for one in ordered[first:last]}
+
         for again, first in self.wanted.repeated.items():
-            for path in (path for path in values if path.startswith(f"{again}/") and path not in self.refused):
-                other = first + path[len(again) :]
-                if other in values and values[other] != values[path]:
+            mine, others = below(again), below(first)
+            # Of an object all that is stored is taken, of a dict or list what it has.
+            either = mine | others if self.wanted.values.get(again) == "object" else mine & others
+            for rest in sorted(either):
+                path, other = again + rest, first + rest
+                if path not in self.refused and values.get(path, _NOTHING) != values.get(other, _NOTHING):
                     self.refused.add(path)
                     text = f"is the same as {plain_key(other)} in the state_dict, but the stored values differ"
                     problems.append(Mismatch.at(path, text))
@@ -149,10 +166,18 @@ class Fit:
     @property
     def untouched(self) -> set[str]:
         """The paths of which nothing is loaded."""
+        return {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped, *self._unfit_tensors}
+
+    @property
+    def lacking(self) -> set[str]:
+        """The paths of which nothing is loaded, but for those that the caller wants to be left."""
+        left = {path for path, reason in self.answer.skipped.items() if reason == LEFT_BY_AOA}
+        return {*self.answer.unfit, *self.answer.skipped, *self._unfit_tensors} - left
+
+    @property
+    def _unfit_tensors(self) -> set[str]:
         unfit = {problem.key for problem in self.problems}
-        paths = self.wanted.tensors.paths if unfit else []
-        left = (path for path in paths if plain_key(path) in unfit)
-        return {*self.answer.unfit, *self.answer.skipped, *self.wanted.skipped, *left}
+        return {path for path in self.wanted.tensors.paths if plain_key(path) in unfit} if unfit else set()
 
     def needs(self, staged: bool) -> IntArray:
         """The needs whose targets are looked at before they are used, or all the others."""

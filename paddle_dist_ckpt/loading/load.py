@@ -20,7 +20,7 @@ import copy
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -87,23 +87,25 @@ def load(
     """
     scan = scan or functools.cache(lambda: flatten(state_dict, context.adapter))
 
-    def restore(values: Mapping[str, Any], missing: Collection[str]) -> None:
-        leaves, adapter = scan(), context.adapter
-        for opened, state in assign_all(state_dict, leaves, values):
+    def restore(values: Mapping[str, Any], missing: Container[str]) -> None:
+        for opened, state in assign_all(state_dict, scan(), values):
             if opened.path in missing:
                 continue
             try:
-                adapter.restore(opened.value, state)
+                context.adapter.restore(opened.value, state)
             except Exception as error:
                 raise CheckpointError(
                     f"{plain_key(opened.path)}: the {type(opened.value).__name__} did not take its state: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        if missing:
-            pairs = zip(leaves.tensor_paths, leaves.tensors, strict=True)
-            adapter.renew(leaves, {adapter.token(tensor) for path, tensor in pairs if path not in missing})
 
-    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read).run()
+    def renew(untouched: Container[str], lacking: Container[str]) -> None:
+        leaves, adapter = scan(), context.adapter
+        tokens = dict(zip(leaves.tensor_paths, map(adapter.token, leaves.tensors), strict=True))
+        filled = {token for path, token in tokens.items() if path not in untouched}
+        adapter.renew(leaves, filled, {token for path, token in tokens.items() if path in lacking})
+
+    return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew).run()
 
 
 @dataclass(slots=True)
@@ -117,14 +119,17 @@ class LeavesLoad:
         unique_id: Which checkpoint; None for the newest.
         warning: Added to the message of an error that came after a tensor may have been touched.
         read: On the coordinator, reads the `.metadata` of the checkpoint with this unique_id; after ``scan``.
+        renew: Sets what follows from what was filled; given the paths of which nothing is loaded, and those among them
+            for which nothing was stored.
     """
 
     scan: Callable[[], Leaves]
-    restore: Callable[[Mapping[str, Any], Collection[str]], None]
+    restore: Callable[[Mapping[str, Any], Container[str]], None]
     context: LoadContext
     unique_id: int | None
     warning: str = ""
     read: Callable[[int | None], Metadata] | None = None
+    renew: Callable[[Container[str], Container[str]], None] | None = None
     _files: DataFiles = field(init=False)
     _coordinator: LoadCoordinator | None = None
     _touched: bool = False
@@ -172,12 +177,14 @@ class LeavesLoad:
 
         def read_staged() -> tuple[list[Mismatch], DoneRequest]:
             run(last)
-            problems = fit.targets.compare_shared() + fit.refuse_values()
+            problems = fit.look_at_staged()
             return problems, DoneRequest(problems=problems)
 
         def read() -> tuple[dict[str, Any], DoneRequest]:
             run(last)
             fit.targets.finish(reading.copies)
+            if self.renew is not None and (lacking := fit.lacking):
+                self.renew(fit.untouched, lacking)
             return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
 
         def restore() -> tuple[None, DoneRequest]:

@@ -215,11 +215,16 @@ class Targets:
 
     def are_dicts(self) -> list[tuple[str, bool]]:
         """The values that were stored as entries, by path, and whether each is a dict, as its beginning tells."""
-        return [(path, begins_a_dict(buffer)) for path, buffer in self.contents()]
+        values = ((t, buffer) for t, buffer in self._values if self._table.kinds[t] == Kind.VALUE)
+        return [(self._table.paths[t], begins_a_dict(buffer)) for t, buffer in values]
 
-    def contents(self) -> list[tuple[str, Array]]:
-        """What was read of values that are stored as entries, by path."""
-        return [(self._table.paths[t], buffer) for t, buffer in self._values if self._table.kinds[t] == Kind.VALUE]
+    def contents(self) -> list[tuple[str, tuple[object, ...]]]:
+        """What was read of values that are stored as entries, and of objects' arrays, by path; equal if these are."""
+        table = self._table
+        return [
+            (table.paths[t], (table.dtypes[t].name, buffer.shape, buffer.reshape(-1).view(np.uint8).data))
+            for t, buffer in self._values
+        ]
 
     def consumer(self, row: int, box: Box, entry_box: Box) -> Consumer:
         """The consumer of a part, a box from the target's corner, and the same from the stored shard's corner."""

@@ -5,10 +5,12 @@ Each has a name here, so that whoever rewords one changes nothing but the text.
 
 from __future__ import annotations
 
-__all__ = ["A_TENSOR", "DICTS", "MEANT", "MISSING", "NO_ENTRY", "OF_TENSORS", "value_text"]
+__all__ = ["A_TENSOR", "DICTS", "LEFT_BY_AOA", "MEANT", "MISSING", "NO_ENTRY", "OF_TENSORS", "value_text"]
 
 A_TENSOR, OF_TENSORS, MISSING = "a tensor of shape", "a container of tensors", "missing"
 """What is stored at a path."""
+LEFT_BY_AOA = "left as it is, as aoa_config says"
+"""Why a tensor is skipped that the caller wants to be."""
 MEANT = "meant?"
 """Behind a key that a user may have meant."""
 DICTS = ("dict", "empty", "nothing")

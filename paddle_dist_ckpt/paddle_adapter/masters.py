@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -17,57 +17,76 @@ import paddle
 from ..core.box import Box, whole
 from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.state_dict import Leaves
-from .objects import masters_of
+from .objects import MASTERS, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
-from .wrappers import unwrapped
+from .wrappers import INNER, unwrapped
 
 __all__ = ["renew_masters"]
+
+Names = Callable[[Sequence[Any]], Sequence[str | None]]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MASTER = re.compile(r"(.+?)(?:\.dist)?_fp32_master_\d+(?:\.dist)?")
 
 
-def renew_masters(leaves: Leaves, names: Sequence[str | None], filled: Collection[int], rank: int) -> None:
-    """Set the master weights that were not filled to their parameters that were.
+def renew_masters(leaves: Leaves, filled: Collection[int], lacking: Collection[int], names: Names, rank: int) -> None:
+    """Set master weights to their parameters.
 
     Args:
-        leaves: What is in the state_dict, whose objects have been given their states.
-        names: The names of the variables of its tensors.
+        leaves: What is in the state_dict, whose objects have not been given their states yet.
         filled: The ids of the tensors that were filled.
+        lacking: The ids of those for which nothing was stored, of which master weights are set.
+        names: Gives the names of the variables of tensors.
         rank: This process's.
     """
-    known = {*filled, *(id(parameter) for one in leaves.objects for parameter in _filled_by_copies(one, filled))}
-    pairs = [pair for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER for pair in masters_of(one.value)]
-    for parameter, master in (*pairs, *_named_alike(leaves, names)):
-        if id(parameter) in known and id(master) not in known:
-            known.add(id(master))
-            _set_to(master, parameter, rank)
+    pairs = [pair for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER for pair in _of_optimizer(one)]
+    below = tuple(f"{one.path}/" for one in leaves.objects if one.kind is ObjectKind.OPTIMIZER)
+    entries = zip(leaves.tensor_paths, leaves.tensors, strict=True)
+    pairs += _named_alike([tensor for path, tensor in entries if not path.startswith(below)], names)
+    copies = {id(parameter): copy for one in leaves.objects for parameter, copy in _copies(one)}
+    for parameter, master in pairs:
+        source = copies.get(id(parameter), parameter)
+        if id(source) in filled and id(master) in lacking:
+            _set_to(master, source, rank)
 
 
-def _filled_by_copies(opened: OpenedObject, filled: Collection[int]) -> Iterator[Any]:
-    """The parameters of a layer that were given what was filled, where that is copies in another dtype."""
+def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
+    """The parameters of an optimizer that have a master weight in its state, with it."""
+    optimizer, state = unwrapped(opened.value), opened.state
+    while True:
+        masters = state.get(MASTERS, {})
+        for parameter in parameters_of(optimizer):
+            if parameter.name in masters:
+                yield parameter, masters[parameter.name]
+        if INNER not in state:
+            return
+        optimizer, state = unwrapped(optimizer).inner_optimizer, state[INNER]
+
+
+def _copies(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
+    """The parameters of which a layer's state has copies, in another dtype, with these."""
     layer = unwrapped(opened.value)
     if isinstance(layer, paddle.nn.Layer):
         for key, parameter in layer.named_parameters():
-            if id(opened.state.get(key)) in filled:
-                yield parameter
+            copy = opened.state.get(key)
+            if copy is not None and copy is not parameter:
+                yield parameter, copy
 
 
-def _named_alike(leaves: Leaves, names: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
-    """The master weights among the tensors, by their variables' names, with the only parameter of such a name: in
-    programs, and in dicts that optimizers give."""
-    masters, others = dict[str, Any](), dict[str, dict[int, Any]]()
-    for tensor, name in zip(leaves.tensors, names, strict=True):
+def _named_alike(tensors: Sequence[Any], names: Names) -> Iterator[tuple[Any, Any]]:
+    """The master weights among tensors, by their variables' names, with the parameter of such a name: in programs, and
+    in dicts that optimizers give. Where models are made under names of their own there may be several; then none."""
+    masters, others = dict[str, dict[int, Any]](), dict[str, dict[int, Any]]()
+    for tensor, name in zip(tensors, names(tensors), strict=True):
         if name is None or not isinstance(tensor, paddle.Tensor):
             continue
         match = _MASTER.fullmatch(name)
-        if match is not None:
-            masters[match[1]] = tensor
-        else:
-            others.setdefault(name.removesuffix(".dist"), {})[id(tensor)] = tensor
-    for name, master in masters.items():
-        if len(parameters := others.get(name, {})) == 1:
-            yield next(iter(parameters.values())), master
+        table, key = (masters, match[1]) if match is not None else (others, name.removesuffix(".dist"))
+        table.setdefault(key, {})[id(tensor)] = tensor
+    for name, of_name in masters.items():
+        parameters = others.get(name, {})
+        if len(of_name) == len(parameters) == 1:
+            yield *parameters.values(), *of_name.values()
 
 
 def _set_to(master: Any, parameter: Any, rank: int) -> None:
@@ -75,11 +94,8 @@ def _set_to(master: Any, parameter: Any, rank: int) -> None:
     own, wanted = _box(parameter, rank), _box(master, rank)
     if wanted is None or not wanted.size:
         return
-    if own is None or not _holds(own, wanted):
-        _logger.warning(
-            "%s: not loaded, and this rank has not the part of %s that it is of; a step sets the parameter to it",
-            master.name, parameter.name,
-        )  # fmt: skip
+    if own is None or list(parameter.shape) != list(master.shape) or not _holds(own, wanted):
+        _logger.warning("a master weight is left as it is, though its parameter was loaded: %s", master.name)
         return
     source, target = (one._local_value() if one.is_dist() else one for one in (parameter, master))
     with paddle.no_grad():

@@ -7,7 +7,6 @@ parameters under weight decay. Here they are made as the step makes them, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import paddle
@@ -22,12 +21,12 @@ from .static_program import SCHEDULER, is_program, program_scheduler
 from .wrappers import INNER, STEPS, is_look_ahead, is_wrapper, refusal, unwrapped
 
 __all__ = [
+    "MASTERS",
     "check_optimizer",
     "is_defined_by_user",
     "is_object",
     "is_optimizer",
     "make_accumulators",
-    "masters_of",
     "optimizer_state",
     "parameters_of",
     "restore",
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 _SHARD_OPTIMIZER: Any = getattr(api, "_ShardOptimizer", ())
-_MASTERS = "master_weights"
+MASTERS = "master_weights"
 
 
 def is_object(value: Any) -> bool:
@@ -155,8 +154,8 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
     make_accumulators(optimizer)
     owner = _inner(optimizer)
     state = dict(owner.state_dict())  # that of shard_optimizer may take a step
-    if isinstance(state.get(_MASTERS), dict):
-        state[_MASTERS] = dict(state[_MASTERS])
+    if isinstance(state.get(MASTERS), dict):
+        state[MASTERS] = dict(state[MASTERS])
     if is_look_ahead(owner):
         steps = owner._global_step_var
         state |= {INNER: optimizer_state(owner.inner_optimizer), STEPS: 0 if steps is None else int(steps)}
@@ -197,17 +196,6 @@ def state_of_parameter(optimizer: Any, parameter: Any) -> list[Any]:
     inner = state_of_parameter(owner.inner_optimizer, parameter) if is_look_ahead(owner) else []
     tables = getattr(owner, "_accumulators", {}).values()
     return [*masters, *inner, *(one for by_name in tables for name, one in by_name.items() if name in names)]
-
-
-def masters_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """The parameters of an optimizer that have a master weight, with it."""
-    owner = _inner(optimizer)
-    if is_look_ahead(owner):
-        yield from masters_of(owner.inner_optimizer)
-    masters = getattr(owner, "_master_weights", {})
-    for parameter in parameters_of(optimizer):
-        if parameter.name in masters:
-            yield parameter, masters[parameter.name]
 
 
 # -- given back

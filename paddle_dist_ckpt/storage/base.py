@@ -88,8 +88,7 @@ class Storage(Protocol):
     :mod:`paddle_dist_ckpt.testing.storage_conformance` tests whether an implementation does all that is said here.
 
     It may also have an attribute ``is_part``, which is true if it stands for files of a folder that somebody has picked
-    by name: :meth:`names` has no others then. And an attribute ``keeps_holes``, which is true if its new files have the
-    method ``extend``: copies of files with holes need room for the rest alone then.
+    by name: :meth:`names` has no others then.
     """
 
     @property

@@ -136,7 +136,6 @@ class _BoundedStorage:
         self._buffers: queue.SimpleQueue[Bytes1D] = queue.SimpleQueue()  # of all files together
         self.location = inner.location
         self.is_part: bool = getattr(inner, "is_part", False)
-        self.keeps_holes: bool = getattr(inner, "keeps_holes", False)
 
     def _run(
         self, doing: str, name: str, work: Callable[[], T], late: Callable[[Any], None] = lambda result: None

@@ -78,8 +78,6 @@ class LocalStorage:
         ValueError: the path is empty, or a URL rather than a path.
     """
 
-    keeps_holes = True
-
     def __init__(self, path: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self._root = Path(local_path(path))
         self._location = str(self._root)

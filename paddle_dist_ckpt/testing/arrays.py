@@ -114,7 +114,7 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         set_state(value, state)
 
-    def renew(self, leaves: Leaves, filled: Collection[int]) -> None:
+    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> None:
         """See :class:`..core.tensors.TensorAdapter`."""
 
     def view(self, value: Any, path: str) -> TensorView:

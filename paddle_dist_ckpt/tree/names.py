@@ -36,6 +36,7 @@ __all__ = [
     "is_accumulator",
     "is_of_run",
     "last_part",
+    "may_be_of_run",
     "may_be_optimizers",
     "may_end_in_name",
     "parameter_of_run",
@@ -54,6 +55,7 @@ _ACCUMULATORS = (
 )
 _OF_RUN = re.compile(r"_\d+\.[wb]_\d+(?:\.dist)?_\w+_\d+$")
 _PARAMETER_OF_RUN = re.compile(r"([^./]*_\d+\.[wb]_\d+)(?:\.dist)?_\w+_\d+$")
+_ACCUMULATOR_OF_RUN = re.compile(rf"_(?:fp32_master|{'|'.join(_ACCUMULATORS)})_\d+(?:\.dist)?$")
 _LEARNING_RATE = re.compile(r"/learning_rate_\d+$")
 _STRUCTURED = re.compile(rf"\.(?:({'|'.join(_ACCUMULATORS)})(?:_0)?|w_0)$")
 _NUMBER = r"_\d+(?:\.dist)?(?:_deepcopy_\d+(?:\.dist)?)*"
@@ -245,6 +247,11 @@ def is_accumulator(name: str) -> bool:
 def is_of_run(key: str) -> bool:
     """Whether a flat key looks like Paddle's own name of an optimizer variable, such as ``linear_0.w_0_moment1_0``."""
     return _OF_RUN.search(key) is not None
+
+
+def may_be_of_run(path: str) -> bool:
+    """Whether a path looks like that of an optimizer variable under Paddle's own name of it, of whatever parameter."""
+    return _MASTERS in path or _OF_RUN.search(path) is not None or _ACCUMULATOR_OF_RUN.search(path) is not None
 
 
 def parameter_of_run(key: str) -> str | None:

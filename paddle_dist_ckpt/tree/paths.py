@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -24,6 +25,7 @@ __all__ = [
     "RankIndex",
     "TupleIndex",
     "containers_of",
+    "escaped_key",
     "flat_keys",
     "format_path",
     "is_own",
@@ -37,6 +39,7 @@ __all__ = [
     "plain_key",
     "plain_keys",
     "special_keys",
+    "without_escapes",
 ]
 
 
@@ -183,7 +186,7 @@ def _special_keys(paths: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
         return {}
     pairs = zip(paths, plain, strict=True)
     return {
-        path: escaped for path, key in pairs if (key in shared or "\\" in key) and (escaped := _escaped(path)) != key
+        path: escaped for path, key in pairs if (key in shared or "\\" in key) and (escaped := escaped_key(path)) != key
     }
 
 
@@ -269,7 +272,8 @@ def plain_keys(paths: Sequence[str]) -> list[str]:
     return [path[1:].replace("/", ".") for path in paths]
 
 
-def _escaped(path: str) -> str:
+def escaped_key(path: str) -> str:
+    """The flat key that a path has where another one has its plain key, see :func:`flat_keys`."""
     words = []
     for part in parse_path(path):
         if isinstance(part, str):
@@ -277,3 +281,8 @@ def _escaped(path: str) -> str:
         else:
             words.append(f"\\{_SIGNS[type(part)][1]}{_number(part)}")
     return ".".join(words)
+
+
+def without_escapes(key: str) -> str:
+    """The plain key of what a flat key was escaped for."""
+    return re.sub(r"\\(.)", r"\1", key)

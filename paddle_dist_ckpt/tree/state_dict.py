@@ -82,12 +82,13 @@ class Adapter(TensorAdapter, Protocol):
         """
         ...
 
-    def renew(self, leaves: Leaves, filled: Collection[int]) -> None:
-        """Set what follows from tensors that were filled and was not filled itself, as master weights of parameters.
+    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> None:
+        """Set what follows from tensors that were filled, as master weights of parameters do.
 
         Args:
-            leaves: What is in the state_dict, whose objects have been given their states.
+            leaves: What is in the state_dict, whose objects have not been given their states yet.
             filled: The tokens of the tensors that were filled.
+            lacking: The tokens of those for which nothing was stored, which may be set.
         """
         ...
 
@@ -157,7 +158,8 @@ class _Flattening:
             try:
                 below = self._children(child, value, depth)
                 if below is not None:
-                    self._note(child, value)
+                    if type(value) is not tuple:  # which a load replaces
+                        self._note(child, value)
                     self.add(child, below, depth + 1)
                     continue
             except RecursionError:
@@ -171,9 +173,10 @@ class _Flattening:
 
     def _note(self, path: str, value: Any) -> None:
         """Note where a container or an object is, which all stay alive."""
-        first = self._places.setdefault(id(value), path)
-        if first != path:
-            self.leaves.repeated[path] = first
+        first, repeated = self._places.setdefault(id(value), path), self.leaves.repeated
+        above, name = path.rpartition("/")[::2]
+        if first != path and f"{repeated.get(above)}/{name}" != first:  # else what it is in was found again as well
+            repeated[path] = first
 
     def _are_tensors(self, values: Collection[Any]) -> bool:
         """Whether all are tensors. Of a type whose instances all are, and of which there may be many, one is asked."""

@@ -340,7 +340,7 @@ def test_a_save_whose_claim_is_dated_ahead_loses_nothing(tmp_path: Path, seconds
     assert (dates[0] == dates[1]) == (seconds == 600), "so little is left as it is"
 
 
-def test_a_claim_that_cannot_be_dated_anew_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_claim_that_cannot_be_dated_anew_stops_nothing(tmp_path: Path) -> None:
     dead_save(tmp_path, None, "create")
     (claim,) = tmp_path.glob("*.claim")
     age(claim, -30 * 86400)
@@ -351,7 +351,7 @@ def test_a_claim_that_cannot_be_dated_anew_stops_nothing(tmp_path: Path, caplog:
 
     save_alone(state(1), FaultyStorage(tmp_path, refuse))
     assert list_checkpoints(tmp_path) == [0]
-    assert f"the claim {claim.name} is dated far ahead, and counts until then: [Errno 1]" in caplog.text
+    assert claim.exists()
 
 
 def test_two_saves_that_replace_one_id_leave_the_later_one(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from paddle_dist_ckpt import LoadOptions, load_state_dict, save_state_dict
 from paddle_dist_ckpt.paddle_adapter import objects
 from test.paddle.optimizers import flat
 from test.paddle.test_objects import ALONE, REPLICATE, SHARD, has_stages, layer_of, optimizer_for
+from test.paddle.versions import LATER_THAN_3_0, lacks
 
+CUTS_HALF = lacks(LATER_THAN_3_0, "cannot cut bfloat16 and float16 on CPU")
 WITHOUT_MASTERS = LoadOptions(allow_missing=["*.master_weight"], cast=True)
 WEIGHTS_ONLY = LoadOptions(allow_missing=["optimizer.*"])
 
@@ -35,7 +37,7 @@ def masters(state: dict[str, Any]) -> list[float]:
     return sorted({element for one in locals_of for element in one.numpy().ravel().tolist()})
 
 
-@pytest.mark.parametrize("placement", [None, REPLICATE, SHARD])
+@pytest.mark.parametrize("placement", [None, REPLICATE, pytest.param(SHARD, marks=CUTS_HALF)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_they_follow_the_parameters_that_are_loaded(tmp_path: Path, dtype: str, placement: Any) -> None:
     save_state_dict({"model": job(dtype, 3.0)["model"]}, str(tmp_path))
@@ -117,3 +119,84 @@ def test_of_the_optimizer_in_another_one(tmp_path: Path) -> None:
     state["optimizer"] = paddle.incubate.optimizer.LookAhead(inner)
     load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
     assert masters({"optimizer": inner}) == [3.0]
+
+
+class Cloning(paddle.optimizer.AdamW):
+    """An optimizer whose state_dict has copies of its master weights."""
+
+    def state_dict(self) -> Any:
+        state = super().state_dict()
+        return {**state, "master_weights": {name: one.clone() for name, one in state["master_weights"].items()}}
+
+    def set_state_dict(self, state: Any) -> None:
+        for name, master in state["master_weights"].items():
+            paddle.assign(master, self._master_weights[name])
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_of_an_optimizer_that_gives_copies_of_them(tmp_path: Path, is_stored: bool) -> None:
+    saved, state = job(fill=3.0), job()
+    for each in (saved, state):
+        each["optimizer"] = Cloning(0.1, parameters=each["model"].parameters(), multi_precision=True)
+        objects.make_accumulators(each["optimizer"])
+    for master in saved["optimizer"]._master_weights.values():
+        paddle.assign(paddle.full(master.shape, 3.5), master)
+    save_state_dict(saved if is_stored else {"model": saved["model"]}, str(tmp_path))
+    options = LoadOptions(allow_missing=["more", "optimizer.*"])
+    load_state_dict({**state, "more": paddle.ones([1])}, str(tmp_path), options=options)
+    assert masters(state) == [3.5 if is_stored else 3.0]
+
+
+@pytest.mark.parametrize("as_dicts", [False, True])
+def test_those_of_another_model_of_the_same_names_are_left(tmp_path: Path, as_dicts: bool) -> None:
+    def named(fill: float) -> dict[str, Any]:
+        with paddle.utils.unique_name.guard():
+            made = job(fill=fill)
+            objects.make_accumulators(made["optimizer"])
+        return made
+
+    save_state_dict({"a": named(3.0)["model"]}, str(tmp_path))
+    one, other = named(1.0), named(2.0)
+    assert one["model"].weight.name == other["model"].weight.name
+    optimizers = {"o": one["optimizer"], "p": other["optimizer"]}
+    state = {
+        "a": one["model"],
+        **({name: each.state_dict() for name, each in optimizers.items()} if as_dicts else optimizers),
+    }
+    load_state_dict(state, str(tmp_path), options=LoadOptions(allow_missing=["o.*", "p.*"]))
+    assert masters(other) == [2.0]
+    assert masters(one) == [1.0 if as_dicts else 3.0]
+
+
+def test_what_the_caller_wants_to_be_left_is_left(tmp_path: Path) -> None:
+    saved, state = job(fill=3.0), job()
+    save_state_dict(saved, str(tmp_path))
+    options = LoadOptions(key_map=lambda key: None if key.endswith("master_weight") else key)
+    load_state_dict(state, str(tmp_path), options=options)
+    assert masters(state) == [1.0]
+
+
+def test_a_part_of_a_master_weight_that_does_not_say_which_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_state_dict({"model": {"bias": np.arange(3, dtype=np.float32)}}, str(tmp_path))
+    layer = job()["model"]
+    part = paddle.zeros([2])
+    part.name = f"{layer.bias.name}_fp32_master_0"
+    state = {"model": {"bias": layer.bias}, "optimizer": {"master_weights": {layer.bias.name: part}}}
+    load_state_dict(state, str(tmp_path), options=LoadOptions(strict=False, cast=True))
+    assert part.tolist() == [0, 0]
+    assert "a master weight is left as it is, though its parameter was loaded" in caplog.text
+
+
+def test_those_of_parameters_that_share_memory_and_disagree_are_left(tmp_path: Path) -> None:
+    stored = {"a": {"weight": np.ones((4, 3), np.float32)}, "b": {"weight": np.zeros((4, 3), np.float32)}}
+    save_state_dict(stored, str(tmp_path))
+    state = job()
+    objects.make_accumulators(state["optimizer"])
+    for master in state["optimizer"]._master_weights.values():
+        paddle.assign(paddle.full(master.shape, 1.25), master)
+    two = {"a": {"weight": state["model"].weight}, "b": {"weight": state["model"].weight}}
+    options = LoadOptions(strict=False, cast=True)
+    load_state_dict({**two, "optimizer": state["optimizer"]}, str(tmp_path), options=options)
+    assert masters(state) == [1.25]

@@ -51,6 +51,7 @@ OF_THE_SYSTEM = re.compile(r"PermissionError: \[Errno 13\]")
 """Those of which all is the system's."""
 NOT_ON_THE_PAGE = {
     "messages about ": "ranks differ, which an error says too",
+    "and not listed: ": "follows those that are named",
     "the control hub's thread failed": "a fault of the library, with its traceback",
     "the control hub's thread has not ended within ": "at the end of a process whose job hangs",
 }
