@@ -234,4 +234,4 @@ def test_of_very_many_files_that_are_no_metadata_some_are_named(
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("not listed: ")]
     assert len(said) == 101
     assert said[0].startswith(f"not listed: {tmp_path}/0.metadata is no paddle_dist_ckpt .metadata file")
-    assert said[-1] == f"not listed: 150 more .metadata files of {tmp_path}"
+    assert said[-1] == f"and not listed: 150 more .metadata files of {tmp_path}"
