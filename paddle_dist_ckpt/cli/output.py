@@ -126,7 +126,7 @@ def print_columns(rows: Iterable[Sequence[str]], head: Sequence[str] = (), right
 
     def line(row: Sequence[str]) -> str:
         pairs = enumerate(zip(map(visible, row), widths, strict=False))
-        return "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in pairs).rstrip()
+        return "  ".join([c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in pairs]).rstrip()
 
     if head:
         say(line(head), "head")

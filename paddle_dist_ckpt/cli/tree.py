@@ -146,14 +146,19 @@ class _ShownTree:
         while branch is not None:
             (child, alike, last), following = branch, next(branches, None)
             name = indent + ("├─ " if following else "└─ ") + (f"{child.name}…{last}" if alike > 1 else child.name)
-            nbytes = self.tree.nbytes(child)
             if self.tree.is_tensor(child):
                 tensor = self.tensor(child.first)
                 each = f"{alike} of {human_bytes(tensor.bytes)}" if alike > 1 else human_bytes(tensor.bytes)
                 yield [name, shape_text(tensor.shape), tensor.dtype, each, _cut_text(tensor)]
             else:
                 says = f"{alike} alike, " if alike > 1 else ""
-                yield [name, f"{says}{count(alike * child.tensors, 'tensor')}", "", human_bytes(alike * nbytes), ""]
+                yield [
+                    name,
+                    f"{says}{count(alike * child.tensors, 'tensor')}",
+                    "",
+                    human_bytes(alike * self.tree.nbytes(child)),
+                    "",
+                ]
             if not self.tree.is_leaf(child):
                 yield from self.rows(child, indent + ("│  " if following else "   "), depth - 1)
             branch = following

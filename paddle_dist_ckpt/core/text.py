@@ -19,6 +19,8 @@ _MOST_ITEMS = 100  # of an array
 def visible(text: str, most: int | None = MOST_KEY) -> str:
     r"""Text with an escape as Python writes it, such as ``\x1b``, for every character that cannot be seen or that
     changes what others look like; of more than ``most`` characters the middle is left out."""
+    if text.isprintable() and (most is None or len(text) <= most):  # as nearly all
+        return text
     if most is not None and len(text) > most:
         half = most // 2
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"

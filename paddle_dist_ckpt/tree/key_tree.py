@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
-
-from ..core.columns import IntArray
 
 __all__ = ["KeyNode", "KeyTree"]
 
@@ -50,7 +47,7 @@ class KeyTree:
     """
 
     keys: list[str]
-    order: IntArray
+    order: array[int]
     edges: list[int]
     most_depth: int
 
@@ -66,7 +63,7 @@ class KeyTree:
         names = [key.replace(".", "\0") for key in keys]
         order = sorted(range(len(names)), key=names.__getitem__)
         edges = [0, *itertools.accumulate(map(nbytes.__getitem__, order))]
-        return cls(list(map(names.__getitem__, order)), np.array(order, np.int64), edges, most_depth)
+        return cls(list(map(names.__getitem__, order)), array("q", order), edges, most_depth)
 
     @property
     def root(self) -> KeyNode:
@@ -110,5 +107,5 @@ class KeyTree:
             child = next(self.below(node), None)
             if child is None or child.tensors < node.tensors:
                 break
-            node = child._replace(name=f"{node.name}.{child.name}")
+            node = KeyNode(f"{node.name}.{child.name}", *child[1:])
         return node
