@@ -29,7 +29,6 @@ __all__ = ["LocalStorage", "as_source", "as_storage", "give_name"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_FEW_BYTES = 1 << 20
 _MOST_DURABLE = 1024
 _durable: dict[Path, tuple[int, ...]] = {}  # folders whose names were made durable, and what told them from others
 
@@ -140,8 +139,8 @@ class LocalStorage:
         path = os.path.join(self.location, name)
         descriptor = self._open(path)
         try:
-            with about(path):
-                return _content(descriptor, limit)
+            with about(path), open(descriptor, "rb", closefd=False) as file:
+                return file.read(-1 if limit is None else limit)
         finally:
             close_read(descriptor, path)
 
@@ -201,18 +200,6 @@ class _PartOfFolder(LocalStorage):
 
     def names(self) -> list[str]:
         return [name for name in super().names() if self._names.fullmatch(name)]
-
-
-def _content(descriptor: int, limit: int | None) -> bytes:
-    """What an open file holds, or its first ``limit`` bytes; of few without the objects of a stream."""
-    if limit is None or limit > _FEW_BYTES:
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(-1 if limit is None else limit)
-    data = part = os.read(descriptor, limit)
-    while part and len(data) < limit:
-        part = os.read(descriptor, limit - len(data))
-        data += part
-    return data
 
 
 def give_name(source: Path, target: Path) -> bool:
