@@ -9,47 +9,29 @@ import numpy as np
 import xxhash
 
 from ..core.buffers import Buffers
-from ..core.columns import IntArray
 from ..core.threads import run_all
 from ..errors import CheckpointCorruptedError
-from .pieces import Pieces
-from .runs import CHUNK_BYTES, OpenFile, Segments
+from .pieces import FileEntries, Pieces
+from .runs import CHUNK_BYTES, Segments
 
 __all__ = ["check_entries"]
 
 
-def check_entries(
-    file: OpenFile,
-    block_bytes: int,
-    starts: IntArray,
-    sizes: IntArray,
-    first_blocks: IntArray,
-    key: Callable[[int], str],
-    threads: int,
-    progress: Callable[[int], None],
-) -> list[str]:
+def check_entries(entries: FileEntries, threads: int, progress: Callable[[int], None]) -> list[str]:
     """What is wrong with entries of a file, one line for each that is damaged.
 
     Args:
-        file: The file.
-        block_bytes: Bytes of a block.
-        starts: Where each entry starts in the data section, ascending, ``[entries]``.
-        sizes: Its bytes, ``[entries]``.
-        first_blocks: The number of its first block, ``[entries]``.
-        key: What to call an entry in a message.
+        entries: The entries.
         threads: How many threads read.
         progress: Told how many bytes were read, as they are.
     """
-    pieces = Pieces.of(file, block_bytes, starts, sizes, first_blocks)
-    entry = pieces.entry
-    checks = _Checks(
-        file, block_bytes, pieces.starts, pieces.stops, pieces.blocks, lambda segment: key(int(entry[segment]))
-    )
+    pieces = Pieces.of(entries)
+    checks = _Checks(*pieces.columns())
     progress(pieces.zeros)
     run_all(checks.tasks(Buffers(threads), progress), threads, lambda: None)
     first: dict[int, str] = {}
     for segment, problem in sorted(checks.problems):
-        first.setdefault(int(entry[segment]), problem)
+        first.setdefault(int(pieces.entry[segment]), problem)
     return list(first.values())
 
 

@@ -6,14 +6,54 @@ not on the disk costs next to nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ..core.columns import IntArray, places_within
+from .metadata import Metadata
 from .runs import CHUNK_BYTES, OpenFile, digest_of_zeros
 
-__all__ = ["Pieces"]
+__all__ = ["FileEntries", "Pieces"]
+
+_MOST_ENTRIES = 1 << 16  # that are cut at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileEntries:
+    """Entries of a data file, in columns.
+
+    Attributes:
+        file: The file.
+        block_bytes: Bytes of a block.
+        starts: Where each entry starts in the data section, ascending, ``[entries]``.
+        sizes: Its bytes, ``[entries]``.
+        first_blocks: The number of its first block, ``[entries]``.
+        key: What to call an entry in a message.
+    """
+
+    file: OpenFile
+    block_bytes: int
+    starts: IntArray
+    sizes: IntArray
+    first_blocks: IntArray
+    key: Callable[[int], str]
+
+    @classmethod
+    def of(cls, metadata: Metadata, number: int, file: OpenFile) -> Iterator[FileEntries]:
+        """All entries of the data file of this number, so many at a time."""
+        table, shards, (first_blocks, _) = metadata.table, metadata.table.in_file(number), metadata.blocks
+
+        def key(some: IntArray, entry: int) -> str:
+            return metadata.key(table.paths[int(table.shard_tensor[some[entry]])])
+
+        for start in range(0, len(shards), _MOST_ENTRIES):
+            some = shards[start : start + _MOST_ENTRIES]
+            starts, sizes = table.data_offsets[some].astype(np.int64), table.shard_bytes[some].astype(np.int64)
+            blocks = first_blocks[some].astype(np.int64)
+            yield cls(file, metadata.block_bytes, starts, sizes, blocks, partial(key, some))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +61,7 @@ class Pieces:
     """Pieces of entries, ascending: either of whole blocks that fit in a chunk, or one block.
 
     Attributes:
+        entries: The entries.
         entry: Of which entry each is, ``[pieces]``.
         starts: Where each starts in the data section, ``[pieces]``.
         stops: Where it ends, ``[pieces]``.
@@ -28,6 +69,7 @@ class Pieces:
         zeros: How many bytes are in none, as they are holes and zeros were written.
     """
 
+    entries: FileEntries
     entry: IntArray
     starts: IntArray
     stops: IntArray
@@ -35,25 +77,10 @@ class Pieces:
     zeros: int
 
     @classmethod
-    def of(
-        cls,
-        file: OpenFile,
-        block_bytes: int,
-        starts: IntArray,
-        sizes: IntArray,
-        first_blocks: IntArray,
-        skip_zeros: bool = True,
-    ) -> Pieces:
-        """Cut entries.
-
-        Args:
-            file: The file.
-            block_bytes: Bytes of a block.
-            starts: Where each entry starts in the data section, ascending, ``[entries]``.
-            sizes: Its bytes, ``[entries]``.
-            first_blocks: The number of its first block, ``[entries]``.
-            skip_zeros: Whether holes are of no interest where zeros were written.
-        """
+    def of(cls, entries: FileEntries, skip_zeros: bool = True) -> Pieces:
+        """Cut entries; ``skip_zeros`` says whether holes are of no interest where zeros were written."""
+        file, block_bytes, starts, sizes = entries.file, entries.block_bytes, entries.starts, entries.sizes
+        first_blocks = entries.first_blocks
         step = max(block_bytes, CHUNK_BYTES)
         entry, low, high = np.arange(len(sizes)), starts, starts + sizes
         large = np.flatnonzero(sizes > step)
@@ -74,7 +101,15 @@ class Pieces:
         end = np.minimum(begin + step, high[span])
         entry = entry[span]
         blocks = first_blocks[entry] + (begin - starts[entry]) // block_bytes
-        return cls(entry, begin, end, blocks, int(sizes.sum() - (end - begin).sum()))
+        return cls(entries, entry, begin, end, blocks, int(sizes.sum() - (end - begin).sum()))
+
+    def columns(self) -> tuple[OpenFile, int, IntArray, IntArray, IntArray, Callable[[int], str]]:
+        """What makes :class:`.runs.Segments` of them."""
+        entries = self.entries
+        return entries.file, entries.block_bytes, self.starts, self.stops, self.blocks, self._key
+
+    def _key(self, piece: int) -> str:
+        return self.entries.key(int(self.entry[piece]))
 
 
 def _not_zeros(

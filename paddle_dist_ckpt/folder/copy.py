@@ -16,6 +16,7 @@ from ..files.datafile import header_digest, read_header
 from ..files.holes import Holes
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
+from ..files.pieces import FileEntries
 from ..files.room import bytes_on_disk
 from ..files.runs import OpenFile
 from ..storage.base import Storage, WritableFile
@@ -115,10 +116,9 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
 
 def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress) -> None:
     """Copy one data file, but for its holes, if that can be. Nothing of a block is written before it is verified."""
-    info, table = metadata.files[file], metadata.table
-    first_block, counts = metadata.blocks
+    info = metadata.files[file]
     with closing(source.open(info.name)) as opened:
-        hashes, start = read_header(opened, info, int(counts[file]))
+        hashes, start = read_header(opened, info, int(metadata.blocks[1][file]))
         header = np.empty(start, np.uint8)
         try:
             opened.read_into([header], 0)
@@ -132,16 +132,6 @@ def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableF
         keeps_holes = not holes.none and extend is not None and extend(info.size)
         target.write(header, 0)
         progress(start)
-        shards = table.in_file(file)
-        copy_entries(
-            known,
-            target,
-            keeps_holes,
-            metadata.block_bytes,
-            table.data_offsets[shards].astype(np.int64),
-            table.shard_bytes[shards].astype(np.int64),
-            first_block[shards].astype(np.int64),
-            lambda entry: metadata.key(table.paths[int(table.shard_tensor[shards[entry]])]),
-            io_threads(1, waits=True),
-            progress,
-        )
+        threads = io_threads(1, waits=True)
+        for entries in FileEntries.of(metadata, file, known):
+            copy_entries(entries, target, keeps_holes, threads, progress)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.checks import check_entries
 from ..files.metadata import FileInfo, Metadata
+from ..files.pieces import FileEntries
 from ..files.runs import CHUNK_BYTES, open_data_file
 from ..planning.cover import covers_exactly
 from ..reports import VerifyReport
@@ -36,8 +37,6 @@ __all__ = [
     "verified_bytes",
     "verify_checkpoint",
 ]
-
-_MOST_ENTRIES = 1 << 16  # of a file that are looked at together
 
 
 def verify_checkpoint(storage: Storage, unique_id: int | None, progress: bool | None) -> VerifyReport:
@@ -128,26 +127,14 @@ def check_file(storage: Storage, metadata: Metadata, file: int, progress: Progre
     """Read all of one data file, or of one of another format what can be verified; returns what is wrong with it."""
     if metadata.format != "native":
         return _check_foreign(storage, metadata.files[file], metadata.file_checksums.get(file, []), progress)
-    info, table = metadata.files[file], metadata.table
-    first_block, counts = metadata.blocks
     try:
-        known = open_data_file(storage, info, int(counts[file]))
+        known = open_data_file(storage, metadata.files[file], int(metadata.blocks[1][file]))
     except (OSError, CheckpointCorruptedError) as error:
         return [str(error)]
-    shards = table.in_file(file)
-
-    def key(shards: IntArray, entry: int) -> str:
-        return metadata.key(table.paths[int(table.shard_tensor[shards[entry]])])
-
-    problems: list[str] = []
+    threads = io_threads(1, waits=True)
     with closing(known.file):
-        for start in range(0, len(shards), _MOST_ENTRIES):
-            some = shards[start : start + _MOST_ENTRIES]
-            starts, sizes = table.data_offsets[some].astype(np.int64), table.shard_bytes[some].astype(np.int64)
-            columns = starts, sizes, first_block[some].astype(np.int64)
-            threads = io_threads(1, waits=True)
-            problems += check_entries(known, metadata.block_bytes, *columns, partial(key, some), threads, progress)
-    return problems
+        parts = [check_entries(entries, threads, progress) for entries in FileEntries.of(metadata, file, known)]
+    return list(itertools.chain.from_iterable(parts))
 
 
 def check_values(storage: Storage, metadata: Metadata, part: slice = slice(None)) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, filterfalse
@@ -20,7 +19,8 @@ from ..files.codec import table_to_record
 from ..files.metadata import Metadata
 from ..tree.name_match import NameMatch
 from ..tree.names import Names, may_be_of_run, may_end_in_name
-from ..tree.paths import escaped_key, is_own, occurs, parent_of, plain_key, plain_keys, without_escapes
+from ..tree.paths import is_own, parent_of, plain_key
+from .flat_keys import FlatKeys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
@@ -79,6 +79,7 @@ class Answering:
         self._index = metadata.table.index
         self._values: dict[str, Any] = dict(metadata.value_records)
         self._paths = sorted([*metadata.table.paths, *self._values])
+        self._flat_keys = FlatKeys(self._paths)
         self.first_block, counts = metadata.blocks
         self.files = list(zip(metadata.files, counts.tolist(), strict=True))
         self._blobs = set(np.flatnonzero(metadata.table.kinds == Kind.VALUE).tolist())
@@ -202,33 +203,8 @@ class Answering:
         ]
         if not elsewhere:
             return {}
-        asked, stored = Counter(plain_keys([*wanted.tensors, *wanted.values, *wanted.others])), self._path_of_plain_key
-        keys = zip(elsewhere, plain_keys(elsewhere), strict=True)
-        found = {path: stored[key] for path, key in keys if asked[key] == 1 and key in stored}
-        if self._escaped:
-            found = {path: at for path, at in found.items() if "\\" not in path}
-            found |= {path: self._escaped[key] for path in elsewhere if (key := escaped_key(path)) in self._escaped}
+        found = self._flat_keys.found(elsewhere, [*wanted.tensors, *wanted.values, *wanted.others])
         return {path: at for path, at in found.items() if not self._below(path)}
-
-    @cached_property
-    def _path_of_plain_key(self) -> dict[str, str]:
-        """The stored path of each plain key of one path only, for paths of keys that are text."""
-        keys = plain_keys(self._paths)
-        counts = Counter(keys)
-        counts.update(without_escapes(key) for key in self._escaped if "\\" in key)
-        return {key: path for key, path in zip(keys, self._paths, strict=True) if counts[key] == 1 and "~" not in path}
-
-    @cached_property
-    def _escaped(self) -> dict[str, str]:
-        """The stored paths that may be flat keys as exports have them of a state with both "b" in "a" and "a.b": those
-        that are escaped, and those from which that tells them apart."""
-        escaped = [path for path in self._paths if "\\" in path] if occurs("\\", self._paths) else []
-        plain = {without_escapes(key) for key in plain_keys(escaped)}
-        others = [path for path in self._paths if plain_key(path) in plain] if escaped else []
-        paths = [path for path in (*escaped, *others) if "~" not in path]
-        keys = plain_keys(paths)
-        counts = Counter(keys)
-        return {key: path for key, path in zip(keys, paths, strict=True) if counts[key] == 1}
 
     def _answer_value(self, path: str, source: str, present: str, found: _Draft) -> None:
         """A value that is wanted at a path, and would be stored at ``source``."""

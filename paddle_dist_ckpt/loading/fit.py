@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
@@ -23,6 +22,7 @@ from ..planning.load_plan import WantedBoxes, plan_load
 from ..tree.paths import plain_key
 from .messages import LoadAnswer, Mismatch, ShardNeeds
 from .recipes import expand
+from .repeated import differing
 from .resize import Rules
 from .small_items import SmallItems, batches_of
 from .stored import StoredShards
@@ -36,7 +36,6 @@ _TOGETHER = 1 << 14  # kinds that are looked at together
 _MANY = 1 << 17  # needs from which on they are read some after others
 _READ_TOGETHER = 1 << 14  # of which there is all that it takes to read them; threads work on several such parts
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES.values())}
-_NOTHING = object()
 _Boxes = tuple[int, Box, Box, tuple[int, ...]]
 """See :meth:`Fit._boxes`."""
 
@@ -139,28 +138,14 @@ class Fit:
         return problems + (self._refuse_differing({**self.answer.values, **entries}) if entries else [])
 
     def _refuse_differing(self, values: Mapping[str, object]) -> list[Mismatch]:
-        """Refuse values that one dict, list or object of the state_dict would get under two keys, if they differ.
-
-        Args:
-            values: What is stored for values, by path; equal if these are.
-        """
-        problems: list[Mismatch] = []
-        ordered = sorted(values) if self.wanted.repeated else []
-
-        def below(path: str) -> set[str]:
-            first, last = (bisect.bisect_left(ordered, path + sign) for sign in "/0")  # "0" comes after "/"
-            return {one[len(path) :] for one in ordered[first:last]}
-
-        for again, first in self.wanted.repeated.items():
-            mine, others = below(again), below(first)
-            # Of an object all that is stored is taken, of a dict or list what it has.
-            either = mine | others if self.wanted.values.get(again) == "object" else mine & others
-            for rest in sorted(either):
-                path, other = again + rest, first + rest
-                if path not in self.refused and values.get(path, _NOTHING) != values.get(other, _NOTHING):
-                    self.refused.add(path)
-                    text = f"is the same as {plain_key(other)} in the state_dict, but the stored values differ"
-                    problems.append(Mismatch.at(path, text))
+        """Refuse values that differ and are of one thing in the state_dict; see :func:`.repeated.differing`."""
+        wanted, problems = self.wanted, list[Mismatch]()
+        objects = {path for path in wanted.repeated if wanted.values.get(path) == "object"}
+        for path, other in differing(wanted.repeated, objects, values):
+            if path not in self.refused:
+                self.refused.add(path)
+                text = f"is the same as {plain_key(other)} in the state_dict, but the stored values differ"
+                problems.append(Mismatch.at(path, text))
         return problems
 
     @property

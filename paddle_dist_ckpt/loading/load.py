@@ -103,7 +103,10 @@ def load(
         leaves, adapter = scan(), context.adapter
         tokens = dict(zip(leaves.tensor_paths, map(adapter.token, leaves.tensors), strict=True))
         filled = {token for path, token in tokens.items() if path not in untouched}
-        adapter.renew(leaves, filled, {token for path, token in tokens.items() if path in lacking})
+        try:
+            adapter.renew(leaves, filled, {token for path, token in tokens.items() if path in lacking})
+        except Exception as error:
+            raise CheckpointError(f"master weights that are not stored could not be set: {error}") from error
 
     return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew).run()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import paddle
 
-from ..core.box import Box, whole
+from ..core.box import Box, intersect, whole
 from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.state_dict import Leaves
 from .objects import MASTERS, parameters_of
@@ -94,7 +94,7 @@ def _set_to(master: Any, parameter: Any, rank: int) -> None:
     own, wanted = _box(parameter, rank), _box(master, rank)
     if wanted is None or not wanted.size:
         return
-    if own is None or list(parameter.shape) != list(master.shape) or not _holds(own, wanted):
+    if own is None or list(parameter.shape) != list(master.shape) or intersect(own, wanted) != wanted:
         _logger.warning("a master weight is left as it is, though its parameter was loaded: %s", master.name)
         return
     source, target = (one._local_value() if one.is_dist() else one for one in (parameter, master))
@@ -110,10 +110,3 @@ def _box(tensor: Any, rank: int) -> Box | None:
     mesh, placements = layout_of(tensor, tensor.name)
     coordinate = mesh_coordinate(mesh, rank)
     return None if coordinate is None else local_box(tensor.shape, mesh.shape, coordinate, placements, tensor.name)
-
-
-def _holds(box: Box, part: Box) -> bool:
-    """Whether a part is all in a box."""
-    return len(box.shape) == len(part.shape) and all(
-        a <= b and b + n <= a + m for a, m, b, n in zip(*box, *part, strict=True)
-    )
