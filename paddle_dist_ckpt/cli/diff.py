@@ -53,7 +53,8 @@ def diff(
       paddle-dist-ckpt diff checkpoints exported --prefix-a model
     """
     from ..storage import as_source
-    from .comparison import Side, compare_together
+    from .comparison import compare_together
+    from .matching import Side
     from .ranks import joined, print_once
 
     def show(facts: ComparisonFacts) -> int:

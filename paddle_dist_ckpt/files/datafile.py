@@ -31,7 +31,7 @@ from ..core.dtypes import DType
 from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from ..storage.base import ReadableFile
 from .codec import NO_DIGEST, VERSION, TableRecord, check_block_bytes, digest_around
-from .header import DIGEST_AT, MAX_HEADER_BYTES, read_header_metadata
+from .header import DIGEST_AT, MAX_HEADER_BYTES, read_header_digests, read_header_metadata
 from .metadata import FileInfo
 from .room import Room, record_cost
 
@@ -265,7 +265,7 @@ def read_header(file: ReadableFile, expected: FileInfo, blocks: int) -> tuple[Ha
     """
     if file.size != expected.size:
         raise CheckpointCorruptedError(f"{expected.name} has {file.size} bytes; {expected.size} were written")
-    record, data_start = read_header_metadata(file, expected.name)
+    record, data_start = read_header_digests(file, expected.name)
     if record.xxh3_64 != expected.digest:
         raise CheckpointCorruptedError(f"{expected.name}: its header is that of another save")
     hashes = record.hashes

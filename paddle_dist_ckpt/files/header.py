@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -14,7 +15,14 @@ from ..errors import CheckpointCorruptedError
 from ..storage.base import ReadableFile
 from .codec import NO_DIGEST
 
-__all__ = ["DIGEST_AT", "MAX_HEADER_BYTES", "HeaderMetadata", "read_header_metadata"]
+__all__ = [
+    "DIGEST_AT",
+    "MAX_HEADER_BYTES",
+    "HeaderDigests",
+    "HeaderMetadata",
+    "read_header_digests",
+    "read_header_metadata",
+]
 
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 DIGEST_AT = 8 + len('{"__metadata__":{"xxh3_64":"')
@@ -22,16 +30,24 @@ _PIECE = 4 << 20
 _AFTER_STRINGS = b":,}] \t\r\n"
 
 
-class HeaderMetadata(msgspec.Struct, frozen=True):
-    """What a header has beside the entries: see :mod:`.datafile`."""
+class HeaderDigests(msgspec.Struct, frozen=True):
+    """The digests in a header: see :mod:`.datafile`."""
 
     xxh3_64: str
     hashes: bytes
+
+
+class HeaderMetadata(HeaderDigests, frozen=True):
+    """What a header has beside the entries."""
+
     info: str
 
 
-class _Header(msgspec.Struct, frozen=True):
-    metadata: HeaderMetadata = msgspec.field(name="__metadata__")
+_Record = TypeVar("_Record", bound=HeaderDigests)
+
+
+class _Header(msgspec.Struct, Generic[_Record], frozen=True):
+    metadata: _Record = msgspec.field(name="__metadata__")
 
 
 class _Entries(msgspec.Struct, frozen=True):
@@ -39,17 +55,26 @@ class _Entries(msgspec.Struct, frozen=True):
 
 
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
-_HEADER_DECODER = msgspec.json.Decoder(_Header)
+_DIGESTS_DECODER = msgspec.json.Decoder(_Header[HeaderDigests])
+_METADATA_DECODER = msgspec.json.Decoder(_Header[HeaderMetadata])
 _ENTRIES_DECODER = msgspec.json.Decoder(_Entries)
 
 
 def read_header_metadata(file: ReadableFile, name: str) -> tuple[HeaderMetadata, int]:
-    """What a data file's header has beside the entries, and how long the header is.
+    """What a data file's header has beside the entries, and how long the header is."""
+    return _read(file, name, _METADATA_DECODER)
 
-    The entries, which take nearly all of a header of many, are decoded some after others, and not kept.
-    """
+
+def read_header_digests(file: ReadableFile, name: str) -> tuple[HeaderDigests, int]:
+    """The digests alone, in half the memory: what a header says of its file is as large as the keys in it."""
+    return _read(file, name, _DIGESTS_DECODER)
+
+
+def _read(file: ReadableFile, name: str, decoder: msgspec.json.Decoder[_Header[_Record]]) -> tuple[_Record, int]:
+    """The entries, which take nearly all of a header of many, are decoded some after others, and not kept."""
+    record: _Record | None = None
     with decoding(f"{name}: its header is damaged, or of another format"):
-        digest, record, size, text = xxhash.xxh3_64(), None, 0, bytearray()
+        digest, size, text = xxhash.xxh3_64(), 0, bytearray()
         for piece, size in _header_pieces(file):  # noqa: B007
             at = DIGEST_AT if record is None and not text else len(piece)
             for part in (piece[:at].data, NO_DIGEST.encode()[: len(piece) - at], piece[at + len(NO_DIGEST) :].data):
@@ -60,9 +85,9 @@ def read_header_metadata(file: ReadableFile, name: str) -> tuple[HeaderMetadata,
             if end:
                 rest = text[end + 1 :]
                 text[end:] = b"}"
-                record = _decoded(text, record)
+                record = _decoded(text, record, decoder)
                 text = bytearray(b"{") + rest
-        record = _decoded(text, record)
+        record = _decoded(text, record, decoder)
         if digest.hexdigest() != record.xxh3_64:
             raise CheckpointCorruptedError("it was damaged after it was written")
     return record, size
@@ -80,10 +105,10 @@ def _end_of_an_entry(text: bytearray, start: int) -> int:
     return end + 1
 
 
-def _decoded(text: bytearray, record: HeaderMetadata | None) -> HeaderMetadata:
+def _decoded(text: bytearray, record: _Record | None, decoder: msgspec.json.Decoder[_Header[_Record]]) -> _Record:
     """What the first part of a header has; after that, look whether others are what they should be."""
     if record is None:
-        return _HEADER_DECODER.decode(text).metadata
+        return decoder.decode(text).metadata
     _ENTRIES_DECODER.decode(text)
     return record
 

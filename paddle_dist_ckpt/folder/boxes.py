@@ -53,15 +53,17 @@ class BoxReader:
         CheckpointCorruptedError: a box is not stored, or not just once, or a file is not as large as it should be.
     """
 
-    def __init__(self, storage: Storage, metadata: Metadata, tensors: Sequence[int], boxes: Sequence[Box]) -> None:
+    def __init__(
+        self, storage: Storage, metadata: Metadata, tensors: Sequence[int] | IntArray, boxes: Sequence[Box]
+    ) -> None:
         self._storage, self._metadata = storage, metadata
         table = metadata.table
-        self._tensors, self._boxes = list(tensors), list(boxes)
+        self._boxes = list(boxes)
         dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
-        wanted = WantedBoxes(np.array(self._tensors, np.int64), Boxes.of(self._boxes, dimensions))
+        wanted = WantedBoxes(np.array(tensors, np.int64), Boxes.of(self._boxes, dimensions))
         self._plan = plan_load(table, wanted)
         for row in self._plan.uncovered[:1].tolist():
-            key, box = metadata.key(table.paths[self._tensors[row]]), self._boxes[row]
+            key, box = metadata.key(table.paths[wanted.tensor[row]]), self._boxes[row]
             raise CheckpointCorruptedError(f"{key}: the checkpoint does not hold the region {box} exactly once")
         check_sizes(storage, metadata, np.unique(table.shard_file[self._plan.shard]).tolist())
         self._row_tensor = wanted.tensor
@@ -110,7 +112,7 @@ class BoxReader:
 
     def is_hole(self, row: int) -> bool:
         """Whether one of the boxes is known to be zeros without being read."""
-        raw = self._metadata.table.dtypes[self._tensors[row]].raw
+        raw = self._metadata.table.dtypes[self._row_tensor[row]].raw
         nothing = np.broadcast_to(np.zeros((), raw), self._boxes[row].shape)
         return all(
             are_holes(large.values(), self._metadata.block_bytes) and all(batch.are_zeros() for batch in batches)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.cli import comparison
-from paddle_dist_ckpt.cli.comparison import ComparisonFacts, Side, compare_together
+from paddle_dist_ckpt.cli import comparison, matching
+from paddle_dist_ckpt.cli.comparison import ComparisonFacts, compare_together
 from paddle_dist_ckpt.cli.differences import compare_items
+from paddle_dist_ckpt.cli.matching import Side
 from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import SimulatedRank, run_ranks
@@ -171,8 +172,8 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
 ) -> None:
     save_model(tmp_path / "a", {"w": ARRAYS["w"]}, 0)
     save_model(tmp_path / "b", {"w": ARRAYS["w"]}, 0, large=list(range(3000)))
-    for name, replaced in (("_compare_windows", "a"), ("read_value", "b")):
-        plain = getattr(comparison, name)
+    for module, name, replaced in ((comparison, "_compare_regions", "a"), (matching, "read_value", "b")):
+        plain = getattr(module, name)
 
         def read(*args: Any, plain: Any = plain, replaced: str = replaced) -> Any:
             save_model(tmp_path / replaced, {"w": ARRAYS["w"]}, 0)
@@ -180,7 +181,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
 
         save_model(tmp_path / "a", {"w": ARRAYS["w"]}, 0, large=0)
         with monkeypatch.context() as patch:
-            patch.setattr(comparison, name, read)
+            patch.setattr(module, name, read)
             text = fails("diff", tmp_path / "a", tmp_path / "b")
         assert "was replaced while it was being read" in text
 

@@ -11,7 +11,7 @@ import pytest
 from paddle_dist_ckpt.errors import CheckpointCorruptedError
 from paddle_dist_ckpt.files import header
 from paddle_dist_ckpt.files.datafile import header_digest
-from paddle_dist_ckpt.files.header import DIGEST_AT, read_header_metadata
+from paddle_dist_ckpt.files.header import DIGEST_AT, read_header_digests, read_header_metadata
 from paddle_dist_ckpt.storage import LocalStorage
 from test.jobs import load_whole, make_array, same_bits, save_alone
 from test.torture.crafting import write_data_file
@@ -20,9 +20,9 @@ NAME = "x.safetensors"
 ODD = ['},"a":{"b":1},"', "x},", "},", '{"a":{}},', ":", ":},", "z"]  # with parts of what separates entries, as keys
 
 
-def written(folder: Path, entries: bytes) -> bytes:
+def written(folder: Path, entries: bytes, info: bytes = b'{"k":{"x":1},"l":{}}') -> bytes:
     """A data file's header, with an info that looks like entries."""
-    write_data_file(folder / NAME, [1, 2, 3], b'{"k":{"x":1},"l":{}}', entries, 10)
+    write_data_file(folder / NAME, [1, 2, 3], info, entries, 10)
     return (folder / NAME).read_bytes()[:-10]
 
 
@@ -97,6 +97,21 @@ def test_entries_are_not_kept(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert len(text) > 20 << 20
     assert peak < 18 << 20
+
+
+def test_digests_alone_are_read_in_little_more_than_the_text(tmp_path: Path) -> None:
+    text = written(tmp_path, b'"k":{"shape":[1]}', b'{"k":[%s]}' % (b'"a",' * (4 << 20)))
+    with closing(LocalStorage(tmp_path).open(NAME)) as file:
+        whole, size = read_header_metadata(file, NAME)
+        tracemalloc.start()
+        try:
+            digests, digests_size = read_header_digests(file, NAME)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert (digests.xxh3_64, digests.hashes, digests_size) == (whole.xxh3_64, whole.hashes, size)
+    assert len(text) > 24 << 20
+    assert peak < len(text) + (8 << 20)
 
 
 @pytest.mark.parametrize("piece", [*range(64, 140, 9), 1 << 20])
