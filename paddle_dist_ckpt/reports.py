@@ -55,7 +55,8 @@ class LoadReport:
         bytes_received: Bytes that other ranks read for this one.
         files_opened: How many data files this rank opened.
         skipped: With ``strict=False``, ``allow_missing`` or ``per_rank="by_rank"``, a line for every target that was
-            not loaded, and why; with ``resize``, which part of a tensor was left as it is or left out.
+            not loaded, and why, and of a master weight if it was set to its parameter instead; with ``resize``, which
+            part of a tensor was left as it is or left out.
         unused_keys: Flat keys that the checkpoint has and no rank asked for.
         seconds: Seconds per phase on this rank: ``plan``, ``read``, and ``open`` if ranks read for each other.
         skipped_keys: The flat keys that ``skipped`` is about, each once.
@@ -129,7 +130,7 @@ def saved_line(report: SaveReport) -> str:
 def loaded_line(report: LoadReport) -> str:
     """A load as the log has it: what this rank has got."""
     took = f"{_size(report.bytes_read + report.bytes_received)}, {sum(report.seconds.values()):.2f} s"
-    counts = {"left as they are": len(report.skipped), "not asked for": len(report.unused_keys)}
+    counts = {"not loaded": len(report.skipped), "not asked for": len(report.unused_keys)}
     more = "".join(f"; {count} {what}" for what, count in counts.items() if count)
     return f"loaded id {report.unique_id} from {report.path}: {took}{more}"
 

@@ -60,6 +60,7 @@ from .wanted import WantedState, collect
 __all__ = ["LeavesLoad", "load"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_RENEWED = "; set to its parameter, which was loaded"
 _PARTLY = "\nTargets are partly written: load again, or do not use them."
 # Options that are the same on all ranks, some of them as sequences of any kind.
 _COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")
@@ -99,14 +100,15 @@ def load(
                     f"{type(error).__name__}: {error}"
                 ) from error
 
-    def renew(untouched: Container[str], lacking: Container[str]) -> None:
+    def renew(untouched: Container[str], lacking: Container[str]) -> set[str]:
         leaves, adapter = scan(), context.adapter
         tokens = dict(zip(leaves.tensor_paths, map(adapter.token, leaves.tensors), strict=True))
         filled = {token for path, token in tokens.items() if path not in untouched}
         try:
-            adapter.renew(leaves, filled, {token for path, token in tokens.items() if path in lacking})
+            found = adapter.renew(leaves, filled, {token for path, token in tokens.items() if path in lacking})
         except Exception as error:
             raise CheckpointError(f"master weights that are not stored could not be set: {error}") from error
+        return {path for path, token in tokens.items() if path in lacking and token in found}
 
     return LeavesLoad(scan, restore, context, unique_id, _PARTLY, read, renew).run()
 
@@ -123,7 +125,7 @@ class LeavesLoad:
         warning: Added to the message of an error that came after a tensor may have been touched.
         read: On the coordinator, reads the `.metadata` of the checkpoint with this unique_id; after ``scan``.
         renew: Sets what follows from what was filled; given the paths of which nothing is loaded, and those among them
-            for which nothing was stored.
+            for which nothing was stored. Returns the paths of what it has set.
     """
 
     scan: Callable[[], Leaves]
@@ -132,7 +134,7 @@ class LeavesLoad:
     unique_id: int | None
     warning: str = ""
     read: Callable[[int | None], Metadata] | None = None
-    renew: Callable[[Container[str], Container[str]], None] | None = None
+    renew: Callable[[Container[str], Container[str]], set[str]] | None = None
     _files: DataFiles = field(init=False)
     _coordinator: LoadCoordinator | None = None
     _touched: bool = False
@@ -156,7 +158,8 @@ class LeavesLoad:
                     raise
                 except OSError as error:  # of a process that works alone; from several it comes as RankFailureError
                     if self._touched:
-                        raise CheckpointError(f"reading failed: {error}{self.warning}") from error
+                        location = context.storage.location
+                        raise CheckpointError(f"reading {location} failed: {error}{self.warning}") from error
                     raise
                 level = logging.INFO if context.is_coordinator and not context.is_part else logging.DEBUG
                 _logger.log(level, "%s", loaded_line(report))
@@ -187,14 +190,14 @@ class LeavesLoad:
             run(last)
             fit.targets.finish(reading.copies)
             if self.renew is not None and (lacking := fit.lacking):
-                self.renew(fit.untouched, lacking)
+                renewed.update(map(plain_key, self.renew(fit.untouched, lacking)))
             return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
 
         def restore() -> tuple[None, DoneRequest]:
             self.restore(values, fit.untouched)
             return None, DoneRequest()
 
-        skipped = list(fit.skipped)
+        skipped, renewed = list(fit.skipped), set[str]()
         if decision.staged:
             with reading.one_pass(True) as run:
                 last = parts.last(True, run)
@@ -212,7 +215,7 @@ class LeavesLoad:
         return LoadReport(
             path=self.context.storage.location,
             unique_id=fit.answer.unique_id,
-            skipped=tuple(map(str, skipped)),
+            skipped=tuple(f"{one}{_RENEWED}" if one.key in renewed else str(one) for one in skipped),
             skipped_keys=tuple(dict.fromkeys(one.key for one in skipped)),
             unused_keys=tuple(decision.unused),
             **asdict(tally),

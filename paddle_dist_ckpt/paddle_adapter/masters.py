@@ -29,8 +29,10 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 _MASTER = re.compile(r"(.+?)(?:\.dist)?_fp32_master_\d+(?:\.dist)?")
 
 
-def renew_masters(leaves: Leaves, filled: Collection[int], lacking: Collection[int], names: Names, rank: int) -> None:
-    """Set master weights to their parameters.
+def renew_masters(
+    leaves: Leaves, filled: Collection[int], lacking: Collection[int], names: Names, rank: int
+) -> set[int]:
+    """Set master weights to their parameters; returns the ids of those that were set.
 
     Args:
         leaves: What is in the state_dict, whose objects have not been given their states yet.
@@ -44,10 +46,9 @@ def renew_masters(leaves: Leaves, filled: Collection[int], lacking: Collection[i
     entries = zip(leaves.tensor_paths, leaves.tensors, strict=True)
     pairs += _named_alike([tensor for path, tensor in entries if not path.startswith(below)], names)
     copies = {id(parameter): copy for one in leaves.objects for parameter, copy in _copies(one)}
-    for parameter, master in pairs:
-        source = copies.get(id(parameter), parameter)
-        if id(source) in filled and id(master) in lacking:
-            _set_to(master, source, rank)
+    found = [(copies.get(id(parameter), parameter), master) for parameter, master in pairs]
+    due = [(source, master) for source, master in found if id(source) in filled and id(master) in lacking]
+    return {id(master) for source, master in due if _is_set_to(master, source, rank)}
 
 
 def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
@@ -89,18 +90,19 @@ def _named_alike(tensors: Sequence[Any], names: Names) -> Iterator[tuple[Any, An
             yield *parameters.values(), *of_name.values()
 
 
-def _set_to(master: Any, parameter: Any, rank: int) -> None:
-    """Set this rank's part of a master weight to that of its parameter, each in its own memory."""
+def _is_set_to(master: Any, parameter: Any, rank: int) -> bool:
+    """Set this rank's part of a master weight to that of its parameter, each in its own memory, if it has that."""
     own, wanted = _box(parameter, rank), _box(master, rank)
     if wanted is None or not wanted.size:
-        return
+        return True
     if own is None or list(parameter.shape) != list(master.shape) or intersect(own, wanted) != wanted:
         _logger.warning("a master weight is left as it is, though its parameter was loaded: %s", master.name)
-        return
+        return False
     source, target = (one._local_value() if one.is_dist() else one for one in (parameter, master))
     with paddle.no_grad():
         cast = source.cast(target.dtype)
         paddle.assign(cast if own == wanted else cast[wanted.relative_to(own.offset).slices], target)
+    return True
 
 
 def _box(tensor: Any, rank: int) -> Box | None:

@@ -112,9 +112,9 @@ class PaddleAdapter:
         """See :class:`..tree.state_dict.Adapter`."""
         objects.restore(value, state)
 
-    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> None:
+    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..tree.state_dict.Adapter`."""
-        renew_masters(leaves, filled, lacking, self.names, self._rank)
+        return renew_masters(leaves, filled, lacking, self.names, self._rank)
 
     def names(self, tensors: Sequence[Any]) -> list[str | None]:
         """See :class:`..core.tensors.TensorAdapter`."""

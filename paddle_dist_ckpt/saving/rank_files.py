@@ -7,13 +7,14 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import numpy as np
 
 from ..core.messages import decode, encode
 from ..core.progress import Progress
 from ..core.threads import io_threads, run_all
-from ..errors import CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointTimeoutError
 from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, data_file_name
@@ -176,8 +177,15 @@ class RankFiles:
         """In round ``abort``: remove the files; raise what has made this rank fail, if it is the one."""
         self._remove()
         if self._failure is not None:
-            raise self._failure
+            self._raise(self._failure)
         return b""
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise what has made this rank fail. What copies from a device raise knows of no files, so these are named."""
+        if isinstance(error, CheckpointError) or getattr(error, "filename", None):
+            raise error
+        location, kind = self._context.storage.location, type(error).__name__
+        raise CheckpointError(f"nothing was saved to {location}: {kind}: {error}") from error
 
     def _remove(self) -> None:
         storage = self._context.storage

@@ -114,8 +114,9 @@ class NumpyAdapter:
         """See :class:`..core.tensors.TensorAdapter`."""
         set_state(value, state)
 
-    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> None:
+    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> set[int]:
         """See :class:`..core.tensors.TensorAdapter`."""
+        return set()
 
     def view(self, value: Any, path: str) -> TensorView:
         """See :class:`..core.tensors.TensorAdapter`."""

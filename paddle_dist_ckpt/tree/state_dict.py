@@ -82,8 +82,8 @@ class Adapter(TensorAdapter, Protocol):
         """
         ...
 
-    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> None:
-        """Set what follows from tensors that were filled, as master weights of parameters do.
+    def renew(self, leaves: Leaves, filled: Collection[int], lacking: Collection[int]) -> Collection[int]:
+        """Set what follows from tensors that were filled, as master weights of parameters do; returns their tokens.
 
         Args:
             leaves: What is in the state_dict, whose objects have not been given their states yet.

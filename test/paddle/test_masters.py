@@ -43,8 +43,11 @@ def test_they_follow_the_parameters_that_are_loaded(tmp_path: Path, dtype: str, 
     save_state_dict({"model": job(dtype, 3.0)["model"]}, str(tmp_path))
     state = job(dtype, placement=placement)
     owned = {id(one) for _, one in flat(objects.optimizer_state(state["optimizer"]))}
-    load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
+    report = load_state_dict(state, str(tmp_path), options=WEIGHTS_ONLY)
     assert masters(state) == [3.0]
+    said = {one.split(":")[0]: one.endswith("; set to its parameter, which was loaded") for one in report.skipped}
+    assert said == {key: key.endswith(".master_weight") for key in report.skipped_keys}
+    assert sorted(set(said.values())) == [False, True]
     assert {id(one) for _, one in flat(objects.optimizer_state(state["optimizer"]))} == owned
 
 
