@@ -17,7 +17,7 @@ from ..tree.paths import plain_key
 from .contents import ValueContent, read_value
 from .inspection import matches
 
-__all__ = ["Held", "LeafPairs", "Matched", "Side", "SideFacts"]
+__all__ = ["Held", "Matched", "Side", "SideFacts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafPairs:
+class _LeafPairs:
     """Leaves of two checkpoints that have the same keys: the number of each in the one, and in the other, ``[n]``."""
 
     a: array[int] = field(default_factory=lambda: array("q"))
@@ -148,9 +148,9 @@ class Matched:
 
     one: Held
     other: Held
-    alike: LeafPairs
-    unlike: LeafPairs
-    others: LeafPairs
+    alike: _LeafPairs
+    unlike: _LeafPairs
+    others: _LeafPairs
     only_in_a: list[str]
     only_in_b: list[str]
     unread_in_a: dict[str, str]
@@ -159,7 +159,7 @@ class Matched:
     @classmethod
     def of(cls, one: Held, other: Held, pattern: str | None) -> Matched:
         """Match what was asked for. The keys are in memory once, and only for as long as that takes."""
-        alike, unlike, others = LeafPairs(), LeafPairs(), LeafPairs()
+        alike, unlike, others = _LeafPairs(), _LeafPairs(), _LeafPairs()
         only_in_a, theirs = list[str](), dict(other.leaves(pattern))
         for key, a in one.leaves(pattern):
             b = theirs.pop(key, None)

@@ -18,7 +18,6 @@ from .codec import NO_DIGEST
 __all__ = [
     "DIGEST_AT",
     "MAX_HEADER_BYTES",
-    "HeaderDigests",
     "HeaderMetadata",
     "read_header_digests",
     "read_header_metadata",
