@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,9 +60,10 @@ class Held:
         return cls(side.storage, metadata, side.prefix, metadata.paths)
 
     def leaves(self, pattern: str | None) -> Iterator[tuple[str, int]]:
-        """The flat key, without the prefix, and the number of each leaf that was asked for."""
-        for leaf, path in enumerate(self.paths):
-            key = self._without_prefix(self.metadata.key(path))
+        """The flat key, without the prefix, and the number of each leaf that was asked for; by path, so that the order
+        is the same on all ranks, whatever order a reader has found them in."""
+        for leaf in sorted(range(len(self.paths)), key=self.paths.__getitem__):
+            key = self._without_prefix(self.metadata.key(self.paths[leaf]))
             if key is not None and matches(key, pattern):
                 yield key, leaf
 
@@ -171,10 +172,8 @@ class Matched:
                 (alike if one.shape(a) == other.shape(b) else unlike).add(a, b)
         unread = one.unread(pattern), other.unread(pattern)
 
-        def sole(keys: Iterable[str]) -> list[str]:
-            return sorted(key for key in keys if not any(key in reasons for reasons in unread))
-
-        return cls(one, other, alike, unlike, others, sole(only_in_a), sole(theirs), *unread)
+        only = sorted({*only_in_a}.difference(unread[1])), sorted(theirs.keys() - unread[0].keys())
+        return cls(one, other, alike, unlike, others, *only, *unread)
 
     @property
     def is_empty(self) -> bool:

@@ -24,7 +24,7 @@ from .flat_keys import FlatKeys
 from .hints import Hint, Hints
 from .key_map import matcher, path_of_key
 from .messages import LoadAnswer, WantedPaths
-from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, OF_TENSORS, value_text
+from .wording import A_TENSOR, DICTS, LEFT_BY_AOA, MEANT, MISSING, NOT_STORED, OF_TENSORS, value_text
 
 __all__ = ["Answering"]
 
@@ -223,14 +223,14 @@ class Answering:
         elif present == "nothing" and source not in self._index:
             self.without_tensors.add(source)
         elif present == "optional":
-            found.skipped[path] = "left as it is, for the checkpoint does not have it"
+            found.skipped[path] = NOT_STORED
         else:
             self._lack(path, source, found)
 
     def _lack(self, path: str, source: str, found: _Draft, is_tensor: bool = False) -> None:
         """What is wanted at a path is not what is stored at ``source``, if anything is."""
         if self._may_be_missing(plain_key(path)) and not self._is_there(source):
-            found.skipped[path] = "left as it is, for the checkpoint does not have it"
+            found.skipped[path] = NOT_STORED
         else:
             found.unfit[path] = self._what_is(source, hint=False)
             if found.unfit[path] == MISSING:

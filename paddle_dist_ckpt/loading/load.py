@@ -60,7 +60,6 @@ from .wanted import WantedState, collect
 __all__ = ["LeavesLoad", "load"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_RENEWED = "; set to its parameter, which was loaded"
 _PARTLY = "\nTargets are partly written: load again, or do not use them."
 # Options that are the same on all ranks, some of them as sequences of any kind.
 _COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")
@@ -181,6 +180,8 @@ class LeavesLoad:
         parts = ExchangeParts(self.context, fit, self._files, decision, self._ask)
         reading = Reading(self.context, fit, self._files)
 
+        renewed = set[str]()  # the flat keys of what round "read" sets to what was filled
+
         def read_staged() -> tuple[list[Mismatch], DoneRequest]:
             run(last)
             problems = fit.look_at_staged()
@@ -190,14 +191,15 @@ class LeavesLoad:
             run(last)
             fit.targets.finish(reading.copies)
             if self.renew is not None and (lacking := fit.lacking):
-                renewed.update(map(plain_key, self.renew(fit.untouched, lacking)))
+                paths = self.renew(fit.untouched, lacking)
+                renewed.update(set(map(plain_key, paths)) - set(map(plain_key, fit.untouched - paths)))
             return _values(fit, Room(lambda: self._bytes_there(fit.answer), fit.answer.cost)), DoneRequest()
 
         def restore() -> tuple[None, DoneRequest]:
             self.restore(values, fit.untouched)
             return None, DoneRequest()
 
-        skipped, renewed = list(fit.skipped), set[str]()
+        skipped = list(fit.skipped)
         if decision.staged:
             with reading.one_pass(True) as run:
                 last = parts.last(True, run)
@@ -215,7 +217,7 @@ class LeavesLoad:
         return LoadReport(
             path=self.context.storage.location,
             unique_id=fit.answer.unique_id,
-            skipped=tuple(f"{one}{_RENEWED}" if one.key in renewed else str(one) for one in skipped),
+            skipped=tuple(one.renewed if one.key in renewed else str(one) for one in skipped),
             skipped_keys=tuple(dict.fromkeys(one.key for one in skipped)),
             unused_keys=tuple(decision.unused),
             **asdict(tally),

@@ -14,6 +14,7 @@ from ..files.codec import TableRecord
 from ..files.metadata import FileInfo
 from ..storage.base import FolderIdentity
 from ..tree.paths import plain_key
+from .wording import LEFT, NOT_STORED, SET
 
 __all__ = [
     "DecideAnswer",
@@ -54,6 +55,13 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def renewed(self) -> str:
+        """The line of a master weight that was set to its parameter, since this is so."""
+        if self.text == f"{self.key}: {NOT_STORED}":
+            return f"{self.key}: {NOT_STORED.replace(LEFT, SET)}"
+        return f"{self.text}; {SET}"
 
 
 class WantedRecord(msgspec.Struct, frozen=True, array_like=True):

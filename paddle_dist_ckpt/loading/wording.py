@@ -5,12 +5,28 @@ Each has a name here, so that whoever rewords one changes nothing but the text.
 
 from __future__ import annotations
 
-__all__ = ["A_TENSOR", "DICTS", "LEFT_BY_AOA", "MEANT", "MISSING", "NO_ENTRY", "OF_TENSORS", "value_text"]
+__all__ = [
+    "A_TENSOR",
+    "DICTS",
+    "LEFT",
+    "LEFT_BY_AOA",
+    "MEANT",
+    "MISSING",
+    "NOT_STORED",
+    "NO_ENTRY",
+    "OF_TENSORS",
+    "SET",
+    "value_text",
+]
 
 A_TENSOR, OF_TENSORS, MISSING = "a tensor of shape", "a container of tensors", "missing"
 """What is stored at a path."""
-LEFT_BY_AOA = "left as it is, as aoa_config says"
+LEFT, SET = "left as it is", "set to its parameter"
+"""What became of a tensor of which nothing is loaded; the second of a master weight."""
+LEFT_BY_AOA = f"{LEFT}, as aoa_config says"
 """Why a tensor is skipped that the caller wants to be."""
+NOT_STORED = f"{LEFT}, for the checkpoint does not have it"
+"""Why a tensor or value is skipped that may be missing."""
 MEANT = "meant?"
 """Behind a key that a user may have meant."""
 DICTS = ("dict", "empty", "nothing")

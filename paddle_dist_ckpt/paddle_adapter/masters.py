@@ -48,7 +48,7 @@ def renew_masters(
     copies = {id(parameter): copy for one in leaves.objects for parameter, copy in _copies(one)}
     found = [(copies.get(id(parameter), parameter), master) for parameter, master in pairs]
     due = [(source, master) for source, master in found if id(source) in filled and id(master) in lacking]
-    return {id(master) for source, master in due if _is_set_to(master, source, rank)}
+    return {id(master) for source, master in due if _set_to(master, source, rank)}
 
 
 def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
@@ -90,8 +90,9 @@ def _named_alike(tensors: Sequence[Any], names: Names) -> Iterator[tuple[Any, An
             yield *parameters.values(), *of_name.values()
 
 
-def _is_set_to(master: Any, parameter: Any, rank: int) -> bool:
-    """Set this rank's part of a master weight to that of its parameter, each in its own memory, if it has that."""
+def _set_to(master: Any, parameter: Any, rank: int) -> bool:
+    """Set this rank's part of a master weight, which may be nothing, to that of its parameter, each in its own memory,
+    if this rank has that."""
     own, wanted = _box(parameter, rank), _box(master, rank)
     if wanted is None or not wanted.size:
         return True

@@ -181,11 +181,13 @@ class RankFiles:
         return b""
 
     def _raise(self, error: Exception) -> NoReturn:
-        """Raise what has made this rank fail. What copies from a device raise knows of no files, so these are named."""
-        if isinstance(error, CheckpointError) or getattr(error, "filename", None):
-            raise error
-        location, kind = self._context.storage.location, type(error).__name__
-        raise CheckpointError(f"nothing was saved to {location}: {kind}: {error}") from error
+        """Raise what has made this rank fail. What Paddle raises of a device has no error number, and says nothing of
+        the folder, so that is added."""
+        location = self._context.storage.location
+        of_paddle = isinstance(error, (OSError, RuntimeError)) and getattr(error, "errno", None) is None
+        if of_paddle and location not in str(error):
+            raise CheckpointError(f"nothing was saved to {location}: {type(error).__name__}: {error}") from error
+        raise error
 
     def _remove(self) -> None:
         storage = self._context.storage
