@@ -258,7 +258,7 @@ def test_the_last_save_before_the_end_is_made_whatever_was_before(
         assert re.search(f"failed: .*{re.escape(str(error))}", caplog.text)
         assert step in folders(tmp_path)
         if of_another:
-            with pytest.raises(type(error)):
+            with pytest.raises(CheckpointError if isinstance(error, RuntimeError) else type(error)):
                 other.close()
         with CheckpointManager(tmp_path) as steps:
             assert steps.latest_step() == step
