@@ -188,18 +188,18 @@ def _facts(matched: Matched, found: Sequence[Difference]) -> ComparisonFacts:
             tensors.append(TensorChange(one.key(a), (shape, shape), dtypes, whole(shape).size, *sums))
     values = [change for a, b in matched.others if (change := _value_change(one, a, other, b)) is not None]
     pairs = len(matched.alike) + len(matched.unlike) + len(matched.others)
-    changed = [*tensors, *values, *matched.only_in_a, *matched.only_in_b, *matched.unread_in_a, *matched.unread_in_b]
+    only, unread = (matched.only_in_a, matched.only_in_b), (matched.unread_in_a, matched.unread_in_b)
     return ComparisonFacts(
         a=one.facts,
         b=other.facts,
-        equal=not changed,
+        equal=not any((tensors, values, *only, *unread)),
         same=pairs - len(tensors) - len(values),
-        only_in_a=matched.only_in_a,
-        only_in_b=matched.only_in_b,
+        only_in_a=only[0],
+        only_in_b=only[1],
         tensors=sorted(tensors, key=lambda change: change.key),
         values=sorted(values, key=lambda change: change.key),
-        unread_in_a=matched.unread_in_a,
-        unread_in_b=matched.unread_in_b,
+        unread_in_a=unread[0],
+        unread_in_b=unread[1],
     )
 
 
