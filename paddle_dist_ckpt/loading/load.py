@@ -155,7 +155,8 @@ class LeavesLoad:
                     if self._touched:
                         error.args = (f"{error}{self.warning}",)
                     raise
-                except OSError as error:  # of a process that works alone; from several it comes as RankFailureError
+                # The system's, or Paddle's of a device, in one process alone; from several it is RankFailureError.
+                except (OSError, RuntimeError) as error:
                     if self._touched:
                         location = context.storage.location
                         raise CheckpointError(f"reading {location} failed: {error}{self.warning}") from error

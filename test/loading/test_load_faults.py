@@ -10,8 +10,22 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError, RankFailureError
+from paddle_dist_ckpt.files import reader
 from paddle_dist_ckpt.options import LoadOptions
-from test.jobs import Killed, Watch, alike, blank_like, check_pieces, load_on, make_array, save_on, split_rows, try_load
+from test.jobs import (
+    Killed,
+    Watch,
+    alike,
+    blank_like,
+    check_pieces,
+    load_alone,
+    load_on,
+    make_array,
+    save_alone,
+    save_on,
+    split_rows,
+    try_load,
+)
 
 ARRAY, COPY = make_array((60, 70)), make_array((80, 90), "int16")
 
@@ -68,3 +82,20 @@ def test_a_load_cut_short_anywhere(tmp_path: Path, exchange: Any, mode: str) -> 
                 assert touched <= ("partly written" in str(result)), (watch.happened, str(result))
             assert all(state["n"] is None for state in states)
     assert raised
+
+
+@pytest.mark.parametrize("raised", [OSError("(External) copy failed"), RuntimeError("(External) copy failed")])
+def test_what_paddle_raises_in_one_process_is_said_of_the_folder(
+    tmp_path: Path, raised: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a copy to a device, when a part of the targets may have been filled."""
+    save_alone({"w": COPY}, tmp_path)
+
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(reader, "_hand_over", fail)
+    with pytest.raises(CheckpointError) as caught:
+        load_alone({"w": np.zeros((90, 80), "int16").T[:80, :90]}, tmp_path)
+    assert all(part in str(caught.value) for part in (str(tmp_path), "copy failed", "partly written"))
+    assert caught.value.__cause__ is raised
