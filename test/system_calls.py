@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,14 @@ PATH_CALLS = (
 FILE_CALLS = ("pwrite", "preadv", "fsync", "fstat", "close")
 Call = tuple[str, str]
 """What is called, and the name of the file or folder that it is about."""
+
+
+def replace_call(patch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> None:
+    """Have ``os`` call another function, and pathlib, which until Python 3.10 keeps references of its own."""
+    real, accessor = getattr(os, name), getattr(pathlib, "_NormalAccessor", None)
+    patch.setattr(os, name, function)
+    if accessor is not None and vars(accessor).get(name) is real:
+        patch.setattr(accessor, name, staticmethod(function))
 
 
 class SystemCalls:
@@ -60,9 +69,9 @@ class SystemCalls:
         """Watch, for a while."""
         with pytest.MonkeyPatch.context() as patch:
             for name in PATH_CALLS:
-                patch.setattr(os, name, self._of_path(name, getattr(os, name)))
+                replace_call(patch, name, self._of_path(name, getattr(os, name)))
             for name in FILE_CALLS:
-                patch.setattr(os, name, self._of_file(name, getattr(os, name)))
+                replace_call(patch, name, self._of_file(name, getattr(os, name)))
             yield self
 
     def _about(self, target: Any) -> str | None:

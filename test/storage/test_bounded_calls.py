@@ -26,6 +26,7 @@ from paddle_dist_ckpt.storage.helpers import Helpers
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall, run_ranks
 from test.jobs import save_alone
 from test.stalls import BOUND, check_error, helpers_end
+from test.system_calls import replace_call
 from test.waiting import PATIENCE, until
 
 STATE = {"a": np.arange(3000, dtype=np.float32), "b": np.zeros(7, np.int64)}
@@ -179,13 +180,13 @@ def test_what_an_export_does_to_folders_is_given_up(
 ) -> None:
     save_alone(STATE, tmp_path / "saved")
     export(tmp_path / "saved", tmp_path / "before")  # imports what it needs
-    place, name = (os, "stat") if function == "lstat" else (os, function)
+    name = "stat" if function == "lstat" else function
     if function == "fsync":
         hang = _Hang(lambda path: None, part)
         monkeypatch.setattr(os, "fsync", lambda descriptor: hang(os.readlink(f"/proc/self/fd/{descriptor}")))
     else:
-        hang = _Hang(getattr(place, name), f"{tmp_path}/{part}")
-        monkeypatch.setattr(place, name, hang)
+        hang = _Hang(getattr(os, name), f"{tmp_path}/{part}")
+        replace_call(monkeypatch, name, hang)
     out = tmp_path / "out"
     message = f"{doing} {tmp_path}/.*has not returned for 0.5 s on rank 0"
     with pytest.raises(CheckpointTimeoutError, match=message) as caught:

@@ -8,13 +8,16 @@ paths, which lead to the same place, so that a call tells whose it is.
 from __future__ import annotations
 
 import os
-import pathlib
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from test.system_calls import replace_call
 
 __all__ = ["CHANGES", "Call", "Disks", "Interposer", "Perform"]
 
@@ -93,25 +96,18 @@ class Interposer:
         self._prefixes = [(f"{view}", rank) for rank, view in enumerate(disks.views)]
         self._handler = handler
         self._lock = threading.Lock()
+        self._patch = pytest.MonkeyPatch()
         self._opened: dict[int, tuple[int, str]] = {}
         self.counts = dict.fromkeys(range(len(disks.views)), 0)
 
     def __enter__(self) -> Interposer:
         assert os.open is _ORIGINAL["open"], "there is another one"
         for name in _ALL:
-            self._replace(name, self._wrapped(name))
+            replace_call(self._patch, name, self._wrapped(name))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in _ALL:
-            self._replace(name, _ORIGINAL[name])
-
-    @staticmethod
-    def _replace(name: str, function: Any) -> None:
-        setattr(os, name, function)
-        accessor = getattr(pathlib, "_NormalAccessor", None)  # until Python 3.10 pathlib has its own references
-        if hasattr(accessor, name):
-            setattr(accessor, name, staticmethod(function))
+        self._patch.undo()
 
     def _wrapped(self, name: str) -> Callable[..., Any]:
         original, by_descriptor = _ORIGINAL[name], name in _BY_DESCRIPTOR or name in _READING
