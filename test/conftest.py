@@ -104,6 +104,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "gpu", "needs a GPU and paddlepaddle-gpu")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are collected: there is little of it, and it is looked for all the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Take what has been imported and collected out of the garbage collector's sight, or it looks at it for minutes.
 
