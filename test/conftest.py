@@ -17,6 +17,7 @@ from test.ranks.pool import RankPool
 _WARM_RANKS = {  # what the test files import that use ranks which take seconds to start and gigabytes to keep
     "from test.device_plugin.ranks import DevicePool": "devices",
     "from test.ranks.pool import RankPool": "pool",
+    "from test.ranks.launcher import forked": "pool",  # whose worker has what ranks are forked from
 }
 _running: dict[str, RankPool] = {}  # those of them that tests have used, by the name of the fixture
 
