@@ -10,21 +10,30 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from ..core.cached import cached_property
 from ..core.shards import Kind
+from ..core.text import MOST_KEY
 from ..files.metadata import Metadata
 from ..tree.names import may_be_optimizers
 from ..tree.paths import is_own
 
 __all__ = ["Hint", "Hints"]
 
-_MOST_HINTS = 20  # each costs a comparison with every key
-_MOST_SAMPLES = 50  # missing keys from which it is found out what is too much or too little
+# What somebody has stored may have very many keys, or very long ones, so everything that is compared is bounded.
+_MOST_HINTS = 20
+_MOST_SAMPLES = 50  # missing keys from which it is found out what is too much or too little; two at least
+_MOST_COMPARED = 20_000_000  # letters of stored keys, if more samples than two are compared with them
+_LETTERS_EACH = 100  # take about as long as the rest of a comparison
+_MOST_LACKING = 128  # letters
 _MOST_TYPED = 5000  # keys among which a mistyped one is looked for
+_LONGEST_TYPED = 40  # letters of a part that may be mistyped
+_MOST_PAIRS = 2_000_000  # of letters of such parts that are compared in all
+_PAIRS_EACH = 50  # take about as long as the rest of such a comparison
 _LEAST_LIKE = 0.6  # of the parts that differ
+_LEAST_LIKE_IN_ALL = 0.8
 _VARIABLE = re.compile(r"_\d+\.[wb]_\d+")
 Parts = tuple[str, ...]
 
@@ -53,14 +62,15 @@ class Hints:
 
     def __init__(self, metadata: Metadata, wanted: Callable[[], Collection[str]] = set) -> None:
         self._metadata, self._find_wanted = metadata, wanted
-        self._left = _MOST_HINTS
+        self._left, self._pairs = _MOST_HINTS, _MOST_PAIRS
 
     def of(self, key: str, is_tensor: bool) -> list[Hint]:
         """What may be meant by a missing key; if it is one only, that is worth telling."""
-        if self._left == 0 or _VARIABLE.search(key):
+        if self._left == 0 or not _may_be_meant(key):
             return []
         self._left -= 1
-        found = [stored for stored in self._named_alike(key) if self._move(key, stored) in self._moves]
+        moved = (other for move in self._moves for other in _moved(key, move))
+        found = [other for other in moved if other in self._stored and other not in self._wanted]
         if may_be_optimizers("/" + key):  # another parameter's accumulator would be taken without a word
             found = [stored for stored in found if self._are_all_moved(key, stored)]
         elif not found:
@@ -104,10 +114,10 @@ class Hints:
 
     @cached_property
     def _by_last(self) -> dict[str, list[str]]:
-        """The stored keys that nobody asks for, by their last parts."""
+        """The stored keys that nobody asks for, by their last parts; none that is much too long."""
         found: dict[str, list[str]] = {}
         for key in self._stored:
-            if key not in self._wanted:
+            if len(key) <= MOST_KEY + _MOST_LACKING and key not in self._wanted:
                 found.setdefault(key.rpartition(".")[2], []).append(key)
         return found
 
@@ -125,50 +135,72 @@ class Hints:
             return Hint(key, None)
         return Hint(key, tuple(table.shape_of(place)))
 
-    def _named_alike(self, key: str) -> list[str]:
-        return self._by_last.get(key.rpartition(".")[2], [])
-
     @cached_property
     def _samples(self) -> list[str]:
-        missing = sorted(key for key in self._wanted if key not in self._stored and not _VARIABLE.search(key))
-        return missing[:: -(-len(missing) // _MOST_SAMPLES)] if missing else []
+        missing = sorted(key for key in self._wanted if key not in self._stored and _may_be_meant(key))
+        letters = (sum(map(len, keys)) + _LETTERS_EACH * len(keys) for keys in self._by_last.values())
+        most = max(2, min(_MOST_SAMPLES, _MOST_COMPARED // max(letters, default=1)))
+        return missing[:: -(-len(missing) // most)] if missing else []
 
     @cached_property
     def _moves(self) -> dict[Move, int]:
         """What most of the missing keys have too much or too little, and how many; two things only if in doubt."""
         counts = Counter[Move]()
         for key in self._samples:
-            counts.update({move for stored in self._named_alike(key) if (move := self._move(key, stored)) is not None})
+            alike = self._by_last.get(key.rpartition(".")[2], [])
+            counts.update({move for stored in alike if (move := _move(key, stored)) is not None})
         most = max(counts.values(), default=0)
         found = {move: count for move, count in counts.items() if count == most}
         return found if len(found) <= 2 else {}
 
-    @staticmethod
-    def _move(key: str, stored: str) -> Move | None:
-        """By what two keys differ, if one only has something that the other has not."""
-        wanted, there = tuple(key.split(".")), tuple(stored.split("."))
-        shorter = min(len(wanted), len(there))
-        start = next((i for i in range(shorter) if wanted[i] != there[i]), shorter)
-        rest = shorter - start
-        stop = next((i for i in range(rest) if wanted[-1 - i] != there[-1 - i]), rest)
-        move = Move(wanted[start : len(wanted) - stop], there[start : len(there) - stop])
-        return move if bool(move.surplus) != bool(move.lacking) else None
-
     def _mistyped(self, key: str) -> list[str]:
-        """A stored key that is nearly the same, in one part only, and not by its numbers."""
+        """The stored key that is most nearly the same, and differs in one part only, and not by its numbers."""
         if len(key) <= 3 or len(self._stored) > _MOST_TYPED:
             return []
-        free = [stored for stored in self._stored if stored not in self._wanted and _is_like(key, stored)]
-        return difflib.get_close_matches(key, free, 1, cutoff=0.8)
+        alike = {stored: self._likeness(key, stored) for stored in self._stored if stored not in self._wanted}
+        best = max(alike, key=alike.__getitem__, default="")
+        return [best] if best and alike[best] >= _LEAST_LIKE_IN_ALL else []
+
+    def _likeness(self, key: str, stored: str) -> float:
+        """How much is the same in both; 0 if another thing is meant, or if too much would be compared."""
+        total = len(key) + len(stored)
+        if 2 * min(len(key), len(stored)) < _LEAST_LIKE_IN_ALL * total:
+            return 0.0
+        wanted, there = key.split("."), stored.split(".")
+        differing = [pair for pair in zip(wanted, there, strict=False) if pair[0] != pair[1]]
+        if len(wanted) != len(there) or len(differing) != 1:
+            return 0.0
+        ours, theirs = differing[0]
+        if max(len(ours), len(theirs)) > _LONGEST_TYPED:
+            return 0.0
+        self._pairs -= _PAIRS_EACH + len(ours) * len(theirs)
+        if self._pairs < 0:
+            return 0.0
+        alike = difflib.SequenceMatcher(None, ours, theirs).ratio()
+        if alike < _LEAST_LIKE or re.findall(r"\d+", ours) != re.findall(r"\d+", theirs):
+            return 0.0
+        return 1 - (1 - alike) * (len(ours) + len(theirs)) / total
 
 
-def _is_like(key: str, stored: str) -> bool:
-    wanted, there = key.split("."), stored.split(".")
-    if len(wanted) != len(there):
-        return False
-    differing = [pair for pair in zip(wanted, there, strict=True) if pair[0] != pair[1]]
-    if len(differing) != 1:
-        return False
-    (ours, theirs) = differing[0]
-    alike = difflib.SequenceMatcher(None, ours, theirs).ratio() >= _LEAST_LIKE
-    return alike and re.findall(r"\d+", ours) == re.findall(r"\d+", theirs)
+def _may_be_meant(key: str) -> bool:
+    """Whether a missing key is one of which it can be found out what is meant by it."""
+    return len(key) <= MOST_KEY and not _VARIABLE.search(key)
+
+
+def _move(key: str, stored: str) -> Move | None:
+    """By what two keys differ, if one only has something that the other has not."""
+    wanted, there = tuple(key.split(".")), tuple(stored.split("."))
+    shorter = min(len(wanted), len(there))
+    start = next((i for i in range(shorter) if wanted[i] != there[i]), shorter)
+    rest = shorter - start
+    stop = next((i for i in range(rest) if wanted[-1 - i] != there[-1 - i]), rest)
+    move = Move(wanted[start : len(wanted) - stop], there[start : len(there) - stop])
+    return move if bool(move.surplus) != bool(move.lacking) else None
+
+
+def _moved(key: str, move: Move) -> Iterator[str]:
+    """The keys that end as this one does and differ from it by a move, each once."""
+    parts, size = tuple(key.split(".")), len(move.surplus)
+    places = (i for i in range(len(parts) - size) if parts[i : i + size] == move.surplus)
+    others = dict.fromkeys(".".join((*parts[:i], *move.lacking, *parts[i + size :])) for i in places)
+    yield from (other for other in others if _move(key, other) == move)
