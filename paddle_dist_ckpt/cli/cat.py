@@ -10,7 +10,8 @@ import typer
 
 from ..core.text import value_text
 from .arguments import CheckpointPath, Identifier, Json
-from .output import count, human_bytes, plain, print_columns, print_json, say, shape_text
+from .documents import print_json
+from .output import count, human_bytes, print_columns, say, say_text, shape_text
 
 if TYPE_CHECKING:
     from ..files.metadata import Metadata
@@ -71,10 +72,9 @@ def _cat(storage: Storage, metadata: Metadata, key: str, region: str | None, sta
             raise ValueError(f"{key} is a value, which has neither slices nor statistics")
         value = read_value(storage, metadata, tensor)
         if json:
-            print_json({"key": key, "kind": "value", "value": plain(value)})
+            print_json({"key": key, "kind": "value", "value": value})
             return
-        for line in value.split("\n") if isinstance(value, str) else [value_text(value, _MOST_LETTERS)]:
-            say(line)
+        say_text(value if isinstance(value, str) else value_text(value, _MOST_LETTERS))
         return
     box, kept = parse_slice(region or "", tensor.shape)
     shape = [box.shape[dimension] for dimension in kept]

@@ -10,7 +10,8 @@ import typer
 
 from ..core.text import value_text
 from .arguments import Json
-from .output import count, print_columns, print_json, say, shape_text
+from .documents import print_json
+from .output import count, print_columns, say, shape_text
 
 if TYPE_CHECKING:
     from .comparison import ComparisonFacts

@@ -10,7 +10,8 @@ import typer
 
 from ..core.text import key_text, value_text
 from .arguments import CheckpointPath, Identifier, Json
-from .output import count, human_bytes, print_columns, print_json, say
+from .documents import print_json
+from .output import count, human_bytes, print_columns, say
 
 if TYPE_CHECKING:
     from .inspection import CheckpointFacts, StepsFacts

@@ -1,69 +1,21 @@
-"""What commands print: JSON, numbers with units, lines in columns; coloured on terminals, and never wrapped."""
+"""What commands print for people: numbers with units, lines in columns; coloured on terminals, and never wrapped."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import typer
 
-from ..core.text import encodable, escaped, value_text, visible
+from ..core.text import visible
 
-__all__ = ["count", "human_bytes", "lines_text", "plain", "print_columns", "print_json", "say", "shape_text"]
+__all__ = ["count", "human_bytes", "lines_text", "print_columns", "say", "say_text", "shape_text"]
 
-_MOST_LETTERS = 100_000  # of a value that JSON has no type for
 _WIDEST = 200  # letters of a column
 _LINES = 1000  # that are printed together
+_PIECE = 1 << 16  # letters of a text that are printed together
 _STYLES = {"head": "bold", "good": "green", "bad": "red", "faint": "dim", "name": "cyan"}
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON document. Numbers that JSON lacks are strings: NaN, Infinity, -Infinity."""
-    import msgspec
-
-    def text(value: Any, indent: str) -> str:
-        data = msgspec.json.encode(plain(msgspec.to_builtins(value, enc_hook=plain)))
-        lines = msgspec.json.format(data, indent=2).decode().split("\n")
-        return f"\n{indent}".join(escaped(line, _json_escape) for line in lines)
-
-    names = document if isinstance(document, dict) else [each.name for each in dataclasses.fields(document)]
-    end = "{\n"
-    for name in names:
-        value = document[name] if isinstance(document, dict) else getattr(document, name)
-        typer.echo(f'{end}  "{name}": ', nl=False)
-        end = ",\n"
-        if not isinstance(value, list) or len(value) <= _LINES:
-            typer.echo(text(value, "  "), nl=False)
-            continue
-        for start in range(0, len(value), _LINES):  # little by little, for there may be very many
-            lines = text(value[start : start + _LINES], "  ")
-            first, last = (0 if start == 0 else 1), (None if start + _LINES >= len(value) else -len("\n  ]"))
-            typer.echo(("," if start else "") + lines[first:last], nl=False)
-    typer.echo("\n}")
-
-
-def plain(value: Any) -> Any:
-    """A value in what JSON has: what it lacks becomes text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, str):
-        return encodable(value)
-    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {plain(key): plain(item) for key, item in value.items()}
-    return value_text(value, _MOST_LETTERS)
-
-
-def _json_escape(character: str) -> str:
-    units = character.encode("utf-16-be").hex()
-    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
 def lines_text(text: str) -> str:
@@ -107,6 +59,13 @@ def say(text: str = "", style: str = "", err: bool = False) -> None:
         )
     else:
         typer.echo(text, err=err)
+
+
+def say_text(text: str) -> None:
+    """Print a text of several lines, however long it is, little by little."""
+    for start in range(0, len(text), _PIECE):
+        typer.echo("\n".join([visible(line, None) for line in text[start : start + _PIECE].split("\n")]), nl=False)
+    typer.echo()
 
 
 def print_columns(rows: Iterable[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = ()) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from .arguments import CheckpointPath, Json, alone_only
-from .output import count, human_bytes, print_json, say
+from .documents import print_json
+from .output import count, human_bytes, say
 
 __all__ = ["rebuild"]
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .arguments import CheckpointPath, Identifier, Json, alone_only
-from .output import count, human_bytes, print_columns, print_json, say, shape_text
+from .documents import print_json
+from .output import count, human_bytes, print_columns, say, shape_text
 
 if TYPE_CHECKING:
     from .making import MadeFacts, PartFacts, RecipesFacts

@@ -8,7 +8,8 @@ from dataclasses import replace
 import typer
 
 from .arguments import CheckpointPath, Identifier, Json
-from .output import count, human_bytes, print_json, say
+from .documents import print_json
+from .output import count, human_bytes, say
 
 __all__ = ["verify"]
 

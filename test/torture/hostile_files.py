@@ -6,15 +6,17 @@ processor time, and one for each 10 MiB of them. (A load into a tensor that is t
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
+import numpy as np
 
 import paddle_dist_ckpt
 from paddle_dist_ckpt.cli.main import app
@@ -126,6 +128,16 @@ def _keys(key: Callable[[int], Any], count: int) -> Callable[[Path], None]:
     return write
 
 
+def _text(unit: bytes, count: int) -> Callable[[Path], None]:
+    text = b'"' + unit * count + b'"'
+    return lambda folder: write_checkpoint(folder, {"/v": Entry([len(text)], [[]], "uint8", 2, text)})
+
+
+def _long_keys(part: str, size: int, count: int) -> Callable[[Path], None]:
+    keys = [f"/{i:04}{part * (size // len(part))}" for i in range(count)]
+    return lambda folder: write_checkpoint(folder, {"/w": Entry([4], [[]])}, [(key, b"1") for key in keys])
+
+
 def _nested(folder: Path) -> None:
     text = b"[" * 200_000 + b"]" * 200_000
     write_checkpoint(folder, {"/v": Entry([len(text)], [[]], "uint8", 2, text)}, [("/n", text)])
@@ -176,6 +188,12 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "integers of 64 bits that are alike at the end": _keys(lambda i: i << 43, 100_000),
     "tuples of numbers": _keys(lambda i: {"tuple": [i, -i]}, 60_000),
     "complex numbers of one hash": _keys(lambda i: {"complex": [float(-1000003 * i), float(i)]}, 80_000),
+    "a text of empty lines": _text(rb"\n", 4_000_000),
+    "a text of what cannot be seen": _text(rb"\u0001", 3_000_000),
+    "a text of one line": _text(b"a", 20_000_000),
+    "a key of four megabytes": _long_keys("encoder_", 4_000_000, 1),
+    "keys of a thousand letters": _long_keys("encoder_", 1000, 3000),
+    "keys of six hundred letters, of many parts": _long_keys("encoder.", 600, 5000),
     "brackets without end": _nested,
     "a huge world_size": _changed("world_size", 10**4000),
     "a huge file": _changed("files", [[f"0_0.{'5' * 16}.0.safetensors", 10**30, "5" * 16]]),
@@ -191,11 +209,15 @@ INLINE = [name for name, write in RECIPES.items() if write.__qualname__.startswi
 
 
 def _run(*args: object) -> str:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert "(--debug shows where)" not in result.output, result.output[:500]
-    return f"exit {result.exit_code}"
+    """What a command ends with, which prints to nobody: what is kept of its output would count as its memory."""
+    errors = io.StringIO()
+    with open(os.devnull, "w") as nobody, redirect_stdout(nobody), redirect_stderr(errors):
+        try:
+            app([str(arg) for arg in args])
+        except SystemExit as end:
+            assert "(--debug shows where)" not in errors.getvalue(), errors.getvalue()[:500]
+            return f"exit {end.code}"
+    raise AssertionError("a command ends by an exit")
 
 
 def _into_targets(folder: Path) -> None:
@@ -216,7 +238,10 @@ READERS: dict[str, Callable[[Path], object]] = {
     "load into": lambda folder: load_alone({"v": None, "n": 0}, folder).unique_id,
     "load by two": _into_targets,
     "inspect": lambda folder: _run("inspect", folder),
-    "cat": lambda folder: _run("cat", folder, "v" if (folder / "v").exists() else "w"),
+    "load other keys": lambda folder: load_alone({f"encoder{c}": np.zeros(1) for c in string.ascii_letters}, folder),
+    "cat": lambda folder: _run("cat", folder, "w"),
+    "cat value": lambda folder: _run("cat", folder, "v"),
+    "cat value in JSON": lambda folder: _run("cat", folder, "v", "--json"),
     "cli verify": lambda folder: _run("verify", folder),
     "diff": lambda folder: _run("diff", folder, folder),
 }
