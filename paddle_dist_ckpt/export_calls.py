@@ -66,9 +66,11 @@ def export(
         UnsupportedValueError: the format cannot hold something; or, with ``dtype``, a finite value.
         TypeError, ValueError: an argument is invalid, or ``out`` is there already.
         RankFailureError, CheckpointTimeoutError: another rank failed or went silent.
+        DurabilityUnknownError: ``out`` is there, but a crash of the machine might undo that.
         OSError: this process, alone, could not read or write.
 
-    Whatever is raised, there is no ``out``; or, if the connection was lost at the very end, all of it.
+    Whatever else is raised, there is no ``out``; or all of it, if the connection was lost at the very end, or the disk
+    stopped answering then.
 
     Example:
         >>> export("checkpoints", "for_others", prefix="model", dtype="bfloat16")  # doctest: +SKIP
@@ -113,7 +115,7 @@ def export_state_dict(
         What was written.
 
     Raises:
-        What :func:`save_state_dict` and :func:`export` raise. Then there is no ``out``.
+        What :func:`save_state_dict` and :func:`export` raise. Of ``out`` holds what holds of :func:`export`.
     """
     options = checked("options", options, SaveOptions) or SaveOptions()
     request = export_request(out, format, None, prefix, keys, dtype, max_shard_bytes)

@@ -18,6 +18,7 @@ from ..folder.checkpoint import read_checkpoint
 from ..loading.rehearsal import MadeTensor, Rehearsal, rehearse
 from ..options import LoadOptions
 from ..storage.base import Storage
+from ..storage.opening import open_to_read
 from ..wiring import arranger_of
 from .inspection import matches
 
@@ -79,11 +80,12 @@ def read_rules(given: str) -> LoadOptions:
     """
     file, _, name = given.partition(".py:")
     if given.endswith(".json"):
-        with open(given, "rb") as opened:
-            try:
-                return _as_options(given, msgspec.json.decode(opened.read()))
-            except msgspec.DecodeError as error:
-                raise ValueError(f"{given} is no JSON: {error}") from None
+        with open(open_to_read(given, anywhere=True), "rb") as opened:
+            text = opened.read()
+        try:
+            return _as_options(given, msgspec.json.decode(text))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"{given} is no JSON, or nested too deep: {error}") from None
     file = f"{file}.py" if name else given
     if not file.endswith(".py"):
         raise ValueError(f"{given}: recipes come from a file that ends with .json or .py")

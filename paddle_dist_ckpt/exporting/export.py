@@ -26,7 +26,7 @@ from ..core.messages import decode, encode, prepare
 from ..core.progress import Progress
 from ..core.protocols import ControlSession
 from ..core.threads import io_threads
-from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointReplacedError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointReplacedError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_name, temporary_name
@@ -35,7 +35,7 @@ from ..options import SaveOptions
 from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
 from ..storage.base import Storage
-from ..storage.local import give_name
+from ..storage.local import give_name, rename
 from .formats import FORMATS, ExportPlan, ExportRequest, plan_export
 from .stream import write_files
 
@@ -179,13 +179,21 @@ class _Coordinator:
             raise
         if not FORMATS[self._request.format].is_file:
             self._hidden = None
-        self._folders(out.parent).sync()
+        try:
+            self._folders(out.parent).sync()
+        except OSError as error:
+            raise DurabilityUnknownError(
+                f"exported to {out}, its durability unknown: a crash of the machine might undo it, for it ended with: "
+                f"{error}",
+                str(out),
+                self.plan.draft.unique_id if self.plan.draft is not None else 0,
+            ) from error
         return dict.fromkeys(messages, encode(DoneAnswer()))
 
     def _publish(self, out: Path) -> None:
         assert self._hidden is not None
         if not FORMATS[self._request.format].is_file:
-            os.rename(self._hidden, out)
+            rename(self._hidden, out)
         elif not give_name(self._hidden / self.plan.files[0].name, out):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
 
@@ -200,7 +208,8 @@ def _remove(hidden: Path) -> None:
     gone = hidden.with_name(f"{hidden.name}.gone")
     with suppress(OSError):
         os.rename(hidden, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):  # of its own calls, rmtree does not ignore all errors
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _warn_of_late(out: Path) -> None:
@@ -260,16 +269,16 @@ def _write_share(
     folders: Folders,
 ) -> WrittenFiles:
     """Write the files that are this rank's."""
-    seen, token = "", Path(begun.hidden) / _TOKEN
-    with suppress(OSError):
-        seen = folders.run("reading", token, lambda: token.read_text(encoding="ascii"))
-    if seen != begun.save.save_id:
+    seen, expected, hidden = b"", begun.save.save_id.encode(), folders(Path(begun.hidden))
+    with suppress(FileNotFoundError):
+        seen = hidden.read(_TOKEN, len(expected) + 1)
+    if seen != expected:
         raise CheckpointError(
             f"rank {session.rank} does not see {begun.hidden}, which rank {session.coordinator} has made; all ranks of "
             "an export need one folder"
         )
     files = [plan.files[i] for i in plan.shares[session.ranks.index(session.rank)]]
     is_coordinator = session.rank == session.coordinator
-    threads, target = io_threads(len(session.ranks), waits=True), folders(Path(begun.hidden))
+    threads = io_threads(len(session.ranks), waits=True)
     with Progress("export", sum(file.nbytes for file in files), progress, is_coordinator) as bar:
-        return WrittenFiles(write_files(source, plan.source, target, files, threads, session.check, bar))
+        return WrittenFiles(write_files(source, plan.source, hidden, files, threads, session.check, bar))

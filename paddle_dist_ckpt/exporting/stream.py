@@ -64,7 +64,9 @@ def write_files(
             if file.own is None:
                 out = target.create(file.name)
                 with closing(out):
-                    run_all(content.tasks(out, progress), threads, check)
+                    extend = getattr(out, "extend", None)
+                    keeps_holes = reader.may_have_holes and extend is not None and extend(file.nbytes)
+                    run_all(content.tasks(out, progress, keeps_holes), threads, check)
                     out.sync()
                 written.append(FileInfo(file.name, file.nbytes, ""))
             else:
@@ -96,16 +98,27 @@ class _Content:
         self._cut, self._reader, self._rows, self._buffers = cut, reader, rows, buffers
         self._entries = {id(part): i for i, part in enumerate(file.parts)}
 
-    def tasks(self, out: WritableFile, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-        """Tasks that write it, one window each."""
+    def tasks(
+        self, out: WritableFile, progress: Callable[[int], None], keeps_holes: bool
+    ) -> Iterator[Callable[[], None]]:
+        """Tasks that write it, one window each; holes are not written to a file that has them wherever nothing is."""
 
         def write(window: ExportWindow) -> None:
+            if keeps_holes and self._is_hole(window):
+                progress(window.nbytes)
+                return
             with self._filled(window, None) as (start, data):
                 out.write(data, start)
             progress(window.nbytes)
 
         for window in self._cut:
             yield functools.partial(write, window)
+
+    def _is_hole(self, window: ExportWindow) -> bool:
+        """Whether all of a window is zeros that are nowhere on the disk; they are zeros in any type."""
+        return not window.known and all(
+            piece.tensor.data is None and self._reader.is_hole(self._rows[id(piece)]) for piece in window.pieces
+        )
 
     def windows(self, span: range, hashes: BlockHashes) -> Generator[Window, None, None]:
         """As :class:`FileSave` wants it: all windows, hashed."""

@@ -110,6 +110,12 @@ class BoxReader:
             )
             run_all(tasks, threads, check)
 
+    @property
+    def may_have_holes(self) -> bool:
+        """Whether a file of the boxes has parts without bytes on the disk."""
+        files = np.unique(self._metadata.table.shard_file[self._plan.shard]).tolist()
+        return not all(holes is None or holes.none for holes in (self._file(number).holes for number in files))
+
     def is_hole(self, row: int) -> bool:
         """Whether one of the boxes is known to be zeros without being read."""
         raw = self._metadata.table.dtypes[self._row_tensor[row]].raw

@@ -174,5 +174,7 @@ def check_sizes(storage: Storage, metadata: Metadata, files: Iterable[int], all_
             if all_here:
                 raise CheckpointCorruptedError(f"{storage.location}/{info.name} is missing") from None
             continue
+        except IsADirectoryError:
+            raise CheckpointCorruptedError(f"{storage.location}/{info.name} is no file") from None
         if size != info.size:
             raise CheckpointCorruptedError(f"{storage.location}/{info.name} has {size} bytes; {info.size} were written")

@@ -12,13 +12,12 @@ from ..core.threads import io_threads
 from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.codec import decode_metadata
 from ..files.copying import copy_entries
-from ..files.datafile import header_digest, read_header
-from ..files.holes import Holes
+from ..files.datafile import header_digest
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..files.pieces import FileEntries
 from ..files.room import bytes_on_disk
-from ..files.runs import OpenFile
+from ..files.runs import open_data_file
 from ..storage.base import Storage, WritableFile
 from .checkpoint import Restarts, check_sizes, read_checkpoint
 from .commit import aftermath, finish, publish_metadata, remove_saves, seal
@@ -117,21 +116,20 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
 def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress) -> None:
     """Copy one data file, but for its holes, if that can be. Nothing of a block is written before it is verified."""
     info = metadata.files[file]
-    with closing(source.open(info.name)) as opened:
-        hashes, start = read_header(opened, info, int(metadata.blocks[1][file]))
-        header = np.empty(start, np.uint8)
+    known = open_data_file(source, info, int(metadata.blocks[1][file]))
+    with closing(known.file):
+        header = np.empty(known.data_start, np.uint8)
         try:
-            opened.read_into([header], 0)
+            known.file.read_into([header], 0)
         except EOFError as error:
             raise CheckpointCorruptedError(str(error)) from error
         if header_digest(header.tobytes()) != info.digest:
             raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
-        name = f"{source.location}/{info.name}"
-        known = OpenFile(name, opened, start, hashes, holes=(holes := Holes(name, opened)))
+        assert known.holes is not None
         extend = getattr(target, "extend", None)
-        keeps_holes = not holes.none and extend is not None and extend(info.size)
+        keeps_holes = not known.holes.none and extend is not None and extend(info.size)
         target.write(header, 0)
-        progress(start)
+        progress(known.data_start)
         threads = io_threads(1, waits=True)
         for entries in FileEntries.of(metadata, file, known):
             copy_entries(entries, target, keeps_holes, threads, progress)

@@ -80,6 +80,8 @@ class Assembly:
                 size = self._storage.size(checked)
             except FileNotFoundError as error:
                 raise CheckpointCorruptedError(f"{where} names {shown(checked)}, which is missing") from error
+            except IsADirectoryError as error:
+                raise CheckpointCorruptedError(f"{where} names {shown(checked)}, which is no file") from error
             self._numbers[checked] = len(self.files)
             self.files.append(StoredFile(checked, size))
             return self._numbers[checked]

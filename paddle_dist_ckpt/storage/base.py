@@ -121,7 +121,7 @@ class Storage(Protocol):
         ...
 
     def size(self, name: str) -> int:
-        """How many bytes a file has."""
+        """How many bytes a file has; IsADirectoryError if the name is a link that can lead to none."""
         ...
 
     def read(self, name: str, limit: int | None = None) -> bytes:

@@ -21,10 +21,10 @@ import numpy as np
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .local_files import LocalReadable, LocalWritable, about, close_read
-from .opening import open_to_read
+from .opening import leads_nowhere, no_file, open_to_read
 from .paths import local_path
 
-__all__ = ["LocalStorage", "as_source", "as_storage", "give_name"]
+__all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -132,8 +132,14 @@ class LocalStorage:
             return open_to_read(path, self._follow_links)
 
     def size(self, name: str) -> int:
-        with about(self._root / name):
-            return (self._root / name).stat().st_size
+        path = self._root / name
+        with about(path):
+            try:
+                return path.stat().st_size
+            except OSError as error:
+                if leads_nowhere(error) and path.is_symlink():
+                    raise no_file(path) from None
+                raise
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = os.path.join(self.location, name)
@@ -156,7 +162,7 @@ class LocalStorage:
                 if confirm is not None:
                     confirm()
             if replace:
-                _rename(source, target)
+                rename(source, target)
             elif not give_name(source, target):
                 return False
         finally:
@@ -220,11 +226,12 @@ def give_name(source: Path, target: Path) -> bool:
         _logger.debug("%s: no hard links here, so a rename publishes it", target)
         if target.exists():
             return False
-        _rename(source, target)
+        rename(source, target)
     return True
 
 
-def _rename(source: Path, target: Path) -> None:
+def rename(source: Path, target: Path) -> None:
+    """Give ``source`` the name ``target``, and know that it was done whatever the answer is."""
     with about(source):
         status = source.stat()
     try:

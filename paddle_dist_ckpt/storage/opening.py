@@ -8,7 +8,7 @@ import re
 import stat
 from pathlib import Path
 
-__all__ = ["open_to_read"]
+__all__ = ["leads_nowhere", "no_file", "open_to_read"]
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
 _OF_CACHE = re.compile("(models|datasets|spaces)--")
@@ -33,20 +33,20 @@ def open_to_read(path: str, anywhere: bool) -> int:
         descriptor = os.open(path, _FLAGS)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device that is not there
-            raise _no_file(path) from None
+            raise no_file(path) from None
         if error.errno != errno.ELOOP or not os.path.islink(path):
             raise
         target = _target(Path(path), anywhere)
         descriptor = os.open(target, _FLAGS)
         try:
             if not anywhere and not _is(descriptor, target):  # a folder on the way has become a link
-                raise _no_file(path) from None
+                raise no_file(path) from None
         except OSError:
             os.close(descriptor)
             raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _no_file(path)
+        raise no_file(path)
     return descriptor
 
 
@@ -55,8 +55,8 @@ def _target(link: Path, anywhere: bool) -> Path:
     try:
         target = Path(os.path.realpath(link, strict=True))
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR):
-            raise _no_file(link) from None
+        if leads_nowhere(error):
+            raise no_file(link) from None
         raise
     of_cache = target.parent.name == "blobs" and _OF_CACHE.match(target.parents[1].name)
     if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(link.parent))):
@@ -66,7 +66,7 @@ def _target(link: Path, anywhere: bool) -> Path:
             str(link),
         )
     if not target.is_file():
-        raise _no_file(link)
+        raise no_file(link)
     return target
 
 
@@ -85,5 +85,11 @@ def _is(descriptor: int, path: Path) -> bool:
     return opened == str(path)
 
 
-def _no_file(path: str | Path) -> IsADirectoryError:
+def leads_nowhere(error: OSError) -> bool:
+    """Whether it says of a link that it can never lead to a file."""
+    return error.errno in (errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
+
+
+def no_file(path: str | Path) -> IsADirectoryError:
+    """The error for what is something else than a file."""
     return IsADirectoryError(errno.EISDIR, "it is no file", str(path))

@@ -144,6 +144,7 @@ def test_statements_that_change_nothing(saved: Path, tmp_path: Path) -> None:
     [
         ("a.json", '{"aoa_statements": [], "aoa_config_revers": true}', "it has 'aoa_config_revers'"),
         ("a.json", "{", "is no JSON"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, "nested too deep"),
         ("a.json", "{}", "it has no aoa_statements"),
         ("a.json", "7", "not int"),
         ("a.json", '{"aoa_statements": [7]}', "must have a list of str"),

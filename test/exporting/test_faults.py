@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import logging
+import os
 import random
 import signal
 import subprocess
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointError, RankFailureError, export, verify
+from paddle_dist_ckpt import CheckpointError, DurabilityUnknownError, RankFailureError, export, verify
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.storage import Folders, LocalStorage
@@ -126,8 +128,10 @@ def test_a_full_disk(tmp_path: Path, format: str) -> None:
     """At every operation of every rank: all ranks raise, and nothing is left."""
     found = attempts(tmp_path, format, no_space)
     for out, results in found:
-        for error in errors_of(results, RankFailureError):
+        for error in errors_of(results, DurabilityUnknownError if out.exists() else RankFailureError):
             assert "No space left" in str(error)
+            if isinstance(error, DurabilityUnknownError):
+                assert (error.path, error.unique_id) == (str(out), 0)
         # Only if the very last step fails, that makes the name durable, the export has its name already.
         left = list(out.parent.iterdir()) if out.parent.exists() else []
         assert left == [] or (left == [out] and is_whole(out, tmp_path / "watched"))
@@ -210,19 +214,66 @@ def test_the_checkpoint_is_replaced_when_all_of_it_was_read(tmp_path: Path) -> N
 
 def test_a_rank_that_does_not_see_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, faults = saved(tmp_path / "ckpt"), Faults()
-    plain = Path.read_text
+    plain = LocalStorage.read
     calls = itertools.count()
 
-    def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
-        if path.name == ".token" and next(calls) == 0:
+    def read(storage: LocalStorage, name: str, limit: int | None = None) -> bytes:
+        if name == ".token" and next(calls) == 0:
             raise FileNotFoundError
-        return plain(path, *args, **kwargs)
+        return plain(storage, name, limit)
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(LocalStorage, "read", read)
     results = run_ranks(RANKS, lambda rank: faults.export(rank, source, request(tmp_path / "out", "native")))
     for error in errors_of(results, RankFailureError):
         assert "need one folder" in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+@pytest.mark.parametrize("planted", ["a FIFO", "no text"])
+def test_what_somebody_puts_in_place_of_the_token_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    plain = LocalStorage.read
+
+    def read(storage: LocalStorage, name: str, limit: int | None = None) -> bytes:
+        if name == ".token":
+            path = Path(storage.location, name)
+            path.unlink()
+            if planted == "a FIFO":
+                os.mkfifo(path)
+            else:
+                path.write_bytes(b"\xff" * 99)
+        return plain(storage, name, limit)
+
+    source = saved(tmp_path / "ckpt")
+    monkeypatch.setattr(LocalStorage, "read", read)
+    with pytest.raises((CheckpointError, IsADirectoryError), match=r"\.out\.export-"):
+        export(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "native", "pdparams"])
+def test_a_name_that_was_given_whatever_the_answer_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    source, out = saved(tmp_path / "ckpt"), tmp_path / "out.pdparams"
+
+    def answer_wrongly(name: str) -> Callable[..., None]:
+        real = getattr(os, name)
+
+        def call(origin: Any, target: Any, **more: Any) -> None:
+            real(origin, target, **more)
+            if os.fspath(target) == str(out):
+                raise OSError(errno.EIO, "injected")
+
+        return call
+
+    for name in ("link", "replace"):
+        monkeypatch.setattr(os, name, answer_wrongly(name))
+    report = export(source, out, format)
+    assert out.exists()
+    assert report.tensors == len(ARRAYS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", out.name]
 
 
 def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

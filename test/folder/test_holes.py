@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointCorruptedError, copy_checkpoint, verify
+from paddle_dist_ckpt import CheckpointCorruptedError, copy_checkpoint, export, verify
 from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.files.holes import Holes
 from paddle_dist_ckpt.files.metadata import FileInfo
@@ -79,6 +79,27 @@ def test_a_copy_keeps_holes(tmp_path: Path, block_bytes: int) -> None:
     copy_checkpoint(tmp_path / "a", tmp_path / "b")
     assert bytes_on_disk(tmp_path / "b") < bytes_on_disk(tmp_path / "a") + (4 << 20), "a chunk at each edge"
     assert _same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("safetensors", None), ("safetensors", "float16"), ("pdparams", None)])
+def test_an_export_keeps_holes(tmp_path: Path, format: str, dtype: str | None) -> None:
+    data = np.arange(5 << 18, dtype=np.float32) % 1000
+    entries = {
+        "/a": Entry([50 << 20, 1], [[3, 20 << 20], []]),
+        "/b": Entry([len(data)], [[]], data=data.tobytes()),
+        "/c": Entry([(100 << 20) + 5], [[]], "uint8"),
+    }
+    write_checkpoint(tmp_path / "a", entries)
+    out = tmp_path / "out" / ("x.pdparams" if format == "pdparams" else "x")
+    out.parent.mkdir()
+    export(tmp_path / "a", out, format, dtype=dtype)
+    written = out.parent if out.is_file() else out
+    assert bytes_on_disk(written) < bytes_on_disk(tmp_path / "a") + (80 << 20), "a window at each edge"
+    found = load_whole(out)
+    assert np.array_equal(found["b"], data.astype(dtype or "float32"))
+    assert found["a"].shape == (50 << 20, 1)
+    assert not found["a"].any()
+    assert not found["c"].any()
 
 
 def test_a_copy_writes_holes_where_it_cannot_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

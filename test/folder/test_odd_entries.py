@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import tracemalloc
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from paddle_dist_ckpt import (
     LoadOptions,
     copy_checkpoint,
+    export,
     list_checkpoints,
     read_metadata,
     rebuild_metadata,
@@ -27,7 +30,8 @@ from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.jobs import errors_of, load_whole, save_alone, try_load
+from test.jobs import errors_of, load_alone, load_whole, save_alone, try_load
+from test.readers.golden import GOLDEN
 
 ODD: dict[str, Any] = {
     "a loop": lambda path: path.symlink_to(path.name),
@@ -51,6 +55,34 @@ def test_odd_entries_hide_nothing(tmp_path: Path, kind: str, name: str) -> None:
     assert verify(tmp_path, 1).ok
     save_alone({"a": np.arange(4)}, tmp_path, 9)
     assert list_checkpoints(tmp_path) == [1, 9]
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_stands_for_a_data_file_is_damage(tmp_path: Path, kind: str) -> None:
+    save_alone({"a": np.arange(3000)}, tmp_path / "c", 1)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    file.unlink()
+    ODD[kind](file)
+    calls: list[Callable[[], object]] = [
+        lambda: load_whole(tmp_path / "c"),
+        lambda: load_alone({"a": np.zeros(3000, np.int64)}, tmp_path / "c"),
+        lambda: copy_checkpoint(tmp_path / "c", tmp_path / "copy"),
+        lambda: export(tmp_path / "c", tmp_path / "out"),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointCorruptedError, match=file.name):
+            call()
+    assert not verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize("kind", ["a loop", "a long link", "below a file"])
+def test_so_it_is_in_a_checkpoint_of_paddles(tmp_path: Path, kind: str) -> None:
+    shutil.copytree(GOLDEN / "paddle-3.3.1", tmp_path / "c")
+    file = min((tmp_path / "c").glob("*.distcp"))
+    file.unlink()
+    ODD[kind](file)
+    with pytest.raises(CheckpointCorruptedError, match=file.name):
+        load_whole(tmp_path / "c")
 
 
 @pytest.mark.parametrize("expired", [False, True])

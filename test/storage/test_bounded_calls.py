@@ -171,7 +171,7 @@ class _Hang:
     [
         ("lstat", "out", "a look at"),
         ("mkdir", ".out.export-", "making"),
-        ("rename", ".out.export-", "publishing"),
+        ("replace", ".out.export-", "publishing"),
         ("fsync", ".safetensors", "fsync of"),
     ],
 )
@@ -191,14 +191,14 @@ def test_what_an_export_does_to_folders_is_given_up(
     message = f"{doing} {tmp_path}/.*has not returned for 0.5 s on rank 0"
     with pytest.raises(CheckpointTimeoutError, match=message) as caught:
         export(tmp_path / "saved", out, options=LoadOptions(progress_timeout=0.5))
-    assert ("whether it takes effect is not known" in str(caught.value)) == (function == "rename")
+    assert ("whether it takes effect is not known" in str(caught.value)) == (function == "replace")
     assert hang.reached.is_set()
     assert not out.exists()
     hang.released.set()
     helpers_end()
     monkeypatch.undo()
     left = {path.name for path in tmp_path.iterdir()} - {"saved", "before"}
-    assert left in (set(), {"out"} if function == "rename" else set())
+    assert left in (set(), {"out"} if function == "replace" else set())
     if "out" in left:
         assert sorted(os.listdir(out)) == sorted(os.listdir(tmp_path / "before"))
 
