@@ -37,7 +37,7 @@ def print_json(document: Any) -> None:
 
 def _parts(value: Any, indent: str) -> Iterator[str]:
     """The text of a value, in parts that are small each; all its lines but the first are indented by so much."""
-    if _weight(value, _TOGETHER) <= _TOGETHER:
+    if _is_facts(value) or _weight(value, _TOGETHER) <= _TOGETHER:
         yield _text(value, indent)
     elif isinstance(value, str):
         yield '"'

@@ -1,0 +1,69 @@
+"""JSON documents of any size: the same text, in however many pieces it is made."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paddle_dist_ckpt.cli import documents
+
+
+@dataclass
+class Facts:
+    """As commands have them."""
+
+    name: str
+    rows: list[Any]
+
+
+VALUES: dict[str, Any] = {
+    "numbers": list(range(5000)),
+    "a text": 'a\nb"\\é\u202e😀\x1b' * 3000,
+    "half of a pair": "\ud83d" * 50,
+    "nested": [[], [[1, 2.5, None], {"a": [True] * 3000, "b": {}}], (4, (5,))] * 3,
+    "a dict of much": {f"k{i}" * 40: ["x" * i] * 3 for i in range(300)},
+    "keys that are no text": {1: 2, "a": [3] * 2000},
+    "what JSON lacks": [float("nan"), float("inf"), 2**70, b"ab", 1 + 2j, -0.0],
+    "rows": [Facts("a", [1, 2]), Facts("b", [{"c": [7] * 3000}])],
+    "a key of much": {"k" * 100_000: 1, "l": []},
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_text_does_not_depend_on_its_pieces(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for together, piece in [(10**9, 10**9), (1000, 1 << 16), (50, 100), (3, 7)]:
+        monkeypatch.setattr(documents, "_TOGETHER", together)
+        monkeypatch.setattr(documents, "_PIECE", piece)
+        for document in ({"key": "a", "value": VALUES[name]}, Facts("a", [VALUES[name], 1])):
+            documents.print_json(document)
+            texts.append(capsys.readouterr().out)
+    assert texts == texts[:2] * 4
+    assert texts[0].isascii() or "é" in texts[0]
+    assert json.loads(texts[0])["key"] == "a"
+    assert "\n  " in texts[0]
+
+
+def test_values_come_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_TOGETHER", 20)
+    value = {"n": list(range(99)), "t": "a\nb" * 999, "d": [{"a": [1.5, None, True, []]}] * 9}
+    documents.print_json({"value": value, "odd": [math.nan, -math.inf, 2**64]})
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"value": value, "odd": ["NaN", "-Infinity", str(2**64)]}
+
+
+def test_few_items_are_made_text_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    real = documents._text
+    monkeypatch.setattr(documents, "_text", lambda value, indent: sizes.append(len(value)) or real(value, indent))
+    parts = list(documents._parts([[7] * 10_000, [[8] * 10] * 1000, "x" * 10**6], ""))
+    assert json.loads("".join(parts)) == [[7] * 10_000, [[8] * 10] * 1000, "x" * 10**6]
+    assert max(map(len, parts)) <= 1 << 17
+    assert max(sizes) <= 1 << 16
