@@ -231,13 +231,13 @@ def test_only_some_of_many_missing_keys_are_compared_with_all_that_there_are(
 ) -> None:
     keys = [f"layers.{i}.weight" for i in range(60)]
     save_alone({key: np.zeros(1) for key in keys}, tmp_path)
-    real, compared = difflib.get_close_matches, []
+    real, compared = difflib.SequenceMatcher, []
 
-    def counted(word: str, *args: Any, **kwargs: Any) -> list[str]:
-        compared.append(word)
-        return real(word, *args, **kwargs)
+    def counted(junk: Any, ours: str, theirs: str) -> Any:
+        compared.append((ours, theirs))
+        return real(junk, ours, theirs)
 
-    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    monkeypatch.setattr(difflib, "SequenceMatcher", counted)
     with pytest.raises(StateDictMismatchError) as caught:
         load_alone({key.replace("weight", "weigth"): np.zeros(1) for key in keys}, tmp_path)
     assert len(caught.value.problems) == 60
