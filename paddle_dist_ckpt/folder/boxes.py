@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..core.box import Box, whole
 from ..core.boxes import Boxes
 from ..core.buffers import Buffers
+from ..core.cached import cached_property
 from ..core.columns import IntArray, places_within
 from ..core.decoding import decoding
 from ..core.memory import Bytes1D, address_of, zeros_of
@@ -110,9 +111,9 @@ class BoxReader:
             )
             run_all(tasks, threads, check)
 
-    @property
+    @cached_property
     def may_have_holes(self) -> bool:
-        """Whether a file of the boxes has parts without bytes on the disk."""
+        """Whether a file of the boxes has parts without bytes on the disk; opens them all to find out."""
         files = np.unique(self._metadata.table.shard_file[self._plan.shard]).tolist()
         return not all(holes is None or holes.none for holes in (self._file(number).holes for number in files))
 
