@@ -268,7 +268,7 @@ def test_a_name_that_was_given_whatever_the_answer_was(
 
         return call
 
-    for name in ("link", "replace"):
+    for name in ("link", "rename", "replace"):
         monkeypatch.setattr(os, name, answer_wrongly(name))
     report = export(source, out, format)
     assert out.exists()

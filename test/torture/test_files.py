@@ -29,6 +29,10 @@ _CASES = (
     "half as many numbers",
     "many arrays of items without bytes",
     "integers of one hash",
+    "a text of empty lines",
+    "a text of one line",
+    "a key of four megabytes",
+    "keys of a thousand letters",
     "a huge world_size",
 )
 
