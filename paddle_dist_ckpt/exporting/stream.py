@@ -20,9 +20,11 @@ from ..files.metadata import FileInfo, Metadata
 from ..files.writer import FileSave
 from ..folder.boxes import BoxReader
 from ..storage.base import Storage, WritableFile
-from .plan import CONVERTED_BYTES, ExportFile, ExportPiece, ExportWindow, cut_in_windows
+from .plan import CONVERTED_BYTES, WINDOW_BYTES, ExportFile, ExportPiece, ExportWindow, cut_in_windows
 
 __all__ = ["write_files"]
+
+_ZEROS = memoryview(bytes(WINDOW_BYTES))  # of which nobody has memory until it is read, and then of one page
 
 
 def write_files(
@@ -60,17 +62,18 @@ def write_files(
     written: list[FileInfo] = []
     with BoxReader(source, metadata, [p.tensor.row for p in stored], [p.box for p in stored]) as reader:
         for file, windows in zip(files, cut, strict=True):
-            content = _Content(file, windows, reader, rows, buffers)
+            content = _Content(file, windows, reader, rows, buffers, progress)
             if file.own is None:
                 out = target.create(file.name)
                 with closing(out):
                     extend = getattr(out, "extend", None)
-                    keeps_holes = reader.may_have_holes and extend is not None and extend(file.nbytes)
-                    run_all(content.tasks(out, progress, keeps_holes), threads, check)
+                    content.keeps_holes = reader.may_have_holes and extend is not None and extend(file.nbytes)
+                    run_all(content.tasks(out), threads, check)
                     out.sync()
                 written.append(FileInfo(file.name, file.nbytes, ""))
             else:
                 with closing(FileSave(target, file.name, file.own.table, file.own.info, content)) as save:
+                    content.keeps_holes = reader.may_have_holes and save.extend()
                     written.append(save.finish(threads, check, progress))
                 progress(file.nbytes - file.own.table.nbytes)
     return written
@@ -85,6 +88,10 @@ class _Content:
         reader: Reads what is stored in the checkpoint.
         rows: The place of each of those pieces among the reader's boxes, by the piece's ``id``.
         buffers: One for each thread.
+        progress: Told of holes that are not written, and by :meth:`tasks` of what is.
+
+    Attributes:
+        keeps_holes: Whether the file has zeros wherever nothing is written, so that holes need not be.
     """
 
     def __init__(
@@ -94,22 +101,20 @@ class _Content:
         reader: BoxReader,
         rows: Mapping[int, int],
         buffers: Buffers,
+        progress: Callable[[int], None],
     ) -> None:
-        self._cut, self._reader, self._rows, self._buffers = cut, reader, rows, buffers
+        self._cut, self._reader, self._rows, self._buffers, self._progress = cut, reader, rows, buffers, progress
         self._entries = {id(part): i for i, part in enumerate(file.parts)}
+        self.keeps_holes = False
 
-    def tasks(
-        self, out: WritableFile, progress: Callable[[int], None], keeps_holes: bool
-    ) -> Iterator[Callable[[], None]]:
-        """Tasks that write it, one window each; holes are not written to a file that has them wherever nothing is."""
+    def tasks(self, out: WritableFile) -> Iterator[Callable[[], None]]:
+        """Tasks that write it, one window each."""
 
         def write(window: ExportWindow) -> None:
-            if keeps_holes and self._is_hole(window):
-                progress(window.nbytes)
-                return
             with self._filled(window, None) as (start, data):
-                out.write(data, start)
-            progress(window.nbytes)
+                if len(data):
+                    out.write(data, start)
+            self._progress(len(data))
 
         for window in self._cut:
             yield functools.partial(write, window)
@@ -127,6 +132,14 @@ class _Content:
 
     @contextmanager
     def _filled(self, window: ExportWindow, hashes: BlockHashes | None) -> Iterator[tuple[int, Bytes1D]]:
+        """The bytes of a window, hashed if that is wanted; none for a hole that need not be written."""
+        if self.keeps_holes and self._is_hole(window):
+            if hashes is not None:
+                for piece in window.pieces:
+                    hashes.add(self._entries[id(piece.tensor)], _start_of(piece), _ZEROS[: piece.stop - piece.start])
+            self._progress(window.nbytes)
+            yield window.start, np.zeros(0, np.uint8)
+            return
         with self._buffers.borrow(window.nbytes) as buffer:
             for start, data in window.known:
                 buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)

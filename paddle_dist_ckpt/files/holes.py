@@ -1,7 +1,7 @@
 """How much of a data file may be holes that have to be read, since the blocks that they are in are not all zeros.
 
-A writer makes no holes; copies of a checkpoint may have them. What is read of holes takes time and memory, and nothing
-on the disk: so it may be about as much as there is on the disk.
+A save makes no holes; copies and exports of a checkpoint may have them. What is read of holes takes time and memory,
+and nothing on the disk: so it may be about as much as there is on the disk.
 """
 
 from __future__ import annotations

@@ -59,6 +59,12 @@ class FileSave:
         """The digests of the file's blocks, when all is written."""
         return self._hashes.values
 
+    def extend(self) -> bool:
+        """Make the file as long as it will be, if that can be, so that zeros need not be written: its contents may then
+        hash them, and give no bytes."""
+        extend = getattr(self._opened(), "extend", None)
+        return extend is not None and extend(self._layout.size)
+
     def write_ahead(self, nbytes: int, threads: int, check: Check) -> None:
         """Write the first ``nbytes`` of the data now; they are a multiple of ``WINDOW_BYTES``, or all."""
         span, contents = self._left
@@ -97,13 +103,12 @@ class FileSave:
 
     def _write(self, span: range, contents: Contents, threads: int, check: Check, progress: Progress) -> WritableFile:
         """Write a part of the data section, which starts at a window and ends at one or at the end."""
-        if self._file is None:
-            self._file = self._storage.create(self.name)
-        file, data_start = self._file, self._layout.data_start
+        file, data_start = self._opened(), self._layout.data_start
 
         def write_window(window: Window) -> None:
             with window as (start, data):
-                file.write(data, data_start + start)
+                if len(data):
+                    file.write(data, data_start + start)
             progress(len(data))
 
         def tasks() -> Iterator[Callable[[], None]]:
@@ -113,6 +118,11 @@ class FileSave:
 
         run_all(tasks(), threads, check)
         return file
+
+    def _opened(self) -> WritableFile:
+        if self._file is None:
+            self._file = self._storage.create(self.name)
+        return self._file
 
     def close(self) -> None:
         """Close the file, if it is open."""

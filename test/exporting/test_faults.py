@@ -195,7 +195,7 @@ def test_an_empty_folder_made_meanwhile_is_filled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["safetensors", "native"])
 def test_the_checkpoint_is_replaced_meanwhile(tmp_path: Path, format: str) -> None:
-    results = meanwhile(tmp_path, format, "create", lambda: replace(tmp_path / "ckpt"))
+    results = meanwhile(tmp_path, format, "read", lambda: replace(tmp_path / "ckpt"))
     for error in errors_of(results, RankFailureError):
         assert "CheckpointReplacedError" in str(error)
         assert "was replaced during its export" in str(error)

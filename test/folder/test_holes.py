@@ -81,21 +81,32 @@ def test_a_copy_keeps_holes(tmp_path: Path, block_bytes: int) -> None:
     assert _same(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize(("format", "dtype"), [("safetensors", None), ("safetensors", "float16"), ("pdparams", None)])
-def test_an_export_keeps_holes(tmp_path: Path, format: str, dtype: str | None) -> None:
+@pytest.mark.parametrize(
+    ("format", "dtype", "block_bytes"),
+    [
+        ("safetensors", None, 1 << 20),
+        ("safetensors", "float16", 1 << 20),
+        ("pdparams", None, 1 << 20),
+        ("native", None, 1 << 20),
+        ("native", "float16", 1 << 20),
+        ("native", None, 16 << 20),
+    ],
+)
+def test_an_export_keeps_holes(tmp_path: Path, format: str, dtype: str | None, block_bytes: int) -> None:
     data = np.arange(5 << 18, dtype=np.float32) % 1000
     entries = {
         "/a": Entry([50 << 20, 1], [[3, 20 << 20], []]),
         "/b": Entry([len(data)], [[]], data=data.tobytes()),
         "/c": Entry([(100 << 20) + 5], [[]], "uint8"),
     }
-    write_checkpoint(tmp_path / "a", entries)
+    write_checkpoint(tmp_path / "a", entries, block_bytes=block_bytes)
     out = tmp_path / "out" / ("x.pdparams" if format == "pdparams" else "x")
     out.parent.mkdir()
     export(tmp_path / "a", out, format, dtype=dtype)
     written = out.parent if out.is_file() else out
     assert bytes_on_disk(written) < bytes_on_disk(tmp_path / "a") + (80 << 20), "a window at each edge"
     found = load_whole(out)
+    assert format != "native" or verify(out).ok
     assert np.array_equal(found["b"], data.astype(dtype or "float32"))
     assert found["a"].shape == (50 << 20, 1)
     assert not found["a"].any()
