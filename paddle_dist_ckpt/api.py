@@ -318,6 +318,8 @@ def delete_checkpoint(path: Any, unique_id: int, *, progress_timeout: float | No
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointError: somebody is saving to the folder; or a checkpoint there cannot be read, so that it is not known
             which files it needs. Nothing was removed.
+        DurabilityUnknownError: the checkpoint is gone, but a crash of the machine might bring it back, so that its data
+            files are still there.
         CheckpointTimeoutError: the disk hangs. Whether the checkpoint is still there, :func:`list_checkpoints` tells.
         ValueError: the checkpoint is of another format.
     """

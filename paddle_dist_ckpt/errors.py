@@ -5,7 +5,7 @@
     ├── CheckpointCorruptedError    bytes are not what was written
     ├── StateDictMismatchError      the checkpoint does not fit the targets; ``problems`` lists every one
     ├── UnsupportedValueError       a value or layout that cannot be stored
-    ├── DurabilityUnknownError      it is there, but a crash of the machine might undo that
+    ├── DurabilityUnknownError      it is done, but a crash of the machine might undo that
     ├── CheckpointReplacedError     other saves replaced the checkpoint while it was being read
     ├── RankFailureError            another rank (or several) failed; ``failures`` maps rank to its exception
     │   └── CollectiveError         ... in moving data from rank to rank
@@ -64,10 +64,10 @@ class UnsupportedValueError(CheckpointError):
 
 
 class DurabilityUnknownError(CheckpointError):
-    """A save is committed, or an export has its name, and readers see it, but the storage has not confirmed that a
-    crash cannot undo that.
+    """A save is committed, or an export has its name, or a checkpoint is deleted, and readers see that, but the storage
+    has not confirmed that a crash cannot undo it.
 
-    Whatever it would have replaced or removed is still there. Raised on every rank.
+    Whatever it would have replaced or removed is still there: of what is deleted, the data files. Raised on every rank.
 
     Attributes:
         path: The coordinator's folder; or what was exported.

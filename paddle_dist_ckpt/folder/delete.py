@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DurabilityUnknownError
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..storage.base import Storage
@@ -70,6 +70,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
 
     Raises:
         CheckpointError: it has been replaced, or the folder is being saved to, or it is not known what others need.
+        DurabilityUnknownError: it is gone, but a crash of the machine might undo that, so its data files stay.
     """
     lease = Lease(storage, unique_id, automatic=False, deletes=True)
     try:
@@ -91,10 +92,24 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))
         storage.sync()
-    except BaseException:
+    except BaseException as error:
         lease.stop()  # a later save finds out what has become of it
+        if isinstance(error, OSError) and _is_gone(storage, unique_id):
+            raise DurabilityUnknownError(
+                f"checkpoint {unique_id} is deleted from {storage.location}, its durability unknown: a crash of the "
+                f"machine might bring it back, so its data files are left to a later save; it ended with: {error}",
+                storage.location,
+                unique_id,
+            ) from error
         raise
     return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed])
+
+
+def _is_gone(storage: Storage, unique_id: int) -> bool:
+    try:
+        return metadata_name(unique_id) not in storage.names()
+    except OSError:
+        return False
 
 
 def begin_clearing(storage: Storage, unique_id: int) -> Deletion:

@@ -20,6 +20,7 @@ from paddle_dist_ckpt import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CheckpointTimeoutError,
+    DurabilityUnknownError,
     copy_checkpoint,
     delete_checkpoint,
     list_checkpoints,
@@ -110,6 +111,50 @@ def test_a_disk_without_room_for_a_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         delete(FaultyStorage(tmp_path, hook), 1)
     check_holds(tmp_path, 1)
+
+
+@pytest.mark.parametrize("failing", ["sync", "the removal that was done"])
+def test_a_deletion_that_the_disk_does_not_confirm_is_told_as_such(tmp_path: Path, failing: str) -> None:
+    """What it would have removed stays, for a crash could bring the `.metadata` back; a later save removes it."""
+    saved(tmp_path, 1, 2)
+    kept = (tmp_path / "1.metadata").read_bytes()
+
+    class Storage(LocalStorage):
+        def delete(self, name: str) -> None:
+            super().delete(name)
+            if failing != "sync" and name == "1.metadata":
+                raise OSError(errno.EIO, "Input/output error", name)
+
+        def sync(self) -> None:
+            if not (tmp_path / "1.metadata").exists():
+                raise OSError(errno.EIO, "Input/output error", self.location)
+
+    with pytest.raises(
+        DurabilityUnknownError, match=r"checkpoint 1 is deleted from .*, its durability unknown.*Input/output"
+    ) as caught:
+        delete(Storage(tmp_path), 1)
+    assert (caught.value.path, caught.value.unique_id) == (str(tmp_path), 1)
+    assert list_checkpoints(tmp_path) == [2]
+    (tmp_path / "1.metadata").write_bytes(kept)  # as after a crash
+    assert verify(tmp_path, 1).problems == ()
+    (tmp_path / "1.metadata").unlink()
+    (claim,) = tmp_path.glob("*.claim")
+    age(claim)
+    saved(tmp_path, 3)
+    check_holds(tmp_path, 2, 3)
+
+
+def test_a_deletion_that_the_disk_refuses_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name == "1.metadata":
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        delete(FaultyStorage(tmp_path, hook), 1)
+    assert list_checkpoints(tmp_path) == [1]
+    assert verify(tmp_path, 1).problems == ()
 
 
 def test_a_save_waits_for_whoever_deletes_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
