@@ -47,6 +47,7 @@ test-trainers: $(TRAINERS_VENV)/.installed ## run jobs of PaddleFormers' and Pad
 
 torture: $(INSTALLED) ## try for 20 minutes to lose or to mix checkpoints (TORTURE_OPTIONS=--seed 7; goes on if interrupted)
 	$(PYTHON) -m test.torture.run --state .torture $(TORTURE_OPTIONS)
+	$(PYTHON) -m test.torture.clients
 
 lint: $(INSTALLED_DEV) ## check style and types
 	$(PYTHON) -m ruff check .
