@@ -66,7 +66,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 
 def job(ranks: int, work: Callable[[SimulatedRank], Any]) -> list[Any]:
     """Run a function on every rank, in time; none may raise."""
-    return all_ok(within(2 * LONG, lambda: run_ranks(ranks, work)))
+    return all_ok(within(5 * LONG, lambda: run_ranks(ranks, work)))
 
 
 def error_of(call: Callable[[], Any]) -> BaseException:

@@ -59,31 +59,38 @@ def prune(
     plan = plan_prune(Path(facts.path), retention)
     sizes = {step.step: step.bytes for step in facts.steps}
     freed = sum(sizes.get(step, 0) for step in plan.doomed)
-    removed, left = [*plan.doomed, *plan.abandoned], list[int]()
+    removed, left, unconfirmed = [*plan.doomed, *plan.abandoned], list[int](), list[int]()
     if removed and not dry_run:
         if not yes:
             say(f"keeps    {_listed(plan.kept)}", err=True)
             say(f"removes  {_listed(removed)}", err=True)
         confirm(f"Remove {count(len(removed), 'step')} of {len(plan.kept) + len(removed)}, {human_bytes(freed)}?", yes)
         gone = carry_out(plan)
-        removed, left = [step for step in removed if step in gone], [step for step in removed if step not in gone]
+        unconfirmed = [step for step in plan.doomed if step not in gone and step not in plan.steps.metrics]
+        left = [step for step in removed if step not in gone and step not in unconfirmed]
+        removed = [step for step in removed if step in gone]
         freed = sum(sizes.get(step, 0) for step in removed)
     if json:
         document = {
             "path": facts.path,
-            "kept": sorted([*plan.kept, *(step for step in plan.doomed if step not in removed)]),
+            "kept": sorted([*plan.kept, *(step for step in plan.doomed if step in left)]),
             "removed": [step for step in plan.doomed if step in removed],
             "abandoned": [step for step in plan.abandoned if step in removed],
+            "unconfirmed": unconfirmed,
         }
         print_json({**document, "bytes": freed, "dry_run": dry_run})
     elif removed:
         say(f"{'would remove' if dry_run else 'removed'} {count(len(removed), 'step')}, {human_bytes(freed)}")
         say(f"  {_listed(removed)}")
         say(f"{'would keep' if dry_run else 'kept'} {_listed(plan.kept)}")
-        if left:
-            say(f"left, for they were saved anew or somebody is at work there: {_listed(left)}")
     else:
-        say(f"nothing to remove; kept {_listed(plan.kept)}")
+        say(f"{'nothing was removed' if left or unconfirmed else 'nothing to remove'}; kept {_listed(plan.kept)}")
+    if left and not json:
+        say(f"left, for they were saved anew or somebody is at work there: {_listed(left)}")
+    if unconfirmed:
+        text = "deleted, but the storage has not confirmed that; the data files are left to a later save"
+        say(f"{text}: {_listed(unconfirmed)}", err=True)
+        raise typer.Exit(1)
 
 
 def _listed(steps: list[int]) -> str:

@@ -27,8 +27,8 @@ __all__ = ["ADVICE", "VerifiedTransfers", "agree_on_collectives", "digest_of", "
 
 _MOST_NAMES = 20  # in an error
 ADVICE = (
-    "the process group's communicator is not used any more: load with offload=True if it is a device's, or with "
-    "LoadOptions(exchange='never') if every rank reaches all files, or restart the job"
+    "the process group's communicator is not used any more: restart the job; a load can do without it, with "
+    "offload=True if it is a device's, or with LoadOptions(exchange='never') if every rank reaches all files"
 )
 Digests = npt.NDArray[np.uint64]
 

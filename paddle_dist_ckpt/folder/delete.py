@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from ..errors import CheckpointError, DurabilityUnknownError
+from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..storage.base import Storage
@@ -94,9 +94,12 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         storage.sync()
     except BaseException as error:
         lease.stop()  # a later save finds out what has become of it
-        if isinstance(error, OSError) and _is_gone(storage, unique_id):
+        what = _what_became(storage, unique_id) if isinstance(error, OSError) else None
+        if what is not None:
+            with suppress(OSError, CheckpointError):
+                lease.mark_done()  # so that nobody waits
             raise DurabilityUnknownError(
-                f"checkpoint {unique_id} is deleted from {storage.location}, its durability unknown: a crash of the "
+                f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
                 f"machine might bring it back, so its data files are left to a later save; it ended with: {error}",
                 storage.location,
                 unique_id,
@@ -105,11 +108,12 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
     return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed])
 
 
-def _is_gone(storage: Storage, unique_id: int) -> bool:
+def _what_became(storage: Storage, unique_id: int) -> str | None:
+    """What became of a deletion that ended in an error, in words; None if it was not done."""
     try:
-        return metadata_name(unique_id) not in storage.names()
-    except OSError:
-        return False
+        return None if metadata_name(unique_id) in storage.names() else "deleted"
+    except OSError as error:
+        return f"perhaps deleted (which cannot be seen: {error})"
 
 
 def begin_clearing(storage: Storage, unique_id: int) -> Deletion:
@@ -161,6 +165,8 @@ def _needed_by_others(storage: Storage, unique_id: int) -> set[str]:
             continue
         try:
             save = save_of(storage, other, whole=True)
+        except CheckpointTimeoutError:
+            raise
         except CheckpointError as error:
             raise CheckpointError(
                 f"nothing was deleted, for it is not known which files checkpoint {other} needs: {error}"

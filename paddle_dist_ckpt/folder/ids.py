@@ -83,6 +83,8 @@ def committed_ids(storage: Storage) -> list[int]:
         try:
             if save_of(storage, unique_id) is not None:
                 found.append(unique_id)
+        except CheckpointTimeoutError:
+            raise
         except (CheckpointError, OSError) as error:
             left_out += 1
             if left_out <= _MOST_NAMED:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..folder.checkpoint import read_checkpoint
 from ..folder.commit import remove_saves
@@ -151,7 +151,8 @@ class Steps:
         What was saved under a step since the last look stays, and so does a folder in which somebody is at work.
 
         Returns:
-            Those that are removed, in the order of ``steps``.
+            Those that are removed, in the order of ``steps``. Those that are not, and are none of the steps any more,
+            may come back with a crash of the machine.
         """
         begun = {}
         for step in steps:
@@ -160,10 +161,13 @@ class Steps:
                 if _is_link(step_folder(self._root, step), opened):
                     raise CheckpointError(f"{storage.location} is a link now")
                 begun[step] = begin_clearing(storage, step) if save is None else begin_deletion(storage, step, save)
+            except DurabilityUnknownError as error:
+                _logger.warning("%s", error)
             except (OSError, CheckpointError) as error:
                 _logger.warning("step %d is left for now: %s", step, error)
                 continue
-            _logger.info("removing step %d: %s", step, storage.location)
+            else:
+                _logger.info("removing step %d: %s", step, storage.location)
             self.metrics.pop(step, None)
             self._saves.pop(step, None)
         return begun

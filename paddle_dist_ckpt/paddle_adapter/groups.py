@@ -26,7 +26,7 @@ from ..control import AgreedHub, RefusingHub, TcpHub
 from ..control.bootstrap import unreachable
 from ..control.ranks import Ranks
 from ..core.protocols import ControlHub
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankFailureError
 from .job_secret import agreed_secret
 from .transport import PaddleTransport, takes_host_memory
 
@@ -60,6 +60,7 @@ def connect(process_group: Any, coordinator_rank: int, no_dist: bool, timeout: f
     Raises:
         ValueError: this rank is not in the group; or it works alone, and the coordinator is another.
         CheckpointError: there is no default group, although the job has several ranks.
+        RankFailureError: it cannot be initialised.
         CheckpointTimeoutError: the group's first rank did not show up.
     """
     if process_group is not None and not isinstance(process_group, Group):
@@ -98,6 +99,7 @@ def _default_group() -> Any:
     Else each rank would act for itself, and overwrite what the others save to the same place.
 
     Raises:
+        RankFailureError: it cannot be initialised, as when rank 0 is gone.
         CheckpointError: it was destroyed, and Paddle initialises a process only once.
     """
     with _initialising:
@@ -105,8 +107,15 @@ def _default_group() -> Any:
             _logger.info(
                 "paddle.distributed is not initialised in this job of several ranks: init_parallel_env() is called"
             )
-            with paddle.base.dygraph.guard():  # also where the program makes static graphs
-                dist.init_parallel_env()
+            try:
+                with paddle.base.dygraph.guard():  # also where the program makes static graphs
+                    dist.init_parallel_env()
+            except (ValueError, RuntimeError, OSError) as error:
+                text = (
+                    f"init_parallel_env() failed on rank {dist.get_rank()}; the ranks meet at a store of rank 0's, so "
+                    f"see whether that is alive: {error}"
+                )
+                raise RankFailureError(text, {dist.get_rank(): error}) from error
     if not dist.is_initialized():
         raise CheckpointError(
             f"this job has {dist.get_world_size()} ranks, but no default process group, and init_parallel_env() makes "

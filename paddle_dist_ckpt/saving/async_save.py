@@ -64,8 +64,10 @@ class AsyncSave:
         try:
             report = self._finish()
         except BaseException as error:
-            self._future.set_exception(error)
-            _logger.error("the background save to %s failed: %s", self._path, error)
+            try:  # first: who waits for the end may look at the log next, or end the process
+                _logger.error("the background save to %s failed: %s", self._path, error)
+            finally:
+                self._future.set_exception(error)
         else:
             self._future.set_result(report)
         finally:

@@ -150,7 +150,7 @@ def _check_that_most_are_equal(state: GlobalState, contents: Comparison) -> None
     if len(unequal) <= len(equal) and _nbytes(state, unequal) <= _nbytes(state, equal):
         return
     lines = [
-        f"{plain_key(path)}: differs on {_ranks(contents.differing[path])}"
+        f"{plain_key(path)}: differs on {_ranks(contents.differing[path])}{_minority(contents.minority.get(path, ()))}"
         for path in (state.paths[t] for t in unequal)
     ]
     raise UnsupportedValueError(

@@ -186,9 +186,11 @@ class _BoundedStorage:
         def work(operation: StorageCall) -> bool:
             def confirmed() -> None:
                 operation.asking = True
-                if confirm is not None:
-                    confirm()
-                operation.asking = False
+                try:
+                    if confirm is not None:
+                        confirm()
+                finally:
+                    operation.asking = False
                 operation.decide()
 
             return self._inner.publish(name, data, temporary, replace, confirmed)
@@ -292,6 +294,10 @@ class _BoundedWritable(_BoundedFile):
 
 
 class _BoundedReadable(_BoundedFile):
+    def close(self) -> None:
+        with suppress(CheckpointTimeoutError):  # all has been read; and other ranks do not wait for this any more
+            super().close()
+
     def __init__(
         self, inner: ReadableFile, size: int, buffers: queue.SimpleQueue[Bytes1D], path: str, helpers: Helpers
     ) -> None:

@@ -147,7 +147,8 @@ class Helpers:
             since_stall += step if self._stalls and not operation.patient else 0.0
             if waited >= seconds and operation.give_up():
                 self._stalls.append(self._message(operation))
-                raise self._timeout(self._stalls[-1])
+                # What has hung first is the cause; but what may still take effect is to be known.
+                raise self._timeout(self._stalls[-1 if operation.may_still_happen else 0])
             if since_stall >= _GRACE and operation.give_up():
                 raise self._timeout(self._stalls[0])
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from paddle_dist_ckpt import SaveOptions, list_checkpoints, verify
+from paddle_dist_ckpt import LocalStorage, SaveOptions, list_checkpoints, verify
+from paddle_dist_ckpt.cli.main import app
 from paddle_dist_ckpt.manager.steps import NOTE, step_folder
 from test.cli.commands import answer, fails, run, save_model
 from test.jobs import age, files_in, make_array, save_alone
@@ -95,6 +98,31 @@ def test_prune_leaves_links_and_saves_that_go_on(tmp_path: Path) -> None:
     assert (found["kept"], found["removed"], found["abandoned"]) == ([100, 300], [200], [50])
     names = sorted(path.name for path in root.iterdir())
     assert names == ["step-00000100", "step-00000300", "step-00000400"]
+
+
+def test_prune_says_what_the_disk_does_not_confirm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a step is not kept, and a crash of the machine may bring it back."""
+    sync, failing = LocalStorage.sync, list[int]()
+
+    def fails_once_gone(storage: LocalStorage) -> None:
+        folders = [step_folder(tmp_path, step) for step in failing]
+        if Path(storage.location) in folders and not list(Path(storage.location).glob("*.metadata")):
+            raise OSError(errno.EIO, "Input/output error", storage.location)
+        sync(storage)
+
+    monkeypatch.setattr(LocalStorage, "sync", fails_once_gone)
+    steps(tmp_path, s100=0.5, s200=0.5, s300=0.5)
+    failing.append(100)
+    found = answer("prune", tmp_path, "--keep-last", 1, "-y", code=1)
+    assert (found["kept"], found["removed"], found["unconfirmed"]) == ([300], [200], [100])
+    assert committed(tmp_path) == ["step-00000300"]
+    failing.clear()
+    steps(tmp_path, s100=0.5)
+    failing.append(100)
+    result = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep-last", "1", "-y"])
+    assert result.exit_code == 1
+    assert result.stdout == "nothing was removed; kept 300\n"
+    assert result.stderr.endswith("the data files are left to a later save: 100\n")
 
 
 def test_wrong_use_of_prune(tmp_path: Path) -> None:

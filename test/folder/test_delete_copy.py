@@ -138,10 +138,27 @@ def test_a_deletion_that_the_disk_does_not_confirm_is_told_as_such(tmp_path: Pat
     (tmp_path / "1.metadata").write_bytes(kept)  # as after a crash
     assert verify(tmp_path, 1).problems == ()
     (tmp_path / "1.metadata").unlink()
-    (claim,) = tmp_path.glob("*.claim")
-    age(claim)
+    save_alone(state(3), tmp_path, 1, dataclasses.replace(SMALL, timeout=0.1))  # does not wait for who has ended
+    for claim in tmp_path.glob("*.claim"):
+        age(claim)
+    delete_checkpoint(tmp_path, 1)
     saved(tmp_path, 3)
     check_holds(tmp_path, 2, 3)
+
+
+def test_a_deletion_of_which_nothing_can_be_seen_may_be_done(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    gone: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if gone:
+            raise OSError(errno.EIO, "Input/output error", name)
+        if operation == "sync" and not (tmp_path / "1.metadata").exists():
+            gone.append(name)
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    with pytest.raises(DurabilityUnknownError, match="checkpoint 1 is perhaps deleted .which cannot be seen"):
+        delete(FaultyStorage(tmp_path, hook), 1)
 
 
 def test_a_deletion_that_the_disk_refuses_is_an_error_of_the_disk(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from test.ranks.fresh import FreshRanks, fresh_ranks, logs_of
 from test.ranks.pool import RankPool
 from test.ranks.world import REPOSITORY
 from test.strategies import draws, some
-from test.waiting import until
+from test.waiting import PATIENCE, until
 
 RANKS = 4
 
 
-def alone(function: str, *args: Any, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def alone(function: str, *args: Any, timeout: float = 5 * PATIENCE) -> subprocess.CompletedProcess[str]:
     """Run one of the cases in a process of its own, as a script would."""
     call = f"from test.paddle import cases_async as cases; cases.{function}(*{args!r})"
     command = [sys.executable, "-c", call]

@@ -290,6 +290,37 @@ def test_a_launched_job_that_is_not_initialised_saves_together(tmp_path: Path) -
     assert list_checkpoints(tmp_path / "checkpoint") == [0]
 
 
+WITHOUT_RANK_0 = """
+import os
+import time
+
+import numpy
+import paddle.distributed as dist
+from paddle.base import core
+from paddle_dist_ckpt import RankFailureError, save_state_dict
+
+if dist.get_rank() == 0:
+    store = core.create_or_get_global_tcp_store()
+    time.sleep(1)
+    os._exit(0)
+for _ in range(2):
+    try:
+        save_state_dict({"w": numpy.ones(4)}, "checkpoint")
+    except RankFailureError as error:
+        assert "init_parallel_env() failed on rank 1" in str(error), error
+        assert "see whether that is alive" in str(error), error
+        assert list(error.failures) == [1]
+    else:
+        raise AssertionError("it was saved")
+os._exit(0)
+"""
+
+
+def test_a_job_that_cannot_be_initialised_is_told_so(tmp_path: Path) -> None:
+    launched(tmp_path, WITHOUT_RANK_0)
+    assert not (tmp_path / "checkpoint").exists()
+
+
 DESTROYED = """
 import numpy
 import paddle.distributed as dist

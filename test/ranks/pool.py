@@ -39,7 +39,7 @@ class RankPool:
         function: Callable[..., Any] | str,
         *args: Any,
         ranks: int | Sequence[int] | None = None,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
         raises: bool = True,
     ) -> list[Any]:
         """Call ``function(*args)`` on some ranks at the same time and return what each returned.

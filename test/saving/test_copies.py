@@ -221,6 +221,8 @@ def test_the_minority_of_plain_tensors_and_values(tmp_path: Path) -> None:
         assert warning.endswith("(the minority: rank 0)")
     (warning, _) = save_on(states[:2], tmp_path, options=options("warn"))[0].warnings
     assert "minority" not in warning
+    for error in errors_of(try_save(states, tmp_path, options=options("auto")), UnsupportedValueError):
+        assert str(error).endswith("w: differs on ranks 1, 2 (the minority: rank 0)")
 
 
 def test_a_plan_that_is_used_again_compares_again(tmp_path: Path) -> None:

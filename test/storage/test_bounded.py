@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt import CheckpointTimeoutError
-from paddle_dist_ckpt.storage import LocalStorage, bounded
+from paddle_dist_ckpt.storage import LocalStorage, bounded, local
 from paddle_dist_ckpt.storage.base import Storage
 from paddle_dist_ckpt.storage.helpers import Helpers, StorageCall
 from paddle_dist_ckpt.testing import FaultyStorage, Stall
@@ -232,6 +232,53 @@ def test_a_confirmation_has_a_bound_of_its_own(tmp_path: Path) -> None:
     stall.release()
     helpers_end()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_publication_hangs_after_a_confirmation_that_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk dies at what the confirmation asks for, so that the clean-up of the publication does not return either."""
+    stall, released, remove = Stall("names"), threading.Event(), local._remove_temporary
+
+    def remove_temporary(path: Path) -> None:
+        released.wait()
+        remove(path)
+
+    monkeypatch.setattr(local, "_remove_temporary", remove_temporary)
+    errors: list[BaseException] = []
+
+    def publish() -> None:
+        with bounded(lambda: FaultyStorage(tmp_path, stall), tmp_path, BOUND, 0) as storage:
+            try:
+                storage.publish("a", b"x", "a.tmp", True, storage.names)
+            except CheckpointTimeoutError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=publish, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert "listing" in str(errors[0])
+    stall.release()
+    released.set()
+    helpers_end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_read_counts_though_the_file_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    released = threading.Event()
+    with bounded(lambda: LocalStorage(tmp_path), tmp_path, BOUND, 0) as storage:
+        file = storage.open("a")
+        close = file._inner.close  # type: ignore[attr-defined]
+        monkeypatch.setattr(file, "_close", lambda: (released.wait(), close()))
+        data = np.empty(3, np.uint8)
+        file.read_into([data], 0)
+        file.close()
+        with pytest.raises(CheckpointTimeoutError, match="closing"):
+            storage.names()
+    released.set()
+    helpers_end()
+    assert data.tobytes() == b"abc"
 
 
 def test_a_large_file_is_synced_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

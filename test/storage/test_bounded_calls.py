@@ -68,6 +68,18 @@ def test_a_call_without_options_is_given_up(tmp_path: Path, function: str, opera
     helpers_end()
 
 
+@pytest.mark.parametrize("function", ["list", "delete"])
+def test_a_disk_that_hangs_at_another_checkpoint_is_no_damaged_checkpoint(tmp_path: Path, function: str) -> None:
+    save_alone(STATE, tmp_path, 0)
+    save_alone(STATE, tmp_path, 2)
+    stall = Stall("read", "2.metadata")
+    with pytest.raises(CheckpointTimeoutError, match=r"2.metadata has not returned for 0.5 s on rank 0"):
+        FUNCTIONS[function](FaultyStorage(tmp_path, stall), progress_timeout=0.5)
+    stall.release()
+    helpers_end()
+    assert paddle_dist_ckpt.list_checkpoints(tmp_path) == [0, 2]
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_such_a_call_does_with_a_bound_what_it_does_without(tmp_path: Path, function: str) -> None:
     results = []
