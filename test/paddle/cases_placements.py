@@ -60,6 +60,17 @@ def _partial(parts: Any, dtype: str, spread: Spread, kind: Any) -> Any:
     return from_local(tensor, parts[0].shape, mesh, placements)
 
 
+def partial_elsewhere(path: str, ranks: int) -> list[Any]:
+    """Save a tensor that is partial over the last two ranks alone, and load it into itself; returns this rank's part."""
+    members = Spread([ranks - 2, ranks - 1], (None,))
+    share = paddle.full([3, 4], float(dist.get_rank() + 1))
+    tensor = from_local(share, [3, 4], mesh_of(members), [dist.Partial()])
+    save_state_dict({"x": tensor}, path, group_of(ranks))
+    load_state_dict({"x": tensor}, path, group_of(ranks))
+    part: list[Any] = local_array(tensor).tolist() if dist.get_rank() in members.mesh else []
+    return part
+
+
 def load_partial(path: str, ranks: int, reduction: str) -> list[Any]:
     """Load a tensor of ones to twelve into a partial one; returns this rank's part."""
     kind, _ = REDUCTIONS[reduction]

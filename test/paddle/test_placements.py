@@ -42,6 +42,13 @@ def test_loading_into_a_partial_sum_gives_one_rank_the_value(pool: RankPool, tmp
     assert pool.run(cases.load_partial, str(tmp_path), 4, "sum", ranks=4) == [value, zero, zero, zero]
 
 
+def test_a_partial_tensor_that_some_ranks_have_no_part_of(pool: RankPool, tmp_path: Path) -> None:
+    sums = [[2.0 + 3.0] * 4] * 3
+    zeros = [[0.0] * 4] * 3
+    assert pool.run(cases.partial_elsewhere, str(tmp_path), 3, ranks=3) == [[], sums, zeros]
+    assert to_array(load_merged_state_dict(tmp_path)["x"]).tolist() == sums
+
+
 @pytest.mark.parametrize("reduction", ["avg", "max", "min"])
 def test_loading_into_another_partial_gives_all_ranks_the_value(pool: RankPool, tmp_path: Path, reduction: str) -> None:
     value = np.arange(1.0, 13).reshape(3, 4).tolist()
