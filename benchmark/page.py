@@ -118,9 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.smoke:
             print(text)
             continue
+        image = folder / "images" / f"curves-{args.machine}.png"
         if (args.results / _CURVES).exists():
+            shutil.copyfile(args.results / _CURVES, image)
+        if image.exists():
             text += "\n" + _image(args.machine, language)
-            shutil.copyfile(args.results / _CURVES, folder / "images" / f"curves-{args.machine}.png")
         page = folder / "performance.rst"
         page.write_text(put(page.read_text(encoding="utf-8"), args.machine, text), encoding="utf-8")
     return 0

@@ -113,7 +113,8 @@ _WORDS = {
     # benchmark.device
     "Save": "保存",
     "Load": "加载",
-    "Copies and memory": "复制与内存",
+    "Copies": "复制",
+    "Memory during saves and loads": "保存与加载期间的内存",
     "copies without a limit": "复制不限速",
     "write: save of the same state in host memory": "写入：在主机内存中保存同样的状态",
     "copy: from the device to the host, nothing else": "复制：只从设备复制到主机",

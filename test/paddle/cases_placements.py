@@ -61,7 +61,7 @@ def _partial(parts: Any, dtype: str, spread: Spread, kind: Any) -> Any:
 
 
 def partial_elsewhere(path: str, ranks: int) -> list[Any]:
-    """Save a tensor that is partial over the last two ranks alone, and load it into itself; returns this rank's part."""
+    """Save a tensor that is partial over the last two ranks, and load it into itself; returns this rank's part."""
     members = Spread([ranks - 2, ranks - 1], (None,))
     share = paddle.full([3, 4], float(dist.get_rank() + 1))
     tensor = from_local(share, [3, 4], mesh_of(members), [dist.Partial()])

@@ -237,7 +237,7 @@ def test_a_confirmation_has_a_bound_of_its_own(tmp_path: Path) -> None:
 def test_a_publication_hangs_after_a_confirmation_that_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk dies at what the confirmation asks for, so that the clean-up of the publication does not return either."""
+    """The disk dies at what the confirmation asks for, so the clean-up of the publication does not return either."""
     stall, released, remove = Stall("names"), threading.Event(), local._remove_temporary
 
     def remove_temporary(path: Path) -> None:
