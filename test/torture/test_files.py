@@ -47,7 +47,7 @@ def _quiet() -> Iterator[None]:
 
 def test_files_with_something_changed_are_refused_or_read(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(5000 if request.config.getoption("--long") else 100):
+    for seed in range(5000 if request.config.getoption("--long") else 60):
         place = tmp_path / str(seed)
         place.mkdir()
         outcomes += decoders.attempt(seed, place)
