@@ -70,7 +70,7 @@ class DurabilityUnknownError(CheckpointError):
     Whatever it would have replaced or removed is still there: of what is deleted, the data files. Raised on every rank.
 
     Attributes:
-        path: The coordinator's folder; or what was exported.
+        path: The coordinator's folder; what was exported; or the folder that was deleted from.
         unique_id: The checkpoint's number; 0 for what was exported in another format.
     """
 

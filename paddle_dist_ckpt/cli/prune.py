@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .arguments import Json, Yes, alone_only, confirm
 from .documents import print_json
 from .output import count, human_bytes, say
+
+if TYPE_CHECKING:
+    from ..manager.prune import Pruned
 
 __all__ = ["prune"]
 
@@ -41,10 +44,11 @@ def prune(
       paddle-dist-ckpt prune run-7 --keep-last 3 --best loss:min --dry-run
       paddle-dist-ckpt prune run-7 --keep-last 3 --best loss:min --yes
     """
+    from dataclasses import asdict
     from pathlib import Path
 
     from ..errors import CheckpointNotFoundError
-    from ..manager.prune import carry_out, plan_prune
+    from ..manager.prune import Pruned, carry_out, plan_prune
     from ..manager.steps import Retention
     from .inspection import no_steps_text, steps_facts
 
@@ -58,39 +62,37 @@ def prune(
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
     plan = plan_prune(Path(facts.path), retention)
     sizes = {step.step: step.bytes for step in facts.steps}
-    freed = sum(sizes.get(step, 0) for step in plan.doomed)
-    removed, left, unconfirmed = [*plan.doomed, *plan.abandoned], list[int](), list[int]()
-    if removed and not dry_run:
+    done = Pruned(plan.kept, plan.doomed, plan.abandoned, [], [])
+    doomed = [*plan.doomed, *plan.abandoned]
+    if doomed and not dry_run:
         if not yes:
             say(f"keeps    {_listed(plan.kept)}", err=True)
-            say(f"removes  {_listed(removed)}", err=True)
-        confirm(f"Remove {count(len(removed), 'step')} of {len(plan.kept) + len(removed)}, {human_bytes(freed)}?", yes)
-        gone = carry_out(plan)
-        unconfirmed = [step for step in plan.doomed if step not in gone and step not in plan.steps.metrics]
-        left = [step for step in removed if step not in gone and step not in unconfirmed]
-        removed = [step for step in removed if step in gone]
-        freed = sum(sizes.get(step, 0) for step in removed)
+            say(f"removes  {_listed(doomed)}", err=True)
+        size = human_bytes(sum(sizes.get(step, 0) for step in doomed))
+        confirm(f"Remove {count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}?", yes)
+        done = carry_out(plan)
+    freed = sum(sizes.get(step, 0) for step in done.removed)
     if json:
-        document = {
-            "path": facts.path,
-            "kept": sorted([*plan.kept, *(step for step in plan.doomed if step in left)]),
-            "removed": [step for step in plan.doomed if step in removed],
-            "abandoned": [step for step in plan.abandoned if step in removed],
-            "unconfirmed": unconfirmed,
-        }
-        print_json({**document, "bytes": freed, "dry_run": dry_run})
-    elif removed:
+        print_json({"path": facts.path, **asdict(done), "bytes": freed, "dry_run": dry_run})
+    else:
+        _say_what_became(done, freed, dry_run)
+    if done.unconfirmed:
+        text = "deleted, but the storage has not confirmed that; the data files are left to a later save"
+        say(f"{text}: {_listed(done.unconfirmed)}", err=True)
+        raise typer.Exit(1)
+
+
+def _say_what_became(done: Pruned, freed: int, dry_run: bool) -> None:
+    removed = [*done.removed, *done.abandoned]
+    if removed:
         say(f"{'would remove' if dry_run else 'removed'} {count(len(removed), 'step')}, {human_bytes(freed)}")
         say(f"  {_listed(removed)}")
-        say(f"{'would keep' if dry_run else 'kept'} {_listed(plan.kept)}")
+        say(f"{'would keep' if dry_run else 'kept'} {_listed(done.kept)}")
     else:
-        say(f"{'nothing was removed' if left or unconfirmed else 'nothing to remove'}; kept {_listed(plan.kept)}")
-    if left and not json:
-        say(f"left, for they were saved anew or somebody is at work there: {_listed(left)}")
-    if unconfirmed:
-        text = "deleted, but the storage has not confirmed that; the data files are left to a later save"
-        say(f"{text}: {_listed(unconfirmed)}", err=True)
-        raise typer.Exit(1)
+        nothing = "nothing was removed" if done.left or done.unconfirmed else "nothing to remove"
+        say(f"{nothing}; kept {_listed(done.kept)}")
+    if done.left:
+        say(f"left, for they were saved anew or somebody is at work there: {_listed(done.left)}")
 
 
 def _listed(steps: list[int]) -> str:

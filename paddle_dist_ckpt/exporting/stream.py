@@ -16,6 +16,7 @@ from ..core.threads import run_all
 from ..errors import UnsupportedValueError
 from ..files.block_hashes import BlockHashes
 from ..files.contents import Window
+from ..files.holes import extended
 from ..files.metadata import FileInfo, Metadata
 from ..files.writer import FileSave
 from ..folder.boxes import BoxReader
@@ -66,8 +67,7 @@ def write_files(
             if file.own is None:
                 out = target.create(file.name)
                 with closing(out):
-                    extend = getattr(out, "extend", None)
-                    content.keeps_holes = reader.may_have_holes and extend is not None and extend(file.nbytes)
+                    content.keeps_holes = reader.may_have_holes and extended(out, file.nbytes)
                     run_all(content.tasks(out), threads, check)
                     out.sync()
                 written.append(FileInfo(file.name, file.nbytes, ""))

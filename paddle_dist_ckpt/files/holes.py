@@ -9,11 +9,17 @@ from __future__ import annotations
 import threading
 
 from ..errors import CheckpointCorruptedError
-from ..storage.base import ReadableFile
+from ..storage.base import ReadableFile, WritableFile
 
-__all__ = ["Holes"]
+__all__ = ["Holes", "extended"]
 
 _MOST = 48 << 20  # and as many bytes as the file has on the disk
+
+
+def extended(file: WritableFile, nbytes: int) -> bool:
+    """Make a new file as long as it will be, so that zeros need not be written; returns whether that can be done."""
+    extend = getattr(file, "extend", None)
+    return extend is not None and extend(nbytes)
 
 
 class Holes:

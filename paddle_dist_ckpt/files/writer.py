@@ -21,6 +21,7 @@ from ..storage.base import Storage, WritableFile
 from .block_hashes import BlockHashes
 from .contents import WINDOW_BYTES, Contents, SnapshotContents, TensorContents, Window
 from .datafile import DataFileInfo, FileLayout, FileTable, header_digest
+from .holes import extended
 from .metadata import FileInfo
 
 __all__ = ["FileSave", "bytes_ahead"]
@@ -62,8 +63,7 @@ class FileSave:
     def extend(self) -> bool:
         """Make the file as long as it will be, if that can be, so that zeros need not be written: its contents may then
         hash them, and give no bytes."""
-        extend = getattr(self._opened(), "extend", None)
-        return extend is not None and extend(self._layout.size)
+        return extended(self._opened(), self._layout.size)
 
     def write_ahead(self, nbytes: int, threads: int, check: Check) -> None:
         """Write the first ``nbytes`` of the data now; they are a multiple of ``WINDOW_BYTES``, or all."""

@@ -13,6 +13,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError
 from ..files.codec import decode_metadata
 from ..files.copying import copy_entries
 from ..files.datafile import header_digest
+from ..files.holes import extended
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
 from ..files.pieces import FileEntries
@@ -126,8 +127,7 @@ def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableF
         if header_digest(header.tobytes()) != info.digest:
             raise CheckpointCorruptedError(f"{info.name} has changed while it was copied")
         assert known.holes is not None
-        extend = getattr(target, "extend", None)
-        keeps_holes = not known.holes.none and extend is not None and extend(info.size)
+        keeps_holes = not known.holes.none and extended(target, info.size)
         target.write(header, 0)
         progress(known.data_start)
         threads = io_threads(1, waits=True)

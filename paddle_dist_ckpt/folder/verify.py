@@ -16,7 +16,7 @@ from ..core.layouts import Grid
 from ..core.progress import Progress
 from ..core.shards import Kind
 from ..core.threads import io_threads
-from ..errors import CheckpointCorruptedError, CheckpointError
+from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointTimeoutError
 from ..files.checks import check_entries
 from ..files.metadata import FileInfo, Metadata
 from ..files.pieces import FileEntries
@@ -150,6 +150,8 @@ def check_values(storage: Storage, metadata: Metadata, part: slice = slice(None)
         rows = stored[~np.isin(stored, _not_exact(metadata))].tolist()[part]
         found = read_values(storage, metadata, rows)
         problems += [str(value) for value in found if isinstance(value, CheckpointCorruptedError)]
+    except CheckpointTimeoutError:
+        raise
     except (OSError, CheckpointError) as error:
         problems.append(str(error))
     return problems

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .steps import NOTE, Retention, Steps, remove_step
 
-__all__ = ["carry_out", "plan_prune"]
+__all__ = ["Pruned", "carry_out", "plan_prune"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,36 @@ def plan_prune(root: Path, retention: Retention) -> PrunePlan:
     return PrunePlan(steps, root, [step for step in sorted(steps.metrics) if step not in doomed], doomed, abandoned)
 
 
-def carry_out(plan: PrunePlan) -> list[int]:
-    """Remove what is to be removed: first all `.metadata`, for good, then the files.
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What has become of a plan.
 
-    Returns:
-        The steps that are gone. Others were saved anew since, or somebody is at work in their folders.
+    Attributes:
+        kept: The committed steps that there are, ascending.
+        removed: The steps that were committed and are gone, ascending,
+        abandoned: and those that were not.
+        left: Steps that stay, for they were saved anew, or somebody is at work in their folders.
+        unconfirmed: Steps that are gone, but may come back with a crash of the machine; their data files are there.
     """
+
+    kept: list[int]
+    removed: list[int]
+    abandoned: list[int]
+    left: list[int]
+    unconfirmed: list[int]
+
+
+def carry_out(plan: PrunePlan) -> Pruned:
+    """Remove what is to be removed: first all `.metadata`, for good, then the files."""
     begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned])
     for step, removal in begun.items():
         removal.finish()
         remove_step(plan.root, step, removal.saves)
-    return list(begun)
+    still = [step for step in plan.doomed if step in plan.steps.metrics]
+    return Pruned(
+        kept=sorted([*plan.kept, *still]),
+        removed=[step for step in plan.doomed if step in begun],
+        abandoned=[step for step in plan.abandoned if step in begun],
+        left=[*still, *(step for step in plan.abandoned if step not in begun)],
+        unconfirmed=[step for step in plan.doomed if step not in begun and step not in still],
+    )

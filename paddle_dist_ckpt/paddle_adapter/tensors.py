@@ -242,10 +242,10 @@ class PaddleAdapter:
     def _dist_geometry(self, value: Any, shape: tuple[int, ...], dtype: DType, key: str) -> Geometry:
         mesh, placements = layout_of(value, key)
         coordinate = mesh_coordinate(mesh, self._rank)
-        if coordinate is None:  # it has nothing, but says the same of the tensor as those that have
-            reduction = reduction_of(mesh.shape, [0] * len(mesh.shape), placements, key)
+        # A rank that has nothing says the same of the tensor as those that have.
+        reduction = reduction_of(mesh.shape, coordinate or [0] * len(mesh.shape), placements, key)
+        if coordinate is None:
             return Geometry(Kind.TENSOR, dtype, shape, False, (), reduction)
-        reduction = reduction_of(mesh.shape, coordinate, placements, key)
         box = local_box(shape, mesh.shape, coordinate, placements, key)
         local = value._local_value()
         found = tuple(local.shape)

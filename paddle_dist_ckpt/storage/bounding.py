@@ -294,15 +294,15 @@ class _BoundedWritable(_BoundedFile):
 
 
 class _BoundedReadable(_BoundedFile):
-    def close(self) -> None:
-        with suppress(CheckpointTimeoutError):  # all has been read; and other ranks do not wait for this any more
-            super().close()
-
     def __init__(
         self, inner: ReadableFile, size: int, buffers: queue.SimpleQueue[Bytes1D], path: str, helpers: Helpers
     ) -> None:
         super().__init__(inner.close, path, helpers)
         self._inner, self.size, self._buffers = inner, size, buffers
+
+    def close(self) -> None:
+        with suppress(CheckpointTimeoutError):  # all has been read; and other ranks do not wait for this any more
+            super().close()
 
     def read_into(self, buffers: Sequence[Bytes1D], offset: int, once: bool = False) -> None:
         if sum(map(len, buffers)) <= _MOST:
