@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import logging
 import os
 import re
 import sys
@@ -457,6 +458,32 @@ def test_only_the_thread_in_the_background_has_the_lowest_priority(tmp_path: Pat
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     job(2, work)
     assert seen == {"background": {19}, "call": {before}}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_logged_before_anybody_hears_of_it(tmp_path: Path) -> None:
+    """Who hears of it may end the process, or look at the log. If it cannot be logged, it is heard of all the same."""
+    started, done = threading.Event(), list[bool]()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "background save" in record.getMessage():
+                done.append(handles[0].done())
+                raise RuntimeError("no log")
+
+    def work(rank: SimulatedRank) -> None:
+        storage = failing(tmp_path, "write", "safetensors", OSError(errno.EIO, "injected"), started.wait)
+        handles.append(rank.save_in_background(versions(0, 1)[0], storage, 0, options()))
+        started.set()
+        assert "injected" in str(error_of(handles[0].result))
+
+    handles, handler, logger = list[Any](), Handler(), logging.getLogger("paddle_dist_ckpt")
+    logger.addHandler(handler)
+    try:
+        job(1, work)
+    finally:
+        logger.removeHandler(handler)
+    assert done == [False]
 
 
 def test_nothing_leaks_in_fifty_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
