@@ -460,8 +460,7 @@ def test_only_the_thread_in_the_background_has_the_lowest_priority(tmp_path: Pat
     assert seen == {"background": {19}, "call": {before}}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failure_is_logged_before_anybody_hears_of_it(tmp_path: Path) -> None:
+def test_a_failure_is_logged_before_anybody_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hears of it may end the process, or look at the log. If it cannot be logged, it is heard of all the same."""
     started, done = threading.Event(), list[bool]()
 
@@ -477,6 +476,7 @@ def test_a_failure_is_logged_before_anybody_hears_of_it(tmp_path: Path) -> None:
         started.set()
         assert "injected" in str(error_of(handles[0].result))
 
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
     handles, handler, logger = list[Any](), Handler(), logging.getLogger("paddle_dist_ckpt")
     logger.addHandler(handler)
     try:
