@@ -84,6 +84,7 @@ class SaveCoordinator:
     """
 
     _requests: dict[int, SaveRequest]
+    _folders: dict[int, FolderIdentity]
     _ordered: _Ordered
     _written: dict[int, WriteRequest]
     _left: commit.Aftermath
@@ -98,9 +99,9 @@ class SaveCoordinator:
         """Round ``plan``: an order for every rank; or, if a plan has to be made and not all have said of what, ask."""
         requests = self._requests = {rank: decode(data, SaveRequest) for rank, data in messages.items()}
         check_arguments(requests, self._context.session.coordinator)
+        self._folders = {rank: request.folder.identity for rank, request in requests.items()}
         if not self._options.separate_folders:
-            folders = {rank: request.folder.identity for rank, request in requests.items()}
-            check_folders(folders, {rank: request.location for rank, request in requests.items()})
+            check_folders(self._folders, {rank: request.location for rank, request in requests.items()})
         self._fingerprints = {rank: request.fingerprint for rank, request in requests.items()}
         known = self._context.memory.planned_for(self._fingerprints)
         if known is not None:
@@ -136,7 +137,6 @@ class SaveCoordinator:
         ours = requests[context.session.coordinator]
         inline = [ours.user_metadata or b"", *contents.value_json.values()]
         check_values_fit(contents.cost + 2 * json_cost(b",".join(inline)), int(planned.rank_bytes.sum()))
-        folders = {rank: request.folder.identity for rank, request in requests.items()}
         if warnings:
             _logger.warning("%s: %s", context.storage.location, logged(warnings))
         made: list[Lease] = []
@@ -158,8 +158,8 @@ class SaveCoordinator:
                 lease.save_id, len(requests), ours.block_bytes, self._context.adapter.version, lease.unique_id
             ),
             ours=ours,
-            folders=folders,
-            leaders=leaders_of(folders, self._context.session.coordinator),
+            folders=self._folders,
+            leaders=leaders_of(self._folders, self._context.session.coordinator),
             warnings=warnings,
             compared=self._compared(planned),
         )
@@ -272,8 +272,8 @@ class SaveCoordinator:
 
 def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
     """What each rank is to do, encoded; what is the same for many ranks, as if all have their plans, only once."""
-    planned, host = ordered.planned, {rank: folder.host for rank, folder in ordered.folders.items()}
-    hosts = Counter(host.values())
+    planned, folders = ordered.planned, ordered.folders
+    hosts = Counter(folder.host for folder in folders.values())
 
     def order(plan: bytes | None, ranks_on_host: int, leads: bool) -> bytes:
         clean = ordered.lease.doomed if leads else []
@@ -282,7 +282,7 @@ def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int,
     order_of_known = functools.cache(functools.partial(order, None))
     orders = {}
     for rank, request in requests.items():
-        ranks_on_host, leads = hosts[host[rank]], rank in ordered.leaders
+        ranks_on_host, leads = hosts[folders[rank].host], rank in ordered.leaders
         if request.plan_id == planned.plan_id:
             orders[rank] = order_of_known(ranks_on_host, leads)
         else:
