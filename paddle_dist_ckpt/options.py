@@ -138,7 +138,8 @@ class LoadOptions:
             takes more than a second.
         progress_timeout: How long, in seconds, a single file operation may take on any rank; see :class:`SaveOptions`.
         separate_folders: Whether ranks of one host may load from several folders that hold parts of one checkpoint. If
-            False, that raises, since the folders might hold different checkpoints.
+            False, that raises, since the folders might hold different checkpoints; so does a path where there is no
+            folder, unless it is that of another rank of this host, which sees one.
 
     Examples:
         >>> import paddle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ..core.protocols import ControlSession, Transport
 from ..storage.base import Folder, FolderIdentity, Storage
@@ -12,26 +13,40 @@ from ..tree.state_dict import Adapter
 __all__ = ["Context", "check_folders", "folders_text"]
 
 
-def check_folders(folders: Mapping[int, FolderIdentity], locations: Mapping[int, str]) -> None:
+def check_folders(
+    folders: Mapping[int, FolderIdentity],
+    locations: Mapping[int, str],
+    hosts: Mapping[int, str] = MappingProxyType({}),
+) -> None:
     """Ranks of one host must see one folder: a path that has the time in it, say, may differ without anybody's wish.
 
     Args:
-        folders: Which folder each rank sees.
+        folders: Which folder each rank sees; not of those that see none.
         locations: What each calls it.
+        hosts: The hosts of those that see none.
 
     Raises:
-        ValueError: ranks of one host see several.
+        ValueError: ranks of one host see several; or some see none, under another path than those that see one.
     """
-    if len(set(folders.values())) == 1:
+    if len(set(folders.values())) == 1 and not hosts:
         return  # as nearly always
-    hosts: dict[str, dict[FolderIdentity, list[int]]] = {}
+    seen: dict[str, dict[FolderIdentity | str, list[int]]] = {}
     for rank, folder in sorted(folders.items()):
-        hosts.setdefault(folder.host, {}).setdefault(folder, []).append(rank)
+        seen.setdefault(folder.host, {}).setdefault(folder, []).append(rank)
+    called = {(folder.host, locations[rank]) for rank, folder in folders.items()}
+    for rank, host in sorted(hosts.items()):
+        # Under one path ranks may see several, or none: in containers, say, that mount other disks.
+        if host in seen and (host, locations[rank]) not in called:
+            seen[host].setdefault(locations[rank], []).append(rank)
     lines = [
         f"  on {host.partition('/')[0]}: "
-        + "; ".join(f"rank {', '.join(map(str, ranks))}: {locations[ranks[0]]}" for ranks in seen.values())
-        for host, seen in hosts.items()
-        if len(seen) > 1
+        + "; ".join(
+            f"rank {', '.join(map(str, ranks))}: {locations[ranks[0]]}"
+            + (" (is not there)" if isinstance(folder, str) else "")
+            for folder, ranks in of_host.items()
+        )
+        for host, of_host in seen.items()
+        if len(of_host) > 1
     ]
     if lines:
         raise ValueError(

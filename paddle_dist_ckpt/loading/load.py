@@ -34,6 +34,7 @@ from ..files.metadata import Metadata
 from ..files.room import Room, bytes_on_disk
 from ..folder.checkpoint import read_checkpoint
 from ..reports import LoadReport, loaded_line
+from ..storage.local import this_host
 from ..tree.building import assign_all, build_tree
 from ..tree.paths import is_own, parent_of, plain_key
 from ..tree.state_dict import Leaves, PerRank, flatten
@@ -282,7 +283,15 @@ class LeavesLoad:
         choices["aoa_config"] = _digest(self.context.options.aoa_config)
         location = encodable(self.context.storage.location)
         return wanted, LoadRequest(
-            self.unique_id, choices, folder, encode(paths), made.patterns, wanted.complete, location, wanted.key_map
+            self.unique_id,
+            choices,
+            folder,
+            encode(paths),
+            made.patterns,
+            wanted.complete,
+            location,
+            wanted.key_map,
+            this_host(),
         )
 
     def _plan(self, wanted: WantedState, answers: list[LoadAnswer]) -> tuple[Fit, DecideRequest]:

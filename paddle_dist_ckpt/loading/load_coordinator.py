@@ -88,7 +88,8 @@ class LoadCoordinator:
         self._folders = {rank: one.folder for rank, one in requests.items() if one.folder is not None}
         self._locations = {rank: request.location for rank, request in requests.items()}
         if not self._options.separate_folders:
-            check_folders(self._folders, self._locations)
+            hosts = {rank: one.host for rank, one in requests.items() if one.folder is None}
+            check_folders(self._folders, self._locations, hosts)
         try:
             metadata = self._metadata = self._read(ours.unique_id)
         except CheckpointNotFoundError as error:

@@ -103,7 +103,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     """Round ``request``: what a rank wants. ``wanted`` is an encoded :class:`WantedPaths`, equal on many ranks.
     ``patterns`` says of the keys of its recipes whether each is that of a tensor. ``complete`` has the flat keys of
     objects of which nothing that is stored may be left. ``key_map`` says of the keys of its key_map, if that is a
-    mapping, whether each matches something."""
+    mapping, whether each matches something. ``host`` is where a rank runs that has no ``folder``."""
 
     unique_id: int | None
     options: dict[str, str]
@@ -113,6 +113,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     complete: list[str] = []
     location: str = ""
     key_map: dict[str, bool] = {}
+    host: str = ""
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):

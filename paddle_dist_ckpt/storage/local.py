@@ -24,7 +24,7 @@ from .local_files import LocalReadable, LocalWritable, about, close_read
 from .opening import leads_nowhere, no_file, open_to_read
 from .paths import local_path
 
-__all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename"]
+__all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename", "this_host"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -106,7 +106,7 @@ class LocalStorage:
     def identity(self) -> FolderIdentity:
         with about(self._root):
             status = self._root.stat()
-        return FolderIdentity(_host(), status.st_dev, status.st_ino)
+        return FolderIdentity(this_host(), status.st_dev, status.st_ino)
 
     def free_bytes(self) -> int | None:
         with about(self._root):
@@ -298,7 +298,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @functools.cache
-def _host() -> str:
+def this_host() -> str:
     """This boot of this host. The host name alone would not tell cloned machines or containers apart."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -35,6 +35,8 @@ from paddle_dist_ckpt.control import NoTransport, SoloHub
 from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.reports import saved_line
 from paddle_dist_ckpt.storage import as_storage
+from paddle_dist_ckpt.storage.base import FolderIdentity
+from paddle_dist_ckpt.storage.local import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks, shard_array
 from test.jobs import Counter, another_host, errors_of, load_alone, load_whole, save_alone, try_load, try_save
 
@@ -225,6 +227,43 @@ def test_ranks_of_other_hosts_and_other_names_of_one_folder_are_no_mistake(tmp_p
 
     (tmp_path / "a").mkdir()
     assert run_ranks(4, work) == [[0, 1, 2]] * 4
+
+
+def test_a_path_that_is_not_there_is_another_path_of_one_host(tmp_path: Path) -> None:
+    save_alone({"w": np.arange(3)}, tmp_path / "a")
+
+    def load(paths: list[Path], **more: Any) -> list[Any]:
+        def work(rank: SimulatedRank) -> Any:
+            state = {"w": np.zeros(3, int)}
+            rank.load(state, paths[rank.rank], None, LoadOptions(**more))
+            return state["w"].tolist()
+
+        return run_ranks(4, work)
+
+    a, b = tmp_path / "a", tmp_path / "b"
+    for error in errors_of(load([a, b, a, b]), ValueError):
+        assert f"rank 0, 2: {a}; rank 1, 3: {b} (is not there)\n" in str(error)
+        assert "separate_folders=True" in str(error)
+    for error in errors_of(load([b, b, a, a]), ValueError):
+        assert f"rank 2, 3: {a}; rank 0, 1: {b} (is not there)\n" in str(error)
+    assert load([a, b, a, b], separate_folders=True) == [[0, 1, 2]] * 4
+    for error in errors_of(load([b, tmp_path / "c", b, b]), CheckpointNotFoundError):
+        assert str(b) in str(error)
+
+
+def test_ranks_of_one_host_that_do_not_see_a_folder_under_its_own_path_are_no_mistake(tmp_path: Path) -> None:
+    save_alone({"w": np.arange(3)}, tmp_path)
+
+    class Blind(LocalStorage):
+        def identity(self) -> FolderIdentity:
+            raise FileNotFoundError(self.location)
+
+    def load(rank: SimulatedRank) -> Any:
+        state = {"w": np.zeros(3, int)}
+        rank.load(state, Blind(tmp_path) if rank.rank else tmp_path)
+        return state["w"].tolist()
+
+    assert run_ranks(2, load) == [[0, 1, 2]] * 2
 
 
 def test_the_ranks_that_differ_are_named(tmp_path: Path) -> None:
