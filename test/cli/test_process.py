@@ -156,7 +156,7 @@ def test_interrupted(tmp_path: Path, large: Path, command: str) -> None:
         started.send_signal(signal.SIGINT)
         before = time.monotonic()
         _, errors = started.communicate(timeout=60)
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < 30
         assert (started.returncode, errors) == (130, "interrupted\n")
     assert not (tmp_path / "b").exists() or list((tmp_path / "b").iterdir()) == []
 

@@ -87,14 +87,14 @@ def state_of(ranks: int, number: int) -> dict[str, Any]:
 
 def save(path: Any, ranks: int, number: int, unique_id: int | None = None, **options: Any) -> AsyncSave:
     """Save in the background."""
-    how = SaveOptions(**{"timeout": 60, **options})
+    how = SaveOptions(**{"timeout": 2 * LONG, **options})
     return save_state_dict(state_of(ranks, number), path, _group(ranks), 0, unique_id, async_save=True, options=how)
 
 
 def save_now(path: Any, ranks: int, number: int, **options: Any) -> int:
     """Save; returns the id."""
     return save_state_dict(
-        state_of(ranks, number), path, _group(ranks), options=SaveOptions(**{"timeout": 60, **options})
+        state_of(ranks, number), path, _group(ranks), options=SaveOptions(**{"timeout": 2 * LONG, **options})
     ).unique_id
 
 
