@@ -6,6 +6,7 @@ A broken backend may say that an operation has succeeded which has moved nothing
 from __future__ import annotations
 
 import functools
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from ..errors import CollectiveError
 __all__ = ["ADVICE", "VerifiedTransfers", "agree_on_collectives", "digest_of", "digest_of_blocks"]
 
 _MOST_NAMES = 20  # in an error
+_ALL = -1  # the destination of a broadcast
 ADVICE = (
     "the process group's communicator is not used any more: restart the job; a load can do without it, with "
     "offload=True if it is a device's, or with LoadOptions(exchange='never') if every rank reaches all files"
@@ -93,9 +95,9 @@ class VerifiedTransfers:
     """Implements :class:`..core.protocols.Transfers` by operations that are not trusted.
 
     A message is hashed where it has landed, beside what follows if its memory stays as it is, and where it is sent,
-    unless the sender knows its digest. The senders' digests follow when all is done, each hashed with the number of the
-    operation and the nonce: neither memory that nothing was moved to can pass, nor what another operation has left
-    there, with its digest.
+    unless the sender knows its digest. The senders' digests follow when all is done, each hashed with the nonce, the
+    number of the operation, and the ranks that it goes from and to: neither memory that nothing was moved to can pass,
+    nor what another operation has left there or what another rank should have got, each with its digest.
 
     Args:
         operations: Move the bytes.
@@ -151,7 +153,9 @@ class VerifiedTransfers:
         for to, data in outgoing.items():
             if data.size and to != self._rank:
                 digest = digests[to] if to in digests else digest_of(data)
-                self._sent[to].append((self._operations[self._rank], self._sealed(digest, self._number)))
+                self._sent[to].append(
+                    (self._operations[self._rank], self._sealed(digest, self._number, self._rank, to))
+                )
         self._by.exchange(outgoing, incoming, senders, most)
         for source, data in incoming.items():
             if data.size and source != self._rank:
@@ -177,9 +181,9 @@ class VerifiedTransfers:
         for source, messages in sorted(self._broadcasts.items()):
             digests = _no_digests(len(messages))
             if source == self._rank:
-                digests[:] = [self._seal(message) for message in messages]
+                digests[:] = [self._seal(message, source, _ALL) for message in messages]
             self._by.broadcast(digests.view(np.uint8), source, self._most)
-            wrong += self._compare("broadcast", source, messages, digests)
+            wrong += self._compare("broadcast", source, _ALL, messages, digests)
         if self._operations:
             outgoing = {to: _no_digests(self._operations[self._rank]) for to in self._sent}
             for to, sent in self._sent.items():
@@ -188,7 +192,7 @@ class VerifiedTransfers:
             senders = [(source, 8 * count) for source, count in sorted(self._operations.items())]
             self._by.exchange(_as_bytes(outgoing), _as_bytes(incoming), senders, self._most)
             for source, messages in sorted(self._came.items()):
-                wrong += self._compare("exchange", source, messages, incoming[source])
+                wrong += self._compare("exchange", source, self._rank, messages, incoming[source])
         if wrong:
             shown = wrong[:_MOST_NAMES] + ["..."] * (len(wrong) > _MOST_NAMES)
             raise CollectiveError(f"collectives delivered other bytes than were sent: {'; '.join(shown)}; {ADVICE}")
@@ -197,19 +201,24 @@ class VerifiedTransfers:
         self._number += 1
         self._most = max(self._most, most)
 
-    def _seal(self, message: _Arrival) -> int:
+    def _seal(self, message: _Arrival, source: int, destination: int) -> int:
         digest = message.digest if isinstance(message.digest, int) else message.digest.result()
-        return self._sealed(digest, message.operation)
+        return self._sealed(digest, message.operation, source, destination)
 
-    def _sealed(self, digest: int, operation: int) -> int:
-        """What is sent of a digest, and compared: it holds for one operation alone."""
-        return xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), (self._seed + operation) % (1 << 64))
+    def _sealed(self, digest: int, operation: int, source: int, destination: int) -> int:
+        """What is sent of a digest, and compared: it holds for one message of one operation alone."""
+        told = struct.pack("<Qqq", digest, source, destination)
+        return xxhash.xxh3_64_intdigest(told, (self._seed + operation) % (1 << 64))
 
-    def _compare(self, operation: str, source: int, messages: Sequence[_Arrival], sent: Digests) -> list[str]:
+    def _compare(
+        self, operation: str, source: int, destination: int, messages: Sequence[_Arrival], sent: Digests
+    ) -> list[str]:
         """A line if some messages are not as they were sent."""
         if source == self._rank:
             return []
-        wrong = [message for message in messages if self._seal(message) != int(sent[message.place])]
+        wrong = [
+            message for message in messages if self._seal(message, source, destination) != int(sent[message.place])
+        ]
         names = dict.fromkeys(name for message in wrong if (name := message.what()))
         shown = ", ".join(list(names)[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         return [f"{operation} from rank {source} to rank {self._rank}" + f" ({shown})" * bool(shown)] if wrong else []

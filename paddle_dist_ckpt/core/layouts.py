@@ -9,15 +9,31 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ..errors import CheckpointCorruptedError
+from ..errors import CheckpointCorruptedError, UnsupportedValueError
 from .box import Box, whole
 from .boxes import Boxes
 from .cached import cached_property
 from .columns import MANY, Column, IntArray, edges_of, narrow, pack_column, unpack_column
 
-__all__ = ["Grid", "Layout", "LayoutBoxes", "LayoutRecord", "grid_starts", "shared_layouts"]
+__all__ = [
+    "MOST_DIMENSIONS",
+    "Grid",
+    "Layout",
+    "LayoutBoxes",
+    "LayoutRecord",
+    "grid_starts",
+    "is_storable",
+    "shared_layouts",
+]
 
 _MOST_EMPTY = 1024  # boxes of a tensor without elements: they need no bytes in any file
+MOST_DIMENSIONS = 32
+_MOST_ITEMS = 2**58  # so that bytes can be counted in int64
+
+
+def is_storable(shape: Sequence[int]) -> bool:
+    """Whether a tensor of a checkpoint can have this shape."""
+    return len(shape) <= MOST_DIMENSIONS and all(0 <= n < _MOST_ITEMS for n in (*shape, math.prod(shape)))
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,7 +118,13 @@ class Layout:
         return cls(tuple(shape), Grid([narrow(s, n) for s, n in zip(starts, shape, strict=True)], lengths))
 
     def to_record(self) -> LayoutRecord:
-        """The layout as it is stored."""
+        """The layout as it is stored.
+
+        Raises:
+            UnsupportedValueError: it cannot be.
+        """
+        if not is_storable(self.shape):
+            raise UnsupportedValueError(f"a tensor of shape {list(self.shape)} cannot be stored")
         cuts = self.cuts()
         if cuts is not None:
             return LayoutRecord(list(self.shape), cuts)
@@ -117,7 +139,7 @@ class Layout:
             CheckpointCorruptedError: too many boxes, or boxes that are not inside the tensor.
         """
         shape = tuple(record.shape)
-        if any(not 0 <= n < 2**58 for n in shape) or len(shape) > 32 or math.prod(shape) >= 2**58:
+        if not is_storable(shape):
             raise CheckpointCorruptedError(f"a layout has the shape {str(shape)[:200]}")
         if record.cuts is not None:
             return _checked_grid(shape, record.cuts, most)

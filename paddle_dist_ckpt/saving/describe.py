@@ -19,6 +19,7 @@ from ..core.columns import IntArray, pack_column, pack_signed
 from ..core.decoding import json_cost
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, NoCopies, Request, Scattered, read_scattered
 from ..core.dtypes import DTYPES
+from ..core.layouts import MOST_DIMENSIONS, is_storable
 from ..core.local_tensors import LocalShards, LocalTensors, device_arrays
 from ..core.memory import Bytes1D, address_of, array_at, gather
 from ..core.messages import encode
@@ -244,6 +245,7 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Seq
     else:
         tensors = LocalTensors()
         problems += tensors.look_at(leaves.tensor_paths, leaves.tensors, adapter).values()
+        problems += _too_large(tensors)
     values = _encoded(leaves, rank, before, problems)
     if problems:
         raise UnsupportedValueError("the state_dict holds what cannot be stored:\n" + "\n".join(problems))
@@ -253,6 +255,17 @@ def describe(state_dict: dict[Any, Any], adapter: Adapter, rank: int, known: Seq
             geometry = Geometry(Kind.VALUE, DTYPES["uint8"], array.shape, True, (LocalShard(whole(array.shape)),))
             tensors.add(value.path, TensorView(geometry, (address_of(array),), array, None))
     return LocalState(adapter, tensors, values, same)
+
+
+def _too_large(tensors: LocalTensors) -> Iterator[str]:
+    """A line for each tensor of a shape that a checkpoint cannot have."""
+    unfit = {i for i, geometry in enumerate(tensors.geometries) if not is_storable(geometry.shape)}
+    for path, i in zip(tensors.paths, tensors.geometry, strict=True) if unfit else ():
+        if i in unfit:
+            yield (
+                f"{plain_key(path)}: a tensor of shape {list(tensors.geometries[i].shape)} cannot be stored; at most "
+                f"{MOST_DIMENSIONS} dimensions, and fewer than 2**58 elements, are possible"
+            )
 
 
 _IN_OWN = " (a PerRank takes values alone: of a tensor, its numpy array)"

@@ -40,6 +40,8 @@ class PlannedSave:
         shared: What is written of which others have copies, as numbers of the plan, ascending.
         copied: Of each of these copies which of ``shared`` it is of, rank by rank, ``[copies]``.
         copy_rank: The position of its rank, ``[copies]``.
+        sampled: Counts the saves in which a part of the copies is compared, from anywhere: of states whose plans do not
+            last, too, one part is not compared for ever.
     """
 
     plan_id: int
@@ -53,6 +55,7 @@ class PlannedSave:
     shared: IntArray
     copied: IntArray
     copy_rank: IntArray
+    sampled: int = field(default_factory=lambda: secrets.randbits(16))
     _tables: dict[tuple[tuple[int, ...], ...], ShardTable] = field(default_factory=dict)
 
     def table(self, entries: tuple[tuple[int, ...], ...]) -> ShardTable:

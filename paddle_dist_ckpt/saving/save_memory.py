@@ -42,7 +42,6 @@ class SaveMemory:
         planned: On the coordinator: the last plans, the latest first.
         given_up: On the coordinator: saves that have failed, and perhaps could not remove their files.
         unfinished: Publications of earlier saves that were given up, and may still take effect.
-        sampled: On the coordinator: in how many saves a part of the copies was compared.
     """
 
     turn: Turn = field(default_factory=Turn)
@@ -53,7 +52,6 @@ class SaveMemory:
     planned: list[PlannedSave] = field(default_factory=list)
     given_up: set[str] = field(default_factory=set)
     unfinished: list[StorageCall] = field(default_factory=list)
-    sampled: int = 0
     _buffer: Bytes1D = field(default_factory=lambda: np.empty(0, np.uint8))
     _buffer_is_fast: bool = False
     _touching: Touching | None = None

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,38 @@ def test_addends_of_a_partial_tensor(tmp_path: Path) -> None:
         assert list_checkpoints(tmp_path) == []
         assert list(tmp_path.iterdir()) == []
     all_ok(run_ranks(RANKS, work))
+
+
+class Misrouting(FaultyTransport):
+    """What one rank sends to the two others goes to the wrong one of them, if it is of one size; the digests, too."""
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Bytes1D],
+        incoming: Mapping[int, Bytes1D],
+        senders: Sequence[tuple[int, int]],
+        most: int,
+    ) -> None:
+        if len({data.size for data in outgoing.values()}) == 1:
+            outgoing = dict(zip(outgoing, reversed(outgoing.values()), strict=True))
+        super().exchange(outgoing, incoming, senders, most)
+
+
+def test_what_another_rank_should_have_got_is_not_believed(tmp_path: Path) -> None:
+    array = make_array((600, 900))
+    save_on([{"rows": array}], tmp_path)
+    targets = [{"rows": part} for part in split_rows(array, RANKS, fill=False)]
+
+    def work(rank: SimulatedRank) -> Any:
+        here = tmp_path if rank.rank == 0 else tmp_path / str(rank.rank)  # rank 0 alone has files
+        return rank.load(targets[rank.rank], here, options=LoadOptions(timeout=60, separate_folders=True))
+
+    def over(transport: Transport, rank: int) -> Transport:
+        return Misrouting(transport, lambda *_: None) if rank == 0 else transport
+
+    for error in errors_of(run_ranks(RANKS, work, over=over), CollectiveError):
+        assert list(error.failures) == [1, 2]
+        assert "exchange from rank 0 to rank" in str(error)
 
 
 class Replay:

@@ -199,6 +199,21 @@ def test_another_tenth_in_each_save(tmp_path: Path, in_background: bool, hashed:
     assert max(np.diff([0, *counts])) < nbytes // 5
 
 
+def test_states_that_are_saved_in_turns_are_each_compared_in_full(tmp_path: Path, hashed: list[int]) -> None:
+    states = replicated(2), [{"other": sharded(make_array((9, 9)), everything(make_array((9, 9))))} for _ in range(2)]
+    flip(states[0][1], "large", 70_000)
+    found: list[str] = []
+
+    def work(rank: SimulatedRank) -> None:
+        for unique_id in range(20):
+            report = rank.save(states[unique_id % 2][rank.rank], tmp_path, unique_id, options("sampled"))
+            if rank.rank == 0:
+                found.extend(report.warnings)
+
+    all_ok(run_ranks(2, work))
+    assert len(found) == 1
+
+
 def test_many_tensors_in_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     arrays = {f"w{i:02}": make_array((8, 8), seed=i) for i in range(30)}
     states = [{name: sharded(array, everything(array)) for name, array in arrays.items()} for _ in range(3)]

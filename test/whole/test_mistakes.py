@@ -30,7 +30,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.core.progress import Progress
 from paddle_dist_ckpt.manager.steps import Steps, step_folder
 from paddle_dist_ckpt.storage import as_source, as_storage
-from test.jobs import errors_of, load_alone, save_alone, try_load, try_save
+from test.jobs import errors_of, load_alone, load_whole, save_alone, try_load, try_save
 
 
 @pytest.mark.parametrize("path", ["hdfs:/x", "s3://bucket/x", "file:///x", "gs:/b", Path("hdfs:/x")])
@@ -85,6 +85,7 @@ def test_a_mistake_of_all_ranks_is_raised_as_in_one_process(tmp_path: Path) -> N
         (try_load, [1], "c", TypeError, "state_dict must be a dict, not list"),
         (try_save, [1], "x", TypeError, "state_dict must be a dict, not list"),
         (try_save, {"loader": object()}, "x", UnsupportedValueError, "loader: an object cannot be stored"),
+        (try_save, {"e": np.zeros((0, 2**58), "u1")}, "x", UnsupportedValueError, "e: a tensor of shape [0, 28823"),
         (try_save, saved, "file", FileExistsError, "it is a file, and a folder is needed there: '/d/file'"),
         (try_save, saved, "file/x/y", FileExistsError, "it is a file, and a folder is needed there: '/d/file'"),
     )
@@ -94,6 +95,20 @@ def test_a_mistake_of_all_ranks_is_raised_as_in_one_process(tmp_path: Path) -> N
             assert text in str(error).replace(str(tmp_path), "/d")
             assert "failed in round" not in str(error)
     assert not list(tmp_path.glob("x/*"))
+
+
+def test_what_no_checkpoint_can_have_is_refused_and_what_is_there_stays(tmp_path: Path) -> None:
+    save_alone({"w": np.zeros(3)}, tmp_path)
+    odd: list[tuple[int, ...]] = [(0, 2**58)]
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before, numpy has no more than 32 dimensions either
+        odd.append((1,) * 33)
+    for shape in odd:
+        with pytest.raises(UnsupportedValueError, match="e: a tensor of shape"):
+            save_alone({"w": np.ones(3), "e": np.zeros(shape, "u1")}, tmp_path, 0)
+        assert load_whole(tmp_path)["w"].tolist() == [0] * 3
+    for shape in [(2**29, 0, 2**30), (2**57, 0), (1,) * 32]:
+        save_alone({"e": np.zeros(shape, "u1")}, tmp_path, 0)
+        assert load_whole(tmp_path)["e"].shape == shape
 
 
 def _steps(root: Path, *steps: int) -> None:
