@@ -346,11 +346,27 @@ class Lease:
 def claimed_saves(storage: Storage) -> dict[str, str]:
     """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
     claimed: dict[str, str] = {}
-    for name, parsed in _claims(storage).items():
-        with suppress(FileNotFoundError):
-            saves = _saves_of_claim(_record_of(storage, name, parsed), [known_save_of(storage, parsed.unique_id)])
-            claimed.update(dict.fromkeys(saves, name))
+    for name, (parsed, record) in _records(storage).items():
+        saves = _saves_of_claim(record, [known_save_of(storage, parsed.unique_id)])
+        claimed.update(dict.fromkeys(saves, name))
     return claimed
+
+
+def _records(storage: Storage) -> dict[str, tuple[ClaimName, Claim]]:
+    """What all claims say.
+
+    IMPORTANT: they are read anew when one vanishes meanwhile, for what it said may be in another one by now.
+    """
+    vanished: set[str] = set()
+    while True:
+        found, before = dict[str, tuple[ClaimName, Claim]](), len(vanished)
+        for name, parsed in _claims(storage).items():
+            try:
+                found[name] = parsed, _record_of(storage, name, parsed)
+            except FileNotFoundError:  # each counts once: a link to nowhere is always listed
+                vanished.add(name)
+        if len(vanished) == before:
+            return found
 
 
 def _claims(storage: Storage) -> dict[str, ClaimName]:

@@ -160,6 +160,24 @@ def test_a_save_that_died_before_its_commit_has_replaced_nothing(tmp_path: Path)
     check_holds(tmp_path, {5: 1, 6: 2})
 
 
+def test_what_a_claim_has_spoken_of_that_is_being_taken_over_is_not_rebuilt(tmp_path: Path) -> None:
+    dead_save(tmp_path, 5, last="sync")
+    age_claims(tmp_path)
+    (dead,) = tmp_path.glob("*.claim")
+    leases: list[Lease] = []
+
+    def take_over(operation: str, name: str) -> None:
+        if operation == "read" and name == dead.name and not leases:
+            leases.append(Lease(LocalStorage(tmp_path), 7, automatic=True))
+
+    with pytest.raises(CheckpointNotFoundError, match=r"the claim 7\..* says that it is"):
+        rebuild_metadata(FaultyStorage(tmp_path, take_over))
+    (lease,) = leases
+    commit.remove_saves(lease.storage, lease.doomed)
+    lease.end()
+    assert files_in(tmp_path) == {}
+
+
 # -- interrupts
 
 
