@@ -60,6 +60,7 @@ def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progre
         remove_saves(out, lease.doomed)
         lease.doomed.clear()
         _check_free(out, metadata)
+        _check_unclaimed(lease, metadata)
         lease.take_on(metadata.save_id)  # who finds the claim after a crash removes what was copied by then
         with Progress("copy", sum(info.size for info in metadata.files), progress, True) as bar:
             for file, info in enumerate(metadata.files):
@@ -68,7 +69,14 @@ def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progre
                     _copy_file(source, metadata, file, target, bar)
                     target.sync()
         seal(out, metadata.files)
-        if not publish_metadata(out, metadata.unique_id, data, lease.temporary, False, lease.confirm):
+
+        def confirm() -> None:
+            lease.confirm()
+            # IMPORTANT: in this order. Who had its claim until just now has removed by then what it has removed.
+            _check_unclaimed(lease, metadata)
+            check_sizes(out, metadata, range(len(metadata.files)))
+
+        if not publish_metadata(out, metadata.unique_id, data, lease.temporary, False, confirm):
             raise CheckpointError(f"{out.location}/{metadata_name(metadata.unique_id)} appeared meanwhile")
     except BaseException:
         lease.stop()
@@ -112,6 +120,16 @@ def _check_free(out: Storage, metadata: Metadata) -> None:
     needed, free = sum(info.size for info in metadata.files), out.free_bytes()
     if free is not None and free < needed:
         raise CheckpointError(f"{out.location} has room for {free:,} bytes; {needed:,} are to be copied")
+
+
+def _check_unclaimed(lease: Lease, metadata: Metadata) -> None:
+    """Refuse to make what somebody else is about to remove: a copy has the save's own id, and the same files."""
+    claim = lease.rival(metadata.save_id)
+    if claim is not None:
+        raise CheckpointError(
+            f"files of this checkpoint are being removed from {lease.storage.location}, or put there, as {claim} says; "
+            f"{EXPIRY}"
+        )
 
 
 def _copy_file(source: Storage, metadata: Metadata, file: int, target: WritableFile, progress: Progress) -> None:

@@ -283,6 +283,20 @@ class Lease:
                     found[name] = record
         return found
 
+    def rival(self, save: str) -> str | None:
+        """The claim of somebody else, not known to be dead, who makes or removes files of this save, or is about to.
+
+        On a full disk it cannot be said what is deleted, so that every deletion under the id counts.
+        """
+        now = self._now()
+        for name, (parsed, record) in _records(self.storage).items():
+            deletes = record.deletes and not record.done and parsed.unique_id == self.unique_id
+            if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
+                continue
+            if not _is_expired(self.storage, name, now):
+                return name
+        return None
+
     def mark_done(self, committed_as: int | None = None) -> None:
         """Say that the save is committed, under this id if not under the one that it has set out for; or that what it
         deletes is committed no more."""

@@ -27,8 +27,9 @@ from paddle_dist_ckpt import (
     rebuild_metadata,
     verify,
 )
+from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
-from paddle_dist_ckpt.folder.delete import delete
+from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -468,3 +469,89 @@ def test_a_copy_of_what_is_deleted_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         copy_checkpoint(FaultyStorage(tmp_path / "a", delete), tmp_path / "b", 1)
     assert files_in(tmp_path / "b") == {}
+
+
+# -- copies of what somebody else removes
+
+
+def copied(tmp_path: Path) -> tuple[Path, Path, str]:
+    """A checkpoint 1, a copy of it, and the save of which they are."""
+    saved(tmp_path / "a", 1)
+    return tmp_path / "a", tmp_path / "b", copy_checkpoint(tmp_path / "a", tmp_path / "b").save_id
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_nothing_is_copied_to_where_it_is_being_removed(tmp_path: Path, full: bool) -> None:
+    """Nor where the disk is too full to say so in the claim."""
+    source, folder, save = copied(tmp_path)
+    claims: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if full and operation == "publish":
+            claims.append(name)
+            if len(claims) != 2:  # but for an empty one
+                raise OSError(errno.ENOSPC, "No space left on device", name)
+
+    deletion = begin_deletion(FaultyStorage(folder, hook), 1, save)
+    remove_saves(LocalStorage(folder), deletion.saves)  # as one rank of each folder does, before all is removed again
+    with pytest.raises(CheckpointError, match=r"are being removed from .*, as 1\..*\.claim says; try again"):
+        copy_checkpoint(source, folder)
+    deletion.finish()
+    assert files_in(folder) == {}
+    copy_checkpoint(source, folder)
+    check_holds(folder, 1)
+
+
+def test_nothing_is_copied_to_where_a_save_is_about_to_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its ranks are to remove was found out when it began."""
+    source, folder, save = copied(tmp_path)
+    deletion = begin_deletion(LocalStorage(folder), 1, save)  # it dies at the end
+    remove_saves(LocalStorage(folder), deletion.saves)
+    for claim in folder.glob("*.claim"):
+        age(claim)
+    refused: list[str] = []
+
+    def remove(storage: Any, saves: list[str]) -> None:
+        assert save in saves
+        with pytest.raises(CheckpointError, match="are being removed from") as caught:
+            copy_checkpoint(source, folder)
+        refused.append(str(caught.value))
+        remove_saves(storage, saves)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paddle_dist_ckpt.saving.rank_files.remove_saves", remove)
+        saved(folder, 2)
+    assert len(refused) == 1
+    copy_checkpoint(source, folder)
+    check_holds(folder, 1, 2)
+
+
+def test_a_copy_is_not_committed_when_somebody_is_about_to_remove_it(tmp_path: Path) -> None:
+    source, folder, save = copied(tmp_path)
+    delete_checkpoint(folder, 1)
+    leases: list[Lease] = []
+
+    def claim(operation: str, name: str) -> None:
+        if operation == "publish" and name == "1.metadata":
+            leases.append(Lease(LocalStorage(folder), 9, automatic=True))
+            leases[0].take_on(save)
+
+    with pytest.raises(CheckpointError, match=r"are being removed from .*, as 9\..*\.claim says"):
+        copy_checkpoint(source, FaultyStorage(folder, claim))
+    leases[0].end()
+    assert files_in(folder) == {}
+
+
+def test_a_copy_is_not_committed_when_somebody_has_removed_it(tmp_path: Path) -> None:
+    source, folder, save = copied(tmp_path)
+    delete_checkpoint(folder, 1)
+
+    def remove(operation: str, name: str) -> None:
+        if operation == "publish" and name == "1.metadata":
+            remove_saves(LocalStorage(folder), [save])
+
+    with pytest.raises(CheckpointCorruptedError, match="is missing"):
+        copy_checkpoint(source, FaultyStorage(folder, remove))
+    assert files_in(folder) == {}
