@@ -68,7 +68,7 @@ def carry_out(plan: PrunePlan) -> Pruned:
     begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned])
     for step, removal in begun.items():
         removal.finish()
-        remove_step(plan.root, step, removal.saves)
+        remove_step(plan.root, step, ())  # the files are gone, and what has their names now is somebody else's
     still = [step for step in plan.doomed if step in plan.steps.metrics]
     return Pruned(
         kept=sorted([*plan.kept, *still]),

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, rebuild_metadata
+from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, copy_checkpoint, rebuild_metadata, verify
 from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.lease import is_abandoned
+from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import Folders, LocalStorage
@@ -98,6 +99,21 @@ def test_a_damaged_step_is_logged_and_not_counted(tmp_path: Path, caplog: pytest
     (step_folder(tmp_path, 2) / "2.metadata").write_bytes(b"rubbish")
     assert list(look(tmp_path).metrics) == [1]
     assert "not counted among the steps" in caplog.text
+
+
+def test_what_is_copied_back_after_it_was_pruned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save_step(tmp_path / "run", step)
+    copy_checkpoint(step_folder(tmp_path / "run", 1), tmp_path / "backup")
+
+    def remove(root: Path, step: int, saves: Collection[str]) -> None:
+        assert not list(step_folder(root, step).glob("*.claim"))
+        copy_checkpoint(tmp_path / "backup", step_folder(root, step))
+        remove_step(root, step, saves)
+
+    monkeypatch.setattr(prune, "remove_step", remove)
+    assert prune.carry_out(prune.plan_prune(tmp_path / "run", Retention(1, None, None))).removed == [1]
+    assert verify(step_folder(tmp_path / "run", 1)).ok
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE])
