@@ -81,7 +81,7 @@ def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progre
     except BaseException:
         lease.stop()
         with suppress(OSError, CheckpointError):  # a later save does what is left to do
-            _undo(out, metadata, made)
+            _undo(lease, metadata, made)
             out.delete(lease.temporary)
             lease.withdraw(metadata.save_id)
         raise
@@ -96,9 +96,14 @@ def _create(out: Storage, name: str, made: list[str]) -> WritableFile:
         raise
 
 
-def _undo(out: Storage, metadata: Metadata, made: list[str]) -> None:
-    """Remove what was copied, unless it turns out to be committed."""
-    if metadata.save_id not in committed_saves(out):
+def _undo(lease: Lease, metadata: Metadata, made: list[str]) -> None:
+    """Remove what was copied, unless it turns out to be committed, or to be somebody else's.
+
+    Who has taken this copy for dead has removed its claim and files. What has their names now may be another copy's.
+    """
+    out = lease.storage
+    ours = lease.name in out.names() or metadata.save_id not in claimed_saves(out)
+    if ours and metadata.save_id not in committed_saves(out):
         for name in made:
             out.delete(name)
 

@@ -555,3 +555,42 @@ def test_a_copy_is_not_committed_when_somebody_has_removed_it(tmp_path: Path) ->
     with pytest.raises(CheckpointCorruptedError, match="is missing"):
         copy_checkpoint(source, FaultyStorage(folder, remove))
     assert files_in(folder) == {}
+
+
+def test_a_copy_that_was_taken_for_dead_leaves_the_files_of_the_next_one(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    folder, leases = tmp_path / "b", list[Lease]()
+
+    def take_over(operation: str, name: str) -> None:
+        if operation == "sync_file" and name.endswith(".safetensors"):
+            (claim,) = folder.glob("*.claim")
+            age(claim)
+            leases.append(Lease(LocalStorage(folder), 1, automatic=True))
+            (save,) = {save for save in leases[0].doomed if save not in claim.name}
+            remove_saves(leases[0].storage, leases[0].doomed)
+            leases[0].take_on(save)
+            shutil.copy(tmp_path / "a" / name, folder)
+
+    with pytest.raises(CheckpointError, match="another save took this one"):
+        copy_checkpoint(tmp_path / "a", FaultyStorage(folder, take_over))
+    assert [path.name for path in data_files(folder)] == [path.name for path in data_files(tmp_path / "a")]
+    leases[0].end()
+
+
+def test_a_copy_that_was_taken_for_dead_removes_what_it_has_made_after_that(tmp_path: Path) -> None:
+    save_on([{"w": half} for half in split_rows(CUT, 2)], tmp_path / "a", 1)
+    folder, taken = tmp_path / "b", list[str]()
+
+    def take_over(operation: str, name: str) -> None:
+        if operation == "sync_file" and name.endswith(".safetensors") and not taken:
+            taken.append(name)
+            for claim in folder.glob("*.claim"):
+                age(claim)
+            lease = Lease(LocalStorage(folder), 2, automatic=True)
+            remove_saves(lease.storage, lease.doomed)
+            lease.end()
+
+    with pytest.raises(CheckpointError, match="is gone before it could be committed"):
+        copy_checkpoint(tmp_path / "a", FaultyStorage(folder, take_over))
+    assert taken
+    assert files_in(folder) == {}
