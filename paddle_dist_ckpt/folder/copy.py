@@ -53,8 +53,20 @@ def copy(source: Storage, out: Storage, unique_id: int | None, progress: bool | 
 def _copy(source: Storage, out: Storage, metadata: Metadata, data: bytes, progress: bool | None) -> None:
     """Copy a checkpoint of which ``data`` is the `.metadata`."""
     check_sizes(source, metadata, range(len(metadata.files)))
+    begun: list[Lease] = []
+    try:
+        _copy_claimed(source, out, metadata, data, progress, begun)
+    finally:
+        for lease in begun:  # a claim that is kept fresh is in others' way for as long as the process lives
+            lease.stop()
+
+
+def _copy_claimed(
+    source: Storage, out: Storage, metadata: Metadata, data: bytes, progress: bool | None, begun: list[Lease]
+) -> None:
+    """See :func:`_copy`; ``begun`` gets the lease."""
     out.prepare()
-    lease = Lease(out, metadata.unique_id, automatic=True)
+    lease = Lease(out, metadata.unique_id, automatic=True, made=begun)
     made: list[str] = []
     try:
         remove_saves(out, lease.doomed)

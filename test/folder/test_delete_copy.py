@@ -440,6 +440,26 @@ def test_a_copy_that_cannot_open_what_it_has_made_leaves_nothing(
     check_holds(tmp_path / "to", 1)
 
 
+def test_a_copy_that_is_interrupted_after_its_commit_keeps_its_claim_fresh_no_more(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    before = set(threading.enumerate())
+
+    def interrupt(operation: str, name: str) -> None:
+        if operation == "names" and (tmp_path / "b" / "1.metadata").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy(LocalStorage(tmp_path / "a"), FaultyStorage(tmp_path / "b", interrupt), 1, False)
+    assert list_checkpoints(tmp_path / "b") == [1]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), thread.name
+    (claim,) = (tmp_path / "b").glob("*.claim")
+    age(claim)
+    saved(tmp_path / "b", 2)
+    check_holds(tmp_path / "b", 1, 2)
+
+
 @pytest.mark.parametrize("operation", ["size", "open"])
 def test_a_copy_starts_again_when_its_checkpoint_is_replaced(tmp_path: Path, operation: str) -> None:
     saved(tmp_path / "a", 1)
