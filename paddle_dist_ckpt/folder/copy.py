@@ -65,8 +65,11 @@ def _copy_claimed(
     source: Storage, out: Storage, metadata: Metadata, data: bytes, progress: bool | None, begun: list[Lease]
 ) -> None:
     """See :func:`_copy`; ``begun`` gets the lease."""
-    out.prepare()
-    lease = Lease(out, metadata.unique_id, automatic=True, made=begun)
+    try:
+        lease = _begin(out, metadata.unique_id, begun)
+    except FileNotFoundError:
+        # Until there is a claim in it, whoever has removed what the folder had may remove the folder as well.
+        lease = _begin(out, metadata.unique_id, begun)
     made: list[str] = []
     try:
         remove_saves(out, lease.doomed)
@@ -98,6 +101,11 @@ def _copy_claimed(
             lease.withdraw(metadata.save_id)
         raise
     finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
+
+
+def _begin(out: Storage, unique_id: int, begun: list[Lease]) -> Lease:
+    out.prepare()
+    return Lease(out, unique_id, automatic=True, made=begun)
 
 
 def _create(out: Storage, name: str, made: list[str]) -> WritableFile:

@@ -440,6 +440,20 @@ def test_a_copy_that_cannot_open_what_it_has_made_leaves_nothing(
     check_holds(tmp_path / "to", 1)
 
 
+def test_a_copy_whose_empty_folder_is_removed_makes_it_again(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1)
+    removed: list[str] = []
+
+    def remove(operation: str, name: str) -> None:
+        if operation == "publish" and not removed:
+            removed.append(name)
+            (tmp_path / "b").rmdir()
+
+    copy(LocalStorage(tmp_path / "a"), FaultyStorage(tmp_path / "b", remove), 1, False)
+    assert removed
+    check_holds(tmp_path / "b", 1)
+
+
 def test_a_copy_that_is_interrupted_after_its_commit_keeps_its_claim_fresh_no_more(tmp_path: Path) -> None:
     saved(tmp_path / "a", 1)
     before = set(threading.enumerate())
