@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from ..core.box import Box
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import dtype_named
-from ..core.local_tensors import LocalTensors
+from ..core.local_tensors import LocalTensors, overlaps_itself
 from ..core.parts import Arranged, IdleStatement, Part, SourceTensor
 from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
 from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
 from ..recipes import Recipe, filled, placeholders, stored_keys
 from .messages import LoadAnswer, Mismatch
+from .wording import OVERLAPS_ITSELF
 
 __all__ = ["Matching", "PartTargets", "expand", "key_pattern", "match_recipes", "with_hint"]
 
@@ -124,6 +125,12 @@ def expand(
         stored = [elsewhere.get(path, path) for path in tensors.paths]
         return PartTargets(tensors, stored, [cast] * len(stored))
     result = PartTargets(LocalTensors(), [], [])
+
+    @functools.cache
+    def overlapping(number: int) -> bool:
+        geometry = tensors.geometries[number]
+        return any(overlaps_itself(geometry, piece) for piece in geometry.shards)
+
     shard = 0
     for i, path in enumerate(tensors.paths):
         geometry = tensors.geometries[tensors.geometry[i]]
@@ -144,6 +151,9 @@ def expand(
         if reason is not None:
             keys = ", ".join(dict.fromkeys(part.key for part in made.parts))
             result.problems.append(Mismatch.at(path, f"{reason} (of {keys})"))
+            continue
+        if overlapping(tensors.geometry[i]):  # which the parts may not do, each by itself
+            result.problems.append(Mismatch.at(path, OVERLAPS_ITSELF))
             continue
         for part in made.parts:
             source = answer.sources[part.key]

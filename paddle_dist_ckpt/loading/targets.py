@@ -28,6 +28,7 @@ from .messages import Mismatch
 from .recipes import PartTargets
 from .resize import Rules, resize
 from .shared_memory import SharedMemory, find_shared_memory
+from .wording import OVERLAPS_ITSELF
 
 __all__ = ["Targets"]
 
@@ -309,7 +310,7 @@ def _mismatch(geometry: Geometry, table: ShardTable, tensor: int, cast: bool) ->
     if not geometry.writable:
         return "the target array is read-only"
     if any(overlaps_itself(geometry, piece) for piece in geometry.shards):
-        return "elements of the target share memory with each other"
+        return OVERLAPS_ITSELF
     if layout.shape != geometry.shape:
         return f"the target has shape {list(geometry.shape)}, the checkpoint {list(layout.shape)}"
     if stored is not geometry.dtype and not (cast and can_cast(stored, geometry.dtype)):

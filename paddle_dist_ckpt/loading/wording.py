@@ -15,6 +15,7 @@ __all__ = [
     "NOT_STORED",
     "NO_ENTRY",
     "OF_TENSORS",
+    "OVERLAPS_ITSELF",
     "SET",
     "value_text",
 ]
@@ -33,6 +34,8 @@ DICTS = ("dict", "empty", "nothing")
 """What :class:`.messages.WantedPaths` calls dicts that stand for values."""
 NO_ENTRY = "no such entry in its object"
 """What a state_dict has where an object has nothing yet."""
+OVERLAPS_ITSELF = "elements of the target share memory with each other"
+"""Why a tensor cannot be filled, whatever is stored."""
 
 
 def value_text(is_dict: bool) -> str:

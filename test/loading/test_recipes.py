@@ -263,6 +263,17 @@ def test_sums_and_tied_tensors(folder: Path) -> None:
     assert not memory.any()
 
 
+@pytest.mark.parametrize("step", [0, 4])
+@pytest.mark.parametrize("rows", [(0, 1), (1, 3)])
+def test_a_target_whose_parts_share_memory_is_a_mismatch(folder: Path, rows: tuple[int, int], step: int) -> None:
+    memory = np.zeros(16, "float32")
+    parts = [stored("q")[slice(*rows), 0:3], stored("v")[0:1, 0:3]]
+    target = np.lib.stride_tricks.as_strided(memory, (1 + rows[1] - rows[0], 3), (step, 4))
+    with pytest.raises(StateDictMismatchError, match="x: elements of the target share memory with each other"):
+        load_alone({"x": target}, folder, options=options({"x": concat(*parts)}))
+    assert not memory.any()
+
+
 # -- dtypes
 
 
