@@ -88,11 +88,11 @@ class Fit:
         cells = Boxes.of(boxes, dimensions)
         wanted, self._cell_shape = WantedBoxes(targets.tensor, cells.take(targets.cell)), cells.shape
         plan = plan_load(table, wanted)
-        filled = np.ones(len(targets), bool)
-        filled[plan.uncovered] = False
         self.problems += list(map(self._uncovered, plan.uncovered.tolist()))
-        targets.stage_shared(np.flatnonzero(filled))
-        kept = filled[plan.wanted]
+        targets.filled[plan.uncovered] = False
+        targets.leave(set(map(targets.path, plan.uncovered.tolist())))
+        targets.stage_shared()
+        kept = targets.filled[plan.wanted]
         self._target, self._shard, self._like = plan.wanted[kept], plan.shard[kept], plan.like[kept]
         self._alike = plan.alike
         self._latest_boxes: tuple[int, _Boxes] | None = None
@@ -165,8 +165,9 @@ class Fit:
         return {path for path in self.wanted.tensors.paths if plain_key(path) in unfit} if unfit else set()
 
     def needs(self, staged: bool) -> IntArray:
-        """The needs whose targets are looked at before they are used, or all the others."""
-        return narrow(np.flatnonzero(self.targets.staged[self._target] == staged))
+        """The needs whose targets are looked at before they are used, or all the others; of targets that are filled."""
+        targets = self.targets
+        return narrow(np.flatnonzero((targets.filled & (targets.staged == staged))[self._target]))
 
     def device_groups(self, needs: IntArray, most: int) -> tuple[IntArray, list[tuple[IntArray, IntArray]]]:
         """Divide some needs: those of targets on the host, or staged; and targets on a device in groups of at most

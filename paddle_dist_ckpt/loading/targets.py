@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Targets:
         address: Where its data go, ``[rows]``.
         staged: Whether it goes to a buffer that is looked at before anything else is touched, ``[rows]``.
         on_device: Whether its tensor is in a device's memory, ``[rows]``.
+        filled: Whether it is filled, as far as is known, ``[rows]``.
         problems: What does not fit.
         resized: What of tensors of another length is left as it is or left out.
     """
@@ -78,11 +79,13 @@ class Targets:
         asked = set(place.tolist())  # also for what does not fit, which stays as it is
         refused, self.resized = resize(tensors, table, place, rules)
         cast = np.array(parts.cast, bool)
-        for tensor, reason in {**_find_mismatches(tensors, table, place, cast), **refused}.items():
-            self.problems.append(Mismatch.at(tensors.paths[tensor], reason))
-            place[tensor] = -1
+        refused = {**_find_mismatches(tensors, table, place, cast), **refused}
+        self.problems += [Mismatch.at(tensors.paths[tensor], reason) for tensor, reason in refused.items()]
+        if refused:
+            place[self._are_at({tensors.paths[tensor] for tensor in refused})] = -1
         self._values = self._add_values(left_out, asked)
-        first_value, place = len(place), np.append(place, np.array([t for t, _ in self._values], np.int64))
+        self._first_value = first_value = len(place)
+        place = np.append(place, np.array([t for t, _ in self._values], np.int64))
 
         pieces = LocalShards(tensors.geometries, np.array(tensors.geometry, np.int64))
         self.cells = pieces.cells
@@ -102,15 +105,31 @@ class Targets:
         self.on_device = np.array([geometry.on_device for geometry, _ in self.cells], bool)[self.cell]
         sizes = [piece.box.size * geometry.dtype.itemsize for geometry, piece in self.cells]
         self.nbytes = np.array(sizes, np.int64)[self.cell]
+        self.filled: Mask = np.ones(len(rows), bool)
         columns = (pieces.tensor[zeros].tolist(), pieces.cell[zeros].tolist(), addresses[zeros].tolist())
-        self._zeros = [self._memory(*row) for row in zip(*columns, strict=True)]
+        self._zeros = [(row[0], self._memory(*row)) for row in zip(*columns, strict=True)]
         if self._zeros:
-            for i in self._overwritten(pieces.cell[zeros], addresses[zeros]):
-                reason = "a sum's addend that becomes zero here, and it shares memory with another target"
-                self.problems.append(Mismatch.at(tensors.paths[columns[0][i]], reason))
+            overwriting = [
+                tensors.paths[columns[0][i]] for i in self._overwritten(pieces.cell[zeros], addresses[zeros])
+            ]
+            reason = "a sum's addend that becomes zero here, and it shares memory with another target"
+            self.problems += [Mismatch.at(path, reason) for path in overwriting]
+            self.leave(set(overwriting))
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def leave(self, paths: Set[str]) -> None:
+        """Leave the tensors at these paths as they are, whole."""
+        if paths:
+            left = self._are_at(paths)
+            left[self._first_value :] = False
+            self.filled &= ~left[self._owner]
+            self._zeros = [(tensor, memory) for tensor, memory in self._zeros if not left[tensor]]
+
+    def _are_at(self, paths: Set[str]) -> Mask:
+        """Which tensors, and parts of tensors, are at some paths, ``[tensors]``."""
+        return np.array([path in paths for path in self._tensors.paths], bool)
 
     def _overwritten(self, cell: IntArray, address: IntArray) -> list[int]:
         """Which addends of zero, each one of the cells at an address, would write to memory that rows are read to."""
@@ -248,38 +267,38 @@ class Targets:
         reach = np.array([reach_of(geometry, piece) for geometry, piece in self.cells], np.int64).reshape(-1, 2)
         return self.address + reach[self.cell, 0], self.address + reach[self.cell, 1]
 
-    def stage_shared(self, rows: IntArray) -> None:
-        """Give buffers to those among some rows, all that are filled, that share memory with others."""
-        self._shared = find_shared_memory(self, rows[~self.staged[rows]])
+    def stage_shared(self) -> None:
+        """Give buffers to those that are filled and share memory with others."""
+        self._shared = find_shared_memory(self, np.flatnonzero(self.filled & ~self.staged))
         for row in (row for shared in self._shared for row in shared.rows):
             self.place(row, np.empty(self.nbytes[row], np.uint8))
             self.staged[row] = True
 
     def compare_shared(self) -> list[Mismatch]:
-        """The problems with targets that share memory: stored data that differ. Such memory is not filled."""
+        """The problems with targets that share memory: stored data that differ. Their tensors are left as they are."""
         problems: list[Mismatch] = []
-        agreeing = []
+        left: set[str] = set()
         for shared in self._shared:
             if shared.agrees(self):
-                agreeing.append(shared)
                 continue
             paths = dict.fromkeys(self.path(row) for row in shared.rows)
             others = ", ".join(sorted(map(plain_key, paths)))
             text = f"shares memory with others of {others}, but the stored data differ"
             problems += [Mismatch.at(path, text) for path in paths]
-        self._shared = agreeing
+            left.update(paths)
+        self.leave(left)
         return problems
 
     def finish(self, copies: Copies) -> None:
         """Fill what is not filled from files: shared memory from buffers, addends of zero."""
-        for row in (row for shared in self._shared for row in shared.rows):
+        for row in (row for shared in self._shared for row in shared.rows if self.filled[row]):
             memory = self.memory(row)
             if isinstance(memory, DeviceArray):
                 write_all([(memory, int(self.address[row]))], self._buffers[row], copies)
                 copies.mark().wait()
             else:
                 memory[...] = self.array(row)
-        for memory in self._zeros:
+        for _, memory in self._zeros:
             if isinstance(memory, DeviceArray):
                 memory.clear(copies)
             else:

@@ -14,6 +14,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.errors import StateDictMismatchError
 from paddle_dist_ckpt.options import LoadOptions
+from paddle_dist_ckpt.recipes import concat, stored
 from paddle_dist_ckpt.testing import ShardedArray
 from test.jobs import blank_like, load_alone, load_on, make_array, same_bits, save_alone
 
@@ -84,6 +85,9 @@ def test_an_addend_that_becomes_zero_overwrites_no_other_target(tmp_path: Path) 
 
     with pytest.raises(StateDictMismatchError, match=r"a: a sum's addend .* shares memory"):
         load_on(addends(apart=False), tmp_path)
+    states = addends(apart=False)
+    load_on(states[1:], tmp_path, options=LAX)
+    assert same_bits(states[1]["b"], array)
     states = addends(apart=True)
     load_on(states, tmp_path)
     assert all(same_bits(state["b"], array) for state in states)
@@ -113,6 +117,40 @@ def test_targets_whose_rows_lie_between_each_other_are_both_filled(tmp_path: Pat
     report = load_alone({"a": memory[:, :15], "b": memory[:, 15:]}, tmp_path)
     assert not report.skipped
     assert same_bits(memory, np.hstack([left, right]))
+
+
+# -- a tensor in several parts, one of which is not loaded
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_tensor_made_of_several_is_left_whole(tmp_path: Path, exchange: Any) -> None:
+    save_alone({name: make_array((1, 30), seed=i) for i, name in enumerate("abvx")}, tmp_path)
+    memory, other = blank_like(make_array((2, 30))), blank_like(make_array((1, 30)))
+    recipes = {"w": concat(stored("a"), stored("b"))}
+    options = LoadOptions(strict=False, recipes=recipes, exchange=exchange, timeout=60)
+    report, _ = load_on([{"w": memory, "v": memory[:1], "x": other}, {}], tmp_path, options=options)
+    assert report.skipped_keys == ("w", "v")
+    assert same_bits(memory, blank_like(memory))
+    assert same_bits(other, make_array((1, 30), seed=3))
+
+
+def test_a_tensor_of_several_boxes_is_left_whole(tmp_path: Path) -> None:
+    save_alone({"w": make_array((3, 4)), "v": make_array((1, 2), seed=1)}, tmp_path)
+    first, second = blank_like(make_array((1, 2))), blank_like(make_array((2, 4)))
+    target = ShardedArray((3, 4), DTYPES["float32"], [Box((0, 2), (1, 2)), Box((1, 0), (2, 4))], [first, second])
+    report = load_alone({"w": target, "v": first}, tmp_path, None, LAX)
+    assert report.skipped_keys == ("w", "v")
+    assert same_bits(first, blank_like(first))
+    assert same_bits(second, blank_like(second))
+
+
+def test_a_tensor_of_which_one_box_is_uncovered_is_left_whole(tmp_path: Path) -> None:
+    save_alone({"w": make_array((10, 4))}, tmp_path)
+    pieces = [blank_like(make_array((2, 4))) for _ in range(2)]
+    target = ShardedArray((10, 4), DTYPES["float32"], [Box((0, 0), (2, 4)), Box((9, 0), (2, 4))], pieces)
+    report = load_alone({"w": target}, tmp_path, None, LAX)
+    assert report.skipped_keys == ("w",)
+    assert all(same_bits(piece, blank_like(piece)) for piece in pieces)
 
 
 # -- targets for which there is nothing
