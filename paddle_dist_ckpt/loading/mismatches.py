@@ -58,7 +58,7 @@ class MismatchCheck:
         left, and the keys that nothing asks for and the statements that change nothing if these are problems."""
         ranks: dict[Mismatch, list[int]] = {}
         for rank, problems in sorted(by_rank.items()):
-            for problem in problems:
+            for problem in dict.fromkeys(problems):
                 ranks.setdefault(problem, []).append(rank)
         ranks.update((problem, list(by_rank)) for problem in left)
         surplus = self._surplus(ranks, unused, idle)

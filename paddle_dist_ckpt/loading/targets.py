@@ -32,6 +32,8 @@ from .wording import OVERLAPS_ITSELF
 
 __all__ = ["Targets"]
 
+_MOST_NAMED = 5  # tensors, in what is said of one that shares memory with them
+
 Array = npt.NDArray[Any]
 
 
@@ -276,18 +278,12 @@ class Targets:
 
     def compare_shared(self) -> list[Mismatch]:
         """The problems with targets that share memory: stored data that differ. Their tensors are left as they are."""
-        problems: list[Mismatch] = []
-        left: set[str] = set()
+        others: dict[str, set[str]] = {}
         for shared in self._shared:
-            if shared.agrees(self):
-                continue
-            paths = dict.fromkeys(self.path(row) for row in shared.rows)
-            others = ", ".join(sorted(map(plain_key, paths)))
-            text = f"shares memory with others of {others}, but the stored data differ"
-            problems += [Mismatch.at(path, text) for path in paths]
-            left.update(paths)
-        self.leave(left)
-        return problems
+            for row, found in shared.disagreeing(self).items():
+                others.setdefault(self.path(row), set()).update(map(self.path, found))
+        self.leave(others.keys())
+        return [Mismatch.at(path, _shared_text(found - {path})) for path, found in others.items()]
 
     def finish(self, copies: Copies) -> None:
         """Fill what is not filled from files: shared memory from buffers, addends of zero."""
@@ -338,6 +334,15 @@ def _mismatch(geometry: Geometry, table: ShardTable, tensor: int, cast: bool) ->
     if geometry.reduction is not None and geometry.reduction.operation == "prod":
         return "loading into a partial tensor of products is not supported"
     return None
+
+
+def _shared_text(others: Set[str]) -> str:
+    """Why a tensor cannot be filled that shares memory with others, perhaps with more than these."""
+    if not others:
+        return OVERLAPS_ITSELF
+    names = sorted(map(plain_key, others))
+    shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    return f"shares memory with {shown}, but the stored data differ"
 
 
 def _becomes_zero(geometry: Geometry) -> bool:

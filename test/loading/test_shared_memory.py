@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from paddle_dist_ckpt.errors import StateDictMismatchError
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.recipes import concat, stored
 from paddle_dist_ckpt.testing import ShardedArray
-from test.jobs import blank_like, load_alone, load_on, make_array, same_bits, save_alone
+from test.jobs import blank_like, errors_of, load_alone, load_on, make_array, same_bits, save_alone, try_load
 
 EXCHANGES = ("auto", "always", "never")
 LAX = LoadOptions(strict=False)
@@ -117,6 +118,75 @@ def test_targets_whose_rows_lie_between_each_other_are_both_filled(tmp_path: Pat
     report = load_alone({"a": memory[:, :15], "b": memory[:, 15:]}, tmp_path)
     assert not report.skipped
     assert same_bits(memory, np.hstack([left, right]))
+
+
+def test_only_targets_whose_data_differ_are_named(tmp_path: Path) -> None:
+    names = ("q", "q2", "k", "v", "whole", "row")
+    values = dict(zip(names, (1, 7, 2, 3, 4, 3), strict=True))
+    shapes = {"whole": (4, 5), "row": (1, 2)}
+    save_alone({name: np.full(shapes.get(name, (3, 2)), values[name], np.float32) for name in names}, tmp_path)
+    fused, other = np.zeros((3, 6), np.float32), np.zeros((4, 5), np.float32)
+    state = {"q": fused[:, :2], "q2": fused[:, :2], "k": fused[:, 2:4], "v": fused[:, 4:]}
+    state |= {"whole": other, "row": fused[2:, 4:]}
+    with pytest.raises(StateDictMismatchError) as caught:
+        load_alone(dict(state), tmp_path)
+    assert list(caught.value.problems) == [
+        f"{a}: shares memory with {b}, but the stored data differ" for a, b in (("q", "q2"), ("q2", "q"))
+    ]
+    assert not fused.any()
+    report = load_alone(dict(state), tmp_path, None, LAX)
+    assert report.skipped_keys == ("q", "q2")
+    assert fused.tolist() == [[0, 0, 2, 2, 3, 3]] * 3
+    assert (other == 4).all()
+
+
+def test_each_target_is_named_with_those_that_have_some_of_its_elements(tmp_path: Path) -> None:
+    memory = np.zeros((6, 4), np.float32)
+    state = {
+        "scalar": memory[5, :1].reshape(()),
+        "w": memory,
+        "a": memory[:2],
+        "b": memory.T[:, 5:],
+        "c": memory[3:4].view("int16"),
+        "good": memory[4],
+    }
+    saved = {
+        "w": np.ones((6, 4), "f4"),
+        "good": np.ones(4, "f4"),
+        "c": np.ones((1, 8), "i2"),
+        "scalar": np.array(4, "f4"),
+    }
+    save_alone({**saved, "a": np.full((2, 4), 2, "f4"), "b": np.full((4, 1), 3, "f4")}, tmp_path)
+    report = load_alone(dict(state), tmp_path, None, LAX)
+    others = {line.partition(":")[0]: line.partition("with ")[2].partition(", but")[0] for line in report.skipped}
+    assert others == {"w": "a", "a": "w", "b": "scalar, w", "c": "w", "scalar": "b, w"}
+    assert memory.tolist() == [[0] * 4] * 4 + [[1] * 4] + [[0] * 4]
+
+
+@pytest.mark.parametrize("overlapping", [True, False])
+def test_very_many_targets_of_one_memory_are_compared_in_little_time(tmp_path: Path, overlapping: bool) -> None:
+    count, memory = 2000, np.zeros(4000, np.float32)
+    state = {f"v{i}": memory[i : i + 100] if overlapping else memory[:100] for i in range(count)}
+    save_alone({f"v{i}": np.full(100, i, np.float32) for i in range(count)}, tmp_path)
+    start = time.process_time()
+    report = load_alone(dict(state), tmp_path, None, LAX)
+    assert time.process_time() - start < 10
+    assert len(report.skipped) == count
+    assert max(map(len, report.skipped)) < 120
+    assert not memory.any()
+
+
+def test_a_target_in_several_parts_is_named_once(tmp_path: Path) -> None:
+    save_alone({"w": make_array((3, 4)), "v": make_array((1, 2), seed=1), "u": make_array((2, 4), seed=2)}, tmp_path)
+    first, second = blank_like(make_array((1, 2))), blank_like(make_array((2, 4)))
+    boxes = [Box((0, 2), (1, 2)), Box((1, 0), (2, 4))]
+    target = ShardedArray((3, 4), DTYPES["float32"], boxes, [first, second])
+    states: list[dict[str, Any]] = [{"w": target, "v": first, "u": second}, {}]
+    for error in errors_of(try_load(states, tmp_path), StateDictMismatchError):
+        assert sorted(error.problems) == [
+            f"{a}: shares memory with {b}, but the stored data differ (rank 0)"
+            for a, b in (("u", "w"), ("v", "w"), ("w", "u, v"))
+        ]
 
 
 # -- a tensor in several parts, one of which is not loaded
