@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
 import numpy as np
@@ -163,6 +163,29 @@ class Fit:
     def _unfit_tensors(self) -> set[str]:
         unfit = {problem.key for problem in self.problems}
         return {path for path in self.wanted.tensors.paths if plain_key(path) in unfit} if unfit else set()
+
+    def torn(self, problems: Sequence[Mismatch]) -> list[str]:
+        """The flat keys of distributed tensors that this rank leaves because of these problems, while others may load
+        their parts. What the coordinator has found of a tensor is known to all."""
+        keys = {problem.key for problem in problems}.difference(map(plain_key, self.answer.unfit))
+        return [plain_key(path) for path in self._distributed(keys)]
+
+    def leave(self, problems: Sequence[Mismatch]) -> list[Mismatch]:
+        """Leave distributed tensors as they are with which other ranks have these problems; returns those of them that
+        are new to this rank."""
+        known = {problem.key for problem in self.problems} if problems else set()
+        others = {problem.key: problem for problem in problems if problem.key not in known}
+        paths = self._distributed(others.keys())
+        self.targets.leave(set(paths))
+        found = [others[plain_key(path)] for path in paths]
+        self.problems += found
+        return found
+
+    def _distributed(self, keys: Set[str]) -> list[str]:
+        """The paths of distributed tensors at these flat keys."""
+        tensors = self.wanted.tensors
+        columns = zip(tensors.paths, tensors.geometry, strict=True) if keys else ()
+        return [p for p, number in columns if plain_key(p) in keys and not tensors.geometries[number].plain]
 
     def needs(self, staged: bool) -> IntArray:
         """The needs whose targets are looked at before they are used, or all the others; of targets that are filled."""

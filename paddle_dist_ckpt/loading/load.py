@@ -187,7 +187,7 @@ class LeavesLoad:
         def read_staged() -> tuple[list[Mismatch], DoneRequest]:
             run(last)
             problems = fit.look_at_staged()
-            return problems, DoneRequest(problems=problems)
+            return problems, DoneRequest(problems=problems, torn=fit.torn(problems))
 
         def read() -> tuple[dict[str, Any], DoneRequest]:
             run(last)
@@ -201,11 +201,12 @@ class LeavesLoad:
             self.restore(values, fit.untouched)
             return None, DoneRequest()
 
-        skipped = list(fit.skipped)
+        skipped = fit.skipped + fit.leave(decision.left)
         if decision.staged:
             with reading.one_pass(True) as run:
                 last = parts.last(True, run)
-                skipped += self._ask("staged", read_staged, GoOnAnswer, LoadCoordinator.done)[0]
+                problems, answered = self._ask("staged", read_staged, GoOnAnswer, LoadCoordinator.done)
+            skipped += problems + fit.leave(answered.left)
         with reading.one_pass(False) as run:
             last = parts.last(False, self._touching(run))
             self._touched = True
@@ -305,7 +306,8 @@ class LeavesLoad:
         if options.exchange != "always" or len(session.ranks) == 1:
             unreachable = self._files.open([fit.stored.files[name] for name in needed])
         staged = bool(fit.targets.staged.any())
-        return fit, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects)
+        torn = fit.torn(fit.problems)
+        return fit, DecideRequest(fit.problems, needed, unreachable, staged, wanted.has_objects, torn)
 
 
 def _digest(config: Mapping[str, Any] | None) -> str:

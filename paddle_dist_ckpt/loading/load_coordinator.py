@@ -177,6 +177,7 @@ class LoadCoordinator:
             staged=any(n.staged for n in needs.values()),
             objects=any(n.objects for n in needs.values()),
             unused=unused,
+            left=_left_everywhere(needs),
         )
         by_host = self._bytes_by_host(needs)
         if not self._exchange_wanted(by_host, bool(missing)):
@@ -246,7 +247,7 @@ class LoadCoordinator:
         said = {rank: decode(data, DoneRequest) for rank, data in sorted(messages.items())}
         self._mismatches.check({rank: one.problems for rank, one in said.items()})
         gone = {name: reason for one in said.values() for name, reason in one.gone.items()}
-        return dict.fromkeys(messages, encode(GoOnAnswer(self._is_replaced(gone))))
+        return dict.fromkeys(messages, encode(GoOnAnswer(self._is_replaced(gone), _left_everywhere(said))))
 
     def _is_replaced(self, gone: Mapping[str, str]) -> bool:
         """Whether files are gone since the checkpoint was replaced; raise if they are gone for another reason."""
@@ -283,6 +284,19 @@ class LoadCoordinator:
         left = judge(self._metadata, self._answering.names, self._answering.asked, unused, sorted(self._complete))
         self._doubtful = left.doubtful
         return [Mismatch(key, f"{key}: stored, but {NOT_YET}") for key in left.refused]
+
+
+def _left_everywhere(said: Mapping[int, DecideRequest | DoneRequest]) -> list[Mismatch]:
+    """The first problem with each tensor of which some ranks leave their parts, so that all others do as well."""
+    found: dict[str, Mismatch] = {}
+    leaving: Counter[str] = Counter()
+    for rank, one in sorted(said.items()):
+        torn = set(one.torn)
+        leaving.update(torn)
+        for problem in one.problems:
+            if problem.key in torn:
+                found.setdefault(problem.key, Mismatch(problem.key, f"{problem} (rank {rank})"))
+    return [problem for key, problem in found.items() if leaving[key] < len(said)]
 
 
 def _found_nowhere(by_rank: Iterable[Mapping[str, bool]]) -> list[str]:

@@ -167,13 +167,14 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
 class DecideRequest(msgspec.Struct, frozen=True, array_like=True):
     """Round ``decide``: what a rank found when it planned: problems, the files that it needs and how many bytes of each
     it would read, why it cannot read some of them, whether some targets are staged, and whether there are objects to be
-    given their states in the end."""
+    given their states in the end. ``torn`` are flat keys, see :meth:`.fit.Fit.torn`."""
 
     problems: list[Mismatch]
     files: dict[str, int]
     unreachable: dict[str, str]
     staged: bool
     objects: bool = False
+    torn: list[str] = []
 
 
 class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -182,7 +183,7 @@ class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     ``probe`` tells a rank to find out which of the files its folder has. ``shared`` are files of which ranks of one
     host read the same data. ``objects``: the load ends with round ``restore``. ``unused`` are the flat keys that no
-    rank has asked for.
+    rank has asked for. ``left`` are problems of other ranks with tensors that none may load a part of.
     """
 
     restart: bool = False
@@ -193,6 +194,7 @@ class DecideAnswer(msgspec.Struct, frozen=True, array_like=True):
     shared: list[str] = []
     objects: bool = False
     unused: list[str] = []
+    left: list[Mismatch] = []
 
 
 class ShardNeeds(msgspec.Struct, frozen=True, array_like=True):
@@ -312,17 +314,19 @@ class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 class DoneRequest(msgspec.Struct, frozen=True, array_like=True):
     """Rounds ``open``, ``staged``, ``read`` and ``restore``: a rank has done its part; files that it was to read and
-    could not open, with the reasons, and what it found not to fit."""
+    could not open, with the reasons, and what it found not to fit; ``torn`` as in :class:`DecideRequest`."""
 
     gone: dict[str, str] = {}
     problems: list[Mismatch] = []
+    torn: list[str] = []
 
 
 class GoOnAnswer(msgspec.Struct, frozen=True, array_like=True):
     """All ranks have done their parts; or, of round ``open``, the load starts again, since files are gone of a
-    checkpoint that was replaced."""
+    checkpoint that was replaced. ``left`` as in :class:`DecideAnswer`."""
 
     restart: bool = False
+    left: list[Mismatch] = []
 
 
 prepare(list(vars().values()))

@@ -17,7 +17,19 @@ from paddle_dist_ckpt.errors import StateDictMismatchError
 from paddle_dist_ckpt.options import LoadOptions
 from paddle_dist_ckpt.recipes import concat, stored
 from paddle_dist_ckpt.testing import ShardedArray
-from test.jobs import blank_like, errors_of, load_alone, load_on, make_array, same_bits, save_alone, try_load
+from test.jobs import (
+    blank_like,
+    check_pieces,
+    errors_of,
+    load_alone,
+    load_on,
+    make_array,
+    rows_of,
+    same_bits,
+    save_alone,
+    sharded,
+    try_load,
+)
 
 EXCHANGES = ("auto", "always", "never")
 LAX = LoadOptions(strict=False)
@@ -221,6 +233,46 @@ def test_a_tensor_of_which_one_box_is_uncovered_is_left_whole(tmp_path: Path) ->
     report = load_alone({"w": target}, tmp_path, None, LAX)
     assert report.skipped_keys == ("w",)
     assert all(same_bits(piece, blank_like(piece)) for piece in pieces)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_distributed_tensor_that_one_rank_leaves_is_left_on_all(tmp_path: Path, exchange: Any) -> None:
+    array, options = make_array((4, 30)), LoadOptions(strict=False, exchange=exchange, timeout=60)
+    save_alone({"w": array, "plain": make_array((2, 30), seed=1), "all": array}, tmp_path)
+    parts, others = [[blank_like(array[:2]) for _ in range(2)] for _ in range(2)]
+    wholly = sharded(array, [rows_of(array.shape, rank, 2) for rank in range(2)], fill=False)
+    states = [
+        {"w": ShardedArray((4, 30), DTYPES["float32"], [Box((2 * rank, 0), (2, 30))], [parts[rank]]), "all": wholly}
+        for rank in range(2)
+    ]
+    reports = load_on([states[0] | {"plain": parts[0]}, states[1] | {"plain": others[1]}], tmp_path, options=options)
+    assert reports[0].skipped_keys == ("w", "plain")
+    assert reports[1].skipped == ("w: shares memory with plain, but the stored data differ (rank 0)",)
+    assert all(same_bits(part, blank_like(part)) for part in parts)
+    assert same_bits(others[1], make_array((2, 30), seed=1)), "a plain tensor is the rank's own"
+    check_pieces(wholly, array)
+
+
+def test_a_distributed_tensor_of_which_one_part_is_not_stored_is_left_on_all(tmp_path: Path) -> None:
+    save_alone({"odd": make_array((10, 4))}, tmp_path)
+    pieces = [blank_like(make_array((2, 4))) for _ in range(2)]
+    good = ShardedArray((10, 4), DTYPES["float32"], [Box((0, 0), (2, 4))], [pieces[0]])
+    reports = load_on([{"odd": good}, {"odd": uncovered(pieces[1])}, {}], tmp_path, options=LAX)
+    assert [report.skipped_keys for report in reports] == [("odd",), ("odd",), ()]
+    assert reports[0].skipped == (f"{reports[1].skipped[0]} (rank 1)",)
+    assert all(same_bits(piece, blank_like(piece)) for piece in pieces)
+
+
+def test_a_sum_of_which_one_rank_leaves_its_addend_is_left_on_all(tmp_path: Path) -> None:
+    save_alone({"a": make_array((8,)), "b": make_array((8,), seed=1)}, tmp_path)
+    memory = [np.full(8, 10 + rank, np.float32) for rank in range(2)]
+    states: list[dict[str, Any]] = [
+        {"a": ShardedArray((8,), DTYPES["float32"], [Box((0,), (8,))], [one], False, Reduction("sum", rank, 2))}
+        for rank, one in enumerate(memory)
+    ]
+    reports = load_on([states[0] | {"b": memory[0]}, states[1]], tmp_path, options=LAX)
+    assert reports[1].skipped_keys == ("a",)
+    assert [one.tolist() for one in memory] == [[10] * 8, [11] * 8]
 
 
 # -- targets for which there is nothing
