@@ -45,8 +45,13 @@ class Deletion:
             lease.end()
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
-            with suppress(OSError, CheckpointError):
-                lease.mark_done()  # so that nobody waits
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the files to a later save, for which the claim stays, and let nobody wait."""
+        self._lease.stop()
+        with suppress(OSError, CheckpointError):
+            self._lease.mark_done()
 
 
 def delete(storage: Storage, unique_id: int) -> Metadata:

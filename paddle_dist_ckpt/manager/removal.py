@@ -40,14 +40,20 @@ def remove_together(
         return b""
 
     def end(messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        for step, removal in removals.items():
-            removal.finish()  # with it goes the claim, by which all this would be done after a crash
+        while removals:
+            step = next(iter(removals))
+            removals[step].finish()  # with it goes the claim, by which all this would be done after a crash
+            del removals[step]
             remove_step(root, step, (), opened)
         return dict.fromkeys(messages, b"")
 
-    answer = session.gather_scatter("retain", lambda: _identity(opened(root)), choose)
-    if answer:
-        session.gather_scatter("remove", remove, end)
+    try:
+        answer = session.gather_scatter("retain", lambda: _identity(opened(root)), choose)
+        if answer:
+            session.gather_scatter("remove", remove, end)
+    finally:
+        for removal in removals.values():  # a rank has failed
+            removal.leave()
 
 
 def _identity(storage: Storage) -> bytes:

@@ -19,12 +19,14 @@ from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, copy_check
 from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.lease import is_abandoned
 from paddle_dist_ckpt.manager import prune
+from paddle_dist_ckpt.manager.removal import remove_together
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import Folders, LocalStorage
+from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.storage.helpers import Helpers
-from paddle_dist_ckpt.testing import FaultyStorage, Stall
-from test.jobs import age, load_whole, save_alone
+from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, Stall, run_ranks
+from test.jobs import age, another_host, data_files, errors_of, load_whole, save_alone, save_on
 from test.stalls import helpers_end
 from test.waiting import PATIENCE
 
@@ -291,6 +293,35 @@ def test_what_is_left_of_a_removal_that_was_cut_short_goes_later(tmp_path: Path)
     assert steps.abandoned(9) == [1]
     assert removed(steps, tmp_path, 1)
     assert not folder.exists()
+
+
+def never_wait(seconds: float) -> None:
+    raise AssertionError("it waits")
+
+
+def test_nobody_waits_for_a_removal_that_has_failed_on_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has left goes with the step's next save, on every host."""
+    roots = [tmp_path / "host0", tmp_path / "host1"]
+    states = [{f"x{rank}": np.full(3, rank)} for rank in range(2)]
+    folders = [step_folder(root, 1) for root in roots]
+    save_on(states, [another_host(folder, rank) for rank, folder in enumerate(folders)], 1)
+
+    def refuse(operation: str, name: str) -> None:
+        if operation == "delete" and name.endswith(".safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    def remove(rank: SimulatedRank) -> None:
+        root, hook = roots[rank.rank], refuse if rank.rank else lambda *_: None
+        opened = Folders(lambda folder: FaultyStorage(folder, hook, FolderIdentity(f"host{rank.rank}", 1, 1)))
+        with rank.hub.session("save_state_dict", PATIENCE) as session:
+            remove_together(session, root, lambda: look(root).begin_removals([1], opened), opened)
+
+    errors_of(run_ranks(2, remove), CheckpointError)
+    assert list(look(roots[0]).metrics) == []
+    assert len(data_files(folders[1])) == 1
+    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=never_wait, monotonic=time.monotonic))
+    save_on(states, [another_host(folder, rank) for rank, folder in enumerate(folders)], 1)
+    assert [len(os.listdir(folder)) for folder in folders] == [2, 1]
 
 
 def test_only_what_nobody_works_on_is_abandoned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
