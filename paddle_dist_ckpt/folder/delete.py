@@ -39,7 +39,7 @@ class Deletion:
         try:
             remove_saves(storage, self.saves)
             for name, claim in lease.others(lease.unique_id).items():
-                if claim.done:
+                if claim.done and not claim.deletes:  # what another deletion has left, its claim alone speaks of
                     storage.delete(name)
             storage.sync()
             lease.end()

@@ -312,8 +312,12 @@ class Lease:
     def withdraw(self, *saves: str) -> None:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""
         self.stop()
-        if set(self.doomed) <= set(saves):
+        self.doomed = [save for save in self.doomed if save not in saves]
+        if not self.doomed:
             self.end()
+        elif self._deletes:
+            self.replaces = None  # after all, it removes no checkpoint
+            self.mark_done()  # so that nobody waits
 
     def check_alone(self, everywhere: bool = True) -> None:
         """See that nobody else is saving to the folder, or to this id in it.

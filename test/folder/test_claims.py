@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
 from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
 from paddle_dist_ckpt.folder import commit
-from paddle_dist_ckpt.folder.delete import delete
+from paddle_dist_ckpt.folder.delete import begin_clearing, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage
@@ -265,6 +267,56 @@ def test_a_checkpoint_that_a_frozen_save_may_still_replace_is_not_deleted(tmp_pa
             delete(storage, 1)
     assert list_checkpoints(tmp_path) == ([] if automatic else [1])
     assert len(list(tmp_path.glob("*.claim"))) == 1
+
+
+# -- deletions that are refused
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_nobody_waits_for_a_deletion_that_was_refused_when_it_had_taken_over_a_dead_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    """Its claim has to stay, for it speaks of what the dead save has left."""
+    if committed:
+        save_alone(state(1), tmp_path, 7)
+    dead_save(tmp_path, 7, "sync_file")
+    (dead,) = tmp_path.glob("*.claim")
+    refused: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file" and not refused:
+            age(dead)
+            with pytest.raises(CheckpointError, match="is being saved to") as caught:
+                delete(LocalStorage(tmp_path), 7) if committed else begin_clearing(LocalStorage(tmp_path), 7)
+            refused.append(str(caught.value))
+
+    def never_wait(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(
+        "paddle_dist_ckpt.folder.lease.time", SimpleNamespace(sleep=never_wait, monotonic=time.monotonic)
+    )
+    save_alone(state(2), FaultyStorage(tmp_path, hook), 7)
+    assert refused
+    assert not dead.exists()
+    check_holds(tmp_path, {7: 2})
+
+
+def test_the_claim_of_a_deletion_that_was_refused_does_not_speak_of_the_checkpoint(tmp_path: Path) -> None:
+    save_alone(state(1), tmp_path, 7)
+    dead_save(tmp_path, 8, "sync_file")
+    (dead,) = tmp_path.glob("*.claim")
+    other = Lease(LocalStorage(tmp_path), 9, automatic=False)
+    age(dead)
+    with pytest.raises(CheckpointError, match="is being saved to"):
+        delete(LocalStorage(tmp_path), 7)
+    other.end()
+    assert len(list(tmp_path.glob("7.*.claim"))) == 1
+    (tmp_path / "7.metadata").unlink()
+    assert rebuild_metadata(tmp_path).unique_id == 7
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 9)
+    check_holds(tmp_path, {7: 1, 9: 2})
 
 
 # -- frozen saves
