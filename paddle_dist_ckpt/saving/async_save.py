@@ -42,7 +42,7 @@ class AsyncSave:
         self._path, self._finish = path, finish
         self._pid = os.getpid()
         self._future: futures.Future[SaveReport] = futures.Future()
-        self._observed = self.started = False
+        self._observed = False
         # Not a daemon: the interpreter waits for it before it ends. It must start no threads of its own, which is not
         # possible any more by then.
         self._thread = threading.Thread(target=self._run, name="paddle_dist_ckpt save", daemon=False)
@@ -50,17 +50,21 @@ class AsyncSave:
     def start(self) -> None:
         """Start the thread; when the interpreter is ending, do the work at once instead. Called once."""
         if at_exit():
-            self.started = True
             self._work()
         else:
             self._thread.start()
-            self.started = True
+
+    def forestall(self) -> bool:
+        """When :meth:`start` has failed, see to it that nothing is done; returns False if it has begun, and goes on."""
+        return self._future.cancel()
 
     def _run(self) -> None:
         lower_priority()
         self._work()
 
     def _work(self) -> None:
+        if not self._future.set_running_or_notify_cancel():
+            return
         try:
             report = self._finish()
         except BaseException as error:

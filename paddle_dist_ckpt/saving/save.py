@@ -71,20 +71,21 @@ def save(
     files = saving.prepare(state, order, in_background)
     if not in_background:
         return saving.finish(files, after)  # from the memory of ``state``, which stays alive meanwhile
-    rest = opened.pop_all()
+    rest = ExitStack()
 
     def finish() -> SaveReport:
         with rest:
             return saving.finish(files, after)
 
     pending = AsyncSave(context.storage.location, finish)
-    context.memory.last = pending
-    context.ticket.goes_on = True
-    context.session.end_collectives()
     try:
+        rest = opened.pop_all()
+        context.memory.last = pending
+        context.ticket.goes_on = True
+        context.session.end_collectives()
         pending.start()
-    except BaseException:
-        if not pending.started:
+    except BaseException:  # an interrupt, for one, which may come when the thread has begun
+        if pending.forestall():
             context.ticket.goes_on = False
             context.memory.last = None
             opened.enter_context(rest)

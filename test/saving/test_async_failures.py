@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
 from paddle_dist_ckpt.files.contents import TensorContents
+from paddle_dist_ckpt.saving.async_save import AsyncSave
+from paddle_dist_ckpt.saving.save import save
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
-from paddle_dist_ckpt.testing import FaultyStorage, SimulatedRank, run_ranks
+from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
+from paddle_dist_ckpt.wiring import save_with
 from test.background import (
     LONG,
     RANKS,
     THREAD,
+    Gate,
     error_of,
     failing,
     finish,
@@ -27,6 +35,7 @@ from test.background import (
     options,
     versions,
     versions_in,
+    within,
 )
 from test.jobs import errors_of, files_in
 from test.strategies import some
@@ -162,6 +171,62 @@ def test_a_thread_that_cannot_be_started_fails_the_call_and_the_others_saves(
 
     job(RANKS, work)
     assert versions_in(tmp_path) == [2]
+
+
+def next_save_is_made(ranks: Ranks, folder: Path) -> None:
+    """Assert that nothing is in its way, and that nothing is left of what was interrupted before."""
+    within(LONG, lambda: save_with(ranks, lambda: (versions(2, 1)[0], NumpyAdapter()), folder, 0, False, options()))
+    until(lambda: not {thread.name for thread in threading.enumerate()} & {THREAD, "paddle_dist_ckpt claim"})
+    assert versions_in(folder) == [2]
+    assert len(files_in(folder)) == 2
+
+
+def test_an_interrupt_at_any_line_that_leads_to_the_background_is_in_no_saves_way(tmp_path: Path) -> None:
+    ranks, traced = Ranks.alone(), {save.__code__, AsyncSave.__init__.__code__, AsyncSave.start.__code__}
+    for place in itertools.count(1):
+        lines = itertools.count(1)
+
+        def trace(frame: FrameType, event: str, arg: Any, place: int = place, lines: Any = lines) -> Any:
+            if event == "line" and frame.f_code in traced and next(lines) == place:
+                raise KeyboardInterrupt
+            return trace if frame.f_code in traced else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            save_with(ranks, lambda: (versions(1, 1)[0], NumpyAdapter()), tmp_path, 0, True, options())
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        next_save_is_made(ranks, tmp_path)
+    assert place > 15
+
+
+def test_an_interrupt_when_the_thread_has_begun_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, ranks, start = Gate("create"), Ranks.alone(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == THREAD:
+            assert gate.reached.wait(LONG)
+            raise KeyboardInterrupt
+
+    def hook(operation: str, name: str) -> None:
+        if operation == gate.operation and in_background():
+            gate.reached.set()
+            assert gate.opened.wait(LONG)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_with(ranks, lambda: (versions(1, 1)[0], NumpyAdapter()), FaultyStorage(tmp_path, hook), 0, True, options())
+    gate.opened.set()
+    until(lambda: (tmp_path / "0.metadata").exists())
+    next_save_is_made(ranks, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["save", "save_in_background"])
