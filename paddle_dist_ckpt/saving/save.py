@@ -29,6 +29,7 @@ from ..files.names import DEFAULT_SUFFIX
 from ..folder.commit import remove_saves, seal
 from ..options import SaveOptions
 from ..reports import SaveReport, Stopwatch, saved_line
+from ..storage.base import Folder
 from ..tree.values import encode_value
 from .async_save import EARLIER, AsyncSave
 from .describe import LocalState, describe, digests_of
@@ -43,6 +44,7 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 After = Callable[[ControlSession], None]
 """What to do when a save is committed."""
 _USER_METADATA_BYTES = 1 << 20
+_TRIES = 5
 
 
 def save(
@@ -131,13 +133,13 @@ class _Saving:
 
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes
-        context.storage.prepare()
+        folder = self._folder()
         fingerprint, structure, known = state.identified()
         memory.recall(known, fingerprint, block_bytes)
         compare = self._options.check_replicas != "off" and len(context.session.ranks) > 1
         return SaveRequest(
             unique_id=unique_id,
-            folder=context.folder(),
+            folder=folder,
             location=encodable(context.storage.location),
             block_bytes=block_bytes,
             fingerprint=fingerprint,
@@ -150,6 +152,15 @@ class _Saving:
             on_device=state.devices is not None,
             check_replicas=self._options.check_replicas,
         )
+
+    def _folder(self) -> Folder:
+        """Make this rank's folder; again, if somebody removes it, empty as it is, before it can be looked at."""
+        for _ in range(_TRIES - 1):
+            with suppress(FileNotFoundError):
+                self._context.storage.prepare()
+                return self._context.folder()
+        self._context.storage.prepare()
+        return self._context.folder()
 
     def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:
         """This rank's files, ready to be written; in the background, from copies."""

@@ -282,6 +282,23 @@ def test_a_save_makes_its_folder_again_that_was_empty_and_is_removed(tmp_path: P
     assert len(os.listdir(folder)) == 2
 
 
+def test_a_save_makes_its_folder_again_that_is_removed_before_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, times, identity = step_folder(tmp_path, 1), list[int](), LocalStorage.identity
+
+    def remove(storage: LocalStorage) -> FolderIdentity:
+        if len(times) < 3:
+            times.append(1)
+            remove_step(tmp_path, 1, ())
+        return identity(storage)
+
+    monkeypatch.setattr(LocalStorage, "identity", remove)
+    save_alone({"x": np.full(3, 7)}, folder, 1)
+    assert len(times) == 3
+    assert load_whole(folder, 1)["x"].tolist() == [7] * 3
+
+
 def test_what_is_left_of_a_removal_that_was_cut_short_goes_later(tmp_path: Path) -> None:
     save_step(tmp_path, 9)
     save_step(tmp_path, 1)
