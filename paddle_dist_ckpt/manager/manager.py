@@ -342,7 +342,10 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until the background save, if there is one, is committed; raises CheckpointError if it failed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        if pending is not None:
+            pending.wait()
+        self._pending = None  # and not before: what an interrupt does not wait for stays pending
         if pending is not None and not pending.raised:
             pending.result()
 
@@ -353,6 +356,7 @@ class CheckpointManager:
             CheckpointError: the save in the background failed.
         """
         if self._closed:
+            self.wait()  # if that was interrupted
             return
         self._closed = True
         self._schedule.close()

@@ -278,6 +278,38 @@ def test_a_failure_of_the_last_save_is_raised_at_the_end(
     assert "failed as well" in caplog.text
 
 
+@pytest.mark.parametrize("in_wait", [True, False])
+def test_close_waits_for_what_an_interrupt_has_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_wait: bool
+) -> None:
+    begun, go_on, create, wait = threading.Event(), threading.Event(), LocalStorage.create, AsyncSave.wait
+
+    def slow(self: LocalStorage, name: str) -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return create(self, name)
+
+    def interrupted(self: AsyncSave, timeout: float | None = None) -> bool:
+        assert begun.wait(PATIENCE)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "create", slow)
+    steps = CheckpointManager(tmp_path)
+    steps.save(1, numbers(1))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(AsyncSave, "wait", interrupted)
+        steps.wait() if in_wait else steps.close()
+
+    def waits(self: AsyncSave, timeout: float | None = None) -> bool:
+        go_on.set()
+        return wait(self, timeout)
+
+    monkeypatch.setattr(AsyncSave, "wait", waits)
+    steps.close()
+    assert go_on.is_set(), "it did not wait"
+    assert (tmp_path / "step-00000001" / "1.metadata").exists()
+
+
 def test_restore_says_what_is_missing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as steps:
         assert steps.restore(numbers(0)) is None
