@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -130,7 +131,8 @@ class CheckpointManager:
         self._interval = 1 if every_step else save_interval_steps
         topic = f"steps of {name}"  # the coordinator's name for them, as ranks' own may differ
         self._schedule = Schedule(self._ranks.hub, topic, self._options.timeout, interval_seconds=save_interval_seconds)
-        self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
+        self._renew_lock()
+        os.register_at_fork(after_in_child=functools.partial(_renew_lock_of, weakref.ref(self)))
         self._reading: int | None = None
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
@@ -138,6 +140,9 @@ class CheckpointManager:
         self._told: set[str] = set()  # what was warned of, which is said once
         self._came_late = False
         self._end_of_sigterm = on_sigterm(self._terminated) if save_on_sigterm else None
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()  # guards what is being read against the removal of steps in the background
 
     def _terminated(self) -> None:
         """SIGTERM has come. During the last save it does what it would have done, but after that save."""
@@ -385,3 +390,10 @@ class CheckpointManager:
 
     def _session(self, what: str) -> Any:
         return self._ranks.hub.session(what, self._options.timeout)
+
+
+def _renew_lock_of(made: weakref.ref[CheckpointManager]) -> None:
+    """In a process that was forked: else a lock that a thread has held, which is not there, would stay so for ever."""
+    manager = made()
+    if manager is not None:
+        manager._renew_lock()

@@ -450,6 +450,37 @@ def test_a_forked_process_does_not_swallow_sigterm(tmp_path: Path) -> None:
     assert os.WTERMSIG(status) == signal.SIGTERM
 
 
+def test_a_process_that_is_forked_during_a_removal_can_ask_for_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, begin = threading.Event(), threading.Event(), Steps.begin_removals
+
+    def slow(self: Steps, *args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return begin(self, *args)
+
+    with CheckpointManager(tmp_path, keep_last=1) as steps:
+        steps.save(1, numbers(1))
+        steps.wait()
+        monkeypatch.setattr(Steps, "begin_removals", slow)
+        steps.save(2, numbers(2))
+        assert begun.wait(PATIENCE)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # ends it if it hangs
+            try:
+                os._exit(0 if steps.all_steps() == [1, 2] else 2)
+            finally:
+                os._exit(3)
+        status = os.waitpid(child, 0)[1]
+        go_on.set()
+        assert os.waitstatus_to_exitcode(status) == 0
+        steps.wait()
+        assert steps.all_steps() == [2]
+
+
 def test_a_manager_that_is_closed_by_another_thread_swallows_no_sigterm(tmp_path: Path) -> None:
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
