@@ -185,7 +185,7 @@ class CheckpointManager:
         """Save a step if it is due.
 
         Args:
-            step: The step; not negative.
+            step: The step; from 0 to below 10**18.
             state: What :func:`paddle_dist_ckpt.save_state_dict` takes.
             metrics: Numbers by name that tell how good the step is; the coordinator's are used.
             force: Save even if it is not due; the same on every rank.

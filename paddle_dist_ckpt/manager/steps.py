@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
-from ..files.names import metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
+from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..folder.checkpoint import read_checkpoint
 from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
@@ -259,8 +259,8 @@ def checked_step(step: int) -> int:
         ValueError: it may not.
     """
     number = as_integer(step)
-    if number is None or number < 0:
-        raise ValueError(f"step must be an integer from 0, not {step!r}")
+    if number is None or not 0 <= number < MOST_IDS:
+        raise ValueError(f"step must be an integer from 0 to below 10**18, not {step!r}")
     return number
 
 

@@ -315,9 +315,11 @@ def test_restore_says_what_is_missing(tmp_path: Path) -> None:
         assert steps.restore(numbers(0)) is None
         with pytest.raises(CheckpointNotFoundError, match="step-00000009"):
             steps.restore(numbers(0), 9)
-        for bad in (-1, 1.5, True, None):
+        for bad in (-1, 1.5, True, None, 10**18, 2**64):
             with pytest.raises(ValueError, match="step must be"):
                 steps.save(bad, numbers(0))
+            with pytest.raises(ValueError, match="step must be"):
+                steps.should_save(bad)
 
 
 @pytest.mark.parametrize(
