@@ -173,15 +173,17 @@ def test_a_thread_that_cannot_be_started_fails_the_call_and_the_others_saves(
     assert versions_in(tmp_path) == [2]
 
 
-def next_save_is_made(ranks: Ranks, folder: Path) -> None:
+def next_save_is_made(ranks: Ranks, folder: Path, before: set[threading.Thread]) -> None:
     """Assert that nothing is in its way, and that nothing is left of what was interrupted before."""
     within(LONG, lambda: save_with(ranks, lambda: (versions(2, 1)[0], NumpyAdapter()), folder, 0, False, options()))
-    until(lambda: not {thread.name for thread in threading.enumerate()} & {THREAD, "paddle_dist_ckpt claim"})
+    ours = {THREAD, "paddle_dist_ckpt claim"}
+    until(lambda: not any(thread.name in ours for thread in {*threading.enumerate()} - before))
     assert versions_in(folder) == [2]
     assert len(files_in(folder)) == 2
 
 
 def test_an_interrupt_at_any_line_that_leads_to_the_background_is_in_no_saves_way(tmp_path: Path) -> None:
+    threads = {*threading.enumerate()}
     ranks, traced = Ranks.alone(), {save.__code__, AsyncSave.__init__.__code__, AsyncSave.start.__code__}
     for place in itertools.count(1):
         lines = itertools.count(1)
@@ -201,13 +203,14 @@ def test_an_interrupt_at_any_line_that_leads_to_the_background_is_in_no_saves_wa
             break
         finally:
             sys.settrace(before)
-        next_save_is_made(ranks, tmp_path)
+        next_save_is_made(ranks, tmp_path, threads)
     assert place > 15
 
 
 def test_an_interrupt_when_the_thread_has_begun_does_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    threads = {*threading.enumerate()}
     gate, ranks, start = Gate("create"), Ranks.alone(), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -226,7 +229,7 @@ def test_an_interrupt_when_the_thread_has_begun_does_not_end_it(
         save_with(ranks, lambda: (versions(1, 1)[0], NumpyAdapter()), FaultyStorage(tmp_path, hook), 0, True, options())
     gate.opened.set()
     until(lambda: (tmp_path / "0.metadata").exists())
-    next_save_is_made(ranks, tmp_path)
+    next_save_is_made(ranks, tmp_path, threads)
 
 
 @pytest.mark.parametrize("kind", ["save", "save_in_background"])
