@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -158,15 +159,15 @@ def _check_complete(infos: Sequence[DataFileInfo]) -> None:
     if writers is None:
         raise CheckpointCorruptedError("the coordinator's first file is missing")
     there = {(info.rank, info.part) for info in infos}
-    counts = {info.rank: min(info.parts, len(infos) + 1) for info in infos}
-    missing = [
+    counts = {info.rank: info.parts for info in infos}
+    missing = (
         f"rank {rank} part {part}"
         for rank in writers
         for part in range(counts.get(rank, 1))
         if (rank, part) not in there
-    ]
-    if missing:
-        raise CheckpointCorruptedError(f"files are missing: {', '.join(missing[:10])}")
+    )
+    if named := list(itertools.islice(missing, 10)):
+        raise CheckpointCorruptedError(f"files are missing: {', '.join(named)}")
 
 
 def _free_id(storage: Storage, info: DataFileInfo) -> int:

@@ -391,6 +391,7 @@ def test_the_helper_makes_headers_that_are_read(tmp_path: Path) -> None:
         {"block_bytes": 2**60},
         {"rank": "0"},
         {"tensors": []},
+        {"writers": [0, 1, 0]},
         {"values": [["/a"]]},
         {"save": None},
     ],
