@@ -93,7 +93,7 @@ class _Commands(TyperGroup):
             if hasattr(error, "exit_code"):  # an exit, or wrong use, which typer explains
                 raise
             if ctx.params.get("debug"):
-                traceback.print_exc()
+                typer.echo(lines_text(traceback.format_exc().rstrip()), err=True)
             else:
                 typer.echo(f"error: {lines_text(_with_commands(_text(error)))}", err=True)
             raise typer.Exit(2) from None

@@ -74,10 +74,15 @@ def test_exit_codes(tmp_path: Path) -> None:
 
 
 def test_tracebacks_are_for_those_who_ask(tmp_path: Path) -> None:
-    for args in (("--debug", "inspect", tmp_path), ("inspect", tmp_path, "--debug")):
+    evil = tmp_path / "\x1b]0;owned\x07"
+    evil.mkdir()
+    for args in (("--debug", "inspect", evil), ("inspect", evil, "--debug")):
         done = process(*args)
         assert done.returncode == 2
         assert "Traceback" in done.stderr
+        assert "\\x1b]0;owned" in done.stderr
+        assert "\x1b" not in done.stderr
+    evil.rmdir()
     done = process("inspect", tmp_path)
     assert done.stderr == f"error: {tmp_path} holds no committed checkpoint\n"
 
