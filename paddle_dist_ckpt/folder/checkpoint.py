@@ -174,7 +174,8 @@ def check_sizes(storage: Storage, metadata: Metadata, files: Iterable[int], all_
             if all_here:
                 raise CheckpointCorruptedError(f"{storage.location}/{info.name} is missing") from None
             continue
-        except IsADirectoryError:
-            raise CheckpointCorruptedError(f"{storage.location}/{info.name} is no file") from None
+        except IsADirectoryError as error:
+            reason = error.strerror or "it is no file"
+            raise CheckpointCorruptedError(f"{storage.location}/{info.name}: {reason}") from None
         if size != info.size:
             raise CheckpointCorruptedError(f"{storage.location}/{info.name} has {size} bytes; {info.size} were written")

@@ -121,7 +121,7 @@ class Storage(Protocol):
         ...
 
     def size(self, name: str) -> int:
-        """How many bytes a file has; IsADirectoryError if the name is a link that can lead to none."""
+        """How many bytes a file has; IsADirectoryError if it is no file of the folder, as for :meth:`open`."""
         ...
 
     def read(self, name: str, limit: int | None = None) -> bytes:

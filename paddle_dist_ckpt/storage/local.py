@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import socket
+import stat
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .local_files import LocalReadable, LocalWritable, about, close_read
-from .opening import leads_nowhere, no_file, open_to_read
+from .opening import open_to_read
 from .paths import local_path
 
 __all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename", "this_host"]
@@ -132,14 +133,16 @@ class LocalStorage:
             return open_to_read(path, self._follow_links)
 
     def size(self, name: str) -> int:
-        path = self._root / name
+        path = os.path.join(self.location, name)
         with about(path):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode):
+                return status.st_size
+            descriptor = open_to_read(path, self._follow_links)  # a link may not lead everywhere
             try:
-                return path.stat().st_size
-            except OSError as error:
-                if leads_nowhere(error) and path.is_symlink():
-                    raise no_file(path) from None
-                raise
+                return os.fstat(descriptor).st_size
+            finally:
+                close_read(descriptor, path)
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = os.path.join(self.location, name)

@@ -8,7 +8,7 @@ import re
 import stat
 from pathlib import Path
 
-__all__ = ["leads_nowhere", "no_file", "open_to_read"]
+__all__ = ["open_to_read"]
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
 _OF_CACHE = re.compile("(models|datasets|spaces)--")
@@ -33,40 +33,40 @@ def open_to_read(path: str, anywhere: bool) -> int:
         descriptor = os.open(path, _FLAGS)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device that is not there
-            raise no_file(path) from None
+            raise _no_file(path) from None
         if error.errno != errno.ELOOP or not os.path.islink(path):
             raise
-        target = _target(Path(path), anywhere)
+        target = _target(path, anywhere)
         descriptor = os.open(target, _FLAGS)
         try:
             if not anywhere and not _is(descriptor, target):  # a folder on the way has become a link
-                raise no_file(path) from None
+                raise _no_file(path) from None
         except OSError:
             os.close(descriptor)
             raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise no_file(path)
+        raise _no_file(path)
     return descriptor
 
 
-def _target(link: Path, anywhere: bool) -> Path:
+def _target(link: str, anywhere: bool) -> Path:
     """The file that a link stands for, if it may be read."""
     try:
         target = Path(os.path.realpath(link, strict=True))
     except OSError as error:
-        if leads_nowhere(error):
-            raise no_file(link) from None
+        if _leads_nowhere(error):
+            raise _no_file(link) from None
         raise
     of_cache = target.parent.name == "blobs" and _OF_CACHE.match(target.parents[1].name)
-    if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(link.parent))):
+    if not (anywhere or of_cache or target.is_relative_to(os.path.realpath(os.path.dirname(link)))):
         raise IsADirectoryError(
             errno.EISDIR,
             f"it is a link to {target}, outside its folder; LocalStorage(path, follow_links=True) reads it",
-            str(link),
+            link,
         )
     if not target.is_file():
-        raise no_file(link)
+        raise _no_file(link)
     return target
 
 
@@ -85,11 +85,11 @@ def _is(descriptor: int, path: Path) -> bool:
     return opened == str(path)
 
 
-def leads_nowhere(error: OSError) -> bool:
+def _leads_nowhere(error: OSError) -> bool:
     """Whether it says of a link that it can never lead to a file."""
     return error.errno in (errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
-def no_file(path: str | Path) -> IsADirectoryError:
+def _no_file(path: str) -> IsADirectoryError:
     """The error for what is something else than a file."""
-    return IsADirectoryError(errno.EISDIR, "it is no file", str(path))
+    return IsADirectoryError(errno.EISDIR, "it is no file", path)

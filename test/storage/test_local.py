@@ -323,6 +323,7 @@ def read_in_both_ways(storage: LocalStorage, name: str) -> bytes:
     buffer = np.zeros(file.size, np.uint8)
     file.read_into([buffer], 0)
     file.close()
+    assert storage.size(name) == file.size
     assert storage.read(name) == buffer.tobytes()
     return buffer.tobytes()
 
@@ -353,7 +354,8 @@ def test_what_is_no_file_is_never_opened_for_long(
     if linked:
         Path("link").symlink_to("odd")
     opened = len(os.listdir("/proc/self/fd"))
-    for read in (LocalStorage(tmp_path).open, LocalStorage(tmp_path).read):
+    storage = LocalStorage(tmp_path)
+    for read in (storage.open, storage.read, storage.size):
         with pytest.raises(IsADirectoryError, match=f"it is no file: '{tmp_path}/{'link' if linked else 'odd'}'"):
             read("link" if linked else "odd")
     assert len(os.listdir("/proc/self/fd")) == opened
@@ -366,7 +368,8 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, target: str) -
     (tmp_path / "other" / "secret").write_bytes(b"secret")
     (tmp_path / "folder" / "deep" / "up").symlink_to("../../other")
     (tmp_path / "folder" / "link").symlink_to(target.format(tmp_path))
-    for read in (LocalStorage(tmp_path / "folder").open, LocalStorage(tmp_path / "folder").read):
+    storage = LocalStorage(tmp_path / "folder")
+    for read in (storage.open, storage.read, storage.size):
         with pytest.raises(IsADirectoryError, match="it is a link to .*, outside its folder; .*: '.*/link'"):
             read("link")
 
@@ -415,7 +418,8 @@ def test_all_links_are_followed_if_told_so(tmp_path: Path) -> None:
 def test_names_that_lead_nowhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("nothing")
-    for read in (LocalStorage(tmp_path).open, LocalStorage(tmp_path).read):
+    storage = LocalStorage(tmp_path)
+    for read in (storage.open, storage.read, storage.size):
         with pytest.raises(OSError):
             read(name)
 
