@@ -71,14 +71,15 @@ def _data_file(storage: Storage) -> str | None:
 
 
 def _reasons(storage: Storage, unique_id: int | None) -> Iterator[str]:
-    others = committed_ids(storage) or foreign_ids(storage)
+    others = [] if unique_id is None else committed_ids(storage) or foreign_ids(storage)  # else one would be read
     names = storage.names()
     if len(others) == 1:
         yield f"its only one has the id {others[0]}"
     elif others:
         yield f"it has those with the ids {_listed(others)}"
-    refused = [reason for name in names if (reason := _refused(storage, name, unique_id)) is not None]
-    yield from refused[:1]
+    refused = next((reason for name in names if (reason := _refused(storage, name, unique_id)) is not None), None)
+    if refused is not None:
+        yield refused
     incomplete = [
         name
         for name in names

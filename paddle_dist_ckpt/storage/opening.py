@@ -53,6 +53,7 @@ def open_to_read(path: str, anywhere: bool) -> int:
 def _target(link: str, anywhere: bool) -> Path:
     """The file that a link stands for, if it may be read."""
     try:
+        os.stat(link)  # which takes far less time to find that there is nothing
         target = Path(os.path.realpath(link, strict=True))
     except OSError as error:
         if _leads_nowhere(error):

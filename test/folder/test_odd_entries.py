@@ -45,6 +45,28 @@ ODD: dict[str, Any] = {
 }
 
 
+def test_each_of_many_links_to_nothing_is_looked_at_as_rarely_as_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(50):
+        (tmp_path / f"{number}.metadata").symlink_to("nothing")
+    looks = list[str]()
+    real = LocalStorage.read
+
+    def read(self: LocalStorage, name: str, limit: int | None = None) -> bytes:
+        looks.append(name)
+        return real(self, name, limit)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    monkeypatch.setattr(os.path, "realpath", lambda *args, **kwargs: 1 // 0)  # takes long
+    assert list_checkpoints(tmp_path) == []
+    assert len(looks) == 100
+    looks.clear()
+    with pytest.raises(CheckpointNotFoundError, match="0.metadata is a link to something that is not there"):
+        read_metadata(tmp_path)
+    assert len(looks) == 101
+
+
 @pytest.mark.parametrize("name", ["7.metadata", "7.0123456789abcdef.claim", "0_7.0123456789abcdef.0.safetensors"])
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_entries_hide_nothing(tmp_path: Path, kind: str, name: str) -> None:
