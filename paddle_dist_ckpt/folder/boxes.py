@@ -25,7 +25,7 @@ from ..files.batches import Batch, ItemKind, Kinds
 from ..files.metadata import Metadata
 from ..files.reader import Consumer, StoredEntry, are_holes, entry_tasks, view_at
 from ..files.room import Room, bytes_on_disk
-from ..files.runs import OpenFile, open_data_file
+from ..files.runs import CHUNK_BYTES, OpenFile, Segments, open_data_file
 from ..planning.load_plan import WantedBoxes, plan_load
 from ..storage.base import Storage
 from ..tree.values import decode_value
@@ -119,24 +119,57 @@ class BoxReader:
 
     def is_hole(self, row: int) -> bool:
         """Whether one of the boxes is known to be zeros without being read."""
-        raw = self._metadata.table.dtypes[self._row_tensor[row]].raw
-        nothing = np.broadcast_to(np.zeros((), raw), self._boxes[row].shape)
+        stop = int(self._edges[row + 1])
+        starts = range(int(self._edges[row]), stop, _TOGETHER)
+        return all(self._are_holes(row, np.arange(start, min(start + _TOGETHER, stop))) for start in starts)
+
+    def _are_holes(self, row: int, overlaps: IntArray) -> bool:
+        """The same of a box in some of its overlaps. There are objects only for those in pieces in large shards."""
+        table, size, ndim = self._metadata.table, self._metadata.block_bytes, len(self._boxes[row].shape)
+        tensor = int(self._row_tensor[row])
+        common, stored, _ = self._plan.alike.take(self._plan.like[overlaps])
+        common = Boxes(common.offset - stored.offset, common.shape)
+        shard, first = self._plan.shard[overlaps].astype(np.int64), common.flat_starts(stored.shape)
+        nbytes, itemsize = table.shard_bytes[shard].astype(np.int64), table.dtypes[tensor].itemsize
+        is_small = nbytes <= size
+        low = np.where(is_small, 0, first * itemsize // size * size)
+        high = np.where(is_small, nbytes, -(-(first + common.volumes) * itemsize // size) * size)
+        in_row = np.flatnonzero(is_small | (first >= 0))
+        if not self._are_zeros(tensor, shard[in_row], low[in_row], np.minimum(high, nbytes)[in_row]):
+            return False
+        nothing = np.zeros((), table.dtypes[tensor].raw)
+        for i in np.flatnonzero(~is_small & (first < 0)).tolist():
+            box = common.box(i, ndim)
+            entry = self._entry(int(shard[i]), tensor, stored.box(i, ndim))
+            if not are_holes([(entry, [Consumer(box, np.broadcast_to(nothing, box.shape))])], size):
+                return False
+        return True
+
+    def _are_zeros(self, tensor: int, shard: IntArray, low: IntArray, high: IntArray) -> bool:
+        """Whether bytes ``low:high`` of some shards of a tensor, whole blocks, are known to be zeros."""
+        table, size = self._metadata.table, self._metadata.block_bytes
+        step = max(1, CHUNK_BYTES // size) * size
+        counts = -(-(high - low) // step)
+        low = low.repeat(counts) + places_within(counts) * step
+        shard, high = shard.repeat(counts), np.minimum(low + step, high.repeat(counts))
+        start, file = self._starts[shard].astype(np.int64), table.shard_file[shard]
+        order = np.lexsort((start + low, file))
+        begin, end, file = (start + low)[order], (start + high)[order], file[order]
+        blocks = (self._first_blocks[shard].astype(np.int64) + low // size)[order]
+        key = self._metadata.key(table.paths[tensor])
+        edges = [0, *(np.flatnonzero(file[1:] != file[:-1]) + 1).tolist(), len(file)]
         return all(
-            are_holes(large.values(), self._metadata.block_bytes) and all(batch.are_zeros() for batch in batches)
-            for large, batches in self._parts([row], [nothing], [0])
+            Segments(self._file(int(file[a])), size, begin[a:b], end[a:b], blocks[a:b], lambda _: key).are_zeros()
+            for a, b in itertools.pairwise(edges)
+            if a < b
         )
 
-    def _parts(
-        self, rows: Sequence[int], targets: Sequence[Array], addresses: Sequence[int] | None = None
-    ) -> Iterator[tuple[_Wanted, list[Batch]]]:
+    def _parts(self, rows: Sequence[int], targets: Sequence[Array]) -> Iterator[tuple[_Wanted, list[Batch]]]:
         """What has to be read to fill arrays with some of the boxes, so much at a time that all that it takes to read
         it has room: entries as objects, and in batches those of one block at most of which the target, which is
         contiguous, has a part in one piece.
-
-        ``addresses`` is where the targets are taken to be, -1 for one that is not contiguous; None if as they are.
         """
-        if addresses is None:
-            addresses = [address_of(target) if target.flags.c_contiguous else -1 for target in targets]
+        addresses = [address_of(target) if target.flags.c_contiguous else -1 for target in targets]
         asked, address = np.array(rows, np.int64), np.array(addresses, np.int64)
         counts = self._edges[asked + 1] - self._edges[asked]
         overlaps = places_within(counts, self._edges[asked])

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointCorruptedError, copy_checkpoint, export, verify
+from paddle_dist_ckpt import CheckpointCorruptedError, copy_checkpoint, export, read_metadata, verify
+from paddle_dist_ckpt.core.box import Box
 from paddle_dist_ckpt.core.buffers import Buffers
 from paddle_dist_ckpt.files.holes import Holes
 from paddle_dist_ckpt.files.metadata import FileInfo
@@ -213,3 +214,22 @@ def test_what_another_format_has_checksums_of_is_no_endless_hole(tmp_path: Path)
     info, checksum = FileInfo("hole.bin", 1 << 42, ""), (0, 0, 1 << 42, 0)
     (problem,) = _check_foreign(LocalStorage(tmp_path), info, [checksum], lambda nbytes: None)
     assert "more holes than there is memory for" in problem
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 16, 1 << 20])
+def test_holes_in_many_columns_are_known_without_an_object_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    rows, columns, window = 1 << 20, 64, 1 << 16
+    entry = Entry([rows, columns], [[], list(range(1, columns))], "uint8")
+    write_checkpoint(tmp_path, {"/w": entry}, block_bytes=block_bytes)
+    (file,) = tmp_path.glob("*.safetensors")
+    with file.open("r+b") as stream:
+        stream.seek(-entry.nbytes + 40 * rows + 3 * window, os.SEEK_END)  # the 41st column, in the fourth window
+        stream.write(b"x")
+    monkeypatch.setattr(BoxReader, "_entry", lambda *_: 1 // 0)
+    storage = LocalStorage(tmp_path)
+    boxes = [Box((start, 0), (window, columns)) for start in range(0, rows, window)]
+    with BoxReader(storage, read_metadata(storage), [0] * len(boxes), boxes) as reader:
+        holes = [reader.is_hole(row) for row in range(len(boxes))]
+    assert holes == [block_bytes == 1 << 16 and row != 3 for row in range(len(boxes))]
