@@ -25,7 +25,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -43,7 +43,12 @@ _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufcSUMm"
 _MAX_DEPTH = 200
 _MOST_DIMENSIONS = 64  # numpy has no more
+_MOST_OF_KEY, _MOST_OF_PLACE = 200, 1000  # characters in a message
 _DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]+\])?")
+
+_Place: TypeAlias = "str | tuple[_Place, object]"
+"""Where a part of a value is: the value's key, or a place and the index or key there, None for a key itself. Its text
+is made for messages alone: made for each part it would take as much as all keys above, each time."""
 
 
 def encode_value(value: object, key: str) -> bytes:
@@ -75,7 +80,7 @@ def begins_a_dict(data: Bytes1D) -> bool:
     return data[: len(_DICT)].tobytes() == _DICT
 
 
-def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:
+def to_jsonable(value: Any, key: _Place, depth: int = 0) -> Any:
     """A value as a tree of JSON types, with tags where JSON has no type of its own."""
     kind = type(value)
     if value is None or kind is bool:
@@ -84,26 +89,26 @@ def to_jsonable(value: Any, key: str, depth: int = 0) -> Any:
     if encoder is not None:
         return encoder(value)
     if depth >= _MAX_DEPTH:
-        raise UnsupportedValueError(f"{key}: nested deeper than {_MAX_DEPTH} levels")
+        raise UnsupportedValueError(f"{_text_of(key)}: nested deeper than {_MAX_DEPTH} levels")
     if kind is list or kind is tuple:
-        items = [to_jsonable(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
+        items = [to_jsonable(item, (key, i), depth + 1) for i, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if isinstance(value, dict):
         if not has_few_of_one_hash(value):
-            raise UnsupportedValueError(f"{key}: more than 64 keys of the dict have one hash")
+            raise UnsupportedValueError(f"{_text_of(key)}: more than 64 keys of the dict have one hash")
         return {"dict": [_encode_item(key, k, v, depth + 1) for k, v in value.items()]}
     if isinstance(value, np.generic):
         return {"numpy": [_numpy_dtype(value.dtype, key), _base64(value.tobytes()[: value.dtype.itemsize])]}
     if kind is np.ndarray:
         if value.size and not value.nbytes:
-            raise UnsupportedValueError(f"{key}: an array of items without bytes cannot be stored")
+            raise UnsupportedValueError(f"{_text_of(key)}: an array of items without bytes cannot be stored")
         return {"array": [_numpy_dtype(value.dtype, key), list(value.shape), _base64(value.tobytes())]}
     advice = next((f"{how}, or " for types, how in _ADVICE if isinstance(value, types)), "")
     if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
         advice = "dataclasses.asdict(x), or "
     raise UnsupportedValueError(
-        f"{key}: {_kind_in_words(kind)} cannot be stored; store {advice}numbers, strings, bytes, None, numpy values, "
-        "tensors, or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
+        f"{_text_of(key)}: {_kind_in_words(kind)} cannot be stored; store {advice}numbers, strings, bytes, None, numpy "
+        "values, tensors, or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"
     )
 
 
@@ -113,11 +118,22 @@ def _kind_in_words(kind: type) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _encode_item(key: str, name: object, value: object, depth: int) -> list[Any]:
+def _text_of(place: _Place) -> str:
+    """A place as messages show it, however long, many and deep its keys are."""
+    items = []
+    while not isinstance(place, str):
+        place, item = place
+        shown = item[:_MOST_OF_KEY] if isinstance(item, str) else item
+        items.append(" (a key)" if item is None else f"[{shown!r}]")
+    text = place + "".join(reversed(items))
+    return text if len(text) <= _MOST_OF_PLACE else text[:_MOST_OF_PLACE] + "..."
+
+
+def _encode_item(key: _Place, name: object, value: object, depth: int) -> list[Any]:
     if not isinstance(name, (str, int, float, complex, bytes, tuple, np.generic)) and name is not None:
-        raise UnsupportedValueError(f"{key}: a dict key of type {type(name).__name__} cannot be stored")
+        raise UnsupportedValueError(f"{_text_of(key)}: a dict key of type {type(name).__name__} cannot be stored")
     shown = name if isinstance(name, str) else type(name).__name__
-    return [to_jsonable(name, f"{key} (a key)", depth), to_jsonable(value, f"{key}[{shown!r}]", depth)]
+    return [to_jsonable(name, (key, None), depth), to_jsonable(value, (key, shown), depth)]
 
 
 def _encode_int(value: Any) -> Any:
@@ -161,10 +177,10 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _numpy_dtype(dtype: np.dtype[Any], key: str) -> str:
+def _numpy_dtype(dtype: np.dtype[Any], key: _Place) -> str:
     largest = {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize)  # long doubles' layout differs between machines
     if dtype.kind not in _ARRAY_KINDS or dtype.hasobject or dtype.itemsize > largest:
-        raise UnsupportedValueError(f"{key}: numpy values of dtype {dtype} cannot be stored")
+        raise UnsupportedValueError(f"{_text_of(key)}: numpy values of dtype {dtype} cannot be stored")
     return str(dtype.str)
 
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, UnsupportedValueError
-from paddle_dist_ckpt.tree.values import decode_value, encode_value, from_jsonable
+from paddle_dist_ckpt.tree.values import decode_value, encode_value, from_jsonable, to_jsonable
 from test.strategies import equal, examples
 
 LISTED = {
@@ -208,6 +208,26 @@ def test_a_value_without_an_end_is_refused() -> None:
     endless.append(endless)
     with pytest.raises(UnsupportedValueError, match=r"^state.*deeper"):
         encode_value(endless, "state")
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_long_keys_above_an_item_are_neither_copied_for_it_nor_shown_in_full(bad: bool) -> None:
+    key = "k" * 10_000
+    value: Any = [1, object()] if bad else [1, 2]
+    for _ in range(100):
+        value = {key: value}
+    tracemalloc.start()
+    try:
+        if bad:
+            with pytest.raises(UnsupportedValueError, match=r"^state\['kkk.*: an object cannot be stored") as caught:
+                to_jsonable(value, "state")
+            assert len(str(caught.value)) < 2000
+        else:
+            to_jsonable(value, "state")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_the_deepest_value_that_is_stored_can_be_read() -> None:
