@@ -44,6 +44,9 @@ _ADVICE = (
 )
 _MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16
+_STEPS_OF_SAME = 70  # of a shard's record that is referred to again
+_FEW_DIMENSIONS = 2  # for which what is counted of a record while it is unpickled suffices
+_STEPS_OF_SHARD, _STEPS_OF_PLACE = 5, 2  # for each dimension more
 
 
 def data_of_paddle(names: Collection[str]) -> set[str]:
@@ -69,7 +72,7 @@ class PaddleReader:
         data = [file for file in names if (match := _DATA.fullmatch(file)) and int(match[2]) == unique_id]
         name, budget = f"{unique_id}.metadata", Budget(functools.partial(on_disk, storage, data))
         try:
-            described = _Described(name, *_walked(storage, name, budget))
+            described = _Described(name, *_walked(storage, name, budget), budget)
         except ENDURED as error:
             raise CheckpointCorruptedError(f"{name}: it is not as Paddle writes it ({str(error)[:200]})") from error
         ranks = [int(file.partition("_")[0]) for file in data]
@@ -96,7 +99,7 @@ class _Stored(NamedTuple):
 class _Described:
     """What the metadata say, tensor by tensor."""
 
-    def __init__(self, name: str, metadata: Any, size: int) -> None:
+    def __init__(self, name: str, metadata: Any, size: int, budget: Budget) -> None:
         """Read the unpickled object. What it lacks may be raised as any of ENDURED.
 
         Args:
@@ -104,8 +107,10 @@ class _Described:
             metadata: What it holds.
             size: How many bytes it has. So many shards and parts of paths may be in it, each counted as often as it
                 refers to it.
+            budget: What may be done to read the checkpoint.
         """
-        self._name = name
+        self._name, self._budget = name, budget
+        self._taken = set[int]()  # the shards' records, by identity
         # The shapes of the shards of each key, by offset and range of elements: as texts, whose hashes nobody knows.
         self._known: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -122,16 +127,26 @@ class _Described:
         for key, parts in shards.items():
             key = _checked(key, str)
             for shard in _checked(parts, list):
-                self._take_shard(key, _fields(shard, "LocalTensorMetadata"))
+                self._take_shard(key, shard)
         for index, file in _checked(fields["storage_metadata"], dict).items():
             place = _fields(index, "LocalTensorIndex")
+            self._spend(_STEPS_OF_PLACE, place["global_offset"])
             self._places[_checked(place["tensor_key"], str)].append((_shard_of(place), file))
         for key, path in paths.items():
             self._paths[key] = tuple(_checked(part, str) for part in _checked(path, tuple))
         if sum(len(str(part)) for path in self._paths.values() for part in path) > size + _FEW_CHARACTERS:
             raise ValueError("its paths refer to the same texts again and again")
 
-    def _take_shard(self, key: str, fields: Mapping[str, Any]) -> None:
+    def _spend(self, steps: int, numbers: Any) -> None:
+        """Count so many steps for each dimension beyond a few."""
+        self._budget.spend(steps * max(0, len(numbers) - _FEW_DIMENSIONS), self._name)
+
+    def _take_shard(self, key: str, record: Any) -> None:
+        fields = _fields(record, "LocalTensorMetadata")
+        if id(record) in self._taken:
+            self._budget.spend(_STEPS_OF_SAME, self._name)
+        self._taken.add(id(record))
+        self._spend(_STEPS_OF_SHARD, fields["global_offset"])
         offset, extent, elements = _shard_of(fields)
         if extent is None:
             raise ValueError("a shard without a shape")
@@ -139,6 +154,7 @@ class _Described:
         self._known.setdefault((key, str((offset, elements))), {})[str(extent)] = extent
         if fields.get("global_shape") is not None:
             shape = _numbers(fields["global_shape"])
+            self._spend(_STEPS_OF_SHARD, shape)
         else:  # what all shards reach
             before = self._shapes.get(key, (0,) * len(extent))
             ends = (o + n for o, n in zip(offset, extent, strict=True))

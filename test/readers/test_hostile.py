@@ -243,6 +243,32 @@ def test_one_array_in_two_parts_of_a_tensor(tmp_path: Path) -> None:
     costs_little(tmp_path, "0.metadata: 'w' has one place in two parts of it, in '0_0.distcp'")
 
 
+def paddle_shard(dimensions: int) -> Call:
+    """What Paddle's metadata say of a shard."""
+    place = (1 << 50,) * dimensions
+    fields = {"global_offset": place, "local_shape": place, "dtype": "float32"}
+    return Call(Global("paddle.distributed.checkpoint.metadata", "LocalTensorMetadata"), (), fields)
+
+
+@pytest.mark.parametrize("case", ["one shard again and again", "one shard of many keys", "shards of many dimensions"])
+def test_shards_of_paddle_are_counted(case: str, tmp_path: Path) -> None:
+    shards: dict[str, list[Call]]
+    if case == "one shard again and again":
+        shards = {"w": [paddle_shard(32)] * 30_000}
+    elif case == "one shard of many keys":
+        same = [paddle_shard(1)]
+        shards = {str(i): same for i in range(60_000)}
+    else:
+        first = paddle_shard(32)
+        others = [Call(first.function, (), dict(first.state)) for _ in range(20_000)]
+        shards = {str(i): [shard] for i, shard in enumerate(others)}
+    told = {"state_dict_metadata": shards, "storage_metadata": {}, "flat_mapping": None}
+    metadata = Call(Global("paddle.distributed.checkpoint.metadata", "Metadata"), (), told)
+    (tmp_path / "0.metadata").write_bytes(pickled(metadata))
+    (tmp_path / "0_0.distcp").write_bytes(pickle.dumps({}, 4))
+    costs_little(tmp_path, "what has been read so far .* has room for")
+
+
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.pdparams")).write_bytes(pickle.dumps({"a": 1}, 4))
     costs_little(tmp_path, r"its file \\udcff.pdparams")
