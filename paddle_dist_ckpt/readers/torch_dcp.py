@@ -40,6 +40,7 @@ _STEPS_OF_REFUSED = 40
 _STEPS_OF_SAME = 50  # of a record that is referred to again
 _FEW_DIMENSIONS = 2  # for which what is counted of a record while it is unpickled suffices
 _STEPS_OF_NUMBER = 2  # for each dimension more
+_STEPS_OF_INDEX = 8  # in a path
 _MOST_DIMENSIONS = 64
 _MOST_BYTES = 1 << 62
 _MOST_DEPTH = 64  # of a path
@@ -171,7 +172,7 @@ def _described(metadata: Any, names: set[str], size: int, budget: Budget) -> _DC
         if before.file == item.file and before.stop > item.start:
             raise ValueError(f"{shown(before.key)} and {shown(item.key)} have bytes of {item.file} in common")
     version = metadata.get("version")
-    paths = _paths(described, metadata.get("planner_data"), size)
+    paths = _paths(described, metadata.get("planner_data"), size, budget)
     told = type(version) is str and len(version) <= _MOST_VERSION and version.isprintable()
     wrote = f"torch.distributed.checkpoint {version}" if told else None
     return _DCPDescription(tensors, items, refused, paths, wrote)
@@ -228,18 +229,19 @@ def _item(key: str, box: Box | None, record: TorchRecord, names: set[str]) -> _I
     return _Item(name, start, start + length, key, box)
 
 
-def _paths(keys: Collection[str], planner_data: Any, size: int) -> dict[str, tuple[Part, ...]]:
+def _paths(keys: Collection[str], planner_data: Any, size: int, budget: Budget) -> dict[str, tuple[Part, ...]]:
     """The nested path of each key: what the planner says of it, or the key itself."""
     told = planner_data if type(planner_data) is dict else {}
-    paths = {key: _path(told[key]) if key in told else (key,) for key in keys}
+    paths = {key: _path(told[key], budget) if key in told else (key,) for key in keys}
     if sum(len(part) for path in paths.values() for part in path if type(part) is str) > size:
         raise ValueError("paths refer to the same texts again and again")
     return paths
 
 
-def _path(parts: Any) -> tuple[Part, ...]:
+def _path(parts: Any, budget: Budget) -> tuple[Part, ...]:
     if type(parts) not in (tuple, list) or not 0 < len(parts) <= _MOST_DEPTH:
         raise TypeError(f"{type(parts).__name__} for a path, or one that is too long")
+    budget.spend(sum([_STEPS_OF_INDEX if type(part) is int else 1 for part in parts]), _METADATA)
     return tuple(map(_part, parts))
 
 

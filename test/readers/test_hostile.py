@@ -218,15 +218,20 @@ def test_chunks_of_one_hash(tmp_path: Path) -> None:
     costs_little(tmp_path, "in common")
 
 
-@pytest.mark.parametrize("case", ["one chunk again and again", "one tensor of many keys"])
+@pytest.mark.parametrize("case", ["one chunk again and again", "one tensor of many keys", "one path of many keys"])
 def test_records_of_torch_are_counted(case: str, tmp_path: Path) -> None:
     writer = DCPWriter()
     if case == "one chunk again and again":
         writer.describe("w", "float32", (4,), [((1 << 55,) * 64, (1 << 55,) * 64)])
         writer.tensors["w"].state["chunks"] *= 30_000
-    else:
+    elif case == "one tensor of many keys":
         writer.describe("w", "float32", (0,), [])
         writer.tensors = {str(i): writer.tensors["w"] for i in range(70_000)}
+    else:
+        for i in range(9000):
+            writer.describe(str(i), "float32", (0,), [])
+        path = (99_999_999,) * 64
+        writer.paths = dict.fromkeys(writer.tensors, path)
     write_all(tmp_path, {"__0_0.distcp": b"x", **writer.all_files})
     costs_little(tmp_path, "has room for")
 
