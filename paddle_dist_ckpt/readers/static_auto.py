@@ -38,6 +38,7 @@ _OF_PROGRAM = re.compile(r"(?:model_state|dist_attr)_rank(0|[1-9][0-9]{0,8})\.(p
 _PROGRAM = ""  # stands for the files of save_distributed_checkpoint, which have no prefix
 _ATTRIBUTES = "pdattr"
 _MOST_DIMENSIONS = 32
+_STEPS_OF_NAME, _STEPS_OF_DIMENSION = 10, 3  # of a variable, and of one that is cut as no other in its file
 _MODEL, _WORLD = "model", "world_size"  # the parts that these files have
 
 
@@ -144,10 +145,15 @@ class _Variables:
         if type(told) is not dict:
             raise CheckpointCorruptedError(f"{file.name} has no dict of distributed attributes")
         self._groups.clear()
+        cuts: dict[int, _Cut] = {}  # by the objects of the file
         for name, attributes in told.items():
+            file.budget.spend(_STEPS_OF_NAME, file.name)
+            if name in self._cuts:
+                continue
             try:
-                if name not in self._cuts:
-                    self._cuts[name] = self._cut(attributes)
+                if id(attributes) not in cuts:
+                    cuts[id(attributes)] = self._cut(attributes, file)
+                self._cuts[name] = cuts[id(attributes)]
             except ENDURED as error:
                 raise CheckpointCorruptedError(
                     f"{file.name}: the distributed attributes of {shown(name)} are damaged ({str(error)[:200]})"
@@ -178,11 +184,12 @@ class _Variables:
             self._add(name, parts)
         return self._assembly
 
-    def _cut(self, attributes: Any) -> _Cut:
+    def _cut(self, attributes: Any, file: WindowedFile) -> _Cut:
         """How a variable is cut. What is wrong with its attributes may be raised as any of ENDURED."""
         shape, group, mapping = (attributes[key] for key in ("process_shape", "process_group", "dims_mapping"))
         if max(len(shape), len(mapping)) > _MOST_DIMENSIONS:
             raise ValueError("more dimensions than there can be")
+        file.budget.spend(_STEPS_OF_DIMENSION * (len(shape) + len(mapping)), file.name)
         mesh = _numbers(shape)
         if id(group) not in self._groups:  # which variables may share
             ranks = _numbers(group)

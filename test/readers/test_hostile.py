@@ -287,6 +287,22 @@ def test_shards_of_paddle_are_counted(case: str, tmp_path: Path) -> None:
     costs_little(tmp_path, "what has been read so far .* has room for")
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_variables_of_many_dimensions_are_counted(shared: bool, tmp_path: Path) -> None:
+    lists = b"](" + b"K\x01" * 32 + b"e\x940](K\x00e\x940](" + b")" * 32 + b"e\x940"
+    fields = ("process_shape", "process_group", "dims_mapping")
+    told = b"}(" + b"".join(text(name) + get(place) for place, name in enumerate(fields)) + b"u"
+    names = [b"\x8c\x05%05x" % i for i in range(160_000 if shared else 20_000)]
+    variables = b"".join(name + (get(3) if shared else told) for name in names)
+    (tmp_path / "m_dist0.pdattr").write_bytes(_START + lists + told + b"\x940}(" + variables + b"u.")
+    (tmp_path / "m_dist0.pdparams").write_bytes(pickle.dumps({"w": np.zeros(3, np.float32)}, 4))
+    if shared:
+        cost = cost_of(read_metadata, tmp_path / "nothing", tmp_path)
+        assert problem_of(cost, bytes_on_disk(tmp_path)) is None
+    else:
+        costs_little(tmp_path, "has room for")
+
+
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.pdparams")).write_bytes(pickle.dumps({"a": 1}, 4))
     costs_little(tmp_path, r"its file \\udcff.pdparams")
