@@ -22,6 +22,7 @@ _MOST_PARTS = 64
 _MOST_CHARACTERS = 4096  # of a path
 _CHARACTERS_OF_STEP = 8  # of a reason
 _STEPS_OF_LEAF, _STEPS_OF_PIECE = 18, 12
+_FEW_DIMENSIONS, _STEPS_OF_BOX = 4, 3  # of one piece of several, for each dimension beyond a few
 _MOST_SHOWN = 200  # characters of a key in a message
 _INT64 = range(-(2**63), 2**63)
 
@@ -120,6 +121,7 @@ class Assembly:
             self._left_out.append((path, str(error)))
             return
         if len(parts) > 1:
+            self._budget.spend(_STEPS_OF_BOX * len(parts) * max(0, len(shape) - _FEW_DIMENSIONS), entry)
             found: dict[str, Piece] = {}  # by boxes as texts, whose hashes nobody knows
             for piece in parts:
                 found.setdefault(str(piece.box), piece)

@@ -24,6 +24,8 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxlong = 3, 33, 33, _MOST_SHOWN
 _FEW = 16  # boxes that are compared pair by pair
 _STEPS_OF_CUT, _ELEMENTS_OF_STEP = 60, 12
+_FEW_DIMENSIONS = 4  # for which that suffices
+_STEPS_OF_HALVES, _STEPS_OF_COVER = 40, 1000  # for each dimension more
 
 
 def shown(name: object) -> str:
@@ -98,13 +100,18 @@ def first_overlap(boxes: Sequence[Box], spend: Callable[[int], object] = lambda 
     filled = np.flatnonzero(columns.filled)
     columns, boxes = columns.take(filled), [boxes[row] for row in filled.tolist()]
     low, high = columns.offset, columns.high
+    more = max(0, low.shape[1] - _FEW_DIMENSIONS)
+    spend(_STEPS_OF_COVER * more)
     if len(boxes) and _make_up_one(columns):
         return None
     stack = [np.arange(len(boxes))]
     while stack:
         rows = stack.pop()
         spend(_STEPS_OF_CUT + rows.size * low.shape[1] // _ELEMENTS_OF_STEP)
-        halves = _halves(low[rows], high[rows]) if len(rows) > _FEW else None
+        halves = None
+        if len(rows) > _FEW:
+            spend(_STEPS_OF_HALVES * more)
+            halves = _halves(low[rows], high[rows])
         if halves is not None:
             stack += [rows[halves[0]], rows[halves[1]]]
             continue

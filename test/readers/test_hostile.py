@@ -303,6 +303,25 @@ def test_variables_of_many_dimensions_are_counted(shared: bool, tmp_path: Path) 
         costs_little(tmp_path, "has room for")
 
 
+def test_flattened_shards_of_many_dimensions_are_counted(tmp_path: Path) -> None:
+    module = "paddle.distributed.flex_checkpoint.dcp.metadata"
+    shape, array = (2,) * 17, np.zeros(2**17 - 2, np.uint8)  # but for two elements, in 32 boxes
+    told = {
+        "global_offset": (0,) * 17,
+        "local_shape": shape,
+        "is_flattened": True,
+        "flattened_range": (1, 2**17 - 1),
+    }
+    shard = {**told, "dtype": "uint8", "global_shape": shape}
+    keys = [f"{i:03d}" for i in range(350)]
+    shards = {key: [Call(Global(module, "LocalTensorMetadata"), (), shard)] for key in keys}
+    places = {Call(Global(module, "LocalTensorIndex"), (), {**told, "tensor_key": key}): "0_0.distcp" for key in keys}
+    fields = {"state_dict_metadata": shards, "storage_metadata": places, "flat_mapping": None}
+    (tmp_path / "0.metadata").write_bytes(pickled(Call(Global(module, "Metadata"), (), fields)))
+    (tmp_path / "0_0.distcp").write_bytes(pickle.dumps(dict.fromkeys(keys, array), 4))
+    costs_little(tmp_path, "has room for")
+
+
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.pdparams")).write_bytes(pickle.dumps({"a": 1}, 4))
     costs_little(tmp_path, r"its file \\udcff.pdparams")
