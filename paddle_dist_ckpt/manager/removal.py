@@ -52,7 +52,7 @@ def remove_together(
         if answer:
             session.gather_scatter("remove", remove, end)
     finally:
-        for removal in removals.values():  # a rank has failed
+        for removal in list(removals.values()):  # a rank has failed
             removal.leave()
 
 
