@@ -46,7 +46,7 @@ _MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16
 _STEPS_OF_SAME = 70  # of a shard's record that is referred to again
 _FEW_DIMENSIONS = 2  # for which what is counted of a record while it is unpickled suffices
-_STEPS_OF_SHARD, _STEPS_OF_PLACE, _STEPS_OF_PIECE = 5, 2, 5  # for each dimension more
+_STEPS_OF_SHARD, _STEPS_OF_PLACE, _STEPS_OF_PIECE = 12, 2, 5  # for each dimension more
 
 
 def data_of_paddle(names: Collection[str]) -> set[str]:
