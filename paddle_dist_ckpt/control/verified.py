@@ -153,9 +153,8 @@ class VerifiedTransfers:
         for to, data in outgoing.items():
             if data.size and to != self._rank:
                 digest = digests[to] if to in digests else digest_of(data)
-                self._sent[to].append(
-                    (self._operations[self._rank], self._sealed(digest, self._number, self._rank, to))
-                )
+                sealed = self._sealed(digest, self._number, self._rank, to)
+                self._sent[to].append((self._operations[self._rank], sealed))
         self._by.exchange(outgoing, incoming, senders, most)
         for source, data in incoming.items():
             if data.size and source != self._rank:
@@ -181,7 +180,7 @@ class VerifiedTransfers:
         for source, messages in sorted(self._broadcasts.items()):
             digests = _no_digests(len(messages))
             if source == self._rank:
-                digests[:] = [self._seal(message, source, _ALL) for message in messages]
+                digests[:] = [self._sealed(one.digest, one.operation, source, _ALL) for one in messages]
             self._by.broadcast(digests.view(np.uint8), source, self._most)
             wrong += self._compare("broadcast", source, _ALL, messages, digests)
         if self._operations:
@@ -201,13 +200,9 @@ class VerifiedTransfers:
         self._number += 1
         self._most = max(self._most, most)
 
-    def _seal(self, message: _Arrival, source: int, destination: int) -> int:
-        digest = message.digest if isinstance(message.digest, int) else message.digest.result()
-        return self._sealed(digest, message.operation, source, destination)
-
-    def _sealed(self, digest: int, operation: int, source: int, destination: int) -> int:
+    def _sealed(self, digest: int | Future[int], operation: int, source: int, destination: int) -> int:
         """What is sent of a digest, and compared: it holds for one message of one operation alone."""
-        told = struct.pack("<Qqq", digest, source, destination)
+        told = struct.pack("<Qqq", digest if isinstance(digest, int) else digest.result(), source, destination)
         return xxhash.xxh3_64_intdigest(told, (self._seed + operation) % (1 << 64))
 
     def _compare(
@@ -216,9 +211,8 @@ class VerifiedTransfers:
         """A line if some messages are not as they were sent."""
         if source == self._rank:
             return []
-        wrong = [
-            message for message in messages if self._seal(message, source, destination) != int(sent[message.place])
-        ]
+        sealed = [self._sealed(one.digest, one.operation, source, destination) for one in messages]
+        wrong = [one for one, seal in zip(messages, sealed, strict=True) if seal != int(sent[one.place])]
         names = dict.fromkeys(name for message in wrong if (name := message.what()))
         shown = ", ".join(list(names)[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         return [f"{operation} from rank {source} to rank {self._rank}" + f" ({shown})" * bool(shown)] if wrong else []

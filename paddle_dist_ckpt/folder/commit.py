@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ __all__ = [
     "begin",
     "finish",
     "give_up",
+    "in_folder",
     "publish",
     "publish_metadata",
     "remove_saves",
@@ -34,6 +36,18 @@ __all__ = [
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_PUT_ASIDE = 1 << 30
 _MOST_HOLES = 16 << 20
+_TRIES = 5  # to do something in a folder that others remove when it is empty
+T = TypeVar("T")
+
+
+def in_folder(storage: Storage, work: Callable[[], T]) -> T:
+    """Make a folder, and do this in it: again, if somebody has removed the folder before there was a claim in it."""
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
+            storage.prepare()
+            return work()
+    storage.prepare()
+    return work()
 
 
 def begin(
@@ -48,11 +62,7 @@ def begin(
 
     ``given_up`` are saves that are known to be dead; for ``patience`` and ``made`` see :class:`.lease.Lease`.
     """
-    try:
-        return _begin(storage, unique_id, replace_newest, given_up, patience, made)
-    except FileNotFoundError:
-        # Until there is a claim in it, whoever has removed what the folder had may remove the folder as well.
-        return _begin(storage, unique_id, replace_newest, given_up, patience, made)
+    return in_folder(storage, lambda: _begin(storage, unique_id, replace_newest, given_up, patience, made))
 
 
 def _begin(
@@ -64,7 +74,6 @@ def _begin(
     made: list[Lease] | None,
 ) -> Lease:
     """See :func:`begin`."""
-    storage.prepare()
     of_paddle = None
     if unique_id is None and replace_newest:
         of_paddle = _newest_of_paddle(storage)

@@ -21,7 +21,7 @@ from ..files.room import bytes_on_disk
 from ..files.runs import open_data_file
 from ..storage.base import Storage, WritableFile
 from .checkpoint import Restarts, check_sizes, read_checkpoint
-from .commit import aftermath, finish, publish_metadata, remove_saves, seal
+from .commit import aftermath, finish, in_folder, publish_metadata, remove_saves, seal
 from .delete import check_native
 from .foreign import Format, look
 from .ids import committed_saves
@@ -65,11 +65,7 @@ def _copy_claimed(
     source: Storage, out: Storage, metadata: Metadata, data: bytes, progress: bool | None, begun: list[Lease]
 ) -> None:
     """See :func:`_copy`; ``begun`` gets the lease."""
-    try:
-        lease = _begin(out, metadata.unique_id, begun)
-    except FileNotFoundError:
-        # Until there is a claim in it, whoever has removed what the folder had may remove the folder as well.
-        lease = _begin(out, metadata.unique_id, begun)
+    lease = in_folder(out, lambda: Lease(out, metadata.unique_id, automatic=True, made=begun))
     made: list[str] = []
     try:
         remove_saves(out, lease.doomed)
@@ -101,11 +97,6 @@ def _copy_claimed(
             lease.withdraw(metadata.save_id)
         raise
     finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
-
-
-def _begin(out: Storage, unique_id: int, begun: list[Lease]) -> Lease:
-    out.prepare()
-    return Lease(out, unique_id, automatic=True, made=begun)
 
 
 def _create(out: Storage, name: str, made: list[str]) -> WritableFile:

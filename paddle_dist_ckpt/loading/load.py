@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..control.rounds import Messages, ask, only_on
+from ..core.host import this_host
 from ..core.messages import encode
 from ..core.text import encodable
 from ..errors import CheckpointError
@@ -34,7 +35,6 @@ from ..files.metadata import Metadata
 from ..files.room import Room, bytes_on_disk
 from ..folder.checkpoint import read_checkpoint
 from ..reports import LoadReport, loaded_line
-from ..storage.local import this_host
 from ..tree.building import assign_all, build_tree
 from ..tree.paths import is_own, parent_of, plain_key
 from ..tree.state_dict import Leaves, PerRank, flatten
@@ -292,7 +292,7 @@ class LeavesLoad:
             wanted.complete,
             location,
             wanted.key_map,
-            this_host(),
+            this_host() if folder is None else "",
         )
 
     def _plan(self, wanted: WantedState, answers: list[LoadAnswer]) -> tuple[Fit, DecideRequest]:

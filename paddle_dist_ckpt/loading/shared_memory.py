@@ -66,20 +66,31 @@ class SharedMemory:
         for i in changed:
             own = buffers[i].reshape(-1).view(np.uint8).reshape(marked[i].shape)
             marked[i] |= own != _bytes_of(views[i], trial, offsets[i])
-        first: dict[int, int] = {}
-        for i, mine in enumerate(marked):
-            if mine.any():
-                place = np.unravel_index(int(mine.argmax()), mine.shape)
-                first[i] = offsets[i] + sum(int(at) * step for at, step in zip(place, mine.strides, strict=True))
-        marks[:] = 0
-        marks[list(first.values())] = _AT_ONE_BYTE
-        at_byte: dict[int, list[int]] = {place: [] for place in first.values()}
-        for i in first:
-            where = marked[i].nonzero()
-            marked[i][where] -= 1
-            for place in (offsets[i] + np.stack(where, axis=-1) @ np.array(marked[i].strides)).tolist():
-                at_byte[place].append(rows[i])
-        return _others({rows[i]: place for i, place in first.items()}, at_byte)
+        return _meeting(rows, offsets, marked, marks)
+
+
+def _meeting(
+    rows: Sequence[int], offsets: Sequence[int], marked: Sequence[Array], marks: Bytes1D
+) -> dict[int, list[int]]:
+    """The targets that have marked bytes, each with some of the others that have its first one.
+
+    ``marked`` is what each target has of ``marks``, which are used up. So that the work is bounded, a byte counts down
+    who is told of it.
+    """
+    first: dict[int, int] = {}
+    for i, mine in enumerate(marked):
+        if mine.any():
+            place = np.unravel_index(int(mine.argmax()), mine.shape)
+            first[i] = offsets[i] + sum(int(at) * step for at, step in zip(place, mine.strides, strict=True))
+    marks[:] = 0
+    marks[list(first.values())] = _AT_ONE_BYTE
+    at_byte: dict[int, list[int]] = {place: [] for place in first.values()}
+    for i in first:
+        where = marked[i].nonzero()
+        marked[i][where] -= 1
+        for place in (offsets[i] + np.stack(where, axis=-1) @ np.array(marked[i].strides)).tolist():
+            at_byte[place].append(rows[i])
+    return _others({rows[i]: place for i, place in first.items()}, at_byte)
 
 
 def _bytes_of(view: Array, memory: Bytes1D, offset: int) -> Array:

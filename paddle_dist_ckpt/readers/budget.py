@@ -9,6 +9,7 @@ from ..errors import CheckpointCorruptedError
 __all__ = ["Budget"]
 
 _FREE = 9 << 19  # steps that may be made of any checkpoint, however small: about a second
+_FEW_DIMENSIONS = 2
 _SMALL = 32 << 20  # bytes for which there are three steps for twenty; beyond them, two
 
 
@@ -30,6 +31,7 @@ class Budget:
         self._more = more
         self._bytes = 0
         self._files = set[object]()
+        self._looked_at = set[int]()
 
     def grant(self, file: object, nbytes: int) -> None:
         """Allow more steps for a file of so many bytes, once however many names and links it has."""
@@ -57,6 +59,17 @@ class Budget:
             raise CheckpointCorruptedError(
                 f"{where}: what has been read so far takes more time and memory than its size on the disk has room for"
             )
+
+    def spend_again(self, steps: int, record: object, where: object) -> None:
+        """Count steps for a record that has been looked at before: what it takes to look at each once is counted when
+        it is read. Records are known by identity, and must stay alive."""
+        if id(record) in self._looked_at:
+            self.spend(steps, where)
+        self._looked_at.add(id(record))
+
+    def spend_on_dimensions(self, steps: int, dimensions: int, where: object) -> None:
+        """Count steps for each dimension beyond a few, for which what is counted when a shape is read suffices."""
+        self.spend(steps * max(0, dimensions - _FEW_DIMENSIONS), where)
 
     def _ask_for_more(self) -> None:
         more, self._more = self._more, tuple

@@ -45,7 +45,6 @@ _ADVICE = (
 _MOST = 1 << 62
 _FEW_CHARACTERS = 1 << 16
 _STEPS_OF_SAME = 70  # of a shard's record that is referred to again
-_FEW_DIMENSIONS = 2  # for which what is counted of a record while it is unpickled suffices
 _STEPS_OF_SHARD, _STEPS_OF_PLACE, _STEPS_OF_PIECE = 12, 2, 5  # for each dimension more
 
 
@@ -110,7 +109,6 @@ class _Described:
             budget: What may be done to read the checkpoint.
         """
         self._name, self._budget = name, budget
-        self._taken = set[int]()  # the shards' records, by identity
         # The shapes of the shards of each key, by offset and range of elements: as texts, whose hashes nobody knows.
         self._known: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -138,14 +136,11 @@ class _Described:
             raise ValueError("its paths refer to the same texts again and again")
 
     def _spend(self, steps: int, numbers: Any) -> None:
-        """Count so many steps for each dimension beyond a few."""
-        self._budget.spend(steps * max(0, len(numbers) - _FEW_DIMENSIONS), self._name)
+        self._budget.spend_on_dimensions(steps, len(numbers), self._name)
 
     def _take_shard(self, key: str, record: Any) -> None:
         fields = _fields(record, "LocalTensorMetadata")
-        if id(record) in self._taken:
-            self._budget.spend(_STEPS_OF_SAME, self._name)
-        self._taken.add(id(record))
+        self._budget.spend_again(_STEPS_OF_SAME, record, self._name)
         self._spend(_STEPS_OF_SHARD, fields["global_offset"])
         offset, extent, elements = _shard_of(fields)
         if extent is None:

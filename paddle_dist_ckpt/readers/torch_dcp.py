@@ -38,7 +38,6 @@ _METADATA = ".metadata"
 _DATA = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _STEPS_OF_REFUSED = 40
 _STEPS_OF_SAME = 50  # of a record that is referred to again
-_FEW_DIMENSIONS = 2  # for which what is counted of a record while it is unpickled suffices
 _STEPS_OF_NUMBER = 2  # for each dimension more
 _STEPS_OF_INDEX = 8  # in a path
 _MOST_DIMENSIONS = 64
@@ -76,24 +75,6 @@ class _DCPDescription(NamedTuple):
     refused: dict[str, str]  # keys of tensors that cannot be held, with the reason
     paths: dict[str, tuple[Part, ...]]
     version: str | None
-
-
-class _Counted:
-    """Counts what it takes to look at records of `.metadata`, one of which may be referred to again and again."""
-
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-        self._seen = set[int]()  # by identity: they are kept as long as this is
-
-    def look_at(self, record: TorchRecord, *sizes: str) -> list[tuple[int, ...]]:
-        """Sizes that a record has by these names."""
-        if id(record) in self._seen:
-            self.budget.spend(_STEPS_OF_SAME, _METADATA)
-        self._seen.add(id(record))
-        numbers = [_size(record.get(name)) for name in sizes]
-        more = sum([len(size) - _FEW_DIMENSIONS for size in numbers if len(size) > _FEW_DIMENSIONS])
-        self.budget.spend(_STEPS_OF_NUMBER * more, _METADATA)
-        return numbers
 
 
 class TorchDCPReader:
@@ -144,8 +125,7 @@ def _described(metadata: Any, names: set[str], size: int, budget: Budget) -> _DC
     """What the value of a `.metadata` of this size says."""
     _check(metadata, "Metadata")
     described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
-    counted = _Counted(budget)
-    ranges = {_index(index, counted): _check(info, "_StorageInfo") for index, info in stored.items()}
+    ranges = {_index(index, budget): _check(info, "_StorageInfo") for index, info in stored.items()}
     tensors, items, refused, chunks = {}, [], {}, 0
     for key, record in described.items():
         if type(key) is not str:
@@ -153,7 +133,7 @@ def _described(metadata: Any, names: set[str], size: int, budget: Budget) -> _DC
         boxes: list[Box | None] = [None]
         if record.kind != "BytesStorageMetadata":
             try:
-                tensors[key] = tensor = _tensor(key, _check(record, "TensorStorageMetadata"), counted)
+                tensors[key] = tensor = _tensor(key, _check(record, "TensorStorageMetadata"), budget)
             except UnsupportedValueError as error:
                 budget.spend(_STEPS_OF_REFUSED, _METADATA)
                 refused[key] = str(error)
@@ -184,17 +164,17 @@ def _check(record: Any, kind: str) -> TorchRecord:
     return record
 
 
-def _tensor(key: str, record: TorchRecord, counted: _Counted) -> _Tensor:
+def _tensor(key: str, record: TorchRecord, budget: Budget) -> _Tensor:
     where = f"{_METADATA}: {shown(key)}"
     dtype, *_ = _check(record.get("properties"), "TensorProperties").state
     if type(dtype) is not TorchDType:
         raise TypeError(f"{shown(key)} has no dtype")
     known = torch_dtype(dtype, where)
-    (shape,) = counted.look_at(record, "size")
+    (shape,) = _sizes(budget, record, "size")
     check_shape(shape, known.itemsize, where)
     chunks: dict[str, Box] = {}
     for chunk in record.get("chunks"):
-        box = Box(*counted.look_at(_check(chunk, "ChunkStorageMetadata"), "offsets", "sizes"))
+        box = Box(*_sizes(budget, _check(chunk, "ChunkStorageMetadata"), "offsets", "sizes"))
         if len(box.offset) != len(box.shape):
             raise ValueError(f"{shown(key)} has a chunk of {len(box.offset)} and {len(box.shape)} dimensions")
         if box.size:
@@ -211,13 +191,22 @@ def _size(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _index(record: Any, counted: _Counted) -> tuple[str, str | None]:
+def _sizes(budget: Budget, record: TorchRecord, *names: str) -> list[tuple[int, ...]]:
+    """Sizes that a record has by these names; it may be referred to again and again."""
+    budget.spend_again(_STEPS_OF_SAME, record, _METADATA)
+    sizes = [_size(record.get(name)) for name in names]
+    for size in sizes:
+        budget.spend_on_dimensions(_STEPS_OF_NUMBER, len(size), _METADATA)
+    return sizes
+
+
+def _index(record: Any, budget: Budget) -> tuple[str, str | None]:
     """The key and chunk that a range of a file is for; the chunk's offset as text, whose hash nobody knows."""
     _check(record, "MetadataIndex")
     key, offset = record.get("fqn"), record.get("offset")
     if type(key) is not str:
         raise TypeError(f"a key that is {type(key).__name__}")
-    return key, None if offset is None else str(*counted.look_at(record, "offset"))
+    return key, None if offset is None else str(*_sizes(budget, record, "offset"))
 
 
 def _item(key: str, box: Box | None, record: TorchRecord, names: set[str]) -> _Item:

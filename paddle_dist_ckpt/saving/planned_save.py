@@ -40,8 +40,8 @@ class PlannedSave:
         shared: What is written of which others have copies, as numbers of the plan, ascending.
         copied: Of each of these copies which of ``shared`` it is of, rank by rank, ``[copies]``.
         copy_rank: The position of its rank, ``[copies]``.
-        sampled: Counts the saves in which a part of the copies is compared, from anywhere: of states whose plans do not
-            last, too, one part is not compared for ever.
+        sampled: Counts the saves in which a part of the copies is compared: of this plan alone, so that states which
+            are saved in turns each go through all parts; and from anywhere, so that those whose plans do not last do.
     """
 
     plan_id: int

@@ -26,10 +26,9 @@ from ..core.protocols import ControlSession
 from ..core.text import encodable
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.names import DEFAULT_SUFFIX
-from ..folder.commit import remove_saves, seal
+from ..folder.commit import in_folder, remove_saves, seal
 from ..options import SaveOptions
 from ..reports import SaveReport, Stopwatch, saved_line
-from ..storage.base import Folder
 from ..tree.values import encode_value
 from .async_save import EARLIER, AsyncSave
 from .describe import LocalState, describe, digests_of
@@ -44,7 +43,6 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 After = Callable[[ControlSession], None]
 """What to do when a save is committed."""
 _USER_METADATA_BYTES = 1 << 20
-_TRIES = 5
 
 
 def save(
@@ -133,7 +131,7 @@ class _Saving:
 
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes
-        folder = self._folder()
+        folder = in_folder(context.storage, context.folder)
         fingerprint, structure, known = state.identified()
         memory.recall(known, fingerprint, block_bytes)
         compare = self._options.check_replicas != "off" and len(context.session.ranks) > 1
@@ -152,15 +150,6 @@ class _Saving:
             on_device=state.devices is not None,
             check_replicas=self._options.check_replicas,
         )
-
-    def _folder(self) -> Folder:
-        """Make this rank's folder; again, if somebody removes it, empty as it is, before it can be looked at."""
-        for _ in range(_TRIES - 1):
-            with suppress(FileNotFoundError):
-                self._context.storage.prepare()
-                return self._context.folder()
-        self._context.storage.prepare()
-        return self._context.folder()
 
     def prepare(self, state: LocalState, order: PlanAnswer, in_background: bool) -> RankFiles:
         """This rank's files, ready to be written; in the background, from copies."""

@@ -179,9 +179,7 @@ class SaveCoordinator:
         on_device = any(request.on_device for request in self._requests.values())
         if self._options.check_replicas != "sampled" and not on_device and not self._in_background:
             return ALL
-        planned.sampled += (
-            1  # of this plan alone: where others are saved in turns, they would miss some blocks for ever
-        )
+        planned.sampled += 1
         return planned.sampled % PARTS
 
     def _judge_copies(self) -> bool:

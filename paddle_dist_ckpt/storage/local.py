@@ -10,7 +10,6 @@ import logging
 import os
 import queue
 import re
-import socket
 import stat
 from collections.abc import Callable
 from contextlib import closing
@@ -19,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from ..core.host import this_host
 from ..core.memory import Bytes1D
 from .base import FolderIdentity, ReadableFile, Storage, WritableFile
 from .local_files import LocalReadable, LocalWritable, about, close_read
 from .opening import open_to_read
 from .paths import local_path
 
-__all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename", "this_host"]
+__all__ = ["LocalStorage", "as_source", "as_storage", "give_name", "rename"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -298,13 +298,3 @@ def _sync_folder(folder: Path) -> None:
             _logger.debug("%s: this filesystem does not sync folders (%s)", folder, error)
         finally:
             close_read(descriptor, folder)
-
-
-@functools.cache
-def this_host() -> str:
-    """This boot of this host. The host name alone would not tell cloned machines or containers apart."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()}/{boot}"
