@@ -16,9 +16,10 @@ from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary
 from ..storage.base import Storage
 from .catalogs import ids_beside
+from .claims import Claim
 from .foreign import Format, look
 from .ids import committed_saves, metadata_ids, newest_id, next_id, save_of
-from .lease import Claim, Lease
+from .lease import Lease
 
 __all__ = [
     "Aftermath",

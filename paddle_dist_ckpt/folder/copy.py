@@ -21,11 +21,12 @@ from ..files.room import bytes_on_disk
 from ..files.runs import open_data_file
 from ..storage.base import Storage, WritableFile
 from .checkpoint import Restarts, check_sizes, read_checkpoint
+from .claims import EXPIRY, claimed_saves
 from .commit import aftermath, finish, in_folder, publish_metadata, remove_saves, seal
 from .delete import check_native
 from .foreign import Format, look
 from .ids import committed_saves
-from .lease import EXPIRY, Lease, claimed_saves
+from .lease import Lease
 
 __all__ = ["copy"]
 

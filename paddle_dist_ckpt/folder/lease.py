@@ -1,4 +1,4 @@
-"""Leases: a save's right to its files in a folder.
+"""Leases: a save's right to its files in a folder, which its claim tells to all others (:mod:`.claims`).
 
 A save's claim file is made before any other of its files and kept fresh while it lives. It says which save it replaces,
 so that whoever finds it after a crash knows what may be removed. Whether a claim is fresh is judged by the folder's own
@@ -15,61 +15,34 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Collection, Container
+from collections.abc import Collection
 from contextlib import suppress
 
 import msgspec
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..files.names import ClaimName, claim_name, parse_claim, temporary_name
+from ..files.names import claim_name, temporary_name
 from ..storage.base import Storage
-from ..tree.values import DECODE_ERRORS
+from .claims import (
+    EXPIRES_AFTER,
+    EXPIRY,
+    TEMPORARY,
+    Claim,
+    claims_in,
+    expired_claims,
+    is_expired,
+    record_of,
+    records_of,
+    saves_of_claim,
+)
 from .ids import committed_saves, known_save_of
 
-__all__ = ["EXPIRY", "Claim", "Lease", "claimed_saves", "is_abandoned"]
+__all__ = ["Lease"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
-_EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
-EXPIRY = f"try again when that is done (a claim of a save that was killed counts for {_EXPIRES_AFTER / 60:.0f} minutes)"
-_MOST_AHEAD = 3600.0  # seconds; hosts whose clocks are further apart cannot save to one folder
 _LOOK_AGAIN = 0.1  # seconds
-_TEMPORARY = ".tmp"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
-
-
-class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a claim file says.
-
-    Attributes:
-        save: Whose it is.
-        replaces: The save that it replaces.
-        removes: The saves whose files it has set out to remove.
-        of_paddle: The id of the checkpoint of Paddle's that it stands for.
-        automatic: Whether it cannot replace anything.
-        deletes: Whether it removes the checkpoint under its id, and puts none in its place.
-        done: Whether its save is committed, and waits only for what other saves under its id do; or whether what it
-            deletes is committed no more, and only files are left.
-        committed_as: The id of a save that is done, if that is not the one in the claim's name.
-    """
-
-    save: str
-    replaces: str | None
-    removes: list[str]
-    of_paddle: int | None = None
-    automatic: bool = False
-    deletes: bool = False
-    done: bool = False
-    committed_as: int | None = None
-
-    @property
-    def own(self) -> list[str]:
-        """The saves that it is answerable for whether it is committed or not."""
-        return [self.save, *self.removes]
-
-
-_CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not make it at once
 
 
 class Lease:
@@ -171,7 +144,7 @@ class Lease:
                 self._publish(b"")
 
     def _publish(self, data: bytes) -> None:
-        self.storage.publish(self.name, data, self.name + _TEMPORARY, replace=True)
+        self.storage.publish(self.name, data, self.name + TEMPORARY, replace=True)
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business.
@@ -179,15 +152,15 @@ class Lease:
         IMPORTANT: the dead saves' claims go before any of their files do, and this claim has taken over what they said
         before they go. A save that was only frozen then finds its claim gone and does not commit.
         """
-        dead = _expired_claims(self.storage, self.name, self._now(), given_up)
+        dead = expired_claims(self.storage, self.name, self._now(), given_up)
         if not dead:
             return
         try:
             committed, saves = committed_saves(self.storage), dict[str, list[str]]()
             for name, parsed in list(dead.items()):
                 try:
-                    record = _record_of(self.storage, name, parsed)
-                    saves[name] = _saves_of_claim(record, committed)
+                    record = record_of(self.storage, name, parsed)
+                    saves[name] = saves_of_claim(record, committed)
                     self.doomed += saves[name]
                     if record.save in committed and self.of_paddle is None:
                         self.of_paddle = record.of_paddle
@@ -250,7 +223,7 @@ class Lease:
 
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
-        started, said, most = time.monotonic(), False, max(self._patience, _EXPIRES_AFTER + 2 * _FRESH_EVERY)
+        started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * _FRESH_EVERY)
         while (name := self._deleter()) is not None:
             text = f"checkpoint {self.unique_id} is being deleted, as {self.storage.location}/{name} says"
             if not said:
@@ -267,18 +240,18 @@ class Lease:
         """The claim of somebody who may still remove the `.metadata` under the id."""
         claims, now = self.others(self.unique_id), self._now()
         deleters = (name for name, claim in claims.items() if claim.deletes and not claim.done)
-        return next((name for name in deleters if not _is_expired(self.storage, name, now)), None)
+        return next((name for name in deleters if not is_expired(self.storage, name, now)), None)
 
     def others(self, unique_id: int) -> dict[str, Claim]:
         """The other claims of an id, by name: of saves that set out for it, or that are committed under it."""
         found: dict[str, Claim] = {}
-        claims = _claims(self.storage)
+        claims = claims_in(self.storage)
         for name, parsed in claims.items():
-            rewritten = name.endswith(_TEMPORARY) and name.removesuffix(_TEMPORARY) in claims
+            rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in claims
             if parsed.save_id == self.save_id or rewritten:
                 continue
             with suppress(FileNotFoundError):
-                record = _record_of(self.storage, name, parsed)
+                record = record_of(self.storage, name, parsed)
                 if unique_id in (parsed.unique_id, record.committed_as):
                     found[name] = record
         return found
@@ -289,11 +262,11 @@ class Lease:
         On a full disk it cannot be said what is deleted, so that every deletion under the id counts.
         """
         now = self._now()
-        for name, (parsed, record) in _records(self.storage).items():
+        for name, (parsed, record) in records_of(self.storage).items():
             deletes = record.deletes and not record.done and parsed.unique_id == self.unique_id
             if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
                 continue
-            if not _is_expired(self.storage, name, now):
+            if not is_expired(self.storage, name, now):
                 return name
         return None
 
@@ -326,7 +299,7 @@ class Lease:
             CheckpointError: somebody is, or died less than a few minutes ago.
         """
         here = self.others(self.unique_id)
-        claims = _claims(self.storage) if everywhere else here
+        claims = claims_in(self.storage) if everywhere else here
         others = [name for name in claims if name != self.name and not self._is_harmless(name, here.get(name))]
         if others:
             raise CheckpointError(f"{self.storage.location} is being saved to, as {others[0]} says; {EXPIRY}")
@@ -357,88 +330,5 @@ class Lease:
         self._stopped.set()
         if self._keeper.is_alive():
             self._keeper.join()  # no touch is under way any more
-        self.storage.delete(self.name + _TEMPORARY)  # it may have been impossible to remove
+        self.storage.delete(self.name + TEMPORARY)  # it may have been impossible to remove
         self.storage.delete(self.name)
-
-
-def claimed_saves(storage: Storage) -> dict[str, str]:
-    """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
-    claimed: dict[str, str] = {}
-    for name, (parsed, record) in _records(storage).items():
-        saves = _saves_of_claim(record, [known_save_of(storage, parsed.unique_id)])
-        claimed.update(dict.fromkeys(saves, name))
-    return claimed
-
-
-def _records(storage: Storage) -> dict[str, tuple[ClaimName, Claim]]:
-    """What all claims say.
-
-    IMPORTANT: they are read anew when one vanishes meanwhile, for what it said may be in another one by now.
-    """
-    vanished: set[str] = set()
-    while True:
-        found, before = dict[str, tuple[ClaimName, Claim]](), len(vanished)
-        for name, parsed in _claims(storage).items():
-            try:
-                found[name] = parsed, _record_of(storage, name, parsed)
-            except FileNotFoundError:  # each counts once: a link to nowhere is always listed
-                vanished.add(name)
-        if len(vanished) == before:
-            return found
-
-
-def _claims(storage: Storage) -> dict[str, ClaimName]:
-    """The claim files in a folder, and those that are being written."""
-    return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
-
-
-def _record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
-    """What a claim says; if it is torn, what its name does. An empty one is of somebody who deletes on a full disk."""
-    try:
-        data = storage.read(name, _MOST_CLAIM_BYTES)
-        if not data and not name.endswith(_TEMPORARY):
-            return Claim(parsed.save_id, None, [], deletes=True)
-        return msgspec.structs.replace(_CLAIM_DECODER.decode(data), save=parsed.save_id)
-    except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
-        _logger.debug("the claim %s is torn: %s", name, error)
-        return Claim(parsed.save_id, None, [])
-
-
-def _saves_of_claim(record: Claim, committed: Container[str | None]) -> list[str]:
-    """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
-
-    A save that is not committed has replaced nothing, whatever it set out for.
-    """
-    replaced = [record.replaces] if record.replaces and (record.done or record.save in committed) else []
-    return [*record.own, *replaced]
-
-
-def _expired_claims(storage: Storage, ours: str, now: float, given_up: Collection[str]) -> dict[str, ClaimName]:
-    """The claims of dead saves, beside our own claim, which tells the time."""
-    others = {name: parsed for name, parsed in _claims(storage).items() if name != ours}
-    fresh = {parsed.save_id for name, parsed in others.items() if not _is_expired(storage, name, now)}
-    return {name: parsed for name, parsed in others.items() if parsed.save_id not in fresh.difference(given_up)}
-
-
-def _is_expired(storage: Storage, name: str, now: float) -> bool:
-    """Whether a claim, or what else tells that somebody works, is too old. One dated far ahead is dated anew."""
-    try:
-        age = now - storage.modified(name)
-        if age < -_MOST_AHEAD:
-            with suppress(OSError, CheckpointTimeoutError):  # then it counts until its date
-                storage.touch(name)
-    except FileNotFoundError:
-        return False
-    return age > _EXPIRES_AFTER
-
-
-def is_abandoned(storage: Storage, now: float) -> bool:
-    """Whether nobody is saving to a folder any more, judged by the claims in it.
-
-    Args:
-        storage: A local folder, whose own time of change counts too; other storages have none.
-        now: The time by the folder's own clock: when a file near it was changed just now.
-    """
-    # The folder itself counts as well: one that is about to be claimed has changed.
-    expired = [_is_expired(storage, name, now) for name in [*_claims(storage), "."]]  # each may be dated anew
-    return all(expired)

@@ -25,10 +25,11 @@ from ..files.names import metadata_name, parse_data_file
 from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
 from .catalogs import ids_beside
+from .claims import claimed_saves
 from .commit import publish_metadata
 from .delete import Deletion
 from .ids import metadata_ids, next_id, save_of
-from .lease import Lease, claimed_saves
+from .lease import Lease
 from .nothing import managers_text
 from .verify import problems_of
 

@@ -14,10 +14,10 @@ from typing import Any
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..folder.checkpoint import read_checkpoint
+from ..folder.claims import is_abandoned
 from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import save_of
-from ..folder.lease import is_abandoned
 from ..folder.nothing import steps_text
 from ..options import as_integer
 from ..storage import Folders, Storage

@@ -17,7 +17,7 @@ import pytest
 
 from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, copy_checkpoint, rebuild_metadata, verify
 from paddle_dist_ckpt.folder import lease
-from paddle_dist_ckpt.folder.lease import is_abandoned
+from paddle_dist_ckpt.folder.claims import is_abandoned
 from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager.removal import remove_together
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder

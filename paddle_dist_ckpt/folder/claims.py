@@ -1,0 +1,156 @@
+"""Claims: files that say which saves are being written to a folder, or removed from it, and by whom.
+
+What a claim says is read here, and whether it still counts; :mod:`.lease` makes claims and acts on those of the dead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Container
+from contextlib import suppress
+
+import msgspec
+
+from ..errors import CheckpointTimeoutError
+from ..files.names import ClaimName, parse_claim
+from ..storage.base import Storage
+from ..tree.values import DECODE_ERRORS
+from .ids import known_save_of
+
+__all__ = [
+    "EXPIRES_AFTER",
+    "EXPIRY",
+    "TEMPORARY",
+    "Claim",
+    "claimed_saves",
+    "claims_in",
+    "expired_claims",
+    "is_abandoned",
+    "is_expired",
+    "record_of",
+    "records_of",
+    "saves_of_claim",
+]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
+EXPIRY = f"try again when that is done (a claim of a save that was killed counts for {EXPIRES_AFTER / 60:.0f} minutes)"
+_MOST_AHEAD = 3600.0  # seconds; hosts whose clocks are further apart cannot save to one folder
+TEMPORARY = ".tmp"
+_MOST_CLAIM_BYTES = 1 << 20  # for more saves to remove than any folder has
+
+
+class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a claim file says.
+
+    Attributes:
+        save: Whose it is.
+        replaces: The save that it replaces.
+        removes: The saves whose files it has set out to remove.
+        of_paddle: The id of the checkpoint of Paddle's that it stands for.
+        automatic: Whether it cannot replace anything.
+        deletes: Whether it removes the checkpoint under its id, and puts none in its place.
+        done: Whether its save is committed, and waits only for what other saves under its id do; or whether what it
+            deletes is committed no more, and only files are left.
+        committed_as: The id of a save that is done, if that is not the one in the claim's name.
+    """
+
+    save: str
+    replaces: str | None
+    removes: list[str]
+    of_paddle: int | None = None
+    automatic: bool = False
+    deletes: bool = False
+    done: bool = False
+    committed_as: int | None = None
+
+    @property
+    def own(self) -> list[str]:
+        """The saves that it is answerable for whether it is committed or not."""
+        return [self.save, *self.removes]
+
+
+_CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not make it at once
+
+
+def claimed_saves(storage: Storage) -> dict[str, str]:
+    """The saves that some claim speaks of, being written or to be removed, with the claim's name."""
+    claimed: dict[str, str] = {}
+    for name, (parsed, record) in records_of(storage).items():
+        saves = saves_of_claim(record, [known_save_of(storage, parsed.unique_id)])
+        claimed.update(dict.fromkeys(saves, name))
+    return claimed
+
+
+def records_of(storage: Storage) -> dict[str, tuple[ClaimName, Claim]]:
+    """What all claims say.
+
+    IMPORTANT: they are read anew when one vanishes meanwhile, for what it said may be in another one by now.
+    """
+    vanished: set[str] = set()
+    while True:
+        found, before = dict[str, tuple[ClaimName, Claim]](), len(vanished)
+        for name, parsed in claims_in(storage).items():
+            try:
+                found[name] = parsed, record_of(storage, name, parsed)
+            except FileNotFoundError:  # each counts once: a link to nowhere is always listed
+                vanished.add(name)
+        if len(vanished) == before:
+            return found
+
+
+def claims_in(storage: Storage) -> dict[str, ClaimName]:
+    """The claim files in a folder, and those that are being written."""
+    return {name: parsed for name in storage.names() if (parsed := parse_claim(name)) is not None}
+
+
+def record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
+    """What a claim says; if it is torn, what its name does. An empty one is of somebody who deletes on a full disk."""
+    try:
+        data = storage.read(name, _MOST_CLAIM_BYTES)
+        if not data and not name.endswith(TEMPORARY):
+            return Claim(parsed.save_id, None, [], deletes=True)
+        return msgspec.structs.replace(_CLAIM_DECODER.decode(data), save=parsed.save_id)
+    except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
+        _logger.debug("the claim %s is torn: %s", name, error)
+        return Claim(parsed.save_id, None, [])
+
+
+def saves_of_claim(record: Claim, committed: Container[str | None]) -> list[str]:
+    """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
+
+    A save that is not committed has replaced nothing, whatever it set out for.
+    """
+    replaced = [record.replaces] if record.replaces and (record.done or record.save in committed) else []
+    return [*record.own, *replaced]
+
+
+def expired_claims(storage: Storage, ours: str, now: float, given_up: Collection[str]) -> dict[str, ClaimName]:
+    """The claims of dead saves, beside our own claim, which tells the time."""
+    others = {name: parsed for name, parsed in claims_in(storage).items() if name != ours}
+    fresh = {parsed.save_id for name, parsed in others.items() if not is_expired(storage, name, now)}
+    return {name: parsed for name, parsed in others.items() if parsed.save_id not in fresh.difference(given_up)}
+
+
+def is_expired(storage: Storage, name: str, now: float) -> bool:
+    """Whether a claim, or what else tells that somebody works, is too old. One dated far ahead is dated anew."""
+    try:
+        age = now - storage.modified(name)
+        if age < -_MOST_AHEAD:
+            with suppress(OSError, CheckpointTimeoutError):  # then it counts until its date
+                storage.touch(name)
+    except FileNotFoundError:
+        return False
+    return age > EXPIRES_AFTER
+
+
+def is_abandoned(storage: Storage, now: float) -> bool:
+    """Whether nobody is saving to a folder any more, judged by the claims in it.
+
+    Args:
+        storage: A local folder, whose own time of change counts too; other storages have none.
+        now: The time by the folder's own clock: when a file near it was changed just now.
+    """
+    # The folder itself counts as well: one that is about to be claimed has changed.
+    expired = [is_expired(storage, name, now) for name in [*claims_in(storage), "."]]  # each may be dated anew
+    return all(expired)
