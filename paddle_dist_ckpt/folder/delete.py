@@ -11,7 +11,7 @@ from ..files.names import metadata_name
 from ..storage.base import Storage
 from .checkpoint import read_checkpoint
 from .commit import remove_saves
-from .ids import metadata_ids, save_of
+from .ids import metadata_ids, note_of
 from .lease import Lease
 
 __all__ = ["Deletion", "begin_clearing", "begin_deletion", "check_native", "delete"]
@@ -169,13 +169,13 @@ def _needed_by_others(storage: Storage, unique_id: int) -> set[str]:
         if other == unique_id:
             continue
         try:
-            save = save_of(storage, other, whole=True)
+            note = note_of(storage, other)
         except CheckpointTimeoutError:
             raise
         except CheckpointError as error:
             raise CheckpointError(
                 f"nothing was deleted, for it is not known which files checkpoint {other} needs: {error}"
             ) from error
-        if save is not None:
-            needed.add(save)
+        if note is not None:
+            needed.add(note.save_id)
     return needed

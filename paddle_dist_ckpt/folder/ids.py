@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from functools import partial
 
 from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
-from ..files.codec import decode_head, decode_metadata
+from ..files.codec import Note, decode_head, decode_note
 from ..files.names import MOST_IDS, metadata_id, metadata_name
-from ..files.room import bytes_on_disk
 from ..storage.base import Storage
 from .foreign import Format, foreign_id, look
 
@@ -20,6 +18,7 @@ __all__ = [
     "metadata_ids",
     "newest_id",
     "next_id",
+    "note_of",
     "save_of",
 ]
 
@@ -27,29 +26,41 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_NAMED = 100  # files that are not listed: a line of the log takes longer than a look at a small file
 
 
-def save_of(storage: Storage, unique_id: int, whole: bool = False) -> str | None:
+def save_of(storage: Storage, unique_id: int) -> str | None:
     """The save id of the checkpoint committed under an id; None if its `.metadata` is gone or of another format.
 
-    Args:
-        storage: The folder.
-        unique_id: The id.
-        whole: Whether to see that the file can be read, all of it.
+    Only the file's first line is looked at.
 
     Raises:
         CheckpointError: the file is of a newer version.
         CheckpointCorruptedError: it is damaged, or neither ours nor of a format known to share the folder.
     """
     name = metadata_name(unique_id)
+    data = _ours(storage, name, whole=False)
+    head = None if data is None else decode_head(data, name)
+    return None if head is None else head.save
+
+
+def note_of(storage: Storage, unique_id: int) -> Note | None:
+    """What the `.metadata` of an id says beside tensors and values; None if it is gone or of another format.
+
+    Raises:
+        CheckpointError: see :func:`save_of`; the file is seen to be whole, as well.
+    """
+    name = metadata_name(unique_id)
+    data = _ours(storage, name, whole=True)
+    return None if data is None else decode_note(data, name, unique_id)
+
+
+def _ours(storage: Storage, name: str, whole: bool) -> bytes | None:
+    """What a `.metadata` file begins with, or holds; None if it is gone, or of a format known to share the folder."""
     found, data = look(storage, name, whole)
-    head = decode_head(data, name)
-    if head is not None:
-        return decode_metadata(data, name, unique_id, partial(bytes_on_disk, storage)).save_id if whole else head.save
-    if found is not Format.UNKNOWN:
-        return None
-    raise CheckpointCorruptedError(
-        f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file (it starts with {data[:16]!r}); if it was "
-        "damaged, rebuild_metadata can make it again; to load an older checkpoint, give its unique_id"
-    )
+    if found is Format.UNKNOWN:
+        raise CheckpointCorruptedError(
+            f"{storage.location}/{name} is no paddle_dist_ckpt .metadata file (it starts with {data[:16]!r}); if it "
+            "was damaged, rebuild_metadata can make it again; to load an older checkpoint, give its unique_id"
+        )
+    return data if found is Format.OURS else None
 
 
 def known_save_of(storage: Storage, unique_id: int) -> str | None:
@@ -116,10 +127,10 @@ def next_id(names: Iterable[str], others: Iterable[int] = ()) -> int:
 
 
 def committed_saves(storage: Storage) -> dict[str, int]:
-    """The save id of every committed checkpoint of this format, with its unique_id. Reads every `.metadata` whole.
+    """The save id of every committed checkpoint of this format, with its unique_id. Every `.metadata` is read whole.
 
     Raises:
         CheckpointError: one cannot be read, so that it is not known which save's files it needs.
     """
-    found = ((save_of(storage, unique_id, whole=True), unique_id) for unique_id in metadata_ids(storage))
-    return {save: unique_id for save, unique_id in found if save is not None}
+    notes = (note_of(storage, unique_id) for unique_id in metadata_ids(storage))
+    return {note.save_id: note.unique_id for note in notes if note is not None}

@@ -28,6 +28,7 @@ from .catalogs import ids_beside
 from .claims import claimed_saves
 from .commit import publish_metadata
 from .delete import Deletion
+from .foreign import Format, look
 from .ids import metadata_ids, next_id, save_of
 from .lease import Lease
 from .nothing import managers_text
@@ -104,7 +105,7 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
     committed: set[str | None] = set()
     for unique_id in metadata_ids(storage):
         with suppress(CheckpointError):  # damaged, or of a newer version
-            committed.add(save_of(storage, unique_id, whole=True))
+            committed.add(_save_of(storage, unique_id))
     names: dict[str, list[str]] = {}
     for name in storage.names():
         parsed = parse_data_file(name)
@@ -130,10 +131,19 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
 def _is_damaged(storage: Storage, unique_id: int) -> bool:
     """Whether a `.metadata` is there but of no format; one of a newer version of ours is not damaged."""
     try:
-        save_of(storage, unique_id, whole=True)
+        _save_of(storage, unique_id)
     except CheckpointError as error:
         return isinstance(error, CheckpointCorruptedError)
     return False
+
+
+def _save_of(storage: Storage, unique_id: int) -> str | None:
+    """See :func:`.ids.save_of`; all of the `.metadata` is read here."""
+    name = metadata_name(unique_id)
+    found, data = look(storage, name, whole=True)
+    if found is not Format.OURS:
+        return save_of(storage, unique_id)
+    return decode_metadata(data, name, unique_id, functools.partial(bytes_on_disk, storage)).save_id
 
 
 def _read_files(storage: Storage, names: Sequence[str], room: Room) -> list[_DataFile]:

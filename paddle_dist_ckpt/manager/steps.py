@@ -8,16 +8,18 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
+from ..files.codec import Note
 from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
-from ..folder.checkpoint import read_checkpoint
+from ..files.room import bytes_on_disk
 from ..folder.claims import is_abandoned
 from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
-from ..folder.ids import save_of
+from ..folder.ids import note_of, save_of
 from ..folder.nothing import steps_text
 from ..options import as_integer
 from ..storage import Folders, Storage
@@ -74,10 +76,10 @@ class Steps:
             storage = opened(step_folder(self._root, step))
             try:
                 save = save_of(storage, step)
-                if save is not None:
-                    known = self._saves.get(step) == save
-                    metrics[step] = self.metrics[step] if known else self._read(storage, step)
-                    saves[step] = save
+                if save is not None and self._saves.get(step) == save:
+                    saves[step], metrics[step] = save, self.metrics[step]
+                elif save is not None and (note := note_of(storage, step)) is not None:
+                    saves[step], metrics[step] = note.save_id, self._metrics_in(storage, note)
             except CheckpointTimeoutError:
                 raise  # not only of this step will nothing be heard
             except (CheckpointError, OSError) as error:
@@ -134,8 +136,9 @@ class Steps:
         names = opened(self._root).names()
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
-    def _read(self, storage: Storage, step: int) -> Metrics:
-        note = read_checkpoint(storage, step).user_metadata.get(self._note)
+    def _metrics_in(self, storage: Storage, whole: Note) -> Metrics:
+        user = whole.user_metadata(partial(bytes_on_disk, storage))
+        note = user.get(self._note) if isinstance(user, dict) else None
         found: Any = note.get("metrics") if isinstance(note, dict) else None
         if not isinstance(found, dict):
             return {}

@@ -21,7 +21,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES
 from paddle_dist_ckpt.core.layouts import Layout
 from paddle_dist_ckpt.core.shards import Kind, ShardTable
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointError
-from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, encode_metadata
+from paddle_dist_ckpt.files.codec import decode_head, decode_metadata, decode_note, encode_metadata
 from paddle_dist_ckpt.files.metadata import (
     FileInfo,
     LocalTensorIndex,
@@ -235,7 +235,11 @@ def test_irregular_shards_take_at_most_24_bytes_each() -> None:
     assert len(encode(make(table, 256))) - len(encode(make(small().table, 256))) <= 24 * count
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+READERS = pytest.mark.parametrize("read", [decode_metadata, decode_note])
+
+
+@READERS
+def test_every_flipped_bit_is_noticed(read: Callable[[bytes, str, int], object]) -> None:
     """A flip in the major version cannot be told from a file of another version, so it gets that error."""
     data = encode(small())
     major = data.index(b'"version":[') + 11
@@ -244,7 +248,7 @@ def test_every_flipped_bit_is_noticed() -> None:
             flipped = bytearray(data)
             flipped[i] ^= 1 << bit
             with pytest.raises(CheckpointError) as caught:
-                decode_metadata(bytes(flipped), "3.metadata", 3)
+                read(bytes(flipped), "3.metadata", 3)
             assert type(caught.value) is CheckpointCorruptedError or i == major, (i, bit, caught.value)
 
 
@@ -263,9 +267,27 @@ def test_errors_name_the_file() -> None:
             decode_metadata(data, "3.metadata", 3)
 
 
-def test_another_id_than_the_file_name_says_is_refused() -> None:
+@READERS
+def test_another_id_than_the_file_name_says_is_refused(read: Callable[[bytes, str, int], object]) -> None:
     with pytest.raises(CheckpointCorruptedError, match="renamed"):
-        decode_metadata(encode(small()), "4.metadata", 4)
+        read(encode(small()), "4.metadata", 4)
+
+
+@READERS
+def test_lines_of_different_saves_are_refused(read: Callable[[bytes, str, int], object]) -> None:
+    data = sealed({**small_body(), "save": "fedcba9876543210"})
+    with pytest.raises(CheckpointCorruptedError, match="different saves"):
+        read(data, "3.metadata", 3)
+
+
+def test_a_note_has_what_the_user_said_within_a_budget() -> None:
+    note = decode_note(encode(small()), "3.metadata", 3)
+    assert note.save_id == small().save_id
+    assert note.user_metadata(lambda save_id: 0) == {"note": (1, 2)}
+    many = sealed({**small_body(), "user_metadata": [[]] * (1 << 20)})
+    with pytest.raises(CheckpointCorruptedError, match="more objects than its size has room for"):
+        decode_note(many, "3.metadata", 3).user_metadata(lambda save_id: 0)
+    assert len(decode_note(many, "3.metadata", 3).user_metadata(lambda save_id: 1 << 30)) == 1 << 20
 
 
 def test_other_formats_are_told_apart() -> None:

@@ -27,6 +27,7 @@ from paddle_dist_ckpt import (
     rebuild_metadata,
     verify,
 )
+from paddle_dist_ckpt.files import codec
 from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
@@ -240,6 +241,18 @@ def test_nothing_is_deleted_where_it_is_not_known_what_others_need(tmp_path: Pat
     with pytest.raises(CheckpointError, match="which files checkpoint 2 needs"):
         delete_checkpoint(tmp_path, 1)
     assert files_in(tmp_path) == before
+
+
+def test_tensors_of_other_checkpoints_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1, 2, 3)
+    decoded: list[int] = []
+    real = codec._metadata_of
+    monkeypatch.setattr(codec, "_metadata_of", lambda body, cost: (decoded.append(body.unique_id), real(body, cost))[1])
+    delete_checkpoint(tmp_path, 1)
+    assert decoded == [1], "what is deleted is told to the caller"
+    saved(tmp_path, 3)
+    assert decoded == [1]
+    check_holds(tmp_path, 2, 3)
 
 
 def test_a_delete_that_is_killed_leaves_all_or_nothing_and_a_save_cleans_up(tmp_path: Path) -> None:

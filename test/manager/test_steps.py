@@ -19,6 +19,7 @@ from paddle_dist_ckpt import CheckpointError, CheckpointTimeoutError, copy_check
 from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.claims import is_abandoned
 from paddle_dist_ckpt.manager import prune
+from paddle_dist_ckpt.manager import steps as steps_module
 from paddle_dist_ckpt.manager.removal import remove_together
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
@@ -162,8 +163,8 @@ def test_a_step_is_read_again_only_if_it_was_saved_again(tmp_path: Path, monkeyp
     save_step(tmp_path, 1, loss=1.0)
     steps = look(tmp_path)
     read: list[int] = []
-    real = Steps._read
-    monkeypatch.setattr(Steps, "_read", lambda self, storage, step: (read.append(step), real(self, storage, step))[1])
+    real = steps_module.note_of
+    monkeypatch.setattr(steps_module, "note_of", lambda storage, step: (read.append(step), real(storage, step))[1])
     steps.look()
     assert read == []
     save_step(tmp_path, 1, loss=2.0)
