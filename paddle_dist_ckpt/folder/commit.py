@@ -249,7 +249,7 @@ def finish(lease: Lease, left: Aftermath) -> None:
     """Clean up after the commit. Nothing that goes wrong here undoes it, so it is logged and left to a later save."""
     lease.stop()
     try:
-        remove_saves(lease.storage, left.saves)
+        remove_saves(lease.storage, left.saves, lease.check_held)
         if lease.of_paddle is not None:
             _put_aside(lease, lease.of_paddle)
         lease.storage.delete(lease.temporary)  # it may have been impossible to remove
@@ -302,10 +302,17 @@ def give_up(lease: Lease, settled: bool) -> None:
         _logger.warning("%s: files of a failed save are left: %s", lease.storage.location, error)
 
 
-def remove_saves(storage: Storage, saves: Iterable[str]) -> None:
-    """Remove the data files of these saves from a folder, and what has the temporary names of their `.metadata`."""
+def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], object] = lambda: None) -> None:
+    """Remove the data files of these saves from a folder, and what has the temporary names of their `.metadata`.
+
+    Args:
+        storage: The folder.
+        saves: Their ids.
+        check: Called before each removal: raises if the saves are somebody else's to remove, or may have come back.
+    """
     doomed = set(saves)
     for name in storage.names() if doomed else ():
         parsed = parse_data_file(name) or parse_temporary(name)
         if parsed is not None and parsed.save_id in doomed:
+            check()
             storage.delete(name)

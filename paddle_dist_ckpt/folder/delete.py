@@ -37,7 +37,7 @@ class Deletion:
         lease, storage = self._lease, self._lease.storage
         lease.stop()
         try:
-            remove_saves(storage, self.saves)
+            remove_saves(storage, self.saves, lease.check_held)
             for name, claim in lease.others(lease.unique_id).items():
                 if claim.done and not claim.deletes:  # what another deletion has left, its claim alone speaks of
                     storage.delete(name)

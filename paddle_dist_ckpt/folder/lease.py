@@ -152,7 +152,7 @@ class Lease:
         IMPORTANT: the dead saves' claims go before any of their files do, and this claim has taken over what they said
         before they go. A save that was only frozen then finds its claim gone and does not commit.
         """
-        dead = expired_claims(self.storage, self.name, self._now(), given_up)
+        dead = expired_claims(self.storage, self.name, self.check_held(), given_up)
         if not dead:
             return
         try:
@@ -205,21 +205,23 @@ class Lease:
         # has given up. So after this wait nobody removes what is about to be published.
         if not self.automatic and not self._deletes:
             self._wait_for_deletion()
-        if self.name not in self.storage.names():
-            raise self._lost()
+        self.check_held()
         if self._look():
             self._write()
 
-    def _lost(self) -> CheckpointError:
-        claim = f"{self.storage.location}/{self.name}"
-        return CheckpointError(f"the claim {claim} is gone: another save took this one, which was silent, for dead")
+    def check_held(self) -> float:
+        """See that the claim is there; returns the time by the folder's own clock, when it was touched last.
 
-    def _now(self) -> float:
-        """The time by the folder's own clock, when the claim was touched last."""
+        Raises:
+            CheckpointError: it is gone: somebody took this save, or removal, for dead.
+        """
         try:
             return self.storage.modified(self.name)
         except FileNotFoundError:
-            raise self._lost() from None
+            claim = f"{self.storage.location}/{self.name}"
+            raise CheckpointError(
+                f"the claim {claim} is gone: another save took this one, which was silent, for dead"
+            ) from None
 
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
@@ -238,7 +240,7 @@ class Lease:
 
     def _deleter(self) -> str | None:
         """The claim of somebody who may still remove the `.metadata` under the id."""
-        claims, now = self.others(self.unique_id), self._now()
+        claims, now = self.others(self.unique_id), self.check_held()
         deleters = (name for name, claim in claims.items() if claim.deletes and not claim.done)
         return next((name for name in deleters if not is_expired(self.storage, name, now)), None)
 
@@ -261,7 +263,7 @@ class Lease:
 
         On a full disk it cannot be said what is deleted, so that every deletion under the id counts.
         """
-        now = self._now()
+        now = self.check_held()
         for name, (parsed, record) in records_of(self.storage).items():
             deletes = record.deletes and not record.done and parsed.unique_id == self.unique_id
             if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
@@ -272,13 +274,23 @@ class Lease:
 
     def mark_done(self, committed_as: int | None = None) -> None:
         """Say that the save is committed, under this id if not under the one that it has set out for; or that what it
-        deletes is committed no more."""
+        deletes is committed no more.
+
+        Raises:
+            CheckpointError: the claim is gone, and what it said is somebody else's to do.
+        """
+        self.check_held()
         self._done = True
         self._committed_as = committed_as if committed_as != self.unique_id else None
         self._write()
 
     def take_on(self, *saves: str) -> None:
-        """Set out to remove saves' files. Whoever finds this claim expired does, but for saves that are committed."""
+        """Set out to remove saves' files. Whoever finds this claim expired does, but for saves that are committed.
+
+        Raises:
+            CheckpointError: the claim is gone.
+        """
+        self.check_held()
         self.doomed += [save for save in saves if save not in self.doomed]
         self._write()
 

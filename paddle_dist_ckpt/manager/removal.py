@@ -19,6 +19,8 @@ def remove_together(
 ) -> None:
     """Rounds ``retain`` and ``remove``: one rank of each folder removes the files of what the coordinator uncommits.
 
+    The coordinator removes those of its own folder, where the claims are, when all others have removed theirs.
+
     Args:
         session: All ranks'.
         root: The folder of the steps' folders, on this rank.
@@ -63,7 +65,7 @@ def _identity(storage: Storage) -> bytes:
 
 
 def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, coordinator: int) -> dict[int, bytes]:
-    """A message to one rank of each folder, the coordinator if that has it, and another to the rest."""
+    """A message to one rank of each folder but the coordinator's, and another to the rest."""
     first = {folder: rank for rank, folder in sorted(folders.items(), reverse=True)}
-    first[folders[coordinator]] = coordinator
-    return {rank: message if first[folder] == rank else other for rank, folder in folders.items()}
+    del first[folders[coordinator]]
+    return {rank: message if first.get(folder) == rank else other for rank, folder in folders.items()}

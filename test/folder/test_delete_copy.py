@@ -576,6 +576,28 @@ def test_nothing_is_copied_to_where_a_save_is_about_to_remove_it(
     check_holds(folder, 1, 2)
 
 
+@pytest.mark.parametrize("operation", ["names", "sync"])
+def test_who_deletes_and_was_taken_for_dead_leaves_what_has_come_back(tmp_path: Path, operation: str) -> None:
+    """Stopped before the first file is removed, or after the last, by Ctrl-Z, say, and continued an hour later."""
+    source, folder, save = copied(tmp_path)
+    told: list[str] = []
+    deletion = begin_deletion(FaultyStorage(folder, lambda what, name: told.append(what)), 1, save)
+
+    def copy_back(what: str, name: str) -> None:
+        if what == operation and operation not in told:
+            told.append(what)
+            for claim in folder.glob("*.claim"):
+                age(claim)
+            saved(folder, 2)
+            copy_checkpoint(source, folder)
+
+    told.clear()
+    deletion._lease.storage._hook = copy_back  # type: ignore[attr-defined]
+    deletion.finish()
+    assert told == [operation]
+    check_holds(folder, 1, 2)
+
+
 def test_a_copy_is_not_committed_when_somebody_is_about_to_remove_it(tmp_path: Path) -> None:
     source, folder, save = copied(tmp_path)
     delete_checkpoint(folder, 1)
