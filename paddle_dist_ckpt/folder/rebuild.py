@@ -90,8 +90,14 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
         if metadata.save_id in lease.doomed or not there.issuperset(file.name for file in metadata.files):
             raise CheckpointError(f"{storage.location}: save {metadata.save_id} has been removed meanwhile")
         replace = _is_damaged(storage, metadata.unique_id)
+
+        def confirm() -> None:
+            lease.confirm()
+            if metadata.save_id in _committed(storage):
+                raise CheckpointError(f"{storage.location}: save {metadata.save_id} has its .metadata again meanwhile")
+
         # The temporary name is this claim's own: whoever finds the claim expired removes that, too.
-        if not publish_metadata(storage, metadata.unique_id, data, lease.temporary, replace, lease.confirm):
+        if not publish_metadata(storage, metadata.unique_id, data, lease.temporary, replace, confirm):
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
@@ -102,10 +108,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
 
 def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[_DataFile]], dict[str, str]]:
     """The saves of which every file is there and no `.metadata` names them; and why others are not among them."""
-    committed: set[str | None] = set()
-    for unique_id in metadata_ids(storage):
-        with suppress(CheckpointError):  # damaged, or of a newer version
-            committed.add(_save_of(storage, unique_id))
+    committed = _committed(storage)
     names: dict[str, list[str]] = {}
     for name in storage.names():
         parsed = parse_data_file(name)
@@ -126,6 +129,15 @@ def _complete_saves(storage: Storage, save: str | None) -> tuple[dict[str, list[
         except (OSError, CheckpointCorruptedError) as error:
             refused[save_id] = str(error)
     return complete, refused
+
+
+def _committed(storage: Storage) -> set[str | None]:
+    """The saves that a `.metadata` names which can be read."""
+    committed: set[str | None] = set()
+    for unique_id in metadata_ids(storage):
+        with suppress(CheckpointError):  # damaged, or of a newer version
+            committed.add(_save_of(storage, unique_id))
+    return committed
 
 
 def _is_damaged(storage: Storage, unique_id: int) -> bool:

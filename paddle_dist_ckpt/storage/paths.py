@@ -20,6 +20,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
     Raises:
         TypeError: it is no path, or one of bytes.
         ValueError: it is empty, has a zero byte in it, or is a URL rather than a path.
+        FileNotFoundError: it is relative, and the current folder has been removed.
     """
     text = os.fspath(path)
     if not isinstance(text, str):
@@ -31,4 +32,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> str:
         )
     if not text or "\0" in text:
         raise ValueError(f"{name} must name a local folder or file, not {text!r}; for other places pass a Storage")
-    return os.path.abspath(os.path.expanduser(text))
+    try:
+        return os.path.abspath(os.path.expanduser(text))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(error.errno, "the current folder, to which it is relative, is gone", text) from error

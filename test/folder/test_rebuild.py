@@ -297,6 +297,27 @@ def test_nothing_is_rebuilt_beside_a_save(tmp_path: Path, monkeypatch: pytest.Mo
     assert list_checkpoints(tmp_path) == [3]
 
 
+def test_what_two_rebuild_at_once_has_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_alone({"a": make_array((4,))}, tmp_path, 3)
+    (tmp_path / "3.metadata").unlink()
+    real, others = rebuild._complete_saves, [None]
+    made: list[int] = []
+
+    def complete_saves(storage: LocalStorage, save: str | None) -> Any:
+        found = real(storage, save)
+        if others:
+            others.clear()
+            made.append(rebuilt(tmp_path).unique_id)  # the other one, from beginning to end
+        return found
+
+    monkeypatch.setattr(rebuild, "_complete_saves", complete_saves)
+    with pytest.raises(CheckpointError, match=r"save [0-9a-f]{16} has its \.metadata again meanwhile"):
+        rebuilt(tmp_path)
+    assert made == [3]
+    assert list_checkpoints(tmp_path) == [3]
+    assert len(files_in(tmp_path)) == 2, sorted(files_in(tmp_path))
+
+
 def test_a_rebuild_that_was_killed_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
     save_alone({"a": make_array((4,))}, tmp_path, 3)
     original = without_times(tmp_path / "3.metadata")
