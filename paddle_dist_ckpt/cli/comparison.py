@@ -22,7 +22,7 @@ from ..tree.values import encode_value
 from .differences import Difference, compare_items
 from .matching import Held, Matched, Side, SideFacts
 from .ranks import gathered, is_first, same_checkpoint
-from .regions import windows
+from .regions import best_along, windows
 
 __all__ = ["ComparisonFacts", "compare_together"]
 
@@ -111,8 +111,9 @@ class _Regions:
         known = dict[tuple[int, ...], Box]()  # one for all tensors of a shape
         one, other = matched.one, matched.other
         for tensor, (a, b) in enumerate(matched.alike):
-            itemsize, shape = max(one.dtype(a).itemsize, other.dtype(b).itemsize), one.shape(a)
-            for box in windows(known.setdefault(shape, whole(shape)), itemsize, _BATCH_BYTES):
+            itemsize, layout = max(one.dtype(a).itemsize, other.dtype(b).itemsize), one.layout(a)
+            along = best_along(max(layout, other.layout(b), key=lambda each: len(each.parts)), itemsize, _BATCH_BYTES)
+            for box in windows(known.setdefault(layout.shape, whole(layout.shape)), itemsize, _BATCH_BYTES, along):
                 tensors.append(tensor)
                 boxes.append(box)
                 nbytes.append(box.size * itemsize)

@@ -22,7 +22,7 @@ from ..folder.boxes import BoxReader, read_values
 from ..folder.selection import Selection, unread
 from ..storage.base import Storage
 from ..tree.values import from_jsonable
-from .regions import WINDOW_BYTES, edges, windows
+from .regions import WINDOW_BYTES, best_along, edges, windows
 
 __all__ = [
     "ValueContent",
@@ -220,7 +220,9 @@ def _read_windows(
     Of a region of more than 16 GiB windows are larger at first, so that large holes are known by a few looks.
     """
     itemsize = tensor.dtype.itemsize
-    parts = list(windows(box, itemsize, max(WINDOW_BYTES, box.size * itemsize // _MOST_WINDOWS)))
+    most = max(WINDOW_BYTES, box.size * itemsize // _MOST_WINDOWS)
+    layout = metadata.table.layouts[metadata.table.layout_of[tensor.row]]
+    parts = list(windows(box, itemsize, most, best_along(layout, itemsize, most)))
     with BoxReader(storage, metadata, [tensor.row] * len(parts), parts) as reader:
         for row, part in enumerate(parts):
             if reader.is_hole(row):

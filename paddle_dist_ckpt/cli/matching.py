@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.dtypes import DType
+from ..core.layouts import Layout
 from ..core.shards import Kind
 from ..files.metadata import Metadata
 from ..folder.checkpoint import unless_replaced
@@ -87,10 +88,14 @@ class Held:
         table = self.metadata.table
         return leaf < len(table.paths) and table.kinds[leaf] != Kind.VALUE
 
+    def layout(self, tensor: int) -> Layout:
+        """How a tensor is cut in shards."""
+        table = self.metadata.table
+        return table.layouts[table.layout_of[tensor]]
+
     def shape(self, tensor: int) -> tuple[int, ...]:
         """A tensor's global shape."""
-        table = self.metadata.table
-        return table.layouts[table.layout_of[tensor]].shape
+        return self.layout(tensor).shape
 
     def dtype(self, tensor: int) -> DType:
         """A tensor's element type."""

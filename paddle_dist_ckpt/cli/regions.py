@@ -6,11 +6,15 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from ..core.box import Box
+import numpy as np
 
-__all__ = ["WINDOW_BYTES", "edge_items", "edges", "parse_slice", "windows"]
+from ..core.box import Box
+from ..core.layouts import Layout
+
+__all__ = ["WINDOW_BYTES", "best_along", "edge_items", "edges", "parse_slice", "windows"]
 
 WINDOW_BYTES = 16 << 20
+_SEVERAL = 4
 _RANGE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
 _INDEX = re.compile(r"\s*-?\d+\s*")
 
@@ -51,21 +55,40 @@ def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
     return Box(tuple(offset), tuple(lengths)), tuple(kept)
 
 
-def windows(box: Box, itemsize: int, most: int = WINDOW_BYTES) -> Iterator[Box]:
-    """Cut a region in parts of so many bytes at the most, in row-major order; at least one item each."""
+def windows(box: Box, itemsize: int, most: int = WINDOW_BYTES, along: int = 0) -> Iterator[Box]:
+    """Cut a region in parts of so many bytes at the most, in row-major order; at least one item each.
+
+    Args:
+        box: The region.
+        itemsize: Bytes of an item.
+        most: How many bytes.
+        along: The dimension that is cut first.
+    """
     if not box.size:
         return
     if box.size * itemsize <= most:
         yield box
         return
-    dimension = next(d for d, n in enumerate(box.shape) if n > 1)
-    row = math.prod(box.shape[dimension + 1 :]) * itemsize
+    dimension = along if box.shape[along] > 1 else next(d for d, n in enumerate(box.shape) if n > 1)
+    row = box.size // box.shape[dimension] * itemsize
     step = max(1, most // row)
     for start in range(0, box.shape[dimension], step):
         offset, shape = list(box.offset), list(box.shape)
         offset[dimension] += start
         shape[dimension] = min(step, box.shape[dimension] - start)
-        yield from windows(Box(tuple(offset), tuple(shape)), itemsize, most)
+        yield from windows(Box(tuple(offset), tuple(shape)), itemsize, most, along)
+
+
+def best_along(layout: Layout, itemsize: int, most: int = WINDOW_BYTES) -> int:
+    """The dimension along which a tensor is best cut in windows: the one in which most of its shards lie side by side,
+    if a window holds several of these. Windows of rows would have a bit of each shard."""
+    nbytes = math.prod(layout.shape) * itemsize
+    if nbytes <= most:
+        return 0
+    starts = layout.starts()
+    counts = [len(np.unique(of)) for of in (layout.boxes.offset.T if starts is None else starts)]
+    along = counts.index(max(counts))
+    return along if counts[along] * most >= _SEVERAL * nbytes else 0
 
 
 def edge_items(box: Box, most: int) -> tuple[Box, int]:

@@ -63,6 +63,11 @@ class OpenFile:
         known = getattr(self.file, "is_hole", None)
         return known is not None and bool(known(self.data_start + start, nbytes))
 
+    def has_holes(self, start: int, nbytes: int) -> bool:
+        """Whether there is a hole in such a part, as far as is known."""
+        known = getattr(self.file, "hole_bytes", None)
+        return known is None or known(self.data_start + start, nbytes) > 0
+
 
 def open_data_file(storage: Storage, info: FileInfo, blocks: int) -> OpenFile:
     """Open a data file, and check it against what `.metadata` says of it.
@@ -172,6 +177,14 @@ class Segments:
         """Whether all segments are holes, and zeros are what was written."""
         return all(self._are_zeros(first, last) for first, last in self._runs(0))
 
+    def zeros(self) -> Iterator[slice]:
+        """Neighbours among the segments that are such holes, as far as a look or two at each tells."""
+        for first, last in self._runs(0):
+            if self._known_zeros(first, last):
+                yield slice(first, last)
+            elif last - first > 1 and self.file.has_holes(int(self.starts[first]), self._span(first, last)):
+                yield from (slice(i, i + 1) for i in range(first, last) if self._known_zeros(i, i + 1))
+
     def _span(self, first: int, last: int) -> int:
         """How many bytes segments ``first:last`` have from the start of the first to where the furthest ends."""
         return int(self.stops[first:last].max()) - int(self.starts[first])
@@ -197,21 +210,24 @@ class Segments:
         Raises:
             CheckpointCorruptedError: they have to be read, and are holes for the most part, as too much was before.
         """
-        start = int(self.starts[first])
-        stop = start + self._span(first, last)
-        if stop - start < _LEAST_HOLE:
+        start, size = int(self.starts[first]), self._span(first, last)
+        if size < _LEAST_HOLE:
             return False
-        if self.file.is_hole(start, stop - start):
-            if self.file.hashes is None:
-                return True
-            low, high, blocks = self._blocks(first, last)
-            sizes, size = np.unique(high - low, return_inverse=True)
-            zeros = np.array([digest_of_zeros(nbytes) for nbytes in sizes.tolist()], np.uint64)
-            if (self.file.hashes[blocks] == zeros[size.reshape(-1)]).all():
-                return True
+        if self._known_zeros(first, last):
+            return True
         if self.file.holes is not None:
-            self.file.holes.read(self.file.data_start + start, stop - start)
+            self.file.holes.read(self.file.data_start + start, size)
         return False
+
+    def _known_zeros(self, first: int, last: int) -> bool:
+        if not self.file.is_hole(int(self.starts[first]), self._span(first, last)):
+            return False
+        if self.file.hashes is None:
+            return True
+        low, high, blocks = self._blocks(first, last)
+        sizes, size = np.unique(high - low, return_inverse=True)
+        zeros = np.array([digest_of_zeros(nbytes) for nbytes in sizes.tolist()], np.uint64)
+        return bool((self.file.hashes[blocks] == zeros[size.reshape(-1)]).all())
 
     def _read_straight(self, segment: int, target: Bytes1D, lead: int, nbytes: int, buffers: Buffers) -> None:
         """Read the blocks that the target wants whole straight into it, those at its edges by a buffer."""

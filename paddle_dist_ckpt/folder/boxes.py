@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +17,17 @@ from ..core.box import Box, whole
 from ..core.boxes import Boxes
 from ..core.buffers import Buffers
 from ..core.cached import cached_property
-from ..core.columns import IntArray, places_within
+from ..core.columns import IntArray, Mask, places_within
 from ..core.decoding import decoding
 from ..core.memory import Bytes1D, address_of, zeros_of
 from ..core.threads import run_all
 from ..errors import CheckpointCorruptedError
 from ..files.batches import Batch, ItemKind, Kinds
 from ..files.metadata import Metadata
-from ..files.reader import Consumer, StoredEntry, are_holes, entry_tasks, view_at
+from ..files.reader import Consumer, StoredEntry, are_holes, clear, entry_tasks, view_at
 from ..files.room import Room, bytes_on_disk
 from ..files.runs import CHUNK_BYTES, OpenFile, Segments, open_data_file
-from ..planning.load_plan import WantedBoxes, plan_load
+from ..planning.load_plan import Overlaps, WantedBoxes, plan_load
 from ..storage.base import Storage
 from ..tree.values import decode_value
 from .checkpoint import check_sizes
@@ -36,10 +37,25 @@ __all__ = ["BoxReader", "read_json", "read_values"]
 Array = npt.NDArray[Any]
 _Wanted = dict[int, tuple[StoredEntry, list[Consumer]]]
 _TOGETHER = 1 << 13  # overlaps for which there are objects at a time
+_PLANNED = 1 << 18  # overlaps for which there is a plan at a time, about
+
+
+class _Plan(NamedTuple):
+    """Which overlaps fill some of the boxes, those from row ``first`` on.
+
+    Attributes:
+        first: The row.
+        overlaps: The overlaps.
+        edges: Where those of each box begin, and where the last end.
+    """
+
+    first: int
+    overlaps: Overlaps
+    edges: IntArray
 
 
 class BoxReader:
-    """Some boxes of a checkpoint's tensors: planned once, then read in any order, by one thread or several.
+    """Some boxes of a checkpoint's tensors: planned, then read in any order, by one thread or several.
 
     A context manager, which closes the data files. They are opened when they are first needed. Every block that is read
     is verified.
@@ -61,14 +77,17 @@ class BoxReader:
         table = metadata.table
         self._boxes = list(boxes)
         dimensions = max([1, *(len(layout.shape) for layout in table.layouts)])
-        wanted = WantedBoxes(np.array(tensors, np.int64), Boxes.of(self._boxes, dimensions))
-        self._plan = plan_load(table, wanted)
-        for row in self._plan.uncovered[:1].tolist():
-            key, box = metadata.key(table.paths[wanted.tensor[row]]), self._boxes[row]
-            raise CheckpointCorruptedError(f"{key}: the checkpoint does not hold the region {box} exactly once")
-        check_sizes(storage, metadata, np.unique(table.shard_file[self._plan.shard]).tolist())
-        self._row_tensor = wanted.tensor
-        self._edges = np.searchsorted(self._plan.wanted, np.arange(len(self._boxes) + 1))  # of the overlaps, by box
+        self._wanted = WantedBoxes(np.array(tensors, np.int64), Boxes.of(self._boxes, dimensions))
+        self._row_tensor = self._wanted.tensor
+        most = table.layout_counts[table.layout_of[self._row_tensor]].cumsum() // max(
+            _PLANNED, 8 * len(table.shard_file)
+        )
+        self._groups = [0, *(np.flatnonzero(np.diff(most)) + 1).tolist(), len(self._boxes)]
+        self._plans: dict[int, _Plan] = {}
+        self._planning = threading.Lock()
+        shards = [np.unique(self._planned(row).overlaps.shard) for row in self._groups[:-1]]
+        self._shards = np.unique(np.concatenate(shards)).astype(np.int64)
+        check_sizes(storage, metadata, np.unique(table.shard_file[self._shards]).tolist())
         self._starts = table.data_offsets
         self._first_blocks, self._block_counts = metadata.blocks
         self._opened: dict[int, OpenFile] = {}
@@ -111,31 +130,72 @@ class BoxReader:
             )
             run_all(tasks, threads, check)
 
+    def _planned(self, row: int) -> _Plan:
+        """The plan for a box, and for others beside it: a few plans are kept, and made again when that is needed."""
+        group = bisect.bisect_right(self._groups, row) - 1
+        with self._planning:
+            found = self._plans.get(group)
+            if found is None:
+                while len(self._plans) > 1:
+                    del self._plans[next(iter(self._plans))]
+                found = self._plans[group] = self._plan(range(*self._groups[group : group + 2]))
+        return found
+
+    def _plan(self, rows: range) -> _Plan:
+        some = slice(rows.start, rows.stop)
+        wanted = WantedBoxes(self._row_tensor[some], self._wanted.boxes.take(some))
+        plan = plan_load(self._metadata.table, wanted)
+        for row in (rows.start + plan.uncovered[:1]).tolist():
+            key, box = self._metadata.key(self._metadata.table.paths[self._row_tensor[row]]), self._boxes[row]
+            raise CheckpointCorruptedError(f"{key}: the checkpoint does not hold the region {box} exactly once")
+        return _Plan(rows.start, plan, np.searchsorted(plan.wanted, np.arange(len(rows) + 1)))
+
     @cached_property
     def may_have_holes(self) -> bool:
         """Whether a file of the boxes has parts without bytes on the disk; opens them all to find out."""
-        files = np.unique(self._metadata.table.shard_file[self._plan.shard]).tolist()
+        files = np.unique(self._metadata.table.shard_file[self._shards]).tolist()
         return not all(holes is None or holes.none for holes in (self._file(number).holes for number in files))
+
+    @cached_property
+    def _holes(self) -> IntArray:
+        """Those of the boxes' shards that are zeros nowhere on the disk, as far as that is known by a look at each."""
+        if not self.may_have_holes:
+            return self._shards[:0]
+        nbytes = self._metadata.table.shard_bytes[self._shards].astype(np.int64)
+        found = [self._shards[:0]]
+        for some, segments in self._segments(self._shards, np.zeros_like(nbytes), nbytes):
+            found.extend(self._shards[some[part]] for part in segments.zeros())
+        return np.sort(np.concatenate(found))
+
+    def _is_stored(self, plan: _Plan, overlaps: IntArray) -> Mask:
+        """Which of some overlaps are in other shards than those, ``[n]``."""
+        if not len(self._holes):
+            return np.ones(len(overlaps), bool)
+        shard = plan.overlaps.shard[overlaps]
+        return self._holes[np.minimum(np.searchsorted(self._holes, shard), len(self._holes) - 1)] != shard
 
     def is_hole(self, row: int) -> bool:
         """Whether one of the boxes is known to be zeros without being read."""
-        stop = int(self._edges[row + 1])
-        starts = range(int(self._edges[row]), stop, _TOGETHER)
-        return all(self._are_holes(row, np.arange(start, min(start + _TOGETHER, stop))) for start in starts)
+        plan = self._planned(row)
+        overlaps = np.arange(*plan.edges[row - plan.first : row - plan.first + 2])
+        overlaps = overlaps[self._is_stored(plan, overlaps)]
+        starts = range(0, len(overlaps), _TOGETHER)
+        return all(self._are_holes(row, plan.overlaps, overlaps[start : start + _TOGETHER]) for start in starts)
 
-    def _are_holes(self, row: int, overlaps: IntArray) -> bool:
+    def _are_holes(self, row: int, plan: Overlaps, overlaps: IntArray) -> bool:
         """The same of a box in some of its overlaps. There are objects only for those in pieces in large shards."""
         table, size, ndim = self._metadata.table, self._metadata.block_bytes, len(self._boxes[row].shape)
         tensor = int(self._row_tensor[row])
-        common, stored, _ = self._plan.alike.take(self._plan.like[overlaps])
+        common, stored, _ = plan.alike.take(plan.like[overlaps])
         common = Boxes(common.offset - stored.offset, common.shape)
-        shard, first = self._plan.shard[overlaps].astype(np.int64), common.flat_starts(stored.shape)
+        shard, first = plan.shard[overlaps].astype(np.int64), common.flat_starts(stored.shape)
         nbytes, itemsize = table.shard_bytes[shard].astype(np.int64), table.dtypes[tensor].itemsize
         is_small = nbytes <= size
         low = np.where(is_small, 0, first * itemsize // size * size)
         high = np.where(is_small, nbytes, -(-(first + common.volumes) * itemsize // size) * size)
         in_row = np.flatnonzero(is_small | (first >= 0))
-        if not self._are_zeros(tensor, shard[in_row], low[in_row], np.minimum(high, nbytes)[in_row]):
+        segments = self._segments(*_cut(shard[in_row], low[in_row], np.minimum(high, nbytes)[in_row], size))
+        if not all(each.are_zeros() for _, each in segments):
             return False
         nothing = np.zeros((), table.dtypes[tensor].raw)
         for i in np.flatnonzero(~is_small & (first < 0)).tolist():
@@ -145,24 +205,18 @@ class BoxReader:
                 return False
         return True
 
-    def _are_zeros(self, tensor: int, shard: IntArray, low: IntArray, high: IntArray) -> bool:
-        """Whether bytes ``low:high`` of some shards of a tensor, whole blocks, are known to be zeros."""
+    def _segments(self, shard: IntArray, low: IntArray, high: IntArray) -> Iterator[tuple[IntArray, Segments]]:
+        """Bytes ``low:high`` of some shards, whole blocks, file by file; and the place in ``shard`` of each segment."""
         table, size = self._metadata.table, self._metadata.block_bytes
-        step = max(1, CHUNK_BYTES // size) * size
-        counts = -(-(high - low) // step)
-        low = low.repeat(counts) + places_within(counts) * step
-        shard, high = shard.repeat(counts), np.minimum(low + step, high.repeat(counts))
         start, file = self._starts[shard].astype(np.int64), table.shard_file[shard]
         order = np.lexsort((start + low, file))
         begin, end, file = (start + low)[order], (start + high)[order], file[order]
         blocks = (self._first_blocks[shard].astype(np.int64) + low // size)[order]
-        key = self._metadata.key(table.paths[tensor])
         edges = [0, *(np.flatnonzero(file[1:] != file[:-1]) + 1).tolist(), len(file)]
-        return all(
-            Segments(self._file(int(file[a])), size, begin[a:b], end[a:b], blocks[a:b], lambda _: key).are_zeros()
-            for a, b in itertools.pairwise(edges)
-            if a < b
-        )
+        for a, b in itertools.pairwise(edges):
+            if a < b:
+                opened = self._file(int(file[a]))
+                yield order[a:b], Segments(opened, size, begin[a:b], end[a:b], blocks[a:b], str)
 
     def _parts(self, rows: Sequence[int], targets: Sequence[Array]) -> Iterator[tuple[_Wanted, list[Batch]]]:
         """What has to be read to fill arrays with some of the boxes, so much at a time that all that it takes to read
@@ -171,20 +225,33 @@ class BoxReader:
         """
         addresses = [address_of(target) if target.flags.c_contiguous else -1 for target in targets]
         asked, address = np.array(rows, np.int64), np.array(addresses, np.int64)
-        counts = self._edges[asked + 1] - self._edges[asked]
-        overlaps = places_within(counts, self._edges[asked])
-        place = np.repeat(np.arange(len(asked)), counts)  # the target of each overlap
-        for start in range(0, len(overlaps), _TOGETHER):
-            some = overlaps[start : start + _TOGETHER], place[start : start + _TOGETHER]
-            yield self._chunk(*some, asked, targets, address)
+        group = np.searchsorted(self._groups, asked, side="right")
+        for number in np.unique(group).tolist():
+            mine = np.flatnonzero(group == number)
+            plan = self._planned(int(asked[mine[0]]))
+            first, last = plan.edges[asked[mine] - plan.first], plan.edges[asked[mine] - plan.first + 1]
+            overlaps, place = places_within(last - first, first), mine.repeat(last - first)  # the target of each
+            is_stored = self._is_stored(plan, overlaps)
+            for i in np.unique(place[~is_stored]).tolist():
+                clear(targets[i])
+            overlaps, place = overlaps[is_stored], place[is_stored]
+            for start in range(0, len(overlaps), _TOGETHER):
+                some = overlaps[start : start + _TOGETHER], place[start : start + _TOGETHER]
+                yield self._chunk(plan.overlaps, *some, asked, targets, address)
 
     def _chunk(
-        self, overlaps: IntArray, place: IntArray, rows: IntArray, targets: Sequence[Array], address: IntArray
+        self,
+        plan: Overlaps,
+        overlaps: IntArray,
+        place: IntArray,
+        rows: IntArray,
+        targets: Sequence[Array],
+        address: IntArray,
     ) -> tuple[_Wanted, list[Batch]]:
         """See :meth:`_parts`; ``place`` says which of ``rows``, ``targets`` and ``address`` each overlap is of."""
         table = self._metadata.table
-        common, stored, box = self._plan.alike.take(self._plan.like[overlaps])
-        shard, tensor = self._plan.shard[overlaps].astype(np.int64), self._row_tensor[rows[place]]
+        common, stored, box = plan.alike.take(plan.like[overlaps])
+        shard, tensor = plan.shard[overlaps].astype(np.int64), self._row_tensor[rows[place]]
         source = Boxes(common.offset - stored.offset, common.shape).flat_starts(stored.shape)
         target = Boxes(common.offset - box.offset, common.shape).flat_starts(box.shape)
         is_small = table.shard_bytes[shard] <= self._metadata.block_bytes
@@ -265,6 +332,14 @@ class BoxReader:
                 self._closing.callback(opened.file.close)
                 self._opened[number] = opened
             return self._opened[number]
+
+
+def _cut(shard: IntArray, low: IntArray, high: IntArray, block_bytes: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Bytes ``low:high`` of some shards, in pieces of whole blocks, each no larger than what is read at once."""
+    step = max(1, CHUNK_BYTES // block_bytes) * block_bytes
+    counts = -(-(high - low) // step)
+    low = low.repeat(counts) + places_within(counts) * step
+    return shard.repeat(counts), low, np.minimum(low + step, high.repeat(counts))
 
 
 def read_values(storage: Storage, metadata: Metadata, rows: Sequence[int]) -> Iterator[Any]:

@@ -100,9 +100,9 @@ def test_boxes_are_read_some_shards_after_others(tmp_path: Path, monkeypatch: py
     counts: list[int] = []
     plain = BoxReader._chunk
 
-    def counted(self: BoxReader, overlaps: np.ndarray, *args: Any) -> Any:
+    def counted(self: BoxReader, plan: Any, overlaps: np.ndarray, *args: Any) -> Any:
         counts.append(len(overlaps))
-        return plain(self, overlaps, *args)
+        return plain(self, plan, overlaps, *args)
 
     monkeypatch.setattr(BoxReader, "_chunk", counted)
     targets = [target_of(key, box) for key, box in BOXES]
@@ -113,6 +113,24 @@ def test_boxes_are_read_some_shards_after_others(tmp_path: Path, monkeypatch: py
         assert target.tobytes() == expected(key, box).tobytes()
     assert len(counts) > 3
     assert max(counts) == 2
+
+
+def test_many_boxes_are_planned_some_after_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.setattr(boxes, "_PLANNED", 1)
+    many = BOXES * 40
+    targets = [target_of(key, box) for key, box in many]
+    with reader_of(LocalStorage(tmp_path), many) as reader:
+        assert len(reader._groups) > 4
+        reader.read(range(len(many)), targets)
+        assert len(reader._plans) == 2
+        again = target_of(*many[1])
+        reader.read([1], [again])
+        assert not reader.is_hole(1)
+    for (key, box), target in zip([*many, many[1]], [*targets, again], strict=True):
+        assert target.tobytes() == expected(key, box).tobytes()
+    with pytest.raises(CheckpointCorruptedError, match=r"rows: the checkpoint does not hold the region"):
+        reader_of(LocalStorage(tmp_path), [*many, ("rows", Box((12, 0), (2, 700)))])
 
 
 def small_ones() -> dict[str, np.ndarray]:

@@ -233,3 +233,57 @@ def test_holes_in_many_columns_are_known_without_an_object_for_each(
     with BoxReader(storage, read_metadata(storage), [0] * len(boxes), boxes) as reader:
         holes = [reader.is_hole(row) for row in range(len(boxes))]
     assert holes == [block_bytes == 1 << 16 and row != 3 for row in range(len(boxes))]
+
+
+def test_shards_that_are_holes_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many windows have a bit of each; and what else there is in a window is read."""
+    rows, columns, step = 1 << 17, 64, 1 << 12
+    entry = Entry([rows, columns], [[], list(range(1, columns))], "uint8")
+    write_checkpoint(tmp_path, {"/w": entry}, block_bytes=1 << 20)
+    (file,) = tmp_path.glob("*.safetensors")
+    with file.open("r+b") as stream:
+        stream.seek(-entry.nbytes + 40 * rows, os.SEEK_END)  # the 41st column begins with zeros that are on the disk
+        stream.write(bytes(4096))
+    looks = list[int]()
+    real = LocalReadable.is_hole
+
+    def is_hole(self: LocalReadable, offset: int, nbytes: int) -> bool:
+        looks.append(nbytes)
+        return real(self, offset, nbytes)
+
+    monkeypatch.setattr(LocalReadable, "is_hole", is_hole)
+    storage = LocalStorage(tmp_path)
+    boxes = [Box((start, 0), (step, columns)) for start in range(0, rows, step)]
+    target = np.full((step, columns), 7, np.uint8)
+    with BoxReader(storage, read_metadata(storage), [0] * len(boxes), boxes) as reader:
+        assert not any(reader.is_hole(row) for row in range(len(boxes)))
+        assert len(looks) < columns + len(boxes)
+        reads = list[int]()
+        monkeypatch.setattr(LocalReadable, "read_into", lambda self, parts, *_: reads.append(sum(map(len, parts))))
+        reader.read([3], [target])
+    assert not target.any()
+    assert reads == [rows], "of all columns one is read"
+
+
+def test_windows_lie_along_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor of very many columns each window has whole ones, and holes are known without being read."""
+    for name in "ab":
+        entry = Entry([1 << 14, 1 << 12], [[], list(range(1, 1 << 12))])
+        write_checkpoint(tmp_path / name, {"/w": entry}, block_bytes=1 << 20)
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        with file.open("r+b") as stream:
+            stream.seek(-entry.nbytes // 2, os.SEEK_END)
+            stream.write(bytes(4096))
+    read = list[int]()
+    real = BoxReader.read
+
+    def counted(self: BoxReader, rows: Sequence[int], targets: Sequence[np.ndarray], *args: Any, **more: Any) -> None:
+        read.append(sum(target.nbytes for target in targets))
+        real(self, rows, targets, *args, **more)
+
+    monkeypatch.setattr(BoxReader, "read", counted)
+    assert "equal: 1 key" in run("diff", tmp_path / "a", tmp_path / "b")
+    assert read == [4 << 20] * 2, "one window of each"
+    read.clear()
+    assert "zero      67,108,864" in run("cat", tmp_path / "a", "w", "--stats")
+    assert read == [16 << 20]

@@ -46,6 +46,11 @@ def _hole_in_columns(folder: Path) -> None:
     write_checkpoint(folder, {"/w": Entry([1 << 14, _HOLE >> 16], [[], [1 << 12, 1 << 13]])}, block_bytes=64 << 20)
 
 
+def _hole_in_many_columns(folder: Path) -> None:
+    columns = 1 << 14
+    write_checkpoint(folder, {"/w": Entry([_HOLE >> 14, columns], [[], list(range(1, columns))])}, block_bytes=64 << 20)
+
+
 def _little_in_every_block(block_bytes: int, blocks: int, cuts: Sequence[int] = ()) -> Callable[[Path], None]:
     """Holes of which each block has a page of something else."""
 
@@ -155,6 +160,7 @@ P = 2**61 - 1
 RECIPES: dict[str, Callable[[Path], None]] = {
     "a hole": _hole,
     "a hole, cut by columns": _hole_in_columns,
+    "a hole, cut by very many columns": _hole_in_many_columns,
     "a little in every block": _little_in_every_block(1 << 20, 256),
     "a little in every large block": _little_in_every_block(64 << 20, 4),
     "a little in every large block, cut by columns": _little_in_every_block(64 << 20, 4, [1 << 12, 1 << 13]),
