@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import CheckpointError, DurabilityUnknownError
+from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary
@@ -25,6 +25,7 @@ __all__ = [
     "Aftermath",
     "aftermath",
     "begin",
+    "clear",
     "finish",
     "give_up",
     "in_folder",
@@ -302,15 +303,33 @@ def give_up(lease: Lease, settled: bool) -> None:
         _logger.warning("%s: files of a failed save are left: %s", lease.storage.location, error)
 
 
+def clear(storage: Storage, saves: Collection[str]) -> None:
+    """Remove the files of these saves from a rank's folder, or leave them if it is not known what that needs."""
+    if not saves:
+        return
+    try:
+        remove_saves(storage, saves)
+    except CheckpointTimeoutError:
+        raise
+    except CheckpointError as error:
+        _logger.warning("%s: files of replaced or dead saves are left: %s", storage.location, error)
+
+
 def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], object] = lambda: None) -> None:
     """Remove the data files of these saves from a folder, and what has the temporary names of their `.metadata`.
+
+    Those that are committed in this very folder stay: they may have been copied to it since, or collected in it.
 
     Args:
         storage: The folder.
         saves: Their ids.
         check: Called before each removal: raises if the saves are somebody else's to remove, or may have come back.
+
+    Raises:
+        CheckpointError: it is not known what is committed, as a `.metadata` cannot be read.
     """
     doomed = set(saves)
+    doomed.difference_update(committed_saves(storage) if doomed else ())
     for name in storage.names() if doomed else ():
         parsed = parse_data_file(name) or parse_temporary(name)
         if parsed is not None and parsed.save_id in doomed:

@@ -42,6 +42,7 @@ __all__ = ["Lease"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _LOOK_AGAIN = 0.1  # seconds
+_REMOVALS = 3  # of a claim
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -85,6 +86,7 @@ class Lease:
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
+        self._is_claimed = False
         self._stuck: set[str] = set()  # the claims of dead saves that could not be removed
         self._look()
         self._stopped = threading.Event()
@@ -140,11 +142,20 @@ class Lease:
                 raise
             # Deleting must be possible on a full disk. What the claim does not say is left if this dies half-way.
             _logger.debug("there is no room for what the claim %s says: %s", self.name, error)
-            if self.name not in self.storage.names():
+            if not self._is_claimed:
                 self._publish(b"")
 
     def _publish(self, data: bytes) -> None:
-        self.storage.publish(self.name, data, self.name + TEMPORARY, replace=True)
+        # IMPORTANT: a claim that somebody has removed, who took this one for dead, does not come back. Who removes it
+        # removes its temporary name as well, until neither is there.
+        confirm = self.check_held if self._is_claimed else None
+        try:
+            self.storage.publish(self.name, data, self.name + TEMPORARY, replace=True, confirm=confirm)
+        except FileNotFoundError:
+            if self._is_claimed:
+                self.check_held()
+            raise
+        self._is_claimed = True
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business.
@@ -152,7 +163,7 @@ class Lease:
         IMPORTANT: the dead saves' claims go before any of their files do, and this claim has taken over what they said
         before they go. A save that was only frozen then finds its claim gone and does not commit.
         """
-        dead = expired_claims(self.storage, self.name, self.check_held(), given_up)
+        dead = expired_claims(self.storage, self.name, self._now(), given_up)
         if not dead:
             return
         try:
@@ -187,12 +198,19 @@ class Lease:
 
         If not, the save may still commit, if it was only frozen: its files are left to whoever can remove the claim.
         """
+        claim = name.removesuffix(TEMPORARY)
+        why = f"{self.storage.location}/{claim} is there again"
         try:
-            self.storage.delete(name)
+            for _ in range(_REMOVALS):  # it may be rewritten, for the last time, just before it is removed
+                for each in (claim, claim + TEMPORARY):
+                    self.storage.delete(each)
+                if not {claim, claim + TEMPORARY}.intersection(self.storage.names()):
+                    return True
         except OSError as error:
-            _logger.warning("the claim of a dead save is left, and with it the save's files: %s", error)
-            self._stuck.add(name)
-        return name not in self._stuck
+            why = str(error)
+        _logger.warning("the claim of a dead save is left, and with it the save's files: %s", why)
+        self._stuck.add(name)
+        return False
 
     def confirm(self) -> None:
         """Just before the commit: see that the claim is there, and which save the id has now.
@@ -209,12 +227,16 @@ class Lease:
         if self._look():
             self._write()
 
-    def check_held(self) -> float:
-        """See that the claim is there; returns the time by the folder's own clock, when it was touched last.
+    def check_held(self) -> None:
+        """See that the claim is there.
 
         Raises:
             CheckpointError: it is gone: somebody took this save, or removal, for dead.
         """
+        self._now()
+
+    def _now(self) -> float:
+        """The time by the folder's own clock, when the claim was touched last."""
         try:
             return self.storage.modified(self.name)
         except FileNotFoundError:
@@ -240,7 +262,7 @@ class Lease:
 
     def _deleter(self) -> str | None:
         """The claim of somebody who may still remove the `.metadata` under the id."""
-        claims, now = self.others(self.unique_id), self.check_held()
+        claims, now = self.others(self.unique_id), self._now()
         deleters = (name for name, claim in claims.items() if claim.deletes and not claim.done)
         return next((name for name in deleters if not is_expired(self.storage, name, now)), None)
 
@@ -263,7 +285,7 @@ class Lease:
 
         On a full disk it cannot be said what is deleted, so that every deletion under the id counts.
         """
-        now = self.check_held()
+        now = self._now()
         for name, (parsed, record) in records_of(self.storage).items():
             deletes = record.deletes and not record.done and parsed.unique_id == self.unique_id
             if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
@@ -279,7 +301,6 @@ class Lease:
         Raises:
             CheckpointError: the claim is gone, and what it said is somebody else's to do.
         """
-        self.check_held()
         self._done = True
         self._committed_as = committed_as if committed_as != self.unique_id else None
         self._write()
@@ -290,7 +311,6 @@ class Lease:
         Raises:
             CheckpointError: the claim is gone.
         """
-        self.check_held()
         self.doomed += [save for save in saves if save not in self.doomed]
         self._write()
 

@@ -17,7 +17,7 @@ from ..files.codec import Note
 from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..files.room import bytes_on_disk
 from ..folder.claims import is_abandoned
-from ..folder.commit import remove_saves
+from ..folder.commit import clear
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import note_of, save_of
 from ..folder.nothing import steps_text
@@ -218,7 +218,7 @@ def remove_step(root: Path, step: int, saves: Collection[str], opened: Folders =
     folder = step_folder(root, step)
     if _is_link(folder, opened):  # what it leads to was put there by somebody else
         return
-    remove_saves(opened(folder), saves)
+    clear(opened(folder), saves)
     with suppress(OSError):  # it is not there, or not empty
         opened.run("removing", folder, folder.rmdir)
 

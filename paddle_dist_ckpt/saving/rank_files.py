@@ -19,7 +19,7 @@ from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, data_file_name
 from ..files.writer import FileSave, bytes_ahead
-from ..folder.commit import remove_saves
+from ..folder.commit import clear
 from ..options import SaveOptions
 from ..reports import Stopwatch
 from .copies import CopyPlan
@@ -153,7 +153,7 @@ class RankFiles:
 
     def _write(self) -> WriteRequest:
         context, watch = self._context, Stopwatch(dict(self._seconds))
-        remove_saves(context.storage, self._order.clean)
+        clear(context.storage, self._order.clean)
         shown = False if self._options.progress is None and self._in_background else self._options.progress
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
         threads = 1 if self._in_background else self._threads

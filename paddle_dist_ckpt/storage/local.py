@@ -249,11 +249,16 @@ def rename(source: Path, target: Path) -> None:
 
 
 def _is_file(path: Path, status: os.stat_result) -> bool:
-    """Whether a name means this very file, as it does if a filesystem has given it and then answered wrongly."""
+    """Whether a name means this very file, as it does if a filesystem has given it and then answered wrongly.
+
+    A file that is gone may have left its number to another one, which was written at another time.
+    """
     try:
-        return os.path.samestat(path.lstat(), status)
+        found = path.lstat()
     except OSError:
         return False
+    same = found.st_size == status.st_size and found.st_mtime_ns == status.st_mtime_ns
+    return same and os.path.samestat(found, status)
 
 
 def _remove_temporary(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.folder.delete import begin_clearing, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.options import SaveOptions
-from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.storage import LocalStorage, local
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter
 from paddle_dist_ckpt.testing.storage_conformance import in_threads
@@ -339,6 +340,73 @@ def test_a_save_that_froze_at_its_commit_and_was_taken_for_dead_does_not_commit(
     assert isinstance(error, CheckpointError)
     assert str(tmp_path) in str(error)
     check_holds(tmp_path, {7: 2})
+
+
+@pytest.mark.parametrize("when", ["before", "at the rename"])
+def test_a_claim_that_was_taken_over_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    first = Lease(LocalStorage(tmp_path), 3, automatic=True)
+    real = local.rename
+
+    def take_over() -> None:
+        for claim in tmp_path.glob(f"{first.name}*"):
+            age(claim)
+        second.append(Lease(LocalStorage(tmp_path), 4, automatic=True))
+
+    def rename(source: Path, target: Path) -> None:
+        if target.name == first.name and not second:
+            take_over()
+        real(source, target)
+
+    second: list[Lease] = []
+    monkeypatch.setattr(local, "rename", rename)
+    if when == "before":
+        take_over()
+    with pytest.raises(CheckpointError, match=r"the claim .*/3\..*\.claim is gone: another save took this one"):
+        first.take_on("0123456789abcdef")
+    first.stop()
+    assert first.save_id in second[0].doomed
+    assert not list(tmp_path.glob(f"*{first.save_id}*"))
+    second[0].end()
+
+
+def test_a_dead_claim_that_is_being_rewritten_goes_all_the_same(tmp_path: Path) -> None:
+    """Its save writes it for the last time between the removal of the claim and that of its temporary name."""
+    first = Lease(LocalStorage(tmp_path), 3, automatic=True)
+    first.stop()
+    age(tmp_path / first.name)
+    written: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name == f"{first.name}.tmp" and not written:
+            written.append(name)
+            (tmp_path / first.name).write_bytes(b"{}")
+
+    second = Lease(FaultyStorage(tmp_path, hook), 4, automatic=True)
+    assert written
+    assert second.doomed == [first.save_id]
+    assert [path.name for path in tmp_path.iterdir()] == [second.name]
+    second.end()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_a_folder_of_another_host_has_committed_is_not_removed_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bool
+) -> None:
+    """Somebody has collected the files of all hosts there, to archive them."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save_on([state(0), {"more": np.arange(9)}], [ours, another_host(theirs, 1)], 5)
+    for path in ours.iterdir():
+        shutil.copy2(path, theirs)
+    if damaged:
+        (theirs / "6.metadata").write_bytes(b"rubbish")
+    before = files_in(theirs)
+    save_on([state(1), {"more": np.arange(9)}], [ours, another_host(theirs, 1)], 5)
+    assert verify(theirs, 5).ok
+    assert load_whole(theirs, 5)["n"] == 0
+    assert before.items() <= files_in(theirs).items()
+    assert ("files of replaced or dead saves are left" in caplog.text) == damaged
 
 
 @pytest.mark.parametrize("unique_id", [None, 0])

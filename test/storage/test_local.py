@@ -241,6 +241,22 @@ def test_a_failed_publish_leaves_all_as_it_was(
     assert storage.read("m") == b"old"
 
 
+@pytest.mark.parametrize(("operation", "replace"), [("link", False), ("replace", True)])
+def test_what_has_only_the_number_of_the_file_is_another_one(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, replace: bool
+) -> None:
+    """Somebody removes the temporary name, and writes a file of the final name that gets the number of the first."""
+
+    def taken(source: Path, target: Path) -> None:
+        Path(source).rename(target)
+        os.utime(target, (1, 1))
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+
+    monkeypatch.setattr(os, operation, taken)
+    with pytest.raises(FileNotFoundError):
+        storage.publish("m", b"new", "tmp", replace=replace)
+
+
 def test_a_publish_onto_a_folder_fails_cleanly(storage: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     with pytest.raises(OSError):
