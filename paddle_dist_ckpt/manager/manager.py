@@ -157,6 +157,10 @@ class CheckpointManager:
         if idle := self._retention.idle:
             _logger.warning("%s: without keep_last every step is kept, with or without %s", self._root, idle)
 
+    def _check_same_root(self) -> None:
+        with self._folders() as opened:
+            self._steps.check_same(opened)
+
     # -- when
 
     def should_save(self, step: int) -> bool:
@@ -207,7 +211,7 @@ class CheckpointManager:
             self._pass_over_failures()
         note = {"step": step, "metrics": checked_metrics(metrics)}
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
-        find, folder = paddles(self._ranks, state), step_folder(self._root, step)
+        find, folder = paddles(self._ranks, state, check=self._check_same_root), step_folder(self._root, step)
         after = functools.partial(self._retain, step)
         try:
             saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
@@ -261,24 +265,44 @@ class CheckpointManager:
         """The latest committed step; None if there is none. All ranks call it.
 
         Raises:
-            CheckpointError: a step that may be the latest cannot be read.
+            CheckpointError: a step that may be the latest cannot be read, or is in the folder of another rank alone.
         """
-        return self._ask("latest_step", self._steps.latest)
+        return self._ask("latest_step", self._steps.latest, self._latest_seen)
 
     def best_step(self) -> int | None:
         """The committed step that is best by the metric (of equals the later), or None. All ranks call it."""
         return self._ask("best_step", lambda: self._retention.best_of(self._steps.metrics))
 
-    def _ask(self, what: str, choose: Callable[[], Any]) -> Any:
-        """What the coordinator chooses from the steps that there are."""
+    def _ask(self, what: str, choose: Callable[[], Any], seen: Callable[[], int | None] = lambda: None) -> Any:
+        """What the coordinator chooses from the steps that there are; no rank has ``seen`` a step that is later."""
+
+        def tell() -> bytes:
+            return json.dumps((seen(), str(self._root))).encode()
 
         def answer(messages: Mapping[int, bytes]) -> dict[int, bytes]:
             with held_back(_logger), self._lock, self._folders() as opened:
                 self._steps.look(opened)
-                return dict.fromkeys(messages, json.dumps(choose()).encode())
+                chosen = choose()
+            for rank, data in sorted(messages.items()):
+                step, root = json.loads(data)
+                if step is not None and (chosen is None or step > chosen):
+                    raise CheckpointError(
+                        f"{root} on rank {rank} has step {step}, and {self._root} on the coordinator, rank "
+                        f"{self._ranks.rank}, has {'none' if chosen is None else f'step {chosen} as its latest'}: do "
+                        f"the ranks run on other hosts than before? coordinator_rank={rank} goes on from step {step}; "
+                        "restore(state, step=...) takes what the coordinator has"
+                    )
+            return dict.fromkeys(messages, json.dumps(chosen).encode())
 
         with self._session(what) as session:
-            return json.loads(session.gather_scatter(what, lambda: b"", answer))
+            return json.loads(session.gather_scatter(what, tell, answer))
+
+    def _latest_seen(self) -> int | None:
+        """The latest step of which this rank has the `.metadata`, if ranks may have roots of their own."""
+        if not self._options.separate_folders:
+            return None
+        with self._folders() as opened:
+            return self._steps.highest(opened)
 
     # -- restore
 
@@ -300,7 +324,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no such step.
-            CheckpointError: a step that may be the latest cannot be read; and see load_state_dict.
+            CheckpointError: a step that may be the latest cannot be read, or is in the folder of another rank alone;
+                and see load_state_dict.
         """
         separate = self._options.separate_folders
         options = checked("options", options, LoadOptions) or LoadOptions(separate_folders=separate)
@@ -319,7 +344,7 @@ class CheckpointManager:
 
         try:
             what = "restore" if step is None else f"restore step {step}"
-            chosen = self._ask(what, choose)
+            chosen = self._ask(what, choose, self._latest_seen if step is None else lambda: None)
             while chosen is not None:
                 try:
                     load_with(self._ranks, find, step_folder(self._root, chosen), chosen, options)
@@ -328,7 +353,7 @@ class CheckpointManager:
                     if step is not None:
                         there = steps_text(self.all_steps())
                         raise CheckpointNotFoundError(f"{error}; {self._root} has {there}") from None
-                    before, chosen = chosen, self._ask(what, choose)
+                    before, chosen = chosen, self._ask(what, choose, self._latest_seen)
                     if chosen in (None, before):
                         raise
                     _logger.warning("step %d is gone, so step %d is restored", before, chosen)

@@ -23,6 +23,7 @@ from ..folder.ids import note_of, save_of
 from ..folder.nothing import steps_text
 from ..options import as_integer
 from ..storage import Folders, Storage
+from ..storage.base import FolderIdentity
 
 __all__ = [
     "NOTE",
@@ -65,10 +66,16 @@ class Steps:
         self._saves: dict[int, str] = {}
         self._unread: dict[int, Exception] = {}  # why it is not known whether these are committed
         self._told: set[int] = set()  # steps of which it was said that they have no `.metadata`
+        self._identity: FolderIdentity | None = None
         self.metrics: dict[int, Metrics] = {}
 
     def look(self, opened: Folders = _FOLDERS) -> None:
-        """See which steps are committed. What is known of a step is not read again, unless it was saved anew."""
+        """See which steps are committed. What is known of a step is not read again, unless it was saved anew.
+
+        Raises:
+            CheckpointError: see :meth:`check_same`.
+        """
+        self.check_same(opened)
         saves: dict[int, str] = {}
         metrics: dict[int, Metrics] = {}
         unread: dict[int, Exception] = {}
@@ -87,6 +94,38 @@ class Steps:
                 if _may_be_committed(error):
                     unread[step] = error
         self._saves, self.metrics, self._unread = saves, metrics, unread
+
+    def check_same(self, opened: Folders = _FOLDERS) -> None:
+        """See that the folder is the one that it was: what it was may be not mounted any more, and have all the steps.
+
+        Raises:
+            CheckpointError: it is another one, or gone, and has none of the steps that are known.
+        """
+        try:
+            identity = opened(self._root).identity()
+        except FileNotFoundError:
+            identity = None
+        known = dict(self._saves)  # a thread may be removing some
+        if identity != self._identity and known and not any(self._has(*save, opened) for save in known.items()):
+            raise CheckpointError(
+                f"{self._root} is {'gone' if identity is None else 'another folder than before'}, without "
+                f"{steps_text(sorted(known))} of before: is it mounted? Nothing is done there; to go on all the same, "
+                "make a new manager"
+            )
+        self._identity = identity
+
+    def _has(self, step: int, save: str, opened: Folders) -> bool:
+        try:
+            return save_of(opened(step_folder(self._root, step)), step) == save
+        except CheckpointTimeoutError:
+            raise
+        except (CheckpointError, OSError):  # it cannot be read now, but it is there
+            return True
+
+    def highest(self, opened: Folders = _FOLDERS) -> int | None:
+        """The highest step that has a `.metadata` here, whether it can be read or not."""
+        steps = reversed(self.folders(opened))
+        return next((n for n in steps if metadata_name(n) in opened(step_folder(self._root, n)).names()), None)
 
     def latest(self) -> int | None:
         """The latest committed step, None if there is none, as of the last look.

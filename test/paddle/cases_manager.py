@@ -167,3 +167,21 @@ def missing_step(root: str, ranks: int) -> Outcome:
     """Restore a step that is not there."""
     with manager(root, ranks) as steps:
         return outcome_of(lambda: steps.restore({"step": 0}, 77))
+
+
+def ranks_on_other_hosts(root: str, ranks: int) -> list[Any]:
+    """Save with a root a rank; come back with the ranks on the hosts of others, and then with the right coordinator."""
+    rank = dist.get_rank()
+    with manager(Path(root, f"host{rank}"), ranks, async_save=False) as steps:
+        steps.save(7, state(ranks, 7))
+    there = Path(root, f"host{(rank + 1) % ranks}")
+    with manager(there, ranks, async_save=False) as steps:
+        found: list[Any] = [outcome_of(lambda: steps.restore(state(ranks, 0))), outcome_of(steps.latest_step)]
+        steps.save(5, state(ranks, 5))
+        found.append(outcome_of(lambda: steps.restore(state(ranks, 0))))
+        target = state(ranks, 0)
+        found.append((steps.restore(target, 5), target["step"]))
+    with manager(there, ranks, coordinator_rank=ranks - 1) as steps:
+        target = state(ranks, 0)
+        found.append((steps.restore(target), target["step"]))
+    return found

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -853,6 +854,56 @@ def test_a_missing_step_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path
     for outcome in pool.run(cases.missing_step, str(tmp_path), 3, ranks=3):
         assert outcome.error == "CheckpointNotFoundError"
         assert "step-00000077" in outcome.message
+
+
+def test_ranks_on_other_hosts_than_before_do_not_begin_anew(pool: RankPool, tmp_path: Path) -> None:
+    for nothing, latest, older, *restored in pool.run(cases.ranks_on_other_hosts, str(tmp_path), 3, ranks=3):
+        for outcome, has in ((nothing, "has none"), (latest, "has none"), (older, "has step 5 as its latest")):
+            assert outcome.error == "RankFailureError"
+            assert re.search("/host0 on rank 2 has step 7, and .*/host1 on the coordinator, rank 0, ", outcome.message)
+            assert f"{has}: do the ranks run on other hosts" in outcome.message
+            assert "coordinator_rank=2 goes on from step 7" in outcome.message
+        assert restored == [(5, 5), (7, 7)]
+
+
+@pytest.mark.parametrize("becomes", ["nothing", "an empty folder", "another root"])
+def test_a_root_that_is_another_folder_is_not_saved_to(tmp_path: Path, becomes: str) -> None:
+    """The disk with the steps is unmounted, say."""
+    root, other = tmp_path / "root", tmp_path / "other"
+    for place in (root, other):
+        with CheckpointManager(place, async_save=False) as steps:
+            for step in (1, 2):
+                steps.save(step, numbers(step))
+    with CheckpointManager(root, async_save=False, keep_last=1) as steps:
+        assert steps.restore(numbers(0)) == 2
+        root.rename(tmp_path / "away")
+        if becomes == "an empty folder":
+            root.mkdir()
+        elif becomes == "another root":
+            root.symlink_to(other)
+        for use in (lambda: steps.save(3, numbers(3)), lambda: steps.restore(numbers(0)), steps.latest_step):
+            with pytest.raises(CheckpointError, match=r"root is .*, without steps 1, 2 of before: is it mounted\?"):
+                use()
+        assert folders(other) == [1, 2]
+        assert becomes != "nothing" or not root.exists()
+        if becomes != "nothing":
+            root.unlink() if root.is_symlink() else root.rmdir()
+        (tmp_path / "away").rename(root)
+        steps.save(3, numbers(3))
+        assert steps.all_steps() == [3]
+
+
+def test_a_root_of_another_number_with_the_steps_is_the_same(tmp_path: Path) -> None:
+    """Some file systems number folders anew when they are mounted again."""
+    root = tmp_path / "root"
+    with CheckpointManager(root, async_save=False) as steps:
+        steps.save(1, numbers(1))
+        assert steps.latest_step() == 1
+        shutil.copytree(root, tmp_path / "copy")
+        shutil.rmtree(root)
+        (tmp_path / "copy").rename(root)
+        steps.save(2, numbers(2))
+        assert steps.all_steps() == [1, 2]
 
 
 @pytest.mark.parametrize("in_background", [False, True])
