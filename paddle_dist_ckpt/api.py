@@ -304,7 +304,7 @@ def delete_checkpoint(path: Any, unique_id: int, *, progress_timeout: float | No
 
     Its `.metadata` goes first, for good; then the data files that no other checkpoint of the folder refers to. If this
     process dies on the way, or a file cannot be removed (a warning says so), a later save to the folder removes what is
-    left.
+    left. Files in the folders of other hosts are left there, and a warning says so as well.
 
     Args:
         path: The folder: a str, a PathLike, or a :class:`Storage`.

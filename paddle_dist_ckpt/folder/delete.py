@@ -14,9 +14,10 @@ from .commit import remove_saves
 from .ids import metadata_ids, note_of
 from .lease import Lease
 
-__all__ = ["Deletion", "begin_clearing", "begin_deletion", "check_native", "delete"]
+__all__ = ["Deletion", "begin_clearing", "begin_deletion", "check_native", "delete", "warn_of_files_elsewhere"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+_MOST_NAMED = 3  # files, in a warning
 
 
 class Deletion:
@@ -58,8 +59,26 @@ def delete(storage: Storage, unique_id: int) -> Metadata:
     """See :func:`paddle_dist_ckpt.delete_checkpoint`."""
     found = read_checkpoint(storage, unique_id)
     check_native(found, storage.location)
+    warn_of_files_elsewhere(storage, found)
     begin_deletion(storage, unique_id, found.save_id).finish()
     return found
+
+
+def warn_of_files_elsewhere(storage: Storage, metadata: Metadata) -> None:
+    """Say so before a removal that leaves files: those that are in the folders of other hosts."""
+    there = set(storage.names())
+    elsewhere = [info.name for info in metadata.files if info.name not in there]
+    if elsewhere:
+        _logger.warning(
+            "%s: %d of the %d data files of checkpoint %d are not in this folder; where they are in folders of other "
+            "hosts, they are left there: %s%s",
+            storage.location,
+            len(elsewhere),
+            len(metadata.files),
+            metadata.unique_id,
+            ", ".join(elsewhere[:_MOST_NAMED]),
+            ", ..." if len(elsewhere) > _MOST_NAMED else "",
+        )
 
 
 def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .steps import NOTE, Retention, Steps, remove_step
+from ..errors import CheckpointError
+from ..folder.checkpoint import read_checkpoint
+from ..folder.delete import warn_of_files_elsewhere
+from ..storage import LocalStorage
+from .steps import NOTE, Retention, Steps, remove_step, step_folder
 
 __all__ = ["Pruned", "carry_out", "plan_prune"]
 
@@ -65,6 +70,10 @@ class Pruned:
 
 def carry_out(plan: PrunePlan) -> Pruned:
     """Remove what is to be removed: first all `.metadata`, for good, then the files."""
+    for step in plan.doomed:
+        with suppress(OSError, CheckpointError):  # what is wrong will be heard of
+            storage = LocalStorage(step_folder(plan.root, step))
+            warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
     begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned])
     for step, removal in begun.items():
         removal.finish()

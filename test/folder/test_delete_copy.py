@@ -32,9 +32,23 @@ from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
+from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
+from paddle_dist_ckpt.manager.steps import Retention, step_folder
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.jobs import SMALL, Killed, Watch, age, data_files, files_in, load_whole, save_alone, save_on, split_rows
+from test.jobs import (
+    SMALL,
+    Killed,
+    Watch,
+    age,
+    another_host,
+    data_files,
+    files_in,
+    load_whole,
+    save_alone,
+    save_on,
+    split_rows,
+)
 from test.waiting import PATIENCE
 
 CUT = np.arange(3000 * 300, dtype=np.float32).reshape(3000, 300)
@@ -72,6 +86,26 @@ def test_what_is_deleted_is_gone_and_nothing_else(tmp_path: Path) -> None:
     check_holds(tmp_path, 1, 3)
     with pytest.raises(CheckpointNotFoundError, match="with unique_id 2; it has those with the ids 1, 3"):
         delete_checkpoint(tmp_path, 2)
+
+
+@pytest.mark.parametrize("by", ["delete", "prune"])
+def test_files_in_the_folders_of_other_hosts_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    ours, theirs = (step_folder(tmp_path / name, 1) for name in ("ours", "theirs"))
+    save_on([state(1), {"more": np.arange(9)}], [ours, another_host(theirs, 1)], 1)
+    saved(step_folder(tmp_path / "ours", 2), 2)
+    (theirs_left,) = data_files(theirs)
+    if by == "delete":
+        delete_checkpoint(ours, 1)
+    else:
+        carry_out(plan_prune(tmp_path / "ours", Retention(1, None, None)))
+    assert "1 of the 2 data files of checkpoint 1 are not in this folder; where they are" in caplog.text
+    assert theirs_left.name in caplog.text
+    assert data_files(theirs) == [theirs_left]
+    caplog.clear()
+    delete_checkpoint(step_folder(tmp_path / "ours", 2), 2)
+    assert "are not in this folder" not in caplog.text
 
 
 def test_arguments_of_delete(tmp_path: Path) -> None:
