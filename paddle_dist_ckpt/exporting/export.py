@@ -30,7 +30,7 @@ from ..errors import CheckpointCorruptedError, CheckpointError, CheckpointReplac
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata, SaveInfo
 from ..files.names import metadata_name, temporary_name
-from ..folder.checkpoint import read_checkpoint
+from ..folder.checkpoint import Restarts, read_checkpoint
 from ..options import SaveOptions
 from ..reports import ExportReport, Stopwatch
 from ..storage import Folders
@@ -143,10 +143,7 @@ class _Coordinator:
         self._request = decode(ours, ExportRequest)
         out = Path(self._request.out)
         check_free(self._request, self._folders)
-        metadata = read_checkpoint(self._source, self._request.unique_id)
-        # PerRank values speak of the ranks that have saved.
-        self._save = SaveInfo.of_now(secrets.token_hex(8), metadata.world_size, SaveOptions().block_bytes, None)
-        self.plan = plan_export(self._source, metadata, self._request, len(self._session.ranks), self._save)
+        metadata = self._plan()
         self._folders.run("listing", out.parent, lambda: _warn_of_others(out, self._source))
         self._folders(out.parent).prepare()
         hidden = out.parent / f".{out.name}.export-{self._save.save_id}"
@@ -155,6 +152,20 @@ class _Coordinator:
         self._folders.run("a write to", token, lambda: token.write_text(self._save.save_id, encoding="ascii"))
         answer = encode(BeginAnswer(metadata.unique_id, metadata.save_id, str(hidden), self._save))
         return dict.fromkeys(messages, answer)
+
+    def _plan(self) -> Metadata:
+        """Plan the export; returns what is exported."""
+        restarts = Restarts(self._source)
+        while True:
+            metadata = read_checkpoint(self._source, self._request.unique_id)
+            # PerRank values speak of the ranks that have saved.
+            self._save = SaveInfo.of_now(secrets.token_hex(8), metadata.world_size, SaveOptions().block_bytes, None)
+            try:
+                self.plan = plan_export(self._source, metadata, self._request, len(self._session.ranks), self._save)
+                return metadata
+            except (CheckpointCorruptedError, FileNotFoundError):
+                if not restarts.due(metadata):
+                    raise
 
     def finish(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``write``: all files are there; make that visible."""

@@ -8,7 +8,7 @@ from typing import Any
 from ..core.shards import Kind
 from ..errors import UnsupportedValueError
 from ..tree.building import build_tree
-from ..tree.paths import parse_path
+from ..tree.paths import parse_path, plain_key
 from .pickles import Instance, pickled
 from .plan import ExportFile, ExportTensor, fill_files
 
@@ -78,6 +78,15 @@ def _parts_of(tensor: ExportTensor) -> tuple[str, ...]:
     return names
 
 
+def _check_no_bytes(path: str, value: Any) -> None:
+    """Refuse a value that has byte strings, for which ``paddle.load`` refuses the whole file."""
+    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, bytes):
+        raise UnsupportedValueError(f"{plain_key(path)}: bytes are not loaded by Paddle; store them as a numpy array")
+    for item in items:
+        _check_no_bytes(path, item)
+
+
 def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, Any]], name: str) -> list[ExportFile]:
     """One file with the nested state_dict, which ``paddle.load`` reads.
 
@@ -89,6 +98,8 @@ def plan_pdparams(tensors: Sequence[ExportTensor], values: Sequence[tuple[str, A
     Raises:
         UnsupportedValueError: the format has no such element type, or a value is no plain one.
     """
+    for path, value in values:
+        _check_no_bytes(path, value)
     # As Paddle does it: of a file with a pair of name and array, the pairs become tensors and other arrays stay arrays.
     leaves = [
         (tensor.path, tensor if tensor.kind == Kind.ARRAY else (tensor.name or tensor.key, tensor))

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..core.box import Box
+import numpy as np
+
+from ..core.box import Box, whole
+from ..core.boxes import Boxes
 from ..core.device_memory import contiguous_strides
 from ..core.dtypes import dtype_named
 from ..core.local_tensors import LocalTensors, overlaps_itself
 from ..core.parts import Arranged, IdleStatement, Part, SourceTensor
 from ..core.shards import ShardTable
 from ..core.tensors import Geometry, LocalShard, TensorView
+from ..planning.cover import covers_exactly
 from ..planning.recipe_parts import Made, RecipeError, make_parts, misfit
 from ..recipes import Recipe, filled, placeholders, stored_keys
 from .messages import LoadAnswer, Mismatch
@@ -185,18 +188,30 @@ def _made(
         return make_parts(recipe, find)
     assert arranged is not None, "it has one or the other"
     shape, parts = arranged.shape, arranged.parts
-    if sum(part.place.size for part in parts) != math.prod(shape) or not all(map(_is_sound, parts)):
-        raise RecipeError("its parts do not make up a tensor")
+    if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(shape, parts):
+        raise RecipeError(f"its parts do not make up a tensor of shape {list(shape)}")
     for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
         if dtype is not geometry.dtype:
             return Made(shape, dtype, parts)
     return Made(shape, geometry.dtype, parts)
 
 
-def _is_sound(part: Part) -> bool:
-    """Whether a part's boxes are of one shape but for the order of the axes."""
+def _is_sound(part: Part, stored: Sequence[int]) -> bool:
+    """Whether a part's boxes are of one shape but for the order of the axes, and the stored tensor has the one."""
     box, axes, place = part.box, part.axes, part.place
-    return sorted(axes) == list(range(len(box.shape))) and tuple(box.shape[a] for a in axes) == place.shape
+    turned = sorted(axes) == list(range(len(stored))) and tuple(box.shape[a] for a in axes) == place.shape
+    return turned and all(0 <= low <= n - extent for low, extent, n in zip(box.offset, box.shape, stored, strict=True))
+
+
+def _tile(shape: Sequence[int], parts: Sequence[Part]) -> bool:
+    """Whether the places of parts make up a tensor, each element of which is in one of them."""
+    places = [part.place for part in parts if part.place.size]
+    if len(places) == 1:
+        return places[0] == whole(shape)
+    if any(len(place.shape) != len(shape) for place in places):
+        return False
+    groups, boxes = np.zeros(len(places), np.int64), Boxes.of(places, max(1, len(shape)))
+    return bool(covers_exactly(groups, boxes, Boxes.of([whole(shape)], max(1, len(shape))))[0])
 
 
 def _part_of(view: TensorView, part: Part, shape: Sequence[int]) -> TensorView | None:

@@ -249,8 +249,26 @@ def _arrangements(
             shape = stored[source].shape if source in stored else ()
             yield key, Arranged(shape, [Part(source, whole(shape), tuple(range(len(shape))), whole(shape))])
         else:
-            suffix = state or ""
-            yield key, Arranged(tuple(tensor.shape), [_part(stored, suffix, *one) for one in slices])
+            suffix, shape = state or "", tuple(tensor.shape)
+            parts = [_part(stored, suffix, *one) for one in slices]
+            shapes = [tuple(engine.input_vars[source].shape) for source, *_ in slices]
+            if any(part.key in stored and stored[part.key].shape != n for part, n in zip(parts, shapes, strict=True)):
+                shape, parts = _alone(stored, shape, parts, shapes[0])  # only a state's can be another one
+            yield key, Arranged(shape, parts)
+
+
+def _alone(
+    stored: Mapping[str, SourceTensor], shape: tuple[int, ...], parts: list[Part], parameter: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[Part]]:
+    """The shape and parts of a state that is not of its parameter's shape: itself, if that is only renamed, or nothing,
+    which does not fit."""
+    one = parts[0]
+    if len(parts) > 1 or one.key not in stored or (one.box, one.place) != (whole(parameter), whole(shape)):
+        return shape, []
+    if one.axes != tuple(range(len(parameter))):
+        return shape, []
+    own = tuple(stored[one.key].shape)
+    return own, [Part(one.key, whole(own), tuple(range(len(own))), whole(own))]
 
 
 def _part(

@@ -15,10 +15,12 @@ from typing import Any
 import paddle
 
 from ..core.box import Box, intersect, whole
+from ..tree.names import SHARDED_MASTER
 from ..tree.objects import ObjectKind, OpenedObject
 from ..tree.state_dict import Leaves
 from .objects import MASTERS, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
+from .sharded_weight import WeightPart, is_sharded_weight
 from .wrappers import INNER, unwrapped
 
 __all__ = ["renew_masters"]
@@ -48,7 +50,12 @@ def renew_masters(
     copies = {id(parameter): copy for one in leaves.objects for parameter, copy in _copies(one)}
     found = [(copies.get(id(parameter), parameter), master) for parameter, master in pairs]
     due = [(source, master) for source, master in found if id(source) in filled and id(master) in lacking]
-    return {id(master) for source, master in due if _set_to(master, source, rank)}
+    done = {id(master) for source, master in due if _set_to(master, source, rank)}
+    for parameter, master in _of_one_key([one for one in leaves.tensors if is_sharded_weight(one)]):
+        source, target = parameter.local_tensor, master.local_tensor
+        if id(source) in filled and id(target) in lacking and _set_part(target, parameter, master):
+            done.add(id(target))
+    return done
 
 
 def _of_optimizer(opened: OpenedObject) -> Iterator[tuple[Any, Any]]:
@@ -88,6 +95,33 @@ def _named_alike(tensors: Sequence[Any], names: Names) -> Iterator[tuple[Any, An
         parameters = others.get(name, {})
         if len(of_name) == len(parameters) == 1:
             yield *parameters.values(), *of_name.values()
+
+
+def _of_one_key(weights: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """The master weights among ShardedWeights, whose keys are those of their parameters and an ending, with these."""
+    of_key = dict[str, list[Any]]()
+    for weight in weights:
+        of_key.setdefault(str(getattr(weight, "key", "")), []).append(weight)
+    for key, masters in of_key.items():
+        parameters = of_key.get(key.removesuffix(SHARDED_MASTER), []) if key.endswith(SHARDED_MASTER) else []
+        if len(masters) == len(parameters) == 1:
+            yield parameters[0], masters[0]
+
+
+def _set_part(target: Any, parameter: Any, master: Any) -> bool:
+    """Set a master weight that is a ShardedWeight to its parameter, if that is of the same box: all of it, or a range
+    of its elements of which the parameter may be the same."""
+    theirs, ours = (WeightPart.of(one, one.local_tensor.shape, None) for one in (parameter, master))
+    source = parameter.local_tensor
+    if ours[:3] != theirs[:3] or theirs.flat not in (None, ours.flat):
+        _logger.warning("a master weight is left as it is, though its parameter was loaded: %s", master.key)
+        return False
+    with paddle.no_grad():
+        if theirs.flat != ours.flat:
+            assert ours.flat is not None
+            source = source.flatten()[slice(*ours.flat)]
+        paddle.assign(source.cast(target.dtype).reshape(target.shape), target)
+    return True
 
 
 def _set_to(master: Any, parameter: Any, rank: int) -> bool:

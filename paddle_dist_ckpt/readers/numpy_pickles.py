@@ -71,10 +71,11 @@ class _ElementType(Built):
 class PickledArray(Built):
     """An array of a pickle. What is wrong with it is said when it is asked for, by who knows its name."""
 
-    __slots__ = ("_data", "_element", "_fortran", "_shape")
+    __slots__ = ("_axes", "_data", "_element", "_fortran", "_shape")
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, axes: tuple[int, ...] | None = None) -> None:
         self._shape: Any = None
+        self._axes = axes  # as its elements lie, if neither in C's order nor in Fortran's
 
     def build(self, state: Any) -> None:
         *_, self._shape, self._element, self._fortran, self._data = state
@@ -111,7 +112,7 @@ class PickledArray(Built):
             raise CheckpointCorruptedError(
                 f"{where} has {data.nbytes} bytes; its shape {list(shape)} of {dtype.name} needs {nbytes}"
             )
-        return LyingArray(dtype, shape, data.position, fortran_axes(shape) if self._fortran else None)
+        return LyingArray(dtype, shape, data.position, fortran_axes(shape) if self._fortran else self._axes)
 
     def _opened(self) -> tuple[DType, tuple[int, ...]]:
         shape = self._shape
@@ -176,9 +177,16 @@ class _MakesArrays(Recurring):
         return end
 
 
-def _from_buffer(data: Any, element: Any, shape: Any, order: Any, *more: Any) -> PickledArray:
-    """As protocol 5 has arrays."""
-    array = PickledArray()
+def _from_buffer(data: Any, element: Any, shape: Any, order: Any, axes: Any = None) -> PickledArray:
+    """As protocol 5 has arrays; in the order K, elements in C's order are of a shape whose axes are permuted then."""
+    if order not in ("C", "F", "K") or (order == "K") != (axes is not None):
+        raise Refused(f"an array in the order {order!r}")
+    if order == "K":
+        if type(shape) is not tuple or type(axes) is not tuple or sorted(axes) != list(range(len(shape))):
+            raise Refused("an array whose axes are not permuted")
+        shape = tuple(shape[axis] for axis in axes)
+        axes = tuple(sorted(range(len(axes)), key=axes.__getitem__))
+    array = PickledArray(axes=axes)
     array.build((shape, element, order == "F", data))
     return array
 

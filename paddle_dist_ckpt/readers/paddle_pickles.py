@@ -54,6 +54,12 @@ def _tuple(items: Any = ()) -> tuple[Any, ...]:
     return tuple(items)
 
 
+def _complex(*args: Any) -> complex:
+    if len(args) != 2 or any(type(arg) is not float for arg in args):
+        raise Refused("makes complex numbers of other things than two")
+    return complex(*args)
+
+
 def _data(*args: Any) -> Any:
     """As `paddle.save` has a DenseTensor: by having ``data`` evaluated, which is its array."""
     if len(args) != 2 or args[0] != "data" or type(args[1]) is not dict or list(args[1]) != ["data"]:
@@ -67,7 +73,7 @@ PADDLE: dict[str, Any] = {
     **{
         f"{module}.{name}": function
         for module in ("builtins", "__builtin__")
-        for name, function in (("tuple", _tuple), ("eval", _data))
+        for name, function in (("tuple", _tuple), ("eval", _data), ("complex", _complex))
     },
     **{
         f"paddle.distributed.{module}.metadata.{kind}": _record(kind)

@@ -17,7 +17,7 @@ __all__ = ["PickledLeaf", "leaves"]
 _MOST_DEPTH = 64
 _CHEAP = 4  # characters of texts and paths that are counted as one step
 _STEPS, _STEPS_OF_CONTAINER = 4, 24
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, complex, str)
 
 
 class PickledLeaf(NamedTuple):

@@ -45,7 +45,7 @@ _MOST_MESSAGE = 4096  # characters
 _MUTATIONS = 120  # of each file
 _MEASURED = 12  # of these with a look at memory, which takes several times as long
 _READS = {"names", "open", "read_into", "size", "read"}
-_PLAIN = (type(None), bool, int, float, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from ..core.cached import cached_property
 from .paths import parent_of, plain_key
 
 __all__ = [
+    "SHARDED_MASTER",
     "Names",
     "OptimizerVariable",
     "VariableOfRun",
@@ -46,7 +47,7 @@ __all__ = [
 _DIST = ".dist"
 _MASTER = "master_weight"
 _MASTERS = "/master_weights"
-_SHARDED_MASTER = ".w_0"
+SHARDED_MASTER = ".w_0"
 _ACCUMULATORS = (
     *("moment1", "moment2", "moment2_max", "moment", "velocity", "beta1_pow_acc", "beta2_pow_acc"),
     *("beta1_pow", "beta2_pow", "inf_norm", "momentum", "momentum_acc", "mean_square", "mean_grad"),
@@ -324,4 +325,4 @@ def _is_variables(path: str, name: str, variable: VariableOfRun | None) -> bool:
 def _ends_of(accumulator: str) -> tuple[str, ...]:
     """How structured keys end that are an accumulator's, here or in ``sharded_state_dict()``."""
     ends = (f".{accumulator}", f".{accumulator}_0")
-    return (*ends, _SHARDED_MASTER) if accumulator == _MASTER else ends
+    return (*ends, SHARDED_MASTER) if accumulator == _MASTER else ends

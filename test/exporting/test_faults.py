@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointError, DurabilityUnknownError, RankFailureError, export, verify
+from paddle_dist_ckpt import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    DurabilityUnknownError,
+    RankFailureError,
+    export,
+    verify,
+)
+from paddle_dist_ckpt.exporting import export as export_module
 from paddle_dist_ckpt.exporting.export import export_checkpoint
 from paddle_dist_ckpt.exporting.formats import ExportRequest
 from paddle_dist_ckpt.storage import Folders, LocalStorage
@@ -200,6 +208,34 @@ def test_the_checkpoint_is_replaced_meanwhile(tmp_path: Path, format: str) -> No
         assert "CheckpointReplacedError" in str(error)
         assert "was replaced during its export" in str(error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "watched"]
+
+
+@pytest.mark.parametrize("format", ["pdparams", "native"])
+def test_a_checkpoint_that_is_replaced_while_it_is_planned_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    source, plans = saved(tmp_path / "ckpt"), list[str]()
+    real = export_module.plan_export
+
+    def plan(storage: Any, metadata: Any, *args: Any) -> Any:
+        plans.append(metadata.save_id)
+        if len(plans) == 1:
+            replace(tmp_path / "ckpt")  # whose values are read, too
+            raise CheckpointCorruptedError("0_0.safetensors is missing")
+        return real(storage, metadata, *args)
+
+    monkeypatch.setattr(export_module, "plan_export", plan)
+    out = tmp_path / ("out.pdparams" if format == "pdparams" else "out")
+    export(source, out, format=format)
+    assert len(set(plans)) == 2
+    assert load_whole(out)["step"] == 4
+    monkeypatch.setattr(export_module, "plan_export", lambda *_: _raise())
+    with pytest.raises(CheckpointCorruptedError, match="damaged"):
+        export(source, tmp_path / "other", format=format)
+
+
+def _raise() -> None:
+    raise CheckpointCorruptedError("damaged")
 
 
 def replace(folder: Path) -> None:

@@ -528,6 +528,13 @@ def test_a_state_tells_in_how_many_parts_its_parameter_was(tmp_path: Path) -> No
         (["a, b -> x, axis=0"], (5, 6), "float32", ["x: the target has shape [5, 6], its recipe makes [8, 6]", "a, b"]),
         (["a -> x"], (4, 6), BF16, ["x: the target has dtype bfloat16, its recipe makes float32 (of a)"]),
         (["a -> x, dtype='float16'"], (4, 6), BF16, ["x: its recipe casts to float16, and not to bfloat16"]),
+        (
+            ["a^T -> t", "a, t -> x, axis=0"],
+            (10, 6),
+            "float32",
+            ["x: its parts do not make up a tensor of shape [10, "],
+        ),
+        (["a^T -> t", "a, t, b -> x, axis=1"], (4, 16), "float32", ["x: its parts do not make up a tensor"]),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, statements: list[str], shape: Any, dtype: Any, texts: list[str]) -> None:
@@ -559,6 +566,30 @@ def test_statements_that_cannot_be_done(tmp_path: Path, statements: list[str], t
     assert isinstance(error, ValueError)
     assert str(error).startswith("aoa_config: ")
     assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "statement", "text"),
+    [
+        ((4, 4), (2, 2), "a -> b", "the target has shape [2, 2], its recipe makes [4, 4]"),
+        ((4, 4), (2, 2), "a^T -> b", "its parts do not make up a tensor of shape [2, 2]"),
+        ((8,), (2, 2), "a^T -> b", "its parts do not make up a tensor of shape [2, 2]"),
+        ((8,), (8,), "a -> b", None),
+    ],
+)
+def test_a_state_of_another_shape_than_its_parameter(
+    tmp_path: Path, stored: Any, wanted: Any, statement: str, text: str | None
+) -> None:
+    arrays = {"a": array_of((2, 2), "float32", 0), "a.moment1_0": array_of(stored, "float32", 1)}
+    targets = {"b": np.zeros((2, 2), "float32"), "b.moment1_0": np.full(wanted, 7, "float32")}
+    error = one_rank(tmp_path, arrays, targets, [statement])
+    if text is None:
+        raise_first([error])
+        assert_same(targets["b.moment1_0"], arrays["a.moment1_0"])
+        return
+    assert isinstance(error, StateDictMismatchError)
+    assert error.problems[0].startswith(f"b.moment1_0: {text}"), error
+    assert (targets["b.moment1_0"] == 7).all()
 
 
 def test_a_state_that_is_not_stored_is_missing(tmp_path: Path) -> None:

@@ -209,3 +209,37 @@ def test_those_of_parameters_that_share_memory_and_disagree_are_left(tmp_path: P
     options = LoadOptions(strict=False, cast=True)
     load_state_dict({**two, "optimizer": state["optimizer"]}, str(tmp_path), options=options)
     assert masters(state) == [1.25]
+
+
+@pytest.mark.skipif(not hasattr(paddle.nn.Layer, "sharded_state_dict"), reason="this Paddle has no ShardedWeights")
+@pytest.mark.parametrize("form", ["as they are", "a range", "ranges", "another box"])
+def test_those_among_sharded_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str) -> None:
+    """Of sharding, a rank has a range of the elements of a master weight."""
+    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+    weight = np.arange(12, dtype=np.float32).reshape(4, 3)
+    save_state_dict({"model": {"weight": weight}}, str(tmp_path))
+    state = job()
+    objects.make_accumulators(state["optimizer"])
+    model = state["model"].sharded_state_dict()
+    rest = state["optimizer"].sharded_state_dict(model)
+    expected = weight
+    if form != "as they are":
+        first, last, box = (0, 6, (2, 3)) if form == "another box" else (5, 11, (4, 3))
+        part = paddle.zeros([last - first], "float32")
+        place = (box, (4, 3), (0, 0), True, slice(first, last))
+        rest["weight.w_0"] = ShardedWeight("weight.w_0", part, *place)
+        expected = weight.ravel()[first:last]
+        if form == "ranges":
+            model["weight"] = ShardedWeight("weight", paddle.zeros([6], "bfloat16"), *place)
+    master = rest["weight.w_0"].local_tensor
+    report = load_state_dict(
+        {"model": model, "optimizer": rest}, str(tmp_path), options=LoadOptions(strict=False, cast=True)
+    )
+    said = next(line for line in report.skipped if line.startswith("optimizer.weight.w_0: "))
+    if form == "another box":
+        assert "a master weight is left as it is, though its parameter was loaded: weight.w_0" in caplog.text
+        assert not master.numpy().any()
+    else:
+        assert said.endswith("; set to its parameter")
+        assert (master.numpy() == expected).all()
