@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,8 +127,19 @@ class Boxes:
 
     def to_list(self) -> list[Box]:
         """All of them as objects, of all dimensions."""
-        pairs = zip(self.offset.tolist(), self.shape.tolist(), strict=True)
-        return [Box(tuple(offset), tuple(shape)) for offset, shape in pairs]
+        return list(map(Box, *self.corners()))
+
+    def corners(self) -> tuple[Iterator[tuple[int, ...]], Iterator[tuple[int, ...]]]:
+        """The offset of each, and the shape of each. Equal numbers are one object, and equal shapes, so that very many
+        take less memory."""
+        numbers, shapes = dict[int, int](), dict[tuple[int, ...], tuple[int, ...]]()
+
+        def rows(columns: IntArray) -> Iterator[tuple[int, ...]]:
+            if not columns.shape[1]:
+                return itertools.repeat((), len(columns))
+            return zip(*((numbers.setdefault(n, n) for n in column.tolist()) for column in columns.T), strict=True)
+
+        return rows(self.offset), (shapes.setdefault(shape, shape) for shape in rows(self.shape))
 
 
 def _padded(parts: Sequence[IntArray], dimensions: int, fill: int) -> IntArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -206,20 +207,23 @@ class Metadata(SaveInfo, frozen=True, kw_only=True, eq=False, dict=True):
         result: dict[str, list[LocalTensorMetadata]] = {}
         for t, (key, dtype, layout) in enumerate(self._tensors()):
             if self.table.kinds[t] != Kind.VALUE:
-                result[key] = [LocalTensorMetadata(*box, dtype, layout.shape) for box in layout.boxes.to_list()]
+                corners = zip(*layout.boxes.corners(), strict=True)
+                result[key] = [LocalTensorMetadata(offset, shape, dtype, layout.shape) for offset, shape in corners]
         return result
 
     @cached_property
     def storage_metadata(self) -> dict[LocalTensorIndex, StorageInfo]:
         """Which file, and which of its bytes, each shard is."""
         table = self.table
-        offsets, sizes = table.data_offsets.tolist(), table.shard_bytes.tolist()
+        names = [info.name for info in self.files]
         result: dict[LocalTensorIndex, StorageInfo] = {}
         for t, (key, _, layout) in enumerate(self._tensors()):
-            first = int(table.first_shard[t])
-            for i, box in enumerate(layout.boxes.to_list(), start=first):
-                info = StorageInfo(self.files[table.shard_file[i]].name, offsets[i], sizes[i])
-                result[LocalTensorIndex(key, *box)] = info
+            mine = slice(int(table.first_shard[t]), int(table.first_shard[t + 1]))
+            places = table.shard_file[mine].tolist(), table.data_offsets[mine].tolist()
+            itemsize = table.dtypes[t].itemsize
+            for offset, shape, file, start in zip(*layout.boxes.corners(), *places, strict=True):
+                info = StorageInfo(names[file], start, math.prod(shape) * itemsize)
+                result[LocalTensorIndex(key, offset, shape)] = info
         return result
 
     def _tensors(self) -> list[tuple[str, str, Layout]]:
