@@ -47,6 +47,9 @@ class Deletion:
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
             self.leave()
+        except BaseException:  # an interrupt
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Leave the files to a later save, for which the claim stays, and let nobody wait."""
@@ -118,6 +121,10 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         storage.sync()
     except BaseException as error:
         lease.stop()  # a later save finds out what has become of it
+        if not isinstance(error, Exception):  # an interrupt
+            with suppress(OSError, CheckpointError):
+                is_there = metadata_name(unique_id) in storage.names()
+                lease.withdraw(save_id) if is_there else lease.mark_done()
         what = _what_became(storage, unique_id) if isinstance(error, OSError) else None
         if what is not None:
             with suppress(OSError, CheckpointError):

@@ -75,9 +75,15 @@ def carry_out(plan: PrunePlan) -> Pruned:
             storage = LocalStorage(step_folder(plan.root, step))
             warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
     begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned])
-    for step, removal in begun.items():
-        removal.finish()
-        remove_step(plan.root, step, ())  # the files are gone, and what has their names now is somebody else's
+    left = dict(begun)
+    try:
+        for step, removal in begun.items():
+            removal.finish()
+            del left[step]
+            remove_step(plan.root, step, ())  # the files are gone, and what has their names now is somebody else's
+    finally:
+        for removal in left.values():  # an interrupt
+            removal.leave()
     still = [step for step in plan.doomed if step in plan.steps.metrics]
     return Pruned(
         kept=sorted([*plan.kept, *still]),

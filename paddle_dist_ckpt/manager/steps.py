@@ -196,23 +196,31 @@ class Steps:
             Those that are removed, in the order of ``steps``. Those that are not, and are none of the steps any more,
             may come back with a crash of the machine.
         """
-        begun = {}
-        for step in steps:
-            storage, save = opened(step_folder(self._root, step)), self._saves.get(step)
-            try:
-                if _is_link(step_folder(self._root, step), opened):
-                    raise CheckpointError(f"{storage.location} is a link now")
-                begun[step] = begin_clearing(storage, step) if save is None else begin_deletion(storage, step, save)
-            except DurabilityUnknownError as error:
-                _logger.warning("%s", error)
-            except (OSError, CheckpointError) as error:
-                _logger.warning("step %d is left for now: %s", step, error)
-                continue
-            else:
-                _logger.info("removing step %d: %s", step, storage.location)
-            self.metrics.pop(step, None)
-            self._saves.pop(step, None)
+        begun: dict[int, Deletion] = {}
+        try:
+            for step in steps:
+                self._begin_removal(step, begun, opened)
+        except BaseException:  # an interrupt
+            for removal in begun.values():
+                removal.leave()
+            raise
         return begun
+
+    def _begin_removal(self, step: int, begun: dict[int, Deletion], opened: Folders) -> None:
+        storage, save = opened(step_folder(self._root, step)), self._saves.get(step)
+        try:
+            if _is_link(step_folder(self._root, step), opened):
+                raise CheckpointError(f"{storage.location} is a link now")
+            begun[step] = begin_clearing(storage, step) if save is None else begin_deletion(storage, step, save)
+        except DurabilityUnknownError as error:
+            _logger.warning("%s", error)
+        except (OSError, CheckpointError) as error:
+            _logger.warning("step %d is left for now: %s", step, error)
+            return
+        else:
+            _logger.info("removing step %d: %s", step, storage.location)
+        self.metrics.pop(step, None)
+        self._saves.pop(step, None)
 
     def abandoned(self, after: int, opened: Folders = _FOLDERS) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.

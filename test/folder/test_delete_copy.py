@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import logging
 import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,14 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.files import codec
+from paddle_dist_ckpt.folder.claims import records_of
 from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
-from paddle_dist_ckpt.manager.steps import Retention, step_folder
-from paddle_dist_ckpt.storage import LocalStorage
+from paddle_dist_ckpt.manager.steps import Retention, Steps, step_folder
+from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (
     SMALL,
@@ -86,6 +89,42 @@ def test_what_is_deleted_is_gone_and_nothing_else(tmp_path: Path) -> None:
     check_holds(tmp_path, 1, 3)
     with pytest.raises(CheckpointNotFoundError, match="with unique_id 2; it has those with the ids 1, 3"):
         delete_checkpoint(tmp_path, 2)
+
+
+@pytest.mark.parametrize("by", ["delete", "prune"])
+def test_nobody_waits_for_a_deletion_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """By Ctrl-C, at any of the things that it does."""
+    for number in itertools.count():
+        root, done = tmp_path / str(number), list[str]()
+        for step in (1, 2, 3):
+            saved(step_folder(root, step), step)
+
+        def interrupt(operation: str, name: str, number: int = number, done: list[str] = done) -> None:
+            done.append(operation)
+            if len(done) == number + 1:
+                raise KeyboardInterrupt
+
+        plan = plan_prune(root, Retention(1, None, None))
+        assert plan.doomed == [1, 2]
+        folders = Folders(lambda path, hook=interrupt: FaultyStorage(path, hook))  # type: ignore[misc]
+        monkeypatch.setattr(Steps.begin_removals, "__defaults__", (folders,))
+        with suppress(KeyboardInterrupt):
+            if by == "delete":
+                delete(folders(step_folder(root, 1)), 1)
+            else:
+                carry_out(plan)
+        for step in (1, 2, 3):
+            for _, claim in records_of(LocalStorage(step_folder(root, step))).values():
+                assert claim.done or not claim.deletes, (number, done)
+            kept = list_checkpoints(step_folder(root, step))
+            assert not kept or verify(step_folder(root, step), step).ok
+            assert kept or step < (2 if by == "delete" else 3)
+        if len(done) <= number:
+            break
+    assert number > 15
+    assert list_checkpoints(step_folder(root, 1)) == []
 
 
 @pytest.mark.parametrize("by", ["delete", "prune"])
