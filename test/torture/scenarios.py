@@ -127,12 +127,20 @@ def _saves(name: str, versions: dict[int, int], ids: list[int | None]) -> Callab
     return record
 
 
+def _numpys(ranks: Any, state: Any, staging: Any = None, check: Callable[[], object] = lambda: None) -> Any:
+    def find() -> tuple[Any, NumpyAdapter]:
+        check()
+        return state, NumpyAdapter()
+
+    return find
+
+
 @contextmanager
 def managers() -> Iterator[Callable[..., CheckpointManager]]:
     """Makes managers of numpy's tensors for simulated ranks."""
     with (
         mock.patch.object(manager, "connected", lambda rank, coordinator, options: rank.connection),
-        mock.patch.object(manager, "paddles", lambda ranks, state, staging=None: lambda: (state, NumpyAdapter())),
+        mock.patch.object(manager, "paddles", _numpys),
     ):
         yield lambda rank, root, **others: CheckpointManager(root, process_group=rank, **others)
 
