@@ -42,7 +42,7 @@ __all__ = ["Lease"]
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _LOOK_AGAIN = 0.1  # seconds
-_REMOVALS = 3  # of a claim
+_REMOVALS = 4  # of a claim, and a look each
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -200,14 +200,18 @@ class Lease:
         """
         claim = name.removesuffix(TEMPORARY)
         why = f"{self.storage.location}/{claim} is there again"
-        try:
-            for _ in range(_REMOVALS):  # it may be rewritten, for the last time, just before it is removed
-                for each in (claim, claim + TEMPORARY):
+        for _ in range(_REMOVALS):  # it may be rewritten, for the last time, just before it is removed
+            # The claim last: as long as one of them cannot be removed, it is there, and says all that it has said.
+            names = self.storage.names()
+            there = [each for each in (claim + TEMPORARY, claim) if each in names]
+            if not there:
+                return True
+            try:
+                for each in there:
                     self.storage.delete(each)
-                if not {claim, claim + TEMPORARY}.intersection(self.storage.names()):
-                    return True
-        except OSError as error:
-            why = str(error)
+            except OSError as error:
+                why = str(error)
+                break
         _logger.warning("the claim of a dead save is left, and with it the save's files: %s", why)
         self._stuck.add(name)
         return False
