@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, verified, wire
+from paddle_dist_ckpt.control import NoTransport, SoloHub, failures, keys, verified, wire
+from paddle_dist_ckpt.control.connection import Connection
 from paddle_dist_ckpt.control.coordinator import GRACE, CoordinatorSession
 from paddle_dist_ckpt.control.coordinator_table import CoordinatorTable
 from paddle_dist_ckpt.control.member import MemberSession
@@ -71,6 +74,46 @@ def test_messages_come_back_equal(message: wire.Message) -> None:
 def test_hostile_frames_are_refused(frame: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, RecursionError)):
         wire.decode(frame)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    """The member's end of a connection, and the coordinator's."""
+    handshake = keys.Handshake(b"key", keys.greeting(), keys.open_hello(1, bytes(keys.ID_BYTES)))
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.setblocking(False)
+        to_coordinator, from_coordinator = handshake.seals()
+        member = Connection(near, to_coordinator, from_coordinator, 0)
+        to_coordinator, from_coordinator = handshake.seals()
+        yield member, Connection(far, from_coordinator, to_coordinator, 1)
+
+
+@pytest.mark.parametrize(
+    ("come", "taken"),
+    [(lambda frame: frame, 1), (lambda frame: frame * 2, 1), (lambda frame: frame[:-1] + b"x", 0)],
+    ids=["as it was", "twice", "with another payload"],
+)
+def test_a_frame_is_taken_once_and_as_it_was_sent(
+    ends: tuple[Connection, Connection], come: Callable[[bytes], bytes], taken: int
+) -> None:
+    member, coordinator = ends
+    member.send(b"message", b"payload")
+    frame = coordinator.socket.recv(1 << 12)
+    member.socket.sendall(come(frame))
+    with nullcontext() if come(frame) == frame else pytest.raises(ConnectionError, match="a wrong signature"):
+        coordinator.receive()
+    assert coordinator.inbox == [(b"message", b"payload")] * taken
+
+
+def test_a_frame_is_not_taken_by_its_sender(ends: tuple[Connection, Connection]) -> None:
+    member, coordinator = ends
+    member.send(b"message", b"payload")
+    coordinator.socket.sendall(coordinator.socket.recv(1 << 12))
+    with pytest.raises(ConnectionError, match="a wrong signature"):
+        member.receive()
+    assert not member.inbox
 
 
 def there_and_back(error: BaseException) -> CheckpointError:
@@ -398,6 +441,20 @@ def test_a_coordinator_that_slept_ends_no_round_before_it_knows_who_still_waits(
     assert others == "have given up" or again <= 9.0 + GRACE
     session.tick(9.0 + GRACE)
     assert (session.parts() is not None) == (others == "wait")
+
+
+def test_a_rank_that_is_lost_while_the_coordinator_combines_ends_the_round_for_all() -> None:
+    sent: list[tuple[int, wire.Message]] = []
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, _: sent.append((rank, message)), 0.0)
+    for rank in range(3):
+        session.handle(rank, wire.Open(0, "save", 10.0), b"", 0.0)
+        session.handle(rank, wire.Answer(0, 0, "write"), b"", 0.0)
+    assert session.parts() is not None
+    session.lose(2, 0.1)
+    session.reply(dict.fromkeys(range(3), b""))
+    session.tick(0.1 + GRACE)
+    assert not any(isinstance(message, wire.Reply) for _, message in sent)
+    assert {rank for rank, message in sent if isinstance(message, wire.Verdict)} >= {0, 1}
 
 
 def test_a_rank_that_slept_hears_first_what_the_coordinator_sent_meanwhile() -> None:

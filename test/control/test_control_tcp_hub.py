@@ -245,6 +245,7 @@ class Proxy:
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: list[socket.socket] = []
         self.altered = False
+        self.tells_ends = True
         self.open = threading.Event()
         self.open.set()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -265,7 +266,8 @@ class Proxy:
             while data := source.recv(65536):
                 self.open.wait()
                 target.sendall(data[:-1] + bytes([data[-1] ^ 1]) if self.altered else data)
-            target.shutdown(socket.SHUT_WR)  # as a network passes on that one side has nothing more to say
+            if self.tells_ends:
+                target.shutdown(socket.SHUT_WR)  # as a network passes on that one side has nothing more to say
         except OSError:
             return
 
@@ -278,6 +280,12 @@ class Proxy:
             finally:
                 connection.close()
         self._open.clear()
+
+    def cut_from_the_member(self) -> None:
+        """End the member's side of the only connection; the coordinator hears nothing of it."""
+        self.tells_ends = False
+        near, _ = self._open
+        near.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._listener.close()
@@ -323,6 +331,38 @@ def test_a_connection_that_breaks_fails_the_session_and_comes_back(store: Store)
         assert all(isinstance(outcome, RankFailureError) for outcome in outcomes)
         time.sleep(0.1)
     assert outcomes == [b"0", b"1"]
+    for hub in reversed(hubs):
+        hub.close()
+    proxy.close()
+
+
+def test_a_rank_that_connects_again_before_its_connection_is_known_to_be_lost_fails_the_session_for_all(
+    store: Store,
+) -> None:
+    """It misses what was on its way to it; the coordinator, which has its answer, must not go on alone."""
+    hubs, proxy = relayed(store)
+    assert both(hubs) == [b"0", b"1"]
+    (before,) = hubs[0]._port.connections
+
+    def cut_in_a_round(hub: TcpHub) -> bytes:
+        with hub.session("save", LONG) as session:
+
+            def local() -> bytes:
+                if session.rank == 0:
+                    assert hub.table is not None
+                    led = hub.table.sessions[session._member.number]
+                    until(lambda: 1 in led._answers, what="the other rank's answer")
+                    proxy.cut_from_the_member()
+                    until(lambda: before not in hub._port.connections, what="another connection")
+                return b""
+
+            return session.gather_scatter("r", local, lambda parts: parts)
+
+    with ThreadPoolExecutor(2) as pool:
+        for outcome in [pool.submit(cut_in_a_round, hub) for hub in hubs]:
+            assert isinstance(outcome.exception(PATIENCE), RankFailureError)
+    until(lambda: not hubs[0].lost and not hubs[1].lost, what="a new connection")
+    assert both(hubs) == [b"0", b"1"]
     for hub in reversed(hubs):
         hub.close()
     proxy.close()
@@ -529,6 +569,36 @@ def test_what_another_connection_has_said_proves_nothing(store: Store) -> None:
             sock.sendall(hello)
             assert sock.recv(keys.ANSWER_BYTES, socket.MSG_WAITALL)[0] == status
         until(lambda: not coordinator._port.connections, what="an end of the connection")
+    coordinator.close()
+
+
+def test_who_does_not_know_the_key_is_not_taken_for_the_coordinator() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        rank = Introduction(stranger.getsockname(), b"key", 1, bytes(keys.ID_BYTES), 0)
+        sock, _ = stranger.accept()
+
+        def has_heard(nbytes: int) -> bool:
+            rank.advance()
+            return len(rank._heard) == nbytes
+
+        with rank.socket, sock:
+            greeting = keys.greeting()
+            sock.sendall(greeting)
+            until(lambda: has_heard(keys.GREETING_BYTES))
+            hello = sock.recv(keys.HELLO_BYTES, socket.MSG_WAITALL)
+            sock.sendall(keys.Handshake(b"another key", greeting, hello).answer(keys.Status.WELCOME))
+            with pytest.raises(ConnectionError, match="somebody who does not know the hub's key"):
+                until(lambda: has_heard(keys.GREETING_BYTES + keys.ANSWER_BYTES))
+
+
+def test_a_stranger_who_says_nothing_has_to_go_though_nobody_else_comes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.control.gate._PATIENCE", 0.1)
+    coordinator = make(0, store)
+    with socket.create_connection(address_of(store.rendezvous()), AT_ONCE) as stranger:
+        assert stranger.recv(keys.GREETING_BYTES, socket.MSG_WAITALL)
+        until(lambda: was_closed(stranger), what="an end of the connection")
     coordinator.close()
 
 

@@ -47,6 +47,7 @@ from test.jobs import (
     split_rows,
 )
 from test.strategies import draws
+from test.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 ARRAYS = {"a": make_array((60, 50)), "b": make_array((700, 8), "bfloat16"), "c": make_array((3,), "int64")}
@@ -240,6 +241,31 @@ def _raise() -> None:
 
 def replace(folder: Path) -> None:
     save_alone({"model": {key: array[::-1].copy() for key, array in ARRAYS.items()}, "step": 4}, folder, 0)
+
+
+def test_the_checkpoint_is_replaced_between_the_plans_of_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has written its files by then; those of rank 1 would be of another save."""
+    source, faults, written = saved(tmp_path / "ckpt"), Faults(), threading.Event()
+    plan, write_share = export_module._plan, export_module._write_share
+
+    def late_plan(*args: Any) -> Any:
+        assert written.wait(PATIENCE)
+        replace(source)
+        return plan(*args)
+
+    def early_share(*args: Any) -> Any:
+        found = write_share(*args)
+        written.set()
+        return found
+
+    monkeypatch.setattr(export_module, "_plan", late_plan)
+    monkeypatch.setattr(export_module, "_write_share", early_share)
+    results = run_ranks(RANKS, lambda rank: faults.export(rank, source, request(tmp_path / "out", "safetensors")))
+    for error in errors_of(results, RankFailureError):
+        assert "was replaced during its export" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_the_checkpoint_is_replaced_when_all_of_it_was_read(tmp_path: Path) -> None:

@@ -687,13 +687,24 @@ def test_a_copy_is_not_committed_when_somebody_is_about_to_remove_it(tmp_path: P
     assert files_in(folder) == {}
 
 
-def test_a_copy_is_not_committed_when_somebody_has_removed_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before the looks", "just before the look for claims"])
+def test_a_copy_is_not_committed_when_somebody_has_removed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     source, folder, save = copied(tmp_path)
     delete_checkpoint(folder, 1)
+    rival = Lease.rival
+
+    def look(lease: Lease, save: str) -> str | None:
+        remove_saves(LocalStorage(folder), [save])  # by somebody whose claim is gone now
+        return rival(lease, save)
 
     def remove(operation: str, name: str) -> None:
         if operation == "publish" and name == "1.metadata":
-            remove_saves(LocalStorage(folder), [save])
+            if when == "before the looks":
+                remove_saves(LocalStorage(folder), [save])
+            else:
+                monkeypatch.setattr(Lease, "rival", look)
 
     with pytest.raises(CheckpointCorruptedError, match="is missing"):
         copy_checkpoint(source, FaultyStorage(folder, remove))

@@ -156,6 +156,20 @@ def test_a_hole_in_place_of_data_is_not_copied(tmp_path: Path) -> None:
     assert list((tmp_path / "b").iterdir()) == []
 
 
+def test_a_hole_in_place_of_data_is_not_taken_for_the_zeros_beside_them(tmp_path: Path) -> None:
+    """After a crash that the data did not survive, say: all of a segment is a hole, and some of it were zeros."""
+    data = bytes(512 << 10) + b"x" * (512 << 10)
+    write_checkpoint(tmp_path, {"/w": Entry([1 << 20], [[]], "uint8", data=data)}, block_bytes=64 << 10)
+    assert verify(tmp_path).ok
+    (file,) = tmp_path.glob("*.safetensors")
+    size = file.stat().st_size
+    os.truncate(file, size - len(data))
+    os.truncate(file, size)
+    assert "w: the checksum of 65536 bytes" in "".join(verify(tmp_path).problems)
+    with pytest.raises(CheckpointCorruptedError, match="w: the checksum of 65536 bytes"):
+        load_whole(tmp_path)
+
+
 def test_a_large_hole_is_known_by_a_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = _holes(tmp_path / "start", 64 << 10)
     (file,) = start.glob("*.safetensors")

@@ -297,6 +297,30 @@ def test_nothing_is_rebuilt_beside_a_save(tmp_path: Path, monkeypatch: pytest.Mo
     assert list_checkpoints(tmp_path) == [3]
 
 
+@pytest.mark.parametrize("by", ["somebody who has ended", "somebody who died before"])
+def test_what_is_removed_while_it_is_verified_is_not_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    save_alone({"a": make_array((4,))}, tmp_path, 3)
+    (tmp_path / "3.metadata").unlink()
+    real = rebuild.problems_of
+
+    def verifying(storage: LocalStorage, metadata: Any, progress: bool | None) -> list[str]:
+        found = real(storage, metadata, progress)
+        if by == "somebody who has ended":
+            data_files(tmp_path)[0].unlink()
+        else:
+            dead = Lease(storage, 4, automatic=False, deletes=True)
+            dead.take_on(metadata.save_id)
+            age(tmp_path / dead.name)
+        return found
+
+    monkeypatch.setattr(rebuild, "problems_of", verifying)
+    with pytest.raises(CheckpointError, match="has been removed meanwhile"):
+        rebuilt(tmp_path)
+    assert list_checkpoints(tmp_path) == []
+
+
 def test_what_two_rebuild_at_once_has_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_alone({"a": make_array((4,))}, tmp_path, 3)
     (tmp_path / "3.metadata").unlink()

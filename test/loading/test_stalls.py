@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import CheckpointTimeoutError, LoadOptions, copy_checkpoint, list_checkpoints, verify
+from paddle_dist_ckpt import (
+    CheckpointTimeoutError,
+    CollectiveError,
+    LoadOptions,
+    RankFailureError,
+    copy_checkpoint,
+    list_checkpoints,
+    verify,
+)
+from paddle_dist_ckpt.core.memory import address_of
+from paddle_dist_ckpt.core.protocols import Transport
 from paddle_dist_ckpt.folder.selection import Selection
+from paddle_dist_ckpt.loading import exchange
+from paddle_dist_ckpt.loading.in_flight import note_in_flight
 from paddle_dist_ckpt.loading.merged import load_merged
-from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, Stall
+from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, Stall, run_ranks
+from paddle_dist_ckpt.testing.faults import FaultyTransport
 from paddle_dist_ckpt.wiring import source_of
 from test.background import SHAPE, versions
 from test.jobs import (
     age,
     blank_like,
+    errors_of,
     load_alone,
     load_on,
     save_alone,
@@ -26,6 +41,7 @@ from test.jobs import (
     try_load,
 )
 from test.stalls import BOUND, all_at_once, check_error, hanging, helpers_end
+from test.waiting import PATIENCE, until
 
 RANKS = 3
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -110,6 +126,58 @@ def test_a_load_with_exchange_that_hangs(tmp_path: Path) -> None:
         for stall in stalls:
             stall.release()
     helpers_end()
+
+
+def test_a_read_that_hangs_in_an_exchange_that_was_given_up_is_waited_for_by_later_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes straight into a tensor, so that no load fills that one meanwhile."""
+    monkeypatch.setattr(exchange, "_LONGEST_READ", 0.01)
+    array = np.arange(1 << 17)
+    save_alone({"w": array}, tmp_path)
+    states, stall, reads = [{"w": np.full(1 << 17, -1)} for _ in range(2)], Stall("read_into"), list[str]()
+
+    def hook(operation: str, name: str) -> None:
+        reads.extend([name] if operation == "read_into" else [])
+        if len(reads) == 3:  # after the parts of the header
+            stall(operation, name)
+
+    class Breaking(FaultyTransport):
+        def broadcast(self, *args: Any) -> None:
+            assert stall.reached.wait(PATIENCE)
+            raise OSError("broken")
+
+    def work(rank: SimulatedRank) -> Any:
+        options = LoadOptions(timeout=60, exchange="always")
+        return rank.load(states[rank.rank], FaultyStorage(tmp_path, hook) if rank.rank else tmp_path, options=options)
+
+    def over(transport: Transport, rank: int) -> Transport:
+        return transport if rank else Breaking(transport, lambda *_: None)
+
+    try:
+        for error in errors_of(run_ranks(2, work, over=over), RankFailureError):
+            assert "broken" in str(error)
+        with pytest.raises(CollectiveError, match="given up may still write to w"):
+            load_alone(states[1], tmp_path)
+    finally:
+        stall.release()
+    until(lambda: not any(thread.name == "paddle_dist_ckpt collectives" for thread in threading.enumerate()))
+    load_alone(states[1], tmp_path)
+    assert (states[1]["w"] == array).all()
+
+
+def test_memory_that_may_be_written_to_is_known_though_what_begins_later_ends_sooner(tmp_path: Path) -> None:
+    array, over = np.zeros(100, np.uint8), threading.Event()
+    save_alone({"w": np.arange(10, dtype=np.uint8)}, tmp_path)
+    first, last = address_of(array) + np.array([10, 0]), address_of(array) + np.array([20, 60])
+    note_in_flight(first, last, lambda: not over.is_set())
+    for part in (array[:10], array[15:25], array[45:55], array[55:65]):
+        with pytest.raises(CollectiveError, match="given up may still write to w"):
+            load_alone({"w": part}, tmp_path)
+    load_alone({"w": array[60:70]}, tmp_path)
+    over.set()
+    load_alone({"w": array[45:55]}, tmp_path)
+    assert array.nonzero()[0].tolist() == [*range(46, 55), *range(61, 70)]
 
 
 def merged(path: Any) -> Any:
