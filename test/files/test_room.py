@@ -35,6 +35,13 @@ def test_the_disk_is_looked_at_once_and_only_where_it_matters() -> None:
     assert len(asked) == 1
 
 
+def test_what_was_read_is_there_whatever_the_disk_says() -> None:
+    left = Room(lambda: 1 << 20)
+    left.spend(FREE, 10 << 20)
+    with pytest.raises(CheckpointCorruptedError, match="take up to 59 MiB, and the data files .* have 10 MiB"):
+        left.spend(11 << 20, 0)
+
+
 def test_all_values_are_counted_together() -> None:
     left = Room(cost=FREE - 2 * (72 + 40))
     left.take(b"[[],[]]".replace(b"[]", b"0", 1))

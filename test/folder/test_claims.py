@@ -17,14 +17,14 @@ import pytest
 
 from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
 from paddle_dist_ckpt.control.ranks import Ranks
-from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.folder.delete import begin_clearing, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import LocalStorage, local
 from paddle_dist_ckpt.storage.base import FolderIdentity
-from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter
+from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
 from paddle_dist_ckpt.testing.storage_conformance import in_threads
 from paddle_dist_ckpt.wiring import save_with
 from test.jobs import (
@@ -78,17 +78,35 @@ def dead_save(folder: Path, unique_id: int | None, last: str) -> None:
     assert dead
 
 
-class FreezingStorage(LocalStorage):
-    """A folder in which a save is frozen just before, or just after, it looks at its claim for the last time."""
+def never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have it be an error if a save waits for somebody who deletes its id."""
 
-    def __init__(self, path: Path, before: Callable[[], Any] | None = None, after: Callable[[], Any] | None = None):
+    def sleep(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr("paddle_dist_ckpt.folder.lease.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+
+
+class FreezingStorage(LocalStorage):
+    """A folder in which a save is frozen before it begins to commit, or before or after its last look at its claim."""
+
+    def __init__(
+        self,
+        path: Path,
+        before: Callable[[], Any] | None = None,
+        after: Callable[[], Any] | None = None,
+        early: Callable[[], Any] | None = None,
+    ):
         super().__init__(path)
-        self._before, self._after = before, after
+        self._before, self._after, self._early = before, after, early
 
     def publish(
         self, name: str, data: bytes, temporary: str, replace: bool, confirm: Callable[[], None] | None = None
     ) -> bool:
         """Publish, freezing on the way if it is a commit."""
+
+        if self._early is not None and name.endswith(".metadata"):
+            self._early()
 
         def freezing() -> None:
             if self._before is not None:
@@ -239,6 +257,14 @@ def test_a_dead_claim_that_cannot_be_removed_is_in_nobodys_way(
     check_holds(tmp_path, {2: 2, 3: 3})
 
 
+def test_nobody_waits_for_a_dead_deletion_whose_claim_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_wait(monkeypatch)
+    save_on([state(1)], stuck_claim(tmp_path, 5, deletes=True), 5)
+    assert load_whole(tmp_path, 5)["n"] == 1
+
+
 def test_what_a_dead_claim_that_cannot_be_removed_speaks_of_stays_if_the_next_save_dies(tmp_path: Path) -> None:
     """Its claim has spoken of these files before it is known that the other cannot be removed."""
     storage = stuck_claim(tmp_path, 5)
@@ -291,12 +317,7 @@ def test_nobody_waits_for_a_deletion_that_was_refused_when_it_had_taken_over_a_d
                 delete(LocalStorage(tmp_path), 7) if committed else begin_clearing(LocalStorage(tmp_path), 7)
             refused.append(str(caught.value))
 
-    def never_wait(seconds: float) -> None:
-        raise AssertionError("it waits")
-
-    monkeypatch.setattr(
-        "paddle_dist_ckpt.folder.lease.time", SimpleNamespace(sleep=never_wait, monotonic=time.monotonic)
-    )
+    never_wait(monkeypatch)
     save_alone(state(2), FaultyStorage(tmp_path, hook), 7)
     assert refused
     assert not dead.exists()
@@ -324,7 +345,7 @@ def test_the_claim_of_a_deletion_that_was_refused_does_not_speak_of_the_checkpoi
 
 
 @pytest.mark.parametrize("unique_id", [None, 3])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["early", "before", "after"])
 def test_a_save_that_froze_at_its_commit_and_was_taken_for_dead_does_not_commit(
     tmp_path: Path, when: str, unique_id: int | None
 ) -> None:
@@ -504,15 +525,19 @@ def test_two_saves_that_replace_one_id_leave_the_later_one(tmp_path: Path) -> No
     check_holds(tmp_path, {5: 2})
 
 
-def test_what_was_replaced_at_the_last_moment_is_removed_after_a_crash_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [".claim", ".metadata"])
+def test_what_was_replaced_at_the_last_moment_is_removed_after_a_crash_too(tmp_path: Path, at: str) -> None:
+    """Another save comes before this one has its claim, or before it is committed."""
     save_alone(state(0), tmp_path, 5)
-    committed: list[bool] = []
+    done: list[str] = []
 
     def hook(operation: str, name: str) -> None:
-        if operation == "publish" and name == "5.metadata":
+        if operation == "publish" and name.endswith(at) and not done:
             save_alone(state(1), tmp_path, 5)
-            committed.append(True)
-        elif committed and operation == "delete":
+            done.append("meeting")
+        elif done == ["meeting"] and operation == "delete":
+            done.append("death")
+        if "death" in done:
             raise Killed
 
     try_save([state(2)], FaultyStorage(tmp_path, hook), 5)
@@ -576,6 +601,32 @@ def test_saves_that_confirm_together_leave_one_and_at_most_claims(tmp_path: Path
     assert load_whole(tmp_path, 5)["n"] in (1, 2, 3)
 
 
+def test_a_save_that_is_replaced_just_before_it_looks_for_others_leaves_nothing(tmp_path: Path) -> None:
+    save_alone(state(0), tmp_path, 5)
+    before = (tmp_path / "5.metadata").read_bytes()
+    frozen, thaw = threading.Event(), threading.Event()
+
+    def freeze() -> None:
+        frozen.set()
+        assert thaw.wait(PATIENCE)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "names" and not thaw.is_set() and (tmp_path / "5.metadata").read_bytes() != before:
+            thaw.set()
+            other.join(PATIENCE)
+
+    other = threading.Thread(target=save_alone, args=(state(2), FreezingStorage(tmp_path, after=freeze), 5))
+    other.start()
+    try:
+        assert frozen.wait(PATIENCE)
+        save_alone(state(1), FaultyStorage(tmp_path, hook), 5)
+        assert thaw.is_set()
+    finally:
+        thaw.set()
+        other.join(PATIENCE)
+    check_holds(tmp_path, {5: 2})
+
+
 def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> None:
     """Both have confirmed what they replace; one commits and ends, the other commits over it and dies."""
     save_alone(state(0), tmp_path, 5)
@@ -597,6 +648,50 @@ def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> Non
     age_claims(tmp_path)
     save_alone(state(3), tmp_path, 6)
     check_holds(tmp_path, {5: 2, 6: 3})
+
+
+def test_what_a_dead_save_has_left_is_not_forgotten_by_a_save_that_cannot_remove_it(tmp_path: Path) -> None:
+    dead_save(tmp_path, 5, last="sync")
+    age_claims(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.startswith("0_5."):
+            raise OSError(errno.EIO, "injected")
+
+    (error,) = try_save([state(1)], FaultyStorage(tmp_path, hook), 6)
+    assert "injected" in str(error)
+    assert len(data_files(tmp_path)) == 1
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 7)
+    check_holds(tmp_path, {7: 2})
+
+
+def test_what_a_rank_makes_after_the_others_have_given_up_is_removed_later(tmp_path: Path) -> None:
+    """It does not know of that, and dies when it has made its file."""
+    over, dead = threading.Event(), list[bool]()
+
+    def hang(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            raise CheckpointTimeoutError("it hangs")
+
+    def die(operation: str, name: str) -> None:
+        if dead:
+            raise Killed
+        if operation == "create":
+            assert over.wait(PATIENCE)
+            dead.append(True)
+
+    def work(rank: SimulatedRank) -> None:
+        try:
+            rank.save([state(1), {"more": np.arange(9)}][rank.rank], FaultyStorage(tmp_path, [hang, die][rank.rank]), 5)
+        finally:
+            over.set()
+
+    run_ranks(2, work)
+    assert [path.name[:4] for path in data_files(tmp_path)] == ["1_5."]
+    age_claims(tmp_path)
+    save_alone(state(2), tmp_path, 7)
+    check_holds(tmp_path, {7: 2})
 
 
 def test_what_a_dead_save_had_replaced_is_removed_if_that_is_replaced_in_its_turn(tmp_path: Path) -> None:
@@ -625,6 +720,27 @@ def test_a_claim_is_kept_fresh_while_its_save_looks_for_dead_ones(
 
     save_on([state(1)], FaultyStorage(tmp_path, hook))
     assert seen == [True]
+
+
+def test_a_claim_that_could_not_be_refreshed_once_is_refreshed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paddle_dist_ckpt.folder.lease._FRESH_EVERY", 0.01)
+    failed, refreshed = threading.Event(), threading.Event()
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "touch" and not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, "injected")
+        if operation == "touch":
+            refreshed.set()
+
+    lease = Lease(FaultyStorage(tmp_path, hook), 3, automatic=True)
+    try:
+        assert refreshed.wait(PATIENCE)
+    finally:
+        lease.end()
+    assert failed.is_set()
 
 
 def test_a_save_that_cannot_look_for_dead_ones_leaves_no_claim(tmp_path: Path) -> None:

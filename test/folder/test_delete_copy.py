@@ -11,6 +11,7 @@ import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from paddle_dist_ckpt import (
     verify,
 )
 from paddle_dist_ckpt.files import codec
-from paddle_dist_ckpt.folder.claims import records_of
+from paddle_dist_ckpt.folder import copy as copying
+from paddle_dist_ckpt.folder.claims import EXPIRES_AFTER, records_of
 from paddle_dist_ckpt.folder.commit import remove_saves
 from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
@@ -280,6 +282,15 @@ def test_a_save_waits_for_whoever_deletes_on_a_full_disk(tmp_path: Path, caplog:
     check_holds(tmp_path, 1)
 
 
+def test_the_claim_of_a_deletion_stays_until_the_files_are_gone_for_good(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    watch = Watch([tmp_path])
+    delete(watch.storages()[0], 1)
+    done = [(operation, name.rpartition(".")[2]) for _, operation, name in watch.steps]
+    after = done[done.index(("delete", "safetensors")) :]
+    assert after.index(("sync", "")) < after.index(("delete", "claim"))
+
+
 def test_files_that_another_checkpoint_refers_to_stay(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     kept = (tmp_path / "1.metadata").read_bytes()
@@ -392,6 +403,23 @@ def test_a_save_waits_no_longer_than_it_may_for_who_deletes_its_id(
     check_holds(tmp_path, 1)
 
 
+def test_a_save_waits_for_a_deletion_that_has_died_until_its_claim_counts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+    lease = Lease(LocalStorage(tmp_path), 1, automatic=False, deletes=True)
+    waited = [0.0]
+
+    def sleep(seconds: float) -> None:
+        waited[0] += 10
+        if waited[0] > EXPIRES_AFTER:
+            age(tmp_path / lease.name)
+
+    monkeypatch.setattr("paddle_dist_ckpt.folder.lease.time", SimpleNamespace(sleep=sleep, monotonic=lambda: waited[0]))
+    save_alone(state(2), tmp_path, 1, dataclasses.replace(SMALL, timeout=0.1))
+    assert load_whole(tmp_path, 1)["n"] == 2
+
+
 # -- copy
 
 
@@ -452,6 +480,27 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointCorruptedError, match="is missing"):
         copy_checkpoint(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_header_that_changes_while_it_is_copied_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "a", 1)
+    (path,) = data_files(tmp_path / "a")
+    opened = copying.open_data_file
+
+    def change(*args: Any) -> Any:
+        """Change the last byte, a space, of what has just been looked at."""
+        found = opened(*args)
+        with path.open("r+b") as file:
+            file.seek(found.data_start - 1)
+            file.write(b"\n")
+        return found
+
+    monkeypatch.setattr(copying, "open_data_file", change)
+    with pytest.raises(CheckpointCorruptedError, match="has changed while it was copied"):
+        copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert files_in(tmp_path / "b") == {}
 
 
 def test_room_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.jobs import errors_of, load_alone, load_whole, save_alone, try_load
+from test.jobs import Watch, errors_of, load_alone, load_whole, save_alone, try_load
 from test.readers.golden import GOLDEN
 
 ODD: dict[str, Any] = {
@@ -225,6 +225,16 @@ def test_a_sparse_metadata_file_of_paddles_is_not_put_aside(tmp_path: Path, capl
     finally:
         tracemalloc.stop()
     assert f"{tmp_path}/0.metadata is too large to be one of Paddle's" in caplog.text
+
+
+def test_a_checkpoint_of_paddles_is_put_aside_for_good_before_the_claim_goes(tmp_path: Path) -> None:
+    (tmp_path / "0.metadata").write_bytes(pickle.dumps({}))
+    watch = Watch([tmp_path])
+    finish(begin(watch.storages()[0], None, replace_newest=True), Aftermath([], [], False))
+    assert [path.name for path in tmp_path.iterdir()] == ["0.metadata.replaced"]
+    done = [(operation, name.rpartition(".")[2]) for _, operation, name in watch.steps]
+    after = done[done.index(("delete", "metadata")) :]
+    assert after.index(("sync", "")) < after.index(("delete", "claim"))
 
 
 def test_a_large_metadata_file_is_in_memory_once(tmp_path: Path) -> None:

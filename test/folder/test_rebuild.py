@@ -285,8 +285,10 @@ def test_nothing_is_rebuilt_beside_a_save(tmp_path: Path, monkeypatch: pytest.Mo
     assert files_in(tmp_path) == before
 
     def publishing(storage: LocalStorage, *args: Any) -> bool:
-        (claim,) = Lease(storage, 4, automatic=True).others(3).values()  # as the save sees it, which waits then
+        save = Lease(storage, 4, automatic=True)
+        (claim,) = save.others(3).values()  # as the save sees it, which waits then
         assert claim.deletes
+        save.end()
         return publish(storage, *args)
 
     publish = rebuild.publish_metadata

@@ -409,6 +409,13 @@ def with_bytes_of_another(writer: DCPWriter) -> None:
     writer.put("v", None, b"", offset=100, length=200)
 
 
+def swapped(writer: DCPWriter) -> None:
+    content = saved(tensor("float32", (4, 6)), ARRAY.tobytes(), bytes(ARRAY.nbytes))
+    at = content.index(b"PK\1\2")
+    names = {b"data/0": b"data/1", b"data/1": b"data/0"}
+    writer.put("w", (0, 0), content[:at] + re.sub(b"data/[01]", lambda found: names[found[0]], content[at:]))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -427,6 +434,7 @@ def with_bytes_of_another(writer: DCPWriter) -> None:
         (elsewhere, "no name of a file"),
         (in_a_missing_file, "missing"),
         (with_bytes_of_another, "bytes of __0_0.distcp in common"),
+        (swapped, "another member is where 'data/0' should be"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(make: Callable[[DCPWriter], None], message: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 
 from paddle_dist_ckpt.control.ranks import Ranks
-from paddle_dist_ckpt.errors import CheckpointError, RankFailureError
+from paddle_dist_ckpt.errors import CheckpointError, CheckpointTimeoutError, RankFailureError
 from paddle_dist_ckpt.files.contents import TensorContents
 from paddle_dist_ckpt.saving.async_save import AsyncSave
 from paddle_dist_ckpt.saving.save import save
 from paddle_dist_ckpt.saving.save_memory import SaveMemory
+from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
 from paddle_dist_ckpt.wiring import save_with
 from test.background import (
@@ -83,6 +85,27 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
 
     job(RANKS, work)
     assert versions_in(tmp_path) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_whose_disk_hangs_leaves_nothing_in_a_folder_of_its_own(tmp_path: Path, background: bool) -> None:
+    theirs = tmp_path / "theirs"
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            raise CheckpointTimeoutError("it hangs")
+
+    storages = [tmp_path / "ours", FaultyStorage(theirs, hook, FolderIdentity("host1", 1, 1))]
+
+    def work(rank: SimulatedRank) -> None:
+        save = rank.save_in_background if background else rank.save
+        args = versions(1, 2)[rank.rank], storages[rank.rank], None, options(separate_folders=True)
+        assert "it hangs" in str(error_of(lambda: finish(save(*args))))
+
+    job(2, work)
+    assert files_in(theirs) == {}
+    opened = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    assert not [path for path in opened if path.startswith(str(theirs))]
 
 
 def broken_buffer(monkeypatch: pytest.MonkeyPatch, applies: Callable[[SaveMemory], bool]) -> None:

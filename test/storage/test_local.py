@@ -8,7 +8,9 @@ import pickle
 import shutil
 import socket
 import stat
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,13 +104,16 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_names_of_all_folders_are_made_durable(tmp_path: Path, synced: list[str]) -> None:
     """Also those of folders that somebody else has made: once in a process."""
     (tmp_path / "theirs" / "x" / "y").mkdir(parents=True)
+    (tmp_path / "far" / "x").mkdir(parents=True)
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "link").symlink_to(tmp_path / "theirs" / "x")
+    (tmp_path / "to" / "far").symlink_to(tmp_path / "far" / "x")
     expected = {
         "a/b/c": ["", "a", "a/b"],
         "a/b": [],
         "theirs/x/y": ["", "theirs", "theirs/x"],
         "to/link": ["", "to"],
+        "to/far/y": ["", "far", "far/x", "to"],
     }
     for name, folders in expected.items():
         synced.clear()
@@ -199,6 +204,21 @@ def test_identity_tells_folders_apart(tmp_path: Path) -> None:
     assert a == link
     assert a != b
     assert a.host == b.host
+
+
+def test_a_filesystem_that_says_that_nothing_takes_any_room(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(storage, "full", bytes(range(100)))
+    with (tmp_path / "hole").open("wb") as stream:
+        stream.truncate(1 << 20)
+    with (
+        closing(storage.open("full")) as full,
+        closing(storage.open("hole")) as hole,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(os, "fstat", lambda file: SimpleNamespace(st_dev=1, st_ino=file, st_blocks=0))
+        assert [file.on_disk[1] for file in (full, hole)] == [100, 0]  # type: ignore[attr-defined]
 
 
 def test_reading_past_the_end_is_an_error(storage: LocalStorage) -> None:
