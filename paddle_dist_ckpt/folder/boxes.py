@@ -6,7 +6,7 @@ import bisect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -90,6 +90,7 @@ class BoxReader:
         check_sizes(storage, metadata, np.unique(table.shard_file[self._shards]).tolist())
         self._starts = table.data_offsets
         self._first_blocks, self._block_counts = metadata.blocks
+        self._are_known_holes, self._looked_at = np.zeros(len(self._shards), bool), set[int]()
         self._opened: dict[int, OpenFile] = {}
         self._opening = threading.Lock()
         self._closing = ExitStack()
@@ -156,23 +157,28 @@ class BoxReader:
         files = np.unique(self._metadata.table.shard_file[self._shards]).tolist()
         return not all(holes is None or holes.none for holes in (self._file(number).holes for number in files))
 
-    @cached_property
-    def _holes(self) -> IntArray:
-        """Those of the boxes' shards that are zeros nowhere on the disk, as far as that is known by a look at each."""
-        if not self.may_have_holes:
-            return self._shards[:0]
-        nbytes = self._metadata.table.shard_bytes[self._shards].astype(np.int64)
-        found = [self._shards[:0]]
-        for some, segments in self._segments(self._shards, np.zeros_like(nbytes), nbytes):
-            found.extend(self._shards[some[part]] for part in segments.zeros())
-        return np.sort(np.concatenate(found))
-
     def _is_stored(self, plan: _Plan, overlaps: IntArray) -> Mask:
-        """Which of some overlaps are in other shards than those, ``[n]``."""
-        if not len(self._holes):
-            return np.ones(len(overlaps), bool)
+        """Which of some overlaps are not in shards that are known to be zeros nowhere on the disk, ``[n]``.
+
+        Each file is looked at when it is needed. In one that cannot be opened none is known: who reads it will hear.
+        """
         shard = plan.overlaps.shard[overlaps]
-        return self._holes[np.minimum(np.searchsorted(self._holes, shard), len(self._holes) - 1)] != shard
+        for file in np.unique(self._metadata.table.shard_file[shard]).tolist():
+            if file not in self._looked_at:
+                with suppress(CheckpointCorruptedError, OSError):
+                    self._look_for_holes(file)
+        return ~self._are_known_holes[np.searchsorted(self._shards, shard)]
+
+    def _look_for_holes(self, file: int) -> None:
+        """Find out, by a look or two, which of the boxes' shards in a file are holes."""
+        holes = self._file(file).holes
+        if holes is not None and not holes.none:
+            mine = np.flatnonzero(self._metadata.table.shard_file[self._shards] == file)
+            nbytes = self._metadata.table.shard_bytes[self._shards[mine]].astype(np.int64)
+            for some, segments in self._segments(self._shards[mine], np.zeros_like(nbytes), nbytes):
+                for part in segments.zeros():
+                    self._are_known_holes[mine[some[part]]] = True
+        self._looked_at.add(file)
 
     def is_hole(self, row: int) -> bool:
         """Whether one of the boxes is known to be zeros without being read."""

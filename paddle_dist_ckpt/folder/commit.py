@@ -10,12 +10,13 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
+from ..errors import CheckpointError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary
 from ..storage.base import Storage
 from .catalogs import ids_beside
+from .checkpoint import read_checkpoint
 from .claims import Claim
 from .foreign import Format, look
 from .ids import committed_saves, metadata_ids, newest_id, next_id, save_of
@@ -25,7 +26,6 @@ __all__ = [
     "Aftermath",
     "aftermath",
     "begin",
-    "clear",
     "finish",
     "give_up",
     "in_folder",
@@ -303,22 +303,11 @@ def give_up(lease: Lease, settled: bool) -> None:
         _logger.warning("%s: files of a failed save are left: %s", lease.storage.location, error)
 
 
-def clear(storage: Storage, saves: Collection[str]) -> None:
-    """Remove the files of these saves from a rank's folder, or leave them if it is not known what that needs."""
-    if not saves:
-        return
-    try:
-        remove_saves(storage, saves)
-    except CheckpointTimeoutError:
-        raise
-    except CheckpointError as error:
-        _logger.warning("%s: files of replaced or dead saves are left: %s", storage.location, error)
-
-
 def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], object] = lambda: None) -> None:
     """Remove the data files of these saves from a folder, and what has the temporary names of their `.metadata`.
 
-    Those that are committed in this very folder stay: they may have been copied to it since, or collected in it.
+    Those that are committed in this very folder and have all their files in it stay: they may have been copied to it
+    since, or collected in it.
 
     Args:
         storage: The folder.
@@ -329,9 +318,18 @@ def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], obj
         CheckpointError: it is not known what is committed, as a `.metadata` cannot be read.
     """
     doomed = set(saves)
-    doomed.difference_update(committed_saves(storage) if doomed else ())
+    for save, unique_id in committed_saves(storage).items() if doomed else ():
+        if save in doomed and _is_whole(storage, unique_id):
+            _logger.warning("%s: checkpoint %d stays, for it is committed there", storage.location, unique_id)
+            doomed.remove(save)
     for name in storage.names() if doomed else ():
         parsed = parse_data_file(name) or parse_temporary(name)
         if parsed is not None and parsed.save_id in doomed:
             check()
             storage.delete(name)
+
+
+def _is_whole(storage: Storage, unique_id: int) -> bool:
+    """Whether a folder has all data files of a checkpoint that is committed in it."""
+    files = read_checkpoint(storage, unique_id).files
+    return {info.name for info in files}.issubset(storage.names())

@@ -188,7 +188,9 @@ def _made(
         return make_parts(recipe, find)
     assert arranged is not None, "it has one or the other"
     shape, parts = arranged.shape, arranged.parts
-    if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(shape, parts):
+    if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(
+        tuple(shape), tuple(part.place for part in parts if part.place.size)
+    ):
         raise RecipeError(f"its parts do not make up a tensor of shape {list(shape)}")
     for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
         if dtype is not geometry.dtype:
@@ -203,9 +205,9 @@ def _is_sound(part: Part, stored: Sequence[int]) -> bool:
     return turned and all(0 <= low <= n - extent for low, extent, n in zip(box.offset, box.shape, stored, strict=True))
 
 
-def _tile(shape: Sequence[int], parts: Sequence[Part]) -> bool:
+@functools.lru_cache(maxsize=1024)  # all layers are alike
+def _tile(shape: tuple[int, ...], places: tuple[Box, ...]) -> bool:
     """Whether the places of parts make up a tensor, each element of which is in one of them."""
-    places = [part.place for part in parts if part.place.size]
     if len(places) == 1:
         return places[0] == whole(shape)
     if any(len(place.shape) != len(shape) for place in places):

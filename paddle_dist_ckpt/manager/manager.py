@@ -285,7 +285,7 @@ class CheckpointManager:
                 chosen = choose()
             for rank, data in sorted(messages.items()):
                 step, root = json.loads(data)
-                if step is not None and (chosen is None or step > chosen):
+                if rank != self._ranks.rank and step is not None and (chosen is None or step > chosen):
                     raise CheckpointError(
                         f"{root} on rank {rank} has step {step}, and {self._root} on the coordinator, rank "
                         f"{self._ranks.rank}, has {'none' if chosen is None else f'step {chosen} as its latest'}: do "

@@ -17,7 +17,7 @@ from ..files.codec import Note
 from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..files.room import bytes_on_disk
 from ..folder.claims import is_abandoned
-from ..folder.commit import clear
+from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import note_of, save_of
 from ..folder.nothing import steps_text
@@ -99,11 +99,14 @@ class Steps:
         """See that the folder is the one that it was: what it was may be not mounted any more, and have all the steps.
 
         Raises:
-            CheckpointError: it is another one, or gone, and has none of the steps that are known.
+            CheckpointError: it is another one, or gone, and has none of the steps that are known here, as they are on
+                the coordinator; or a link to nowhere.
         """
         try:
             identity = opened(self._root).identity()
         except FileNotFoundError:
+            if _is_link(self._root, opened):
+                raise CheckpointError(f"{self._root} is a link to nowhere: is what it leads to mounted?") from None
             identity = None
         known = dict(self._saves)  # a thread may be removing some
         if identity != self._identity and known and not any(self._has(*save, opened) for save in known.items()):
@@ -123,9 +126,16 @@ class Steps:
             return True
 
     def highest(self, opened: Folders = _FOLDERS) -> int | None:
-        """The highest step that has a `.metadata` here, whether it can be read or not."""
-        steps = reversed(self.folders(opened))
-        return next((n for n in steps if metadata_name(n) in opened(step_folder(self._root, n)).names()), None)
+        """The highest step that is committed here; others, and what cannot be read, are passed over."""
+        for step in reversed(self.folders(opened)):
+            try:
+                if save_of(opened(step_folder(self._root, step)), step) is not None:
+                    return step
+            except CheckpointTimeoutError:
+                raise
+            except (CheckpointError, OSError) as error:
+                _logger.debug("step %d is passed over: %s", step, error)
+        return None
 
     def latest(self) -> int | None:
         """The latest committed step, None if there is none, as of the last look.
@@ -265,7 +275,7 @@ def remove_step(root: Path, step: int, saves: Collection[str], opened: Folders =
     folder = step_folder(root, step)
     if _is_link(folder, opened):  # what it leads to was put there by somebody else
         return
-    clear(opened(folder), saves)
+    remove_saves(opened(folder), saves)
     with suppress(OSError):  # it is not there, or not empty
         opened.run("removing", folder, folder.rmdir)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import paddle
 from ..core.box import Box, intersect, whole
 from ..tree.names import SHARDED_MASTER
 from ..tree.objects import ObjectKind, OpenedObject
+from ..tree.paths import plain_key
 from ..tree.state_dict import Leaves
 from .objects import MASTERS, parameters_of
 from .placement import layout_of, local_box, mesh_coordinate
@@ -51,7 +53,7 @@ def renew_masters(
     found = [(copies.get(id(parameter), parameter), master) for parameter, master in pairs]
     due = [(source, master) for source, master in found if id(source) in filled and id(master) in lacking]
     done = {id(master) for source, master in due if _set_to(master, source, rank)}
-    for parameter, master in _of_one_key([one for one in leaves.tensors if is_sharded_weight(one)]):
+    for parameter, master in _of_one_key(leaves):
         source, target = parameter.local_tensor, master.local_tensor
         if id(source) in filled and id(target) in lacking and _set_part(target, parameter, master):
             done.add(id(target))
@@ -97,14 +99,21 @@ def _named_alike(tensors: Sequence[Any], names: Names) -> Iterator[tuple[Any, An
             yield *parameters.values(), *of_name.values()
 
 
-def _of_one_key(weights: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """The master weights among ShardedWeights, whose keys are those of their parameters and an ending, with these."""
+def _of_one_key(leaves: Leaves) -> Iterator[tuple[Any, Any]]:
+    """The master weights among ShardedWeights, whose keys are those of their parameters and an ending, with these; none
+    of a key that several tensors have, as in a state of two models."""
     of_key = dict[str, list[Any]]()
-    for weight in weights:
-        of_key.setdefault(str(getattr(weight, "key", "")), []).append(weight)
-    for key, masters in of_key.items():
-        parameters = of_key.get(key.removesuffix(SHARDED_MASTER), []) if key.endswith(SHARDED_MASTER) else []
-        if len(masters) == len(parameters) == 1:
+    for weight in leaves.tensors:
+        if is_sharded_weight(weight):
+            of_key.setdefault(str(getattr(weight, "key", "")), []).append(weight)
+    pairs = [(key.removesuffix(SHARDED_MASTER), key) for key in of_key if key.endswith(SHARDED_MASTER)]
+    wanted, ends = {key for pair in pairs for key in pair}, Counter[str]()
+    for path in leaves.tensor_paths if wanted else ():
+        parts = plain_key(path).split(".")
+        ends.update(end for i in range(len(parts)) if (end := ".".join(parts[i:])) in wanted)
+    for key, of_master in pairs:
+        parameters, masters = of_key.get(key, []), of_key[of_master]
+        if ends[key] <= len(parameters) == 1 == len(masters):
             yield parameters[0], masters[0]
 
 

@@ -19,7 +19,7 @@ from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, data_file_name
 from ..files.writer import FileSave, bytes_ahead
-from ..folder.commit import clear
+from ..folder.commit import remove_saves
 from ..options import SaveOptions
 from ..reports import Stopwatch
 from .copies import CopyPlan
@@ -151,9 +151,19 @@ class RankFiles:
         self._reported = True
         return message
 
+    def _clean(self) -> None:
+        """Remove what dead saves have left in this folder, or leave it if it is not known what is needed of it."""
+        storage = self._context.storage
+        try:
+            remove_saves(storage, self._order.clean)
+        except CheckpointTimeoutError:
+            raise
+        except CheckpointError as error:
+            _logger.warning("%s: files of dead saves are left there for good: %s", storage.location, error)
+
     def _write(self) -> WriteRequest:
         context, watch = self._context, Stopwatch(dict(self._seconds))
-        clear(context.storage, self._order.clean)
+        self._clean()
         shown = False if self._options.progress is None and self._in_background else self._options.progress
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
         threads = 1 if self._in_background else self._threads

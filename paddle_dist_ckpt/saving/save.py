@@ -26,7 +26,7 @@ from ..core.protocols import ControlSession
 from ..core.text import encodable
 from ..errors import CheckpointError, UnsupportedValueError
 from ..files.names import DEFAULT_SUFFIX
-from ..folder.commit import clear, in_folder, seal
+from ..folder.commit import in_folder, remove_saves, seal
 from ..options import SaveOptions
 from ..reports import SaveReport, Stopwatch, saved_line
 from ..tree.values import encode_value
@@ -205,7 +205,7 @@ class _Saving:
 
         def remove() -> bytes:
             if self._context.session.rank in result.leaders:
-                clear(storage, replaced)
+                remove_saves(storage, replaced)
             return b""
 
         try:

@@ -256,7 +256,7 @@ class SaveCoordinator:
             total_bytes=sum(written.nbytes for written in self._written.values()),
             warnings=ordered.warnings,
             replaced=self._replaced(unique_id),
-            leaders=sorted(ordered.leaders),
+            leaders=sorted(ordered.leaders - {self._context.session.coordinator}),  # it finishes by itself
         )
 
     def _replaced(self, unique_id: int) -> list[str]:

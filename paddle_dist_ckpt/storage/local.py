@@ -118,9 +118,7 @@ class LocalStorage:
         try:
             with about(self._root):
                 return sorted(os.listdir(self._root))
-        except FileNotFoundError as error:
-            if self._root.is_symlink():  # what it leads to may be there, and full, when that is mounted again
-                raise FileNotFoundError(error.errno, "it is a link to nowhere", self.location) from error
+        except FileNotFoundError:
             return []
 
     def create(self, name: str) -> WritableFile:

@@ -133,6 +133,26 @@ def test_many_boxes_are_planned_some_after_others(tmp_path: Path, monkeypatch: p
         reader_of(LocalStorage(tmp_path), [*many, ("rows", Box((12, 0), (2, 700)))])
 
 
+def test_a_damaged_file_is_of_no_account_to_boxes_of_others(tmp_path: Path) -> None:
+    saved(tmp_path)
+    opened: list[tuple[str, int, int]] = []
+    first, last = ("rows", Box((0, 0), (1, 700))), ("rows", Box((12, 0), (1, 700)))
+    with reader_of(CountingStorage(tmp_path, opened), [first, last]) as reader:
+        reader.read([0], [target_of(*first)])
+        files = {name for name, *_ in opened}
+        reader.read([1], [target_of(*last)])
+        (damaged,) = {name for name, *_ in opened} - files
+    path = next(path for path in data_files(tmp_path) if str(path).endswith(damaged))
+    path.write_bytes(bytes(path.stat().st_size))
+    with reader_of(LocalStorage(tmp_path), [first, last]) as reader:
+        target = target_of(*first)
+        reader.read([0], [target])
+        assert target.tobytes() == expected(*first).tobytes()
+        for _ in range(2):
+            with pytest.raises(CheckpointCorruptedError, match="header"):
+                reader.read([1], [target_of(*last)])
+
+
 def small_ones() -> dict[str, np.ndarray]:
     dtypes = ("float32", "uint8", "bfloat16", "complex128", "int64")
     shapes = ((), (5,), (3, 4), (2, 1, 6), (1, 7, 2, 2))

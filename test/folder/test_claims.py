@@ -427,7 +427,22 @@ def test_what_a_folder_of_another_host_has_committed_is_not_removed_from_it(
     assert verify(theirs, 5).ok
     assert load_whole(theirs, 5)["n"] == 0
     assert before.items() <= files_in(theirs).items()
-    assert ("files of replaced or dead saves are left" in caplog.text) == damaged
+    assert ("files of the replaced save are left to a later one" in caplog.text) == damaged
+    if damaged:
+        (theirs / "6.metadata").unlink()
+        age_claims(ours)
+    (theirs / "5.metadata").unlink()  # from here on the files are of no use
+    save_on([state(2), {"more": np.arange(9)}], [ours, another_host(theirs, 1)], 5)
+    assert len(data_files(theirs)) == (1 if damaged else 3), "what was left by mistake is removed later"
+
+
+def test_a_metadata_alone_in_the_folder_of_another_host_keeps_nothing(tmp_path: Path) -> None:
+    """Somebody gives it to all hosts, so that each may be the coordinator's."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for version in range(3):
+        save_on([state(version), {"more": np.arange(9)}], [ours, another_host(theirs, 1)], 5)
+        shutil.copy2(ours / "5.metadata", theirs)
+        assert len(data_files(ours)) == len(data_files(theirs)) == 1
 
 
 @pytest.mark.parametrize("unique_id", [None, 0])

@@ -691,33 +691,47 @@ def test_nothing_is_copied_to_where_a_save_is_about_to_remove_it(
         remove_saves(storage, saves)
 
     with monkeypatch.context() as patch:
-        patch.setattr("paddle_dist_ckpt.saving.rank_files.clear", remove)
+        patch.setattr("paddle_dist_ckpt.saving.rank_files.remove_saves", remove)
         saved(folder, 2)
     assert len(refused) == 1
     copy_checkpoint(source, folder)
     check_holds(folder, 1, 2)
 
 
-@pytest.mark.parametrize("operation", ["names", "sync"])
-def test_who_deletes_and_was_taken_for_dead_leaves_what_has_come_back(tmp_path: Path, operation: str) -> None:
-    """Stopped before the first file is removed, or after the last, by Ctrl-Z, say, and continued an hour later."""
-    source, folder, save = copied(tmp_path)
-    told: list[str] = []
-    deletion = begin_deletion(FaultyStorage(folder, lambda what, name: told.append(what)), 1, save)
+@pytest.mark.parametrize("by", ["delete", "save"])
+def test_who_removes_and_was_taken_for_dead_leaves_what_has_come_back(tmp_path: Path, by: str) -> None:
+    """Stopped at any look into the folder from its last step on, by Ctrl-Z, say, and continued an hour later."""
+    for number in itertools.count():
+        source, folder, save = copied(tmp_path / str(number))
+        looks: list[str] = []
 
-    def copy_back(what: str, name: str) -> None:
-        if what == operation and operation not in told:
-            told.append(what)
-            for claim in folder.glob("*.claim"):
-                age(claim)
-            saved(folder, 2)
-            copy_checkpoint(source, folder)
+        def come_back(what: str, name: str, at: int = number, source: Path = source, looks: list[str] = looks) -> None:
+            armed = looks or (what == "publish" and name == "1.metadata") or by == "delete"
+            looks.extend([what] if armed and what == ("publish" if by == "save" and not looks else "names") else [])
+            if what == "names" and looks.count("names") == at + 1 and "back" not in looks:
+                looks.append("back")
+                folder = source.parent / "b"
+                for claim in folder.glob("*.claim*"):
+                    age(claim)
+                saved(folder, 7)
+                if by == "save":
+                    delete_checkpoint(folder, 1)
+                copy_checkpoint(source, folder)
 
-    told.clear()
-    deletion._lease.storage._hook = copy_back  # type: ignore[attr-defined]
-    deletion.finish()
-    assert told == [operation]
-    check_holds(folder, 1, 2)
+        storage = FaultyStorage(folder, lambda what, name: None)
+        if by == "delete":
+            deletion = begin_deletion(storage, 1, save)
+            storage._hook = come_back
+            deletion.finish()
+        else:
+            storage._hook = come_back
+            with suppress(CheckpointError):
+                save_on([state(3)], storage, 1)
+        if "back" not in looks:
+            break
+        assert verify(folder, 1).problems == ()
+        assert (load_whole(folder, 1)["w"] == 1).all()
+    assert number > 2
 
 
 def test_a_copy_is_not_committed_when_somebody_is_about_to_remove_it(tmp_path: Path) -> None:

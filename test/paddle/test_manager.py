@@ -866,6 +866,34 @@ def test_ranks_on_other_hosts_than_before_do_not_begin_anew(pool: RankPool, tmp_
         assert restored == [(5, 5), (7, 7)]
 
 
+@pytest.mark.parametrize("odd", ["damaged", "a file", "a link to nowhere"])
+def test_a_highest_step_that_is_none_is_passed_over_with_roots_of_ranks_too(tmp_path: Path, odd: str) -> None:
+    options = SaveOptions(separate_folders=True)
+    with CheckpointManager(tmp_path, async_save=False, options=options) as steps:
+        for step in (1, 2):
+            steps.save(step, numbers(step))
+        if odd == "damaged":
+            (tmp_path / "step-00000002" / "2.metadata").write_bytes(b"rubbish")
+        elif odd == "a file":
+            (tmp_path / "step-00000005").touch()
+        else:
+            (tmp_path / "step-00000005").symlink_to(tmp_path / "none")
+        expected = 1 if odd == "damaged" else 2
+        assert steps.latest_step() == steps.restore(numbers(0)) == expected
+
+
+def test_a_root_that_is_a_link_to_nowhere_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    """What it leads to may not be mounted."""
+    root = tmp_path / "root"
+    root.symlink_to(tmp_path / "none")
+    with CheckpointManager(root, async_save=False) as steps:
+        for use in (lambda: steps.restore(numbers(0)), steps.latest_step, lambda: steps.save(1, numbers(1))):
+            with pytest.raises(CheckpointError, match=r"root is a link to nowhere: is what it leads to mounted\?"):
+                use()
+        (tmp_path / "none").mkdir()
+        assert steps.restore(numbers(0)) is None
+
+
 @pytest.mark.parametrize("becomes", ["nothing", "an empty folder", "another root"])
 def test_a_root_that_is_another_folder_is_not_saved_to(tmp_path: Path, becomes: str) -> None:
     """The disk with the steps is unmounted, say."""

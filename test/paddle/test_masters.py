@@ -243,3 +243,24 @@ def test_those_among_sharded_weights(tmp_path: Path, caplog: pytest.LogCaptureFi
     else:
         assert said.endswith("; set to its parameter")
         assert (master.numpy() == expected).all()
+
+
+@pytest.mark.skipif(not hasattr(paddle.nn.Layer, "sharded_state_dict"), reason="this Paddle has no ShardedWeights")
+@pytest.mark.parametrize("other", ["a tensor", "a ShardedWeight"])
+def test_those_among_sharded_weights_of_a_key_that_two_models_have_are_left(tmp_path: Path, other: str) -> None:
+    model = {"weight": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)}
+    save_state_dict({"teacher": model, "student": model}, str(tmp_path))
+    state = job()
+    objects.make_accumulators(state["optimizer"])
+    teacher = job()["model"].sharded_state_dict()
+    student = state["model"].sharded_state_dict()
+    rest = state["optimizer"].sharded_state_dict(student)
+    if other == "a tensor":
+        student = dict(state["model"].state_dict())
+    masters_of = {key: weight.local_tensor for key, weight in rest.items() if key.endswith(".w_0")}
+    for master in masters_of.values():
+        paddle.assign(paddle.full(master.shape, 7.0), master)
+    whole = {"teacher": teacher, "student": student, "optimizer": rest}
+    load_state_dict(whole, str(tmp_path), options=LoadOptions(strict=False, cast=True))
+    assert sorted(masters_of) == ["bias.w_0", "weight.w_0"]
+    assert all((master.numpy() == 7).all() for master in masters_of.values())

@@ -48,13 +48,6 @@ def test_a_missing_folder_has_no_names(tmp_path: Path) -> None:
             LocalStorage(path).names()
 
 
-def test_a_link_to_nowhere_is_no_missing_folder(tmp_path: Path) -> None:
-    """What it leads to may not be mounted."""
-    (tmp_path / "link").symlink_to(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="it is a link to nowhere: '.*/link'"):
-        LocalStorage(tmp_path / "link").names()
-
-
 def test_a_relative_path_in_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
