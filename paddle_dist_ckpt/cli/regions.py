@@ -14,7 +14,7 @@ from ..core.layouts import Layout
 __all__ = ["WINDOW_BYTES", "best_along", "edge_items", "edges", "parse_slice", "windows"]
 
 WINDOW_BYTES = 16 << 20
-_SEVERAL = 4
+_SEVERAL = 4  # shards in a window, from which on it is better cut along them
 _RANGE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
 _INDEX = re.compile(r"\s*-?\d+\s*")
 
@@ -56,13 +56,13 @@ def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
 
 
 def windows(box: Box, itemsize: int, most: int = WINDOW_BYTES, along: int = 0) -> Iterator[Box]:
-    """Cut a region in parts of so many bytes at the most, in row-major order; at least one item each.
+    """Cut a region in parts of so many bytes at the most, in order along the dimensions; at least one item each.
 
     Args:
         box: The region.
         itemsize: Bytes of an item.
         most: How many bytes.
-        along: The dimension that is cut first.
+        along: The dimension that is cut first, and then the others in order.
     """
     if not box.size:
         return

@@ -123,8 +123,10 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         lease.stop()  # a later save finds out what has become of it
         if not isinstance(error, Exception):  # an interrupt
             with suppress(OSError, CheckpointError):
-                is_there = metadata_name(unique_id) in storage.names()
-                lease.withdraw(save_id) if is_there else lease.mark_done()
+                if metadata_name(unique_id) in storage.names():
+                    lease.withdraw(save_id)
+                else:
+                    lease.mark_done()
         what = _what_became(storage, unique_id) if isinstance(error, OSError) else None
         if what is not None:
             with suppress(OSError, CheckpointError):

@@ -188,9 +188,8 @@ def _made(
         return make_parts(recipe, find)
     assert arranged is not None, "it has one or the other"
     shape, parts = arranged.shape, arranged.parts
-    if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(
-        tuple(shape), tuple(part.place for part in parts if part.place.size)
-    ):
+    places = tuple(part.place for part in parts if part.place.size)
+    if not all(_is_sound(part, find(part.key).shape) for part in parts) or not _tile(tuple(shape), places):
         raise RecipeError(f"its parts do not make up a tensor of shape {list(shape)}")
     for dtype in (dtype_named(part.dtype) if part.dtype else find(part.key).dtype for part in parts):
         if dtype is not geometry.dtype:

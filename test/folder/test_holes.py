@@ -35,6 +35,19 @@ def _holes(folder: Path, mib: int, block_bytes: int = 1 << 20, page: bytes = b""
     return folder
 
 
+def _looks_at_holes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes are looked at, from here on, each time that it is asked whether there is a hole."""
+    looks = list[int]()
+    real = LocalReadable.is_hole
+
+    def is_hole(self: LocalReadable, offset: int, nbytes: int) -> bool:
+        looks.append(nbytes)
+        return real(self, offset, nbytes)
+
+    monkeypatch.setattr(LocalReadable, "is_hole", is_hole)
+    return looks
+
+
 def test_what_is_read_of_holes_is_bounded_by_what_is_on_the_disk(tmp_path: Path) -> None:
     much = _holes(tmp_path / "much", 64, 16 << 20, _PAGE)
     assert "in other blocks more holes than" in "".join(verify(much).problems)
@@ -173,14 +186,7 @@ def test_a_hole_in_place_of_data_is_not_taken_for_the_zeros_beside_them(tmp_path
 def test_a_large_hole_is_known_by_a_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = _holes(tmp_path / "start", 64 << 10)
     (file,) = start.glob("*.safetensors")
-    looks = list[int]()
-    real = LocalReadable.is_hole
-
-    def is_hole(self: LocalReadable, offset: int, nbytes: int) -> bool:
-        looks.append(nbytes)
-        return real(self, offset, nbytes)
-
-    monkeypatch.setattr(LocalReadable, "is_hole", is_hole)
+    looks = _looks_at_holes(monkeypatch)
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda storage: None)  # smaller disks have no room for it
     assert verify(start).ok
     copy_checkpoint(start, tmp_path / "copy")
@@ -258,14 +264,7 @@ def test_shards_that_are_holes_are_looked_at_once(tmp_path: Path, monkeypatch: p
     with file.open("r+b") as stream:
         stream.seek(-entry.nbytes + 40 * rows, os.SEEK_END)  # the 41st column begins with zeros that are on the disk
         stream.write(bytes(4096))
-    looks = list[int]()
-    real = LocalReadable.is_hole
-
-    def is_hole(self: LocalReadable, offset: int, nbytes: int) -> bool:
-        looks.append(nbytes)
-        return real(self, offset, nbytes)
-
-    monkeypatch.setattr(LocalReadable, "is_hole", is_hole)
+    looks = _looks_at_holes(monkeypatch)
     storage = LocalStorage(tmp_path)
     boxes = [Box((start, 0), (step, columns)) for start in range(0, rows, step)]
     target = np.full((step, columns), 7, np.uint8)
