@@ -31,6 +31,7 @@ from paddle_dist_ckpt.core.dtypes import DTYPES, DType, arithmetic_dtype
 from paddle_dist_ckpt.core.parts import Arranged, IdleStatement, Part, WantedTensor
 from paddle_dist_ckpt.core.tensors import Reduction
 from paddle_dist_ckpt.folder.selection import Selection
+from paddle_dist_ckpt.loading import recipes as recipes_module
 from paddle_dist_ckpt.loading.load import load
 from paddle_dist_ckpt.loading.merged import load_merged
 from paddle_dist_ckpt.loading.reading import LoadContext
@@ -753,3 +754,39 @@ def test_who_has_nothing_of_a_tensor_says_nothing_of_it(
     load_on(targets, tmp_path, options=LoadOptions(timeout=60, **how))
     for target in targets:
         check_pieces(target["w"], array)
+
+
+@pytest.mark.parametrize(
+    ("shape", "places", "whole_one"),
+    [
+        ((4, 2), [((0, 0), (4, 2))], True),
+        ((4, 2), [((0, 0), (2, 4))], False),
+        ((4, 2), [((0, 0), (1, 2)), ((1, 0), (3, 2))], True),
+        ((4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], False),
+        ((4, 2), [((0, 0), (2, 2)), ((2, 0), (1, 4))], False),
+        ((4, 2), [((0,), (4,)), ((4,), (4,))], False),
+        ((4,), [((0, 0), (2, 1)), ((2, 0), (2, 1))], False),
+        ((4, 1), [((0,), (2,)), ((2,), (2,))], False),
+        ((), [((), ())], True),
+        ((0, 3), [], True),
+        ((1,), [], False),
+    ],
+)
+def test_parts_that_make_up_a_tensor(shape: Any, places: Any, whole_one: bool) -> None:
+    assert recipes_module._tile(shape, tuple(Box(*place) for place in places)) == whole_one
+
+
+@pytest.mark.parametrize(
+    ("box", "axes", "place", "sound"),
+    [
+        (((1, 0), (2, 3)), (0, 1), (2, 3), True),
+        (((1, 0), (2, 3)), (1, 0), (3, 2), True),
+        (((1, 0), (2, 3)), (0, 1), (3, 2), False),
+        (((1, 0), (2, 3)), (0, 0), (2, 2), False),
+        (((2, 0), (2, 3)), (0, 1), (2, 3), False),
+        (((-1, 0), (2, 3)), (0, 1), (2, 3), False),
+    ],
+)
+def test_parts_of_what_is_stored(box: Any, axes: Any, place: Any, sound: bool) -> None:
+    part = Part("a", Box(*box), axes, Box((0, 0), place))
+    assert recipes_module._is_sound(part, (3, 3)) == sound

@@ -20,7 +20,7 @@ from paddle_dist_ckpt.folder import lease
 from paddle_dist_ckpt.folder.claims import is_abandoned
 from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager import steps as steps_module
-from paddle_dist_ckpt.manager.removal import remove_together
+from paddle_dist_ckpt.manager.removal import _to_one_of_each, remove_together
 from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import Folders, LocalStorage
@@ -180,6 +180,14 @@ def removed(steps: Steps, root: Path, step: int) -> bool:
         remove_step(root, step, removal.saves)
         return True
     return False
+
+
+def test_who_removes_files_of_folders_that_ranks_share() -> None:
+    """In its own folder the coordinator does, last, by what the claim says."""
+    folders = {0: b"a", 1: b"b", 2: b"a", 3: b"b", 4: b"c"}
+    told = _to_one_of_each(folders, b"saves", b"none", 2)
+    assert [rank for rank, message in told.items() if message == b"saves"] == [1, 4]
+    assert told.keys() == folders.keys()
 
 
 def test_metadata_goes_first_and_other_files_stay(tmp_path: Path) -> None:

@@ -921,7 +921,8 @@ def test_a_root_that_is_another_folder_is_not_saved_to(tmp_path: Path, becomes: 
         assert steps.all_steps() == [3]
 
 
-def test_a_root_of_another_number_with_the_steps_is_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_root_of_another_number_with_the_steps_is_the_same(tmp_path: Path, damaged: bool) -> None:
     """Some file systems number folders anew when they are mounted again."""
     root = tmp_path / "root"
     with CheckpointManager(root, async_save=False) as steps:
@@ -930,8 +931,13 @@ def test_a_root_of_another_number_with_the_steps_is_the_same(tmp_path: Path) -> 
         shutil.copytree(root, tmp_path / "copy")
         shutil.rmtree(root)
         (tmp_path / "copy").rename(root)
+        if damaged:
+            (root / "step-00000001" / "1.metadata").write_bytes(b"rubbish")
         steps.save(2, numbers(2))
-        assert steps.all_steps() == [1, 2]
+        assert steps.all_steps() == ([2] if damaged else [1, 2])
+        for folder in root.iterdir():
+            shutil.rmtree(folder)
+        assert steps.all_steps() == [], "somebody has removed them, and the root is that of the last look"
 
 
 @pytest.mark.parametrize("in_background", [False, True])
