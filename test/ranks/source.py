@@ -11,10 +11,17 @@ import gc
 import socket
 import sys
 
+import ml_dtypes  # noqa: F401  (as what follows without a use: so that ranks need not, each for itself)
 import numpy as np
+import numpy.ma
+import numpy.random
 import paddle
+import paddle.distributed.auto_parallel.api
+import pytest  # noqa: F401
 
-import paddle_dist_ckpt.public  # noqa: F401  (so that ranks need not)
+import paddle_dist_ckpt.paddle_adapter
+import paddle_dist_ckpt.public
+import paddle_dist_ckpt.testing  # noqa: F401
 from test.ranks import worker
 from test.ranks.forks import serve
 
