@@ -13,7 +13,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -50,8 +50,7 @@ class Replacement(AbstractContextManager["Replacement"]):
             self._former = {name: former for name in functions if (former := _find(name)) is not None}
             self._ours = {name: self._switch(name, functions[name]) for name in self._former}
             _stack().append(self)
-            for name, ours in self._ours.items():
-                _exchange(self._former[name], ours)
+            _exchange([(self._former[name], ours) for name, ours in self._ours.items()])
 
     def _switch(self, name: str, function: _Function) -> _Function:
         """The function itself while it is in place; afterwards the one that was there before.
@@ -78,8 +77,8 @@ class Replacement(AbstractContextManager["Replacement"]):
             stack = _stack()
             above = stack[stack.index(self) + 1 :]
             stack.remove(self)
+            _exchange([(ours, self._former[name]) for name, ours in self._ours.items()])
             for name, ours in self._ours.items():
-                _exchange(ours, self._former[name])
                 for other in above:
                     other._forget(ours, self._former[name])
                 if not above and _find(name) is not self._former[name]:
@@ -125,14 +124,15 @@ def _find(name: str) -> _Function | None:
     return None
 
 
-def _exchange(old: _Function, new: _Function) -> None:
-    """Put ``new`` wherever one of Paddle's modules has ``old``."""
+def _exchange(pairs: Sequence[tuple[_Function, _Function]]) -> None:
+    """For each (old, new), put ``new`` wherever one of Paddle's modules has ``old``."""
+    new_of = {id(old): new for old, new in reversed(pairs)}  # of one that is there twice, the first
     places = [
-        (module, attribute)
+        (module, attribute, new_of[id(value)])
         for name, module in list(sys.modules.items())
         if (name + ".").startswith("paddle.") and isinstance(module, ModuleType)
         for attribute, value in list(vars(module).items())
-        if value is old
+        if id(value) in new_of
     ]
-    for module, attribute in places:
+    for module, attribute, new in places:
         setattr(module, attribute, new)
