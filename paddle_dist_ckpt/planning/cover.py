@@ -116,10 +116,9 @@ def _measures_agree(groups: IntArray, boxes: Boxes, regions: Boxes) -> Mask:
     bounds = np.searchsorted(groups, np.arange(len(regions) + 1))
     sums = np.zeros(len(groups) + 1, np.uint64)
     for seeds in _seeds(groups, boxes, regions):
-        for piece in pieces:
-            sums[1:][piece] = _measure(boxes.offset[piece], boxes.take(piece).high, seeds)
+        sums[1:] = _measures(boxes, seeds)
         np.cumsum(sums, out=sums)  # which may wrap around: so do differences, back again
-        exact &= np.diff(sums[bounds]) % _PRIME == _measure(region_low, region_high, seeds) % _PRIME
+        exact &= np.diff(sums[bounds]) % _PRIME == _measures(regions, seeds) % _PRIME
     return exact
 
 
@@ -134,19 +133,25 @@ def _seeds(groups: IntArray, boxes: Boxes, regions: Boxes) -> _U64:
     return np.frombuffer(expanded, "<u8").reshape(_ROUNDS, boxes.dimensions)
 
 
-def _measure(low: IntArray, high: IntArray, seeds: _U64) -> _U64:
+def _measures(boxes: Boxes, seeds: _U64) -> _U64:
     """The measure of each box, or a number little above 2**31 that equals it modulo the prime."""
-    product = np.ones(len(low), np.uint64)
-    for d, seed in enumerate(seeds):
-        product *= _number(high[:, d], seed) + _PRIME - _number(low[:, d], seed)  # below 2**32
-        for _ in range(2):  # modulo the prime by folding, which is several times faster than division
-            product = (product & _PRIME) + (product >> np.uint64(31))
-    return product
+    measures = np.empty(len(boxes), np.uint64)
+    step = max(1, MANY // max(1, boxes.dimensions))
+    for start in range(0, len(boxes), step):
+        piece = slice(start, start + step)
+        low, high = _numbers(boxes.offset[piece], seeds), _numbers(boxes.take(piece).high, seeds)
+        product = np.ones(low.shape[1], np.uint64)
+        for side in high + _PRIME - low:  # each below 2**32
+            product *= side
+            for _ in range(2):  # modulo the prime by folding, which is several times faster than division
+                product = (product & _PRIME) + (product >> np.uint64(31))
+        measures[piece] = product
+    return measures
 
 
-def _number(coordinates: IntArray, seed: np.uint64) -> _U64:
-    """A number of 31 bits for each coordinate."""
-    return mixed(coordinates.astype(np.uint64) + seed) >> np.uint64(33)
+def _numbers(coordinates: IntArray, seeds: _U64) -> _U64:
+    """A number of 31 bits for each coordinate, ``[d, n]``."""
+    return mixed(coordinates.T.astype(np.uint64, order="C") + seeds[:, None]) >> np.uint64(33)
 
 
 def first_gap(region: Box, boxes: list[Box]) -> Box | None:
