@@ -59,6 +59,7 @@ class CoordinatorSession:
         self._answers: dict[int, bytes] = {}
         self._failures: dict[int, ErrorRecord] = {}
         self._outside_rounds = False
+        self._is_cut = False  # a rank failed by what is no error of its own, and others may not come any more
         self._moved = False
         self.resume = 0
         self._judged_at = math.inf
@@ -105,6 +106,8 @@ class CoordinatorSession:
             self._timeout = message.timeout
         if rank == self._coordinator:
             self._next_beat = now
+        if self.failing and not self._is_cut:  # it may fail as those have that have waited for it
+            self._judged_at = now + GRACE
         if len(set(self.kinds.values())) > 1:
             self._begin_judging(now)
 
@@ -124,10 +127,11 @@ class CoordinatorSession:
             self._names[rank] = message.name
         else:
             self._outside_rounds = True
-        self.fail_rank(rank, message.error, now)
+        self._note(rank, message.error, now)
 
     def _on_bye(self, rank: int, now: float) -> None:
         del self._heard[rank]
+        self._is_cut = self._is_cut or rank in self._failures  # it has not waited
         if rank == self._coordinator and not self.failing:
             for other in self._heard:
                 self._emit(other, wire.Bye(self._number), b"")
@@ -142,8 +146,12 @@ class CoordinatorSession:
             self.fail_rank(rank, failures.record(f"closed the session before round {name!r}"), now)
 
     def fail_rank(self, rank: int, error: ErrorRecord, now: float) -> None:
-        """Note that ``rank`` has failed; the first error of a rank counts."""
-        self._failures.setdefault(rank, error)
+        """Note that ``rank`` has failed, by what is no error of its own."""
+        self._is_cut = True
+        self._note(rank, error, now)
+
+    def _note(self, rank: int, error: ErrorRecord, now: float) -> None:
+        self._failures.setdefault(rank, error)  # the first error of a rank counts
         self._begin_judging(now)
 
     def lose(self, rank: int, now: float) -> None:
@@ -172,9 +180,10 @@ class CoordinatorSession:
             for rank in self._heard:
                 self._emit(rank, wire.Beat(self._number, self._moved), b"")
             self._moved = False
-        silence = math.inf if self.failing else min(self._heard.values(), default=math.inf) + self._timeout
-        held = self._holds_until if self._holds_until > now else math.inf
-        self._due = min(self._next_beat, self._judged_at, silence, held)
+        missing = self._missing(now)
+        silence = min((heard for rank, heard in self._heard.items() if rank not in missing), default=math.inf)
+        later = [time for time in (self._judged_at, self._holds_until) if time > now]
+        self._due = min(self._next_beat, silence + self._timeout, *later)
         return self._due
 
     def _notice_own_sleep(self, now: float) -> None:
@@ -193,7 +202,10 @@ class CoordinatorSession:
             return
         said = self.kinds if len(set(self.kinds.values())) > 1 else self._answers
         awaited = self._heard.keys() - self._failures.keys() - said.keys() - self._missing(now)
-        if now >= self._judged_at or not awaited:
+        # Ranks that have not come yet are waited for, as in a session that goes well: when they came to one that is
+        # over, the others would be in their next, and out of step.
+        to_come = set() if self._is_cut or said is self.kinds else awaited - self.kinds.keys()
+        if (now >= self._judged_at and not to_come) or not awaited:
             self.judge(now)
 
     def _missing(self, now: float) -> set[int]:

@@ -396,6 +396,47 @@ def test_a_late_call_that_its_rank_has_left_does_not_make_the_next_one_fail() ->
     assert not table.sessions[1].failing
 
 
+def failed_before_rank_2_came() -> tuple[CoordinatorSession, list[tuple[int, wire.Message]]]:
+    """A session of three ranks in which rank 1 has raised an error of its own; and what is sent."""
+    sent: list[tuple[int, wire.Message]] = []
+    session = CoordinatorSession(0, (0, 1, 2), 0, lambda rank, message, payload: sent.append((rank, message)), 0.0)
+    for rank in (0, 1):
+        session.handle(rank, wire.Open(0, "save", 10.0), b"", 0.0)
+    session.handle(0, wire.Answer(0, 0, "plan"), b"", 0.0)
+    session.handle(1, wire.Fail(0, "plan", failures.record("it failed")), b"", 0.0)
+    return session, sent
+
+
+def test_an_error_waits_for_a_rank_until_it_is_silent_for_too_long() -> None:
+    session, _ = failed_before_rank_2_came()
+    now = 0.0
+    while session.verdict is None and now < 20:
+        due = session.tick(now)
+        assert due >= now or session.verdict is not None, "it would be looked at without end"
+        for rank in (0, 1):
+            session.handle(rank, wire.Beat(0), b"", now)
+        now = min(due, now + 1) + 0.01
+    assert 10 < now < 12
+    assert session.verdict is not None
+    assert {rank: error.message.partition(";")[0] for rank, error in session.verdict.failures} == {
+        1: "it failed",
+        2: "it timed out: rank 2 not heard of for 10 s",
+    }
+
+
+@pytest.mark.parametrize("what", ["connection", "patience"])
+def test_an_error_waits_for_nobody_when_another_rank_is_gone(what: str) -> None:
+    session, _ = failed_before_rank_2_came()
+    session.tick(5.0)
+    assert session.verdict is None
+    if what == "connection":
+        session.lose(0, 5.0)
+    else:
+        session.handle(1, wire.Bye(0), b"", 5.0)
+    session.tick(5.0 + GRACE)
+    assert session.verdict is not None
+
+
 @pytest.mark.parametrize("others", ["have given up", "are gone"])
 def test_a_coordinator_that_slept_hears_first_what_the_others_sent_meanwhile(others: str) -> None:
     sent: list[wire.Message] = []

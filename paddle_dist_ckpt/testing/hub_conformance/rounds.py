@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -226,6 +227,31 @@ class RoundTests:
             assert type(error) is CheckpointTimeoutError
             assert "arrived late" in str(error)
         assert_works(group)
+
+    @pytest.mark.parametrize("late", [[0], [3], [1, 2, 3]], ids=str)
+    def test_an_error_waits_for_ranks_that_come_late(self, group: HubGroup, late: list[int]) -> None:
+        """Else the others would be in their next call when these make this one, and stay one call ahead."""
+
+        def calls(hub: Any, rank: int) -> list[object]:
+            if rank in late:
+                time.sleep(0.6)
+            ended: list[object] = []
+            for number in range(3):
+                try:
+                    with hub.session("save", LONG) as session:
+                        local = functools.partial(failing_first, number)
+                        ended.append(session.gather_scatter("plan", local, echo))
+                except RankFailureError as error:
+                    ended.append(sorted(error.failures))
+            return ended
+
+        def failing_first(number: int) -> bytes:
+            if number == 0:
+                raise OSError("injected")
+            return b"%d" % number
+
+        for ended in run(group, calls, range(RANKS)).values():
+            assert ended == [[*range(RANKS)], b"1", b"2"]
 
     @pytest.mark.parametrize("skipping", [0, 3])
     @pytest.mark.parametrize("first", [True, False], ids=["comes first", "comes last"])
