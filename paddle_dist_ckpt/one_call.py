@@ -283,6 +283,8 @@ def _fill(objects: dict[str, Any], storage: Storage, unique_id: int, threads: in
 def _load_others(metadata: Metadata, storage: Storage, place: str | None, threads: int) -> dict[Any, Any]:
     paths = metadata.paths
     keys = [metadata.key(path) for path in paths if path.split("/", 2)[1] not in _OURS]
+    if not keys:
+        return {}
     selection = Selection(keys=keys)
     return load_whole(storage, metadata.unique_id, selection, False, LoadOptions(), place, threads, is_part=True)
 

@@ -17,7 +17,7 @@ from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
 from ..tree.objects import is_stateful, set_state
-from .static_program import SCHEDULER, is_program, program_scheduler
+from .static_program import SCHEDULER, SLICE, is_program, program_scheduler
 from .wrappers import INNER, STEPS, is_look_ahead, is_wrapper, refusal, unwrapped
 
 __all__ = [
@@ -179,6 +179,14 @@ def check_optimizer(optimizer: Any, key: str) -> None:
         raise UnsupportedValueError(
             f"{key}: this optimizer steps parameters that are marked is_distributed, which are one rank's parts of "
             "larger ones; use its sharded_state_dict(), which says which"
+        )
+    masters = getattr(owner, "_master_weights", {})
+    names = (name for by_name in (masters, *accumulators) for name in by_name)
+    if any(name.startswith(SLICE) for name in names) or any(hasattr(one, "fw_storage") for one in parameters_of(owner)):
+        raise UnsupportedValueError(
+            f"{key}: this optimizer has slices of parameters, as group sharding's stage 3 makes them on each rank, and "
+            "they do not say of what; save the model alone, or shard by fleet's stage 1 or by "
+            "paddle.distributed.shard_optimizer"
         )
 
 

@@ -13,10 +13,12 @@ from paddle.distributed.auto_parallel import api
 
 from ..errors import UnsupportedValueError
 
-__all__ = ["SCHEDULER", "is_program", "program_scheduler", "program_state", "variables_by_address"]
+__all__ = ["SCHEDULER", "SLICE", "is_program", "program_scheduler", "program_state", "variables_by_address"]
 
 _DIST_MODEL: Any = getattr(api, "DistModel", ())
-_SLICE = "slice@"  # how parts are called of what is fused
+SLICE = "slice@"
+"""So the names begin of a rank's parts of what tensor fusion has joined, or group sharding's stage 3 has cut, which do
+not say what parts they are."""
 SCHEDULER = "LR_Scheduler"  # where states of optimizers and programs have that of their learning rate's scheduler
 
 
@@ -46,7 +48,7 @@ def program_state(model: Any, key: str) -> dict[str, Any]:
         raise UnsupportedValueError(
             f"{key}: this DistModel has no state ({type(error).__name__}: {error}); was it set to train() before?"
         ) from error
-    fused = next((name for name in state if _SLICE in name), None)
+    fused = next((name for name in state if SLICE in name), None)
     if fused is not None:
         raise UnsupportedValueError(
             f"{key}: this DistModel has {fused!r}, a part of a buffer in which sharding's enable_tensor_fusion joins "

@@ -29,7 +29,7 @@ from .identity import KnownTensor, TensorIdentity, addresses_of, have_rest, look
 from .masters import renew_masters
 from .placement import IS_PADDLE_2_6, layout_of, local_box, mesh_coordinate, reduction_of
 from .sharded_weight import WeightPart, is_sharded_weight
-from .static_program import is_program, program_state, variables_by_address
+from .static_program import SLICE, is_program, program_state, variables_by_address
 from .wrappers import refusal, unwrapped
 
 __all__ = ["PaddleAdapter"]
@@ -155,8 +155,9 @@ class PaddleAdapter:
         if IS_PADDLE_2_6 and is_dist:
             _check_name(value.name, path)
         self._viewed[id(value)] = known
-        addresses = _addresses(value, known.geometry, known.starts, path)
-        return TensorView(known.geometry, addresses, value, self._name(value))
+        name, addresses = self._name(value), _addresses(value, known.geometry, known.starts, path)
+        _check_slice(name, path)
+        return TensorView(known.geometry, addresses, value, name)
 
     def views(self, values: Sequence[Any]) -> TensorViews | None:
         """See :class:`..core.tensors.TensorAdapter`. It cannot be done of those in pieces, or without elements."""
@@ -180,6 +181,8 @@ class PaddleAdapter:
             name if not name.startswith(_NUMBERED) else self._of_variable(value)
             for value, name in zip(values, read("name", values), strict=True)
         ]
+        if SLICE in "\n".join(filter(None, names)):
+            return None
         return TensorViews([one.geometry for one in known], addresses, values, names)
 
     def _placed(self, geometry: Geometry, starts: tuple[int, ...], on_device: bool) -> tuple[Geometry, tuple[int, ...]]:
@@ -317,6 +320,16 @@ def _check_name(name: str, path: str) -> None:
         raise UnsupportedValueError(
             f"{plain_key(path)}: by this number Paddle 2.6 may call another tensor in another run; save and load the "
             "optimizer itself instead of its state_dict()"
+        )
+
+
+def _check_slice(name: str | None, path: str) -> None:
+    """Refuse what ranks have under one name, each its own part of something."""
+    if SLICE in path or SLICE in (name or ""):
+        raise UnsupportedValueError(
+            f"{plain_key(path)}: this is a rank's slice of parameters that sharding has joined or cut"
+            f"{f' ({name})' if name and SLICE not in path else ''}; ranks have different ones under one such name, and "
+            "nothing says of what. Train without enable_tensor_fusion, or group sharding's stage 3, or leave it out"
         )
 
 

@@ -106,6 +106,8 @@ def to_jsonable(value: Any, key: _Place, depth: int = 0) -> Any:
     advice = next((f"{how}, or " for types, how in _ADVICE if isinstance(value, types)), "")
     if not advice and dataclasses.is_dataclass(value) and not isinstance(value, type):
         advice = "dataclasses.asdict(x), or "
+    elif not advice and hasattr(kind, "__array__"):
+        advice = "numpy.asarray(x), or "
     raise UnsupportedValueError(
         f"{_text_of(key)}: {_kind_in_words(kind)} cannot be stored; store {advice}numbers, strings, bytes, None, numpy "
         "values, tensors, or lists, tuples and dicts of them, or objects that have state_dict() and set_state_dict()"

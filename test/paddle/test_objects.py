@@ -13,7 +13,14 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_dist_ckpt import StateDictMismatchError, UnsupportedValueError, load_state_dict, save, save_state_dict
+from paddle_dist_ckpt import (
+    StateDictMismatchError,
+    UnsupportedValueError,
+    load_merged_state_dict,
+    load_state_dict,
+    save,
+    save_state_dict,
+)
 from paddle_dist_ckpt.paddle_adapter import objects
 from paddle_dist_ckpt.paddle_adapter.static_program import program_state
 from paddle_dist_ckpt.tree.canonical import canonical_paths
@@ -647,11 +654,45 @@ def test_a_model_of_hapi_is_refused_with_what_to_pass(tmp_path: Path) -> None:
     save_state_dict({"model": model.network}, str(tmp_path))
 
 
-def test_a_program_with_parts_of_fused_buffers_is_refused() -> None:
+def test_a_program_with_parts_of_fused_buffers_is_refused(tmp_path: Path) -> None:
     """As ``sharding.enable_tensor_fusion`` makes them: each rank has its own part under one name."""
     state = {"fc.weight": paddle.ones([4]), "slice@linear_0.w_0.dist_moment1_0": paddle.ones([2])}
     program = SimpleNamespace(_mode="train", _engine=None, state_dict=lambda: state)
     with pytest.raises(UnsupportedValueError, match="model: this DistModel has 'slice@linear_0.*enable_tensor_fusion"):
         program_state(program, "model")
+    with pytest.raises(UnsupportedValueError, match=r"model.slice@linear_0.*a rank's slice of parameters"):
+        save_state_dict({"model": state}, str(tmp_path))
+    with pytest.raises(UnsupportedValueError, match=r"w: this is a rank's slice .* \(slice@linear_0.w_0_moment1_0\)"):
+        state["slice@linear_0.w_0.dist_moment1_0"].name = "slice@linear_0.w_0_moment1_0"
+        save_state_dict({"w": state["slice@linear_0.w_0.dist_moment1_0"]}, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
     del state["slice@linear_0.w_0.dist_moment1_0"]
     assert program_state(program, "model") == state
+
+
+def test_a_slice_among_tensors_that_are_known_is_refused(tmp_path: Path) -> None:
+    """Those of a save again are looked at together."""
+    tensors = {f"w{i}": paddle.full([4], float(i)) for i in range(20)}
+    save_state_dict(tensors, str(tmp_path), unique_id=0)
+    tensors["w7"] = paddle.full([4], 8.0)
+    tensors["w7"].name = "slice@linear_0.w_0_moment1_0"
+    with pytest.raises(UnsupportedValueError, match="w7: this is a rank's slice"):
+        save_state_dict(tensors, str(tmp_path), unique_id=0)
+    assert load_merged_state_dict(str(tmp_path))["w7"].numpy().tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize("kept", ["accumulators", "masters", "parameters"])
+def test_an_optimizer_of_group_shardings_stage_3_is_refused(tmp_path: Path, kept: str) -> None:
+    """Each rank has slices of its own, and by what it calls them the whole ones are missing, and would be made."""
+    optimizer = paddle.optimizer.AdamW(parameters=layer_of().parameters())
+    (first, *_), part = objects.parameters_of(optimizer), paddle.ones([4])
+    if kept == "accumulators":
+        optimizer._accumulators["moment1"] = {f"slice@{first.name}": part}
+    elif kept == "masters":
+        optimizer._master_weights = {f"slice@{first.name}": part}
+    else:
+        first.fw_storage = part
+    with pytest.raises(UnsupportedValueError, match="optimizer: this optimizer has slices of parameters"):
+        save_state_dict({"optimizer": optimizer}, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert set(optimizer._accumulators) <= {"moment1"}, "none were made"

@@ -228,6 +228,13 @@ def test_a_file_of_a_checkpoint_is_taken_for_it(tmp_path: Path) -> None:
         assert load(file)["model"]["weight"][0, 0] == 7
 
 
+def test_a_load_of_a_model_alone_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = paddle.nn.Linear(2, 3)
+    save(str(tmp_path), model)
+    assert load(str(tmp_path), model).keys() == {"model"}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = paddle.nn.Linear(3, 2)
     with caplog.at_level("INFO", "paddle_dist_ckpt"):

@@ -173,6 +173,13 @@ class Point(NamedTuple):
     x: int
 
 
+class LikeAnArray:
+    """As the tensors of static-graph programs are."""
+
+    def __array__(self) -> np.ndarray[Any, Any]:
+        return np.ones(3)
+
+
 @dataclasses.dataclass
 class Config:
     rate: float = 0.1
@@ -192,6 +199,7 @@ class Config:
         (datetime.timedelta(1), "x.total_seconds()"),
         (bytearray(b"x"), "bytes(x)"),
         (Config(), "dataclasses.asdict(x)"),
+        (LikeAnArray(), "numpy.asarray(x)"),
         (Config, None),
         (object(), None),
     ],
