@@ -217,10 +217,14 @@ class _Coordinator:
 def _remove(hidden: Path) -> None:
     # Under another name, so that a rank that has not heard of a failure yet makes no file in it meanwhile.
     gone = hidden.with_name(f"{hidden.name}.gone")
-    with suppress(OSError):
+    try:
         os.rename(hidden, gone)
+    except OSError:  # the name may be too long
+        gone = hidden
     with suppress(OSError):  # of its own calls, rmtree does not ignore all errors
         shutil.rmtree(gone, ignore_errors=True)
+    if gone.exists():
+        _logger.warning("%s is left of an export, and can be removed", gone)
 
 
 def _warn_of_late(out: Path) -> None:

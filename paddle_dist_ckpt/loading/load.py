@@ -259,7 +259,7 @@ class LeavesLoad:
         wanted = collect(self.scan(), self.context.adapter, self.context.options, self.context.arranger)
         try:
             folder = self.context.storage.identity()
-        except OSError:  # this rank has no such folder; others may read for it
+        except (FileNotFoundError, NotADirectoryError):  # this rank has no such folder; others may read for it
             folder = None
         tensors = wanted.tensors
         made = wanted.made

@@ -355,6 +355,34 @@ def test_what_a_killed_export_left_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert not caplog.records
 
 
+@pytest.mark.parametrize("length", [220, 226, 230])
+@pytest.mark.parametrize("format", ["pdparams", "native"])
+def test_a_long_name_leaves_nothing_beside_it(tmp_path: Path, length: int, format: str) -> None:
+    """Nor if the export fails; names of folders may have 255 bytes, the hidden one's too."""
+    saved(tmp_path / "ckpt")
+    out = tmp_path / "in" / ("x" * length)
+    out.parent.mkdir()
+    export(tmp_path / "ckpt", out, format=format)
+    assert list(out.parent.iterdir()) == [out]
+    for path in (tmp_path / "ckpt").glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointCorruptedError):
+        export(tmp_path / "ckpt", out.with_name("y" * length), format=format)
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_what_cannot_be_removed_of_an_export_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "ckpt")
+    monkeypatch.setattr(export_module.shutil, "rmtree", lambda folder, ignore_errors: None)
+    export(tmp_path / "ckpt", tmp_path / "out", format="pdparams")
+    (left,) = tmp_path.glob(".out.export-*")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        f"{left} is left of an export, and can be removed"
+    ]
+
+
 CHILD = """
 import os, signal, sys
 from paddle_dist_ckpt import export
