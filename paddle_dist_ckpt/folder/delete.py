@@ -42,6 +42,7 @@ class Deletion:
             for name, claim in lease.others(lease.unique_id).items():
                 if claim.done and not claim.deletes:  # what another deletion has left, its claim alone speaks of
                     storage.delete(name)
+            storage.delete(lease.temporary)  # that of a rebuild may have been impossible to remove
             storage.sync()
             lease.end()
         except (OSError, CheckpointError) as error:

@@ -239,6 +239,16 @@ class Lease:
         """
         self._now()
 
+    def is_held(self) -> bool:
+        """Whether the claim is there."""
+        try:
+            self.check_held()
+        except CheckpointTimeoutError:
+            raise
+        except CheckpointError:
+            return False
+        return True
+
     def _now(self) -> float:
         """The time by the folder's own clock, when the claim was touched last."""
         try:

@@ -137,6 +137,7 @@ class CheckpointManager:
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
         self._closed = False
+        self._is_first = True  # no save has been tried
         self._told: set[str] = set()  # what was warned of, which is said once
         self._came_late = False
         self._end_of_sigterm = on_sigterm(self._terminated) if save_on_sigterm else None
@@ -213,6 +214,9 @@ class CheckpointManager:
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         find, folder = paddles(self._ranks, state, check=self._check_same_root), step_folder(self._root, step)
         after = functools.partial(self._retain, step)
+        if self._is_first:
+            self._is_first = False
+            self._remove_abandoned()
         try:
             saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
         except DurabilityUnknownError:  # it is there, and counts
@@ -241,6 +245,20 @@ class CheckpointManager:
         self._preparation.expect(state)
         self._preparation.begin()
 
+    def _remove_abandoned(self) -> None:
+        """Before the first save: remove steps that a run before has not finished, for it may need their room."""
+
+        def begin() -> dict[int, Deletion]:
+            with held_back(_logger), self._lock:
+                self._steps.check_same(opened)
+                return self._steps.begin_removals(self._steps.abandoned(opened), opened)
+
+        try:
+            with self._folders() as opened, self._session("clear") as session:
+                remove_together(session, self._root, begin, opened)
+        except Exception as error:  # what is wrong prevents the save as well, or nothing
+            _logger.warning("%s: steps that were never committed are left for now: %s", self._root, error)
+
     def _retain(self, step: int, session: ControlSession) -> None:
         """After the commit of a step: remove the steps that are not to be kept, on every host."""
 
@@ -250,7 +268,7 @@ class CheckpointManager:
                 self._retention.warn(self._root, self._steps.metrics, step, self._told)
                 kept = {self._reading, *self._steps.linked(opened)}
                 doomed = self._retention.doomed(self._steps.metrics, step, kept)
-                return self._steps.begin_removals([*doomed, *self._steps.abandoned(step, opened)], opened)
+                return self._steps.begin_removals([*doomed, *self._steps.abandoned(opened)], opened)
 
         with self._folders() as opened:
             remove_together(session, self._root, begin, opened)

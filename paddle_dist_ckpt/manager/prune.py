@@ -41,11 +41,8 @@ def plan_prune(root: Path, retention: Retention) -> PrunePlan:
     """
     steps = Steps(root, NOTE)
     steps.look()
-    if not steps.metrics:
-        return PrunePlan(steps, root, [], [], [])
-    latest = max(steps.metrics)
-    doomed = retention.doomed(steps.metrics, latest, steps.linked())
-    abandoned = steps.abandoned(latest)
+    doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked()) if steps.metrics else []
+    abandoned = steps.abandoned()
     return PrunePlan(steps, root, [step for step in sorted(steps.metrics) if step not in doomed], doomed, abandoned)
 
 

@@ -59,13 +59,16 @@ def remove_together(
 
 
 def _identity(storage: Storage) -> bytes:
-    """Which folder this rank sees, as bytes to be compared."""
-    storage.prepare()
-    return repr(storage.identity()).encode()
+    """Which folder this rank sees, as bytes to be compared; none if there is none, which is not made here."""
+    try:
+        return repr(storage.identity()).encode()
+    except FileNotFoundError:
+        return b""
 
 
 def _to_one_of_each(folders: Mapping[int, bytes], message: bytes, other: bytes, coordinator: int) -> dict[int, bytes]:
     """A message to one rank of each folder but the coordinator's, and another to the rest."""
     first = {folder: rank for rank, folder in sorted(folders.items(), reverse=True)}
-    del first[folders[coordinator]]
+    for folder in (folders[coordinator], b""):
+        first.pop(folder, None)
     return {rank: message if first.get(folder) == rank else other for rank, folder in folders.items()}

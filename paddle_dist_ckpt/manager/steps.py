@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.codec import Note
-from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
+from ..files.names import MOST_IDS, metadata_id, parse_claim, parse_data_file, step_name, step_of
 from ..files.room import bytes_on_disk
 from ..folder.claims import is_abandoned
 from ..folder.commit import remove_saves
@@ -232,18 +232,18 @@ class Steps:
         self.metrics.pop(step, None)
         self._saves.pop(step, None)
 
-    def abandoned(self, after: int, opened: Folders = _FOLDERS) -> list[int]:
+    def abandoned(self, opened: Folders = _FOLDERS) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
 
         Where no claim speaks of a folder's data files, they may be all that is left of a step, so it is none of these.
-
-        Args:
-            after: A step that was committed just now; its file tells the time by the folder's own clock.
-            opened: See the class.
         """
-        now = opened(step_folder(self._root, after)).modified(metadata_name(after))
         linked = self.linked(opened)
         left = [step for step in self.folders(opened) if step not in self.metrics and step not in linked]
+        if not left:
+            return []
+        root = opened(self._root)
+        root.touch(".")  # which tells the time by the folder's own clock
+        now = root.modified(".")
         return [step for step in left if self._is_abandoned(step, opened(step_folder(self._root, step)), now)]
 
     def _is_abandoned(self, step: int, storage: Storage, now: float) -> bool:

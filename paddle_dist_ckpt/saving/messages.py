@@ -145,16 +145,25 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What one rank is to do, in the save ``save``.
 
     ``plan`` is an encoded :class:`RankPlan`, None if the rank has it. In round ``plan`` the coordinator answers nothing
-    at all if it first wants to know all structures. ``compared`` says which blocks of copies are compared: all, or
-    which part of them, from 0; None for none.
+    at all if it first wants to know all structures. ``clean`` are dead saves whose files this rank removes in round
+    ``clear``, before anything is written; None if there is no such round. ``compared`` says which blocks of copies are
+    compared: all, or which part of them, from 0; None for none.
     """
 
     plan_id: int
     plan: bytes | None
     save: SaveInfo
     ranks_on_host: int
-    clean: list[str]
+    clean: list[str] | None
     compared: int | None = None
+
+
+class ClearRequest(msgspec.Struct, frozen=True, array_like=True):
+    """How much room a rank's folder has when it has removed what it was to remove (None: unknown), and whether some of
+    that is left."""
+
+    free_bytes: int | None
+    left: bool
 
 
 class WriteRequest(msgspec.Struct, frozen=True, array_like=True):

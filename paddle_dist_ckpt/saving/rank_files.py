@@ -19,7 +19,6 @@ from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, data_file_name
 from ..files.writer import FileSave, bytes_ahead
-from ..folder.commit import remove_saves
 from ..options import SaveOptions
 from ..reports import Stopwatch
 from .copies import CopyPlan
@@ -143,6 +142,7 @@ class RankFiles:
             if self._failure is not None:
                 raise self._failure
             message = encode(self._write())
+            self._context.session.check()  # of files that nobody will commit, nobody need be told
         except CheckpointTimeoutError:
             raise  # at once, for nobody has to wait until the others have written all of theirs
         except Exception as error:
@@ -151,19 +151,8 @@ class RankFiles:
         self._reported = True
         return message
 
-    def _clean(self) -> None:
-        """Remove what dead saves have left in this folder, or leave it if it is not known what is needed of it."""
-        storage = self._context.storage
-        try:
-            remove_saves(storage, self._order.clean)
-        except CheckpointTimeoutError:
-            raise
-        except CheckpointError as error:
-            _logger.warning("%s: files of dead saves are left there for good: %s", storage.location, error)
-
     def _write(self) -> WriteRequest:
         context, watch = self._context, Stopwatch(dict(self._seconds))
-        self._clean()
         shown = False if self._options.progress is None and self._in_background else self._options.progress
         # In the background one thread will do, and no more can be started when the interpreter is about to end.
         threads = 1 if self._in_background else self._threads

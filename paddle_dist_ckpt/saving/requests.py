@@ -46,18 +46,32 @@ def leaders_of(folders: Mapping[int, FolderIdentity], coordinator: int) -> froze
     return frozenset(leaders.values())
 
 
-def check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest]) -> None:
-    """Raises OSError (ENOSPC): a filesystem has less room than the plan needs."""
+def check_room(planned: PlannedSave, requests: Mapping[int, SaveRequest], free_bytes: Mapping[int, int | None]) -> None:
+    """See that there is room for all files.
+
+    Args:
+        planned: What is to be written.
+        requests: All ranks'.
+        free_bytes: What each rank has seen free in its filesystem, None if that is unknown. Nobody writes anything
+            meanwhile, while some may be removing files, so the most that was seen of a filesystem counts.
+
+    Raises:
+        OSError: (ENOSPC) a filesystem has less room than the plan needs.
+    """
     ranks = planned.state.ranks
-    folders = [requests[rank].folder for rank in ranks]
     numbers: dict[tuple[str, int], int] = {}  # of filesystems: by host and device
-    number = [numbers.setdefault(folder.identity[:2], len(numbers)) for folder in folders]
-    needs = np.bincount(number, planned.rank_bytes)  # in float64, which is exact for less than 9 PB
-    for rank, folder, need in zip(ranks, folders, needs[number].tolist(), strict=True):
-        if folder.free_bytes is not None and need > folder.free_bytes:
+    number = [numbers.setdefault(requests[rank].folder.identity[:2], len(numbers)) for rank in ranks]
+    needs = np.bincount(number, planned.rank_bytes).tolist()  # in float64, which is exact for less than 9 PB
+    room: dict[int, tuple[int, int]] = {}  # of each filesystem, and who has seen it
+    for rank, n in zip(ranks, number, strict=True):
+        free = free_bytes[rank]
+        if free is not None and (n not in room or free > room[n][0]):
+            room[n] = free, rank
+    for n, (free, rank) in room.items():
+        if needs[n] > free:
             raise OSError(
                 errno.ENOSPC,
-                f"the filesystem of rank {rank}'s folder has {folder.free_bytes:,} bytes free, and {int(need):,} are "
-                "to be written to it",
+                f"the filesystem of rank {rank}'s folder has {free:,} bytes free, and {int(needs[n]):,} are to be "
+                "written to it",
                 requests[rank].location,
             )

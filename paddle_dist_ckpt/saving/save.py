@@ -2,6 +2,7 @@
 
     plan      every rank says what it has; the coordinator claims an id, plans, and orders each rank what to write
     describe  only if the plan of the save before does not fit: every rank describes its tensors
+    clear     only if dead saves have left files: one rank for each folder removes them, before anything needs the room
     write     every rank writes its files and makes them durable
     commit    the coordinator publishes `.metadata`; only then has it been saved
 
@@ -15,6 +16,7 @@ with round ``abort``, in which they remove their files and raise.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -24,7 +26,7 @@ from ..control.rounds import Messages, only_on
 from ..core.messages import decode, encode
 from ..core.protocols import ControlSession
 from ..core.text import encodable
-from ..errors import CheckpointError, UnsupportedValueError
+from ..errors import CheckpointError, CheckpointTimeoutError, UnsupportedValueError
 from ..files.names import DEFAULT_SUFFIX
 from ..folder.commit import in_folder, remove_saves, seal
 from ..options import SaveOptions
@@ -32,7 +34,7 @@ from ..reports import SaveReport, Stopwatch, saved_line
 from ..tree.values import encode_value
 from .async_save import EARLIER, AsyncSave
 from .describe import LocalState, describe, digests_of
-from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer
+from .messages import ClearRequest, CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer
 from .rank_files import RankFiles
 from .save_coordinator import SaveCoordinator
 from .save_memory import SaveContext
@@ -127,7 +129,22 @@ class _Saving:
             (state,) = described
             if not answer:
                 answer = self._round("describe", state.structure, SaveCoordinator.described)
-            return state, decode(answer, PlanAnswer)
+            order = decode(answer, PlanAnswer)
+            if order.clean is not None:
+                self._round("clear", functools.partial(self._clear, order.clean), SaveCoordinator.cleared)
+            return state, order
+
+    def _clear(self, dead: list[str]) -> bytes:
+        """Remove what dead saves have left in this rank's folder, and say how much room there is then."""
+        storage, left = self._context.storage, False
+        try:
+            remove_saves(storage, dead)
+        except CheckpointTimeoutError:
+            raise
+        except (OSError, CheckpointError) as error:
+            _logger.warning("%s: files of dead saves are left to a later save: %s", storage.location, error)
+            left = True
+        return encode(ClearRequest(self._context.folder().free_bytes, left))
 
     def _request(self, state: LocalState, unique_id: int | None) -> SaveRequest:
         context, memory, block_bytes = self._context, self._context.memory, self._options.block_bytes

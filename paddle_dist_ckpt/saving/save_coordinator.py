@@ -27,7 +27,7 @@ from ..options import SaveOptions
 from ..storage.base import FolderIdentity
 from .copies import ALL, PARTS, copies_that_differ
 from .global_state import GlobalState, merge_structures
-from .messages import CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
+from .messages import ClearRequest, CommitAnswer, PlanAnswer, SaveRequest, WriteAnswer, WriteRequest
 from .planned_save import PlannedSave, make_plan
 from .replicas import Comparison, logged, merge_contents, replica_warnings
 from .requests import (
@@ -163,10 +163,21 @@ class SaveCoordinator:
             warnings=warnings,
             compared=self._compared(planned),
         )
-        check_room(planned, requests)
+        if not lease.doomed:
+            check_room(planned, requests, {rank: request.folder.free_bytes for rank, request in requests.items()})
         orders = _orders(self._ordered, requests)
-        self._settled = False
+        self._settled = bool(lease.doomed)  # nobody writes before round clear has ended
         return orders
+
+    def cleared(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Round ``clear``: the files of dead saves are gone, or left to a later save; now there must be room."""
+        cleared = {rank: decode(data, ClearRequest) for rank, data in messages.items()}
+        if not any(one.left for one in cleared.values()):
+            self._ordered.lease.doomed = []
+        free_bytes = {rank: one.free_bytes for rank, one in cleared.items()}
+        check_room(self._ordered.planned, self._requests, free_bytes)
+        self._settled = False
+        return dict.fromkeys(messages, b"")
 
     def _compared(self, planned: PlannedSave) -> int | None:
         """Which blocks of copies are compared, if any.
@@ -271,11 +282,11 @@ class SaveCoordinator:
 
 def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int, bytes]:
     """What each rank is to do, encoded; what is the same for many ranks, as if all have their plans, only once."""
-    planned, folders = ordered.planned, ordered.folders
+    planned, folders, doomed = ordered.planned, ordered.folders, ordered.lease.doomed
     hosts = Counter(folder.host for folder in folders.values())
 
     def order(plan: bytes | None, ranks_on_host: int, leads: bool) -> bytes:
-        clean = ordered.lease.doomed if leads else []
+        clean = None if not doomed else doomed if leads else []
         return encode(PlanAnswer(planned.plan_id, plan, ordered.save, ranks_on_host, clean, ordered.compared))
 
     order_of_known = functools.cache(functools.partial(order, None))

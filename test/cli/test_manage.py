@@ -100,6 +100,27 @@ def test_prune_leaves_links_and_saves_that_go_on(tmp_path: Path) -> None:
     assert names == ["step-00000100", "step-00000300", "step-00000400"]
 
 
+@pytest.mark.parametrize("committed_steps", [[], [100]])
+def test_prune_removes_what_dead_saves_have_left_without_or_after_the_last_step(
+    tmp_path: Path, committed_steps: list[int]
+) -> None:
+    steps(tmp_path, **{f"s{step}": 0.5 for step in [*committed_steps, 200, 300]})
+    for step in committed_steps:
+        for path in step_folder(tmp_path, step).iterdir():
+            age(path, 7200)  # the time that counts is not that of its commit
+    for step, old in ((200, True), (300, False)):
+        folder = step_folder(tmp_path, step)
+        (folder / f"{step}.metadata").unlink()
+        (data,) = folder.iterdir()
+        claim = folder / f"{step}.{data.name.split('.')[1]}.claim"
+        claim.write_text("{}")
+        for path in (claim, folder) if old else ():
+            age(path)
+    found = answer("prune", tmp_path, "--keep-last", 1, "-y")
+    assert (found["kept"], found["removed"], found["abandoned"]) == (committed_steps, [], [200])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in [*committed_steps, 300]]
+
+
 def test_prune_says_what_the_disk_does_not_confirm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a step is not kept, and a crash of the machine may bring it back."""
     sync, failing = LocalStorage.sync, list[int]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
+from paddle_dist_ckpt import list_checkpoints, read_metadata, rebuild_metadata, verify
 from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from paddle_dist_ckpt.folder import commit
@@ -32,6 +33,7 @@ from test.jobs import (
     age,
     another_host,
     data_files,
+    errors_of,
     files_in,
     load_whole,
     save_alone,
@@ -665,20 +667,24 @@ def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> Non
     check_holds(tmp_path, {5: 2, 6: 3})
 
 
-def test_what_a_dead_save_has_left_is_not_forgotten_by_a_save_that_cannot_remove_it(tmp_path: Path) -> None:
-    dead_save(tmp_path, 5, last="sync")
+def test_what_a_dead_save_has_left_prevents_no_save_and_is_not_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (5, 4):
+        dead_save(tmp_path, number, last="sync")
     age_claims(tmp_path)
 
     def hook(operation: str, name: str) -> None:
         if operation == "delete" and name.startswith("0_5."):
             raise OSError(errno.EIO, "injected")
 
-    (error,) = try_save([state(1)], FaultyStorage(tmp_path, hook), 6)
-    assert "injected" in str(error)
-    assert len(data_files(tmp_path)) == 1
-    age_claims(tmp_path)
-    save_alone(state(2), tmp_path, 7)
-    check_holds(tmp_path, {7: 2})
+    for number in (6, 7):
+        save_alone(state(number), FaultyStorage(tmp_path, hook), number)
+        assert [path.name[:4] for path in data_files(tmp_path)] == ["0_5.", *(f"0_{n}." for n in range(6, number + 1))]
+        age_claims(tmp_path)
+    assert sum("left to a later save" in record.getMessage() for record in caplog.records) == 2
+    save_alone(state(8), tmp_path, 8)
+    check_holds(tmp_path, {6: 6, 7: 7, 8: 8})
 
 
 def test_what_a_rank_makes_after_the_others_have_given_up_is_removed_later(tmp_path: Path) -> None:
@@ -707,6 +713,60 @@ def test_what_a_rank_makes_after_the_others_have_given_up_is_removed_later(tmp_p
     age_claims(tmp_path)
     save_alone(state(2), tmp_path, 7)
     check_holds(tmp_path, {7: 2})
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_a_rank_makes_when_its_save_was_taken_over_is_removed_by_itself(tmp_path: Path, frozen: int) -> None:
+    """It was frozen in its last step; the others have given up, and nobody will look for its file any more."""
+    over = threading.Event()
+
+    def freeze(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            assert over.wait(PATIENCE)
+
+    def hang(operation: str, name: str) -> None:
+        if operation == "sync_file":
+            raise CheckpointTimeoutError("it hangs")
+
+    def work(rank: SimulatedRank) -> None:
+        part = [state(1), {"more": np.arange(9)}][rank.rank]
+        try:
+            rank.save(part, FaultyStorage(tmp_path, freeze if rank.rank == frozen else hang), 5)
+        finally:
+            if rank.rank != frozen:
+                age_claims(tmp_path)
+                save_alone(state(2), tmp_path, 7)
+                assert len(data_files(tmp_path)) == 1, "what was there of the other one is gone"
+                over.set()
+
+    errors_of(run_ranks(2, work), CheckpointError)
+    check_holds(tmp_path, {7: 2})
+
+
+@pytest.mark.parametrize("taken_over", [True, False])
+def test_files_of_a_failed_save_are_left_to_its_claim_if_that_is_there(tmp_path: Path, taken_over: bool) -> None:
+    """Other ranks may still be writing then; but who takes a claim over looks for files once."""
+    lease = commit.begin(LocalStorage(tmp_path), 5)
+    name = f"0_5.{lease.save_id}.0.safetensors"
+    (tmp_path / name).touch()
+    if taken_over:
+        (tmp_path / lease.name).unlink()
+    commit.give_up(lease, settled=False)
+    assert sorted(os.listdir(tmp_path)) == ([] if taken_over else sorted([name, lease.name]))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_deletion_without_room_could_not_say_is_removed_all_the_same(tmp_path: Path, there: bool) -> None:
+    """Its claim says what it deletes, if not that it has set out to remove the files."""
+    save_alone(state(1), tmp_path, 5)
+    save = read_metadata(tmp_path, 5).save_id
+    claim = tmp_path / "5.0123456789abcdef.claim"
+    claim.write_text(json.dumps({"save": "0123456789abcdef", "replaces": save, "removes": [], "deletes": True}))
+    if not there:
+        (tmp_path / "5.metadata").unlink()
+    age(claim)
+    save_alone(state(2), tmp_path, 7)
+    check_holds(tmp_path, {5: 1, 7: 2} if there else {7: 2})
 
 
 def test_what_a_dead_save_had_replaced_is_removed_if_that_is_replaced_in_its_turn(tmp_path: Path) -> None:

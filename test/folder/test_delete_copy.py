@@ -691,7 +691,7 @@ def test_nothing_is_copied_to_where_a_save_is_about_to_remove_it(
         remove_saves(storage, saves)
 
     with monkeypatch.context() as patch:
-        patch.setattr("paddle_dist_ckpt.saving.rank_files.remove_saves", remove)
+        patch.setattr("paddle_dist_ckpt.saving.save.remove_saves", remove)
         saved(folder, 2)
     assert len(refused) == 1
     copy_checkpoint(source, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,23 @@ def test_what_two_rebuild_at_once_has_one_id(tmp_path: Path, monkeypatch: pytest
         rebuilt(tmp_path)
     assert made == [3]
     assert list_checkpoints(tmp_path) == [3]
+    assert len(files_in(tmp_path)) == 2, sorted(files_in(tmp_path))
+
+
+def test_a_temporary_name_that_was_not_removed_at_once_is_removed_in_the_end(tmp_path: Path) -> None:
+    save_alone({"a": make_array((4,))}, tmp_path, 3)
+    (tmp_path / "3.metadata").unlink()
+
+    class Keeping(LocalStorage):
+        """Leaves the temporary name of the `.metadata` as well."""
+
+        def publish(self, name: str, data: bytes, temporary: str, *args: Any, **kwargs: Any) -> bool:
+            done = super().publish(name, data, temporary, *args, **kwargs)
+            if name.endswith(".metadata"):
+                os.link(tmp_path / name, tmp_path / temporary)
+            return done
+
+    rebuild.rebuild(Keeping(tmp_path), None, False)
     assert len(files_in(tmp_path)) == 2, sorted(files_in(tmp_path))
 
 

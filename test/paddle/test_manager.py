@@ -570,13 +570,15 @@ def test_a_handler_of_the_log_may_ask_the_manager(tmp_path: Path, in_background:
                 seen.append(("", steps.latest_step()))
 
     def work() -> None:
-        if what == "damage":
-            (tmp_path / "step-00000000").mkdir()
-            (tmp_path / "step-00000000" / "0.metadata").write_bytes(b"rubbish")
-        steps.save(1, numbers(1), {} if what == "metric" else {"loss": 1.0})
+        steps.save(2, numbers(2), {} if what == "metric" else {"loss": 1.0})
         steps.wait()
         steps.all_steps()
 
+    steps.save(1, numbers(1), {"loss": 1.0})
+    steps.wait()
+    if what == "damage":
+        (tmp_path / "step-00000000").mkdir()
+        (tmp_path / "step-00000000" / "0.metadata").write_bytes(b"rubbish")
     handler, logger = Asks(), logging.getLogger("paddle_dist_ckpt")
     logger.addHandler(handler)
     try:
@@ -587,7 +589,7 @@ def test_a_handler_of_the_log_may_ask_the_manager(tmp_path: Path, in_background:
     finally:
         logger.removeHandler(handler)
     assert ("without the metric" if what == "metric" else "not counted") in seen[0][0]
-    assert seen[1] == ("", 1)
+    assert seen[1] == ("", 2)
     assert not logger.filters
 
 
@@ -636,6 +638,26 @@ def test_bad_metrics(tmp_path: Path, bad: Any) -> None:
 def test_a_metric_of_several_elements_is_refused_whatever_holds_it(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as steps, pytest.raises(TypeError, match="'loss' is no single number"):
         steps.save(1, numbers(1), {"loss": paddle.ones([2])})  # type: ignore[dict-item]
+
+
+def test_the_first_save_has_the_room_of_a_step_that_was_not_finished(tmp_path: Path) -> None:
+    """Whichever step it is, and before it is written: there may be room for one alone."""
+    with CheckpointManager(tmp_path, async_save=False) as steps:
+        steps.save(1, numbers(1))
+    save_state_dict(numbers(2), tmp_path / "step-00000002", unique_id=2)
+    (tmp_path / "step-00000002" / "2.metadata").unlink()
+    (data,) = (tmp_path / "step-00000002").iterdir()
+    (tmp_path / "step-00000002" / f"2.{data.name.split('.')[1]}.claim").touch()
+    age(tmp_path / "step-00000002")
+    with CheckpointManager(tmp_path, async_save=False) as steps:
+        assert steps.restore(numbers(0)) == 1
+        assert folders(tmp_path) == [1, 2]
+        with pytest.raises(CheckpointError, match="cannot be stored"):
+            steps.save(3, {"x": object()})
+        assert folders(tmp_path)[:1] == [1]
+        assert 2 not in folders(tmp_path)
+        steps.save(4, numbers(4))
+        assert steps.all_steps() == [1, 4]
 
 
 def test_a_manager_says_what_it_is(tmp_path: Path) -> None:

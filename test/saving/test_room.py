@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from paddle_dist_ckpt import SaveOptions
 from paddle_dist_ckpt.errors import RankFailureError
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.jobs import all_ok, errors_of, make_array, split_rows, try_save
+from test.jobs import Killed, age, all_ok, data_files, errors_of, make_array, split_rows, try_save
+
+Hook = Callable[[str, str], None]
 
 
 def test_running_out_of_room_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
@@ -44,3 +47,72 @@ def test_folders_of_one_filesystem_share_its_room(tmp_path: Path, devices: tuple
             assert "5,000 bytes free, and 8,400 are to be written to it" in str(error)
     else:
         all_ok(results)
+
+
+def used(folder: Path) -> int:
+    return sum(path.stat().st_size for path in data_files(folder))
+
+
+class SmallDisk(FaultyStorage):
+    """A folder on a disk of its own host's, with room for so many bytes of data files."""
+
+    def __init__(self, folder: Path, hook: Hook, room: int, number: int = 0) -> None:
+        super().__init__(folder, hook, FolderIdentity(f"host{number}", number, number))
+        self._room, self._folder = room, folder
+
+    def free_bytes(self) -> int:
+        return self._room - used(self._folder)
+
+
+def nothing(operation: str, name: str) -> None:
+    """A hook of a storage without faults."""
+
+
+def dying_before_its_commit() -> Hook:
+    """What ends a save as a crash does when its data files are written."""
+    dead: list[bool] = []
+
+    def hook(operation: str, name: str) -> None:
+        if dead or (operation == "publish" and name.endswith(".metadata")):
+            dead.append(True)
+            raise Killed
+
+    return hook
+
+
+def age_claims(folder: Path) -> None:
+    for claim in folder.glob("*.claim"):
+        age(claim)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_a_dead_save_has_left_goes_before_there_must_be_room(tmp_path: Path, hosts: int) -> None:
+    """A disk with room for two checkpoints has it again after a save that was killed, on every host."""
+    states: list[dict[Any, Any]] = [{"a": part} for part in split_rows(make_array((60, 70)), 2)]
+    folders = [tmp_path / f"host{rank % hosts}" for rank in range(2)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+
+    def disks(hook: Hook, room: int) -> list[SmallDisk]:
+        return [SmallDisk(folder, hook, room, rank % hosts) for rank, folder in enumerate(folders)]
+
+    all_ok(try_save(states, disks(nothing, 1 << 20), 0))
+    room = used(folders[0]) * 5 // 2
+    try_save(states, disks(dying_before_its_commit(), room), 1)
+    for folder in folders:
+        assert len(data_files(folder)) == 4 // hosts, "both have been written"
+        age_claims(folder)
+    all_ok(try_save(states, disks(nothing, room), 1))
+    for folder in folders:
+        assert len(data_files(folder)) == 4 // hosts
+        assert not list(folder.glob("*.claim"))
+
+
+def test_a_save_that_is_refused_for_lack_of_room_has_removed_what_dead_ones_have_left(tmp_path: Path) -> None:
+    states: list[dict[Any, Any]] = [{"a": make_array((60, 70))}]
+    try_save(states, FaultyStorage(tmp_path, dying_before_its_commit()), 1)
+    assert len(data_files(tmp_path)) == 1
+    age_claims(tmp_path)
+    (error,) = try_save(states, SmallDisk(tmp_path, nothing, 100), 1)
+    assert "100 bytes free" in str(error)
+    assert list(tmp_path.iterdir()) == []
