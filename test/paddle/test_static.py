@@ -78,14 +78,14 @@ def test_programs_compute_what_layers_do(train: Train, layout: str) -> None:
     assert np.abs(np.subtract(fresh, losses[0][3:])).min() > 0.01  # so that what was not loaded is noticed
 
 
-@pytest.mark.parametrize(("source", "destination", "layout"), some(ROTATED, 5))
+@pytest.mark.parametrize(("source", "destination", "layout"), some(ROTATED, 3))
 def test_training_goes_on(train: Train, saved: Saved, source: str, destination: str, layout: str) -> None:
     losses = go_on(train, destination, saved(source), layout)
     np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("source", "form"), some(itertools.product(["mp4", "mp2_dp2", "dp4"], ["objects", "program"]), 2)
+    ("source", "form"), some(itertools.product(["mp4", "mp2_dp2", "dp4"], ["objects", "program"]), 1)
 )
 def test_from_other_layouts(train: Train, saved: Saved, source: str, form: str) -> None:
     other = "program" if form == "objects" else "dicts"

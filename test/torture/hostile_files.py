@@ -11,7 +11,7 @@ import os
 import shutil
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -272,20 +272,20 @@ def problem_of(cost: Cost, real: int) -> str | None:
     return None
 
 
-def attempt(seed: int, folder: Path) -> Counter[str]:
-    """One hostile checkpoint, in turn, to all readers."""
+def attempt(seed: int, folder: Path, readers: Collection[str] = READERS.keys()) -> Counter[str]:
+    """One hostile checkpoint, in turn, to all readers, or to some."""
     cases = [*((name, "file") for name in RECIPES), *((name, "inline") for name in INLINE)]
     name, where = cases[seed % len(cases)]
     place = folder / f"checkpoint-{where}"
     small = folder / "small"
     write_checkpoint(small, {"/w": Entry([4], [[]]), "/v": Entry([2], [[]], "uint8", 2, b"[]")}, [("/n", b"1")])
-    for read in READERS.values():
+    for read in map(READERS.__getitem__, readers):
         with suppress(CheckpointError):
             read(small)  # imports what it needs, once for all children
     RECIPES[name](place)
     real, outcomes, problems = bytes_on_disk(place), Counter[str](), list[str]()
-    for reader, read in READERS.items():
-        cost = cost_of(read, small, place)
+    for reader in readers:
+        cost = cost_of(READERS[reader], small, place)
         both = 2 * real + _MEMORY if reader == "diff" else real  # which reads two checkpoints
         problem = problem_of(cost, both)
         if problem is not None:
