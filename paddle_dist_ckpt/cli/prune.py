@@ -60,7 +60,7 @@ def prune(
     if facts is None:
         raise CheckpointNotFoundError(no_steps_text(root))
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
-    plan = plan_prune(Path(facts.path), retention)
+    plan = plan_prune(Path(facts.path), retention, dry_run)
     sizes = {step.step: step.bytes for step in facts.steps}
     done = Pruned(plan.kept, plan.doomed, plan.abandoned, [], [])
     doomed = [*plan.doomed, *plan.abandoned]

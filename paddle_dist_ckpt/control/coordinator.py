@@ -14,7 +14,8 @@ from .wire import ErrorRecord, Message
 __all__ = ["BEATS_PER_TIMEOUT", "GRACE", "CoordinatorSession", "Emit"]
 
 GRACE = 0.25
-"""Seconds that the first failure waits for those of other ranks, so that the error can name them all."""
+"""Seconds that the first failure waits for those of other ranks, so that the error can name them all; if it is an error
+of a rank's own, from when all have come."""
 BEATS_PER_TIMEOUT = 10
 
 Emit = Callable[[int, Message, bytes], None]
@@ -59,7 +60,7 @@ class CoordinatorSession:
         self._answers: dict[int, bytes] = {}
         self._failures: dict[int, ErrorRecord] = {}
         self._outside_rounds = False
-        self._is_cut = False  # a rank failed by what is no error of its own, and others may not come any more
+        self._is_cut = False  # there is more than errors of ranks' own, and nobody need be waited for
         self._moved = False
         self.resume = 0
         self._judged_at = math.inf
@@ -76,6 +77,11 @@ class CoordinatorSession:
     def failing(self) -> bool:
         """Something has gone wrong; the verdict is there or awaits the other ranks' errors."""
         return not math.isinf(self._judged_at)
+
+    @property
+    def waits(self) -> bool:
+        """It has failed by errors of ranks' own, and waits for the ranks that have not come yet."""
+        return self.failing and not self._is_cut and self.verdict is None
 
     @property
     def listening(self) -> set[int]:
@@ -106,9 +112,10 @@ class CoordinatorSession:
             self._timeout = message.timeout
         if rank == self._coordinator:
             self._next_beat = now
-        if self.failing and not self._is_cut:  # it may fail as those have that have waited for it
+        if self.waits:  # it may fail as those have that have waited for it
             self._judged_at = now + GRACE
         if len(set(self.kinds.values())) > 1:
+            self._is_cut = True
             self._begin_judging(now)
 
     def _on_answer(self, rank: int, message: wire.Answer, payload: bytes, now: float) -> None:
@@ -119,6 +126,7 @@ class CoordinatorSession:
         self._names[rank] = message.name
         self._answers[rank] = payload
         if len(set(self._names.values())) > 1:
+            self._is_cut = True
             self._begin_judging(now)
         self._blame_those_who_left(now)
 
@@ -204,7 +212,7 @@ class CoordinatorSession:
         awaited = self._heard.keys() - self._failures.keys() - said.keys() - self._missing(now)
         # Ranks that have not come yet are waited for, as in a session that goes well: when they came to one that is
         # over, the others would be in their next, and out of step.
-        to_come = set() if self._is_cut or said is self.kinds else awaited - self.kinds.keys()
+        to_come = awaited - self.kinds.keys() if self.waits else set()
         if (now >= self._judged_at and not to_come) or not awaited:
             self.judge(now)
 
@@ -230,7 +238,8 @@ class CoordinatorSession:
             if len(set(said.values())) > 1:
                 lines = ", ".join(f"rank {rank} calls {said[rank]!r}" for rank in sorted(said))
                 advice = "all ranks must make the same calls in the same order"
-                return failures.record(f"ranks disagree about {what}: {lines}; {advice}")
+                raised = "".join(f"; rank {rank} failed: {e.message}" for rank, e in sorted(self._failures.items()))
+                return failures.record(f"ranks disagree about {what}: {lines}; {advice}{raised}")
         return None
 
     def _different_coordinators(self) -> ErrorRecord | None:

@@ -148,7 +148,8 @@ class CoordinatorTable:
         """
         apart: set[int] = set()
         for number, session in sorted(self.sessions.items()):
-            for rank in () if session.failing else set(self._ranks) - session.kinds.keys():
+            over = session.failing and not session.waits
+            for rank in () if over else set(self._ranks) - session.kinds.keys():
                 at = [n for r, n in self._late if r == rank and n < number]
                 at += [n for n, s in self.sessions.items() if rank in s.kinds and (n > number or n in apart)]
                 if at:
@@ -196,7 +197,7 @@ class CoordinatorTable:
 
     @property
     def failing(self) -> bool:
-        """A verdict is due soon."""
+        """A verdict is due, soon or when all ranks have come."""
         return any(session.failing for session in self.sessions.values())
 
     def lose(self, rank: int, now: float) -> None:

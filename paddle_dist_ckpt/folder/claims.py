@@ -119,11 +119,10 @@ def record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
 def saves_of_claim(record: Claim, committed: Container[str | None]) -> list[str]:
     """The saves whose files a claim is about: its own, those it has to remove, and the one it has replaced.
 
-    A save that is not committed has replaced nothing, whatever it set out for. What somebody deletes is to be removed
-    when it is committed no more, though a full disk may have kept the claim from saying so.
+    A save that is not committed has replaced nothing, whatever it set out for.
     """
-    replaced = record.done or record.save in committed or (record.deletes and record.replaces not in committed)
-    return [*record.own, record.replaces] if record.replaces and replaced else record.own
+    replaced = [record.replaces] if record.replaces and (record.done or record.save in committed) else []
+    return [*record.own, *replaced]
 
 
 def expired_claims(storage: Storage, ours: str, now: float, given_up: Collection[str]) -> dict[str, ClaimName]:

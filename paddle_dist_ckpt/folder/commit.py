@@ -190,13 +190,11 @@ class Aftermath(msgspec.Struct, frozen=True):
     """What is to be cleaned up after a commit.
 
     Attributes:
-        unique_id: The id under which it was done.
         saves: The saves whose files may be removed now, from all folders.
         claims: The claims of others that have nothing left to do.
         waits: Whether another save may replace this one without knowing it, so that this one's claim has to stay.
     """
 
-    unique_id: int
     saves: list[str]
     claims: list[str]
     waits: bool
@@ -216,7 +214,7 @@ def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         return _aftermath(lease, unique_id, save_id)
     except Exception as error:
         _logger.warning("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
-        return Aftermath(unique_id, [], [], True)
+        return Aftermath([], [], True)
 
 
 def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
@@ -241,7 +239,7 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
     saves = sorted(save for save in doubtful if save is not None and save not in committed)
     rivals = any(map(_may_replace, others.values()))
     claims = [name for name, claim in over.items() if not rivals or not any(save in committed for save in claim.own)]
-    return Aftermath(unique_id, saves, claims, rivals and save_id not in saves)
+    return Aftermath(saves, claims, rivals and save_id not in saves)
 
 
 def _may_replace(claim: Claim) -> bool:
@@ -258,11 +256,7 @@ def finish(lease: Lease, left: Aftermath) -> None:
         lease.storage.delete(lease.temporary)  # it may have been impossible to remove
         for name in left.claims:
             lease.storage.delete(name)
-        if left.waits:
-            return
-        if lease.doomed:  # what dead saves have left could not be removed, and is left to whoever finds the claim
-            lease.mark_done(left.unique_id)
-        else:
+        if not left.waits:
             lease.end()
     except Exception as error:
         _logger.warning("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)

@@ -97,7 +97,6 @@ def _copy_claimed(
             out.delete(lease.temporary)
             lease.withdraw(metadata.save_id)
         raise
-    lease.doomed.clear()  # it is committed
     finish(lease, aftermath(lease, metadata.unique_id, metadata.save_id))
 
 

@@ -83,6 +83,7 @@ class Lease:
         self._deletes, self._done, self._patience = deletes, False, patience
         self._committed_as: int | None = None
         self.save_id = secrets.token_hex(8)
+        self._own = {self.save_id}  # whose claims are this one's
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
@@ -286,7 +287,7 @@ class Lease:
         claims = claims_in(self.storage)
         for name, parsed in claims.items():
             rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in claims
-            if parsed.save_id == self.save_id or rewritten:
+            if parsed.save_id in self._own or rewritten:
                 continue
             with suppress(FileNotFoundError):
                 record = record_of(self.storage, name, parsed)
@@ -327,6 +328,15 @@ class Lease:
         """
         self.doomed += [save for save in saves if save not in self.doomed]
         self._write()
+
+    def leave_doomed(self) -> None:
+        """Leave the files of dead saves to a later save, by a claim of their own: this one speaks of its save, too."""
+        other = secrets.token_hex(8)
+        self._own.add(other)
+        claim = Claim(other, None, self.doomed, deletes=True, done=True)
+        name = claim_name(self.unique_id, other)
+        self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)
+        self.doomed = []
 
     def withdraw(self, *saves: str) -> None:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""

@@ -259,7 +259,11 @@ class LeavesLoad:
         wanted = collect(self.scan(), self.context.adapter, self.context.options, self.context.arranger)
         try:
             folder = self.context.storage.identity()
-        except (FileNotFoundError, NotADirectoryError):  # this rank has no such folder; others may read for it
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            PermissionError,
+        ):  # this rank has no such folder; others may read for it
             folder = None
         tensors = wanted.tensors
         made = wanted.made

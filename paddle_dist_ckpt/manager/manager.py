@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.protocols import ControlSession
-from ..errors import CheckpointError, CheckpointNotFoundError, DurabilityUnknownError
+from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..folder.delete import Deletion
 from ..folder.nothing import steps_text
 from ..options import LoadOptions, SaveOptions, checked
@@ -137,7 +137,7 @@ class CheckpointManager:
         self._decided: tuple[int, bool] | None = None  # the step that came last, and whether a save of it is due
         self._pending: AsyncSave | None = None
         self._closed = False
-        self._is_first = True  # no save has been tried
+        self._is_fresh = True  # no save has found room since it was made, or since one has failed
         self._told: set[str] = set()  # what was warned of, which is said once
         self._came_late = False
         self._end_of_sigterm = on_sigterm(self._terminated) if save_on_sigterm else None
@@ -214,15 +214,17 @@ class CheckpointManager:
         options = dataclasses.replace(self._options, user_metadata={**(self._options.user_metadata or {}), NOTE: note})
         find, folder = paddles(self._ranks, state, check=self._check_same_root), step_folder(self._root, step)
         after = functools.partial(self._retain, step)
-        if self._is_first:
-            self._is_first = False
+        is_fresh, self._is_fresh = self._is_fresh, True
+        if is_fresh:
             self._remove_abandoned()
         try:
             saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
         except DurabilityUnknownError:  # it is there, and counts
+            self._is_fresh = False
             self._decided = (step, False)
             self._schedule.saved()
             raise
+        self._is_fresh = False
         self._decided = (step, False)  # to save a step twice would be of no use
         self._pending = saved if isinstance(saved, AsyncSave) else None
         self._schedule.saved()
@@ -246,18 +248,21 @@ class CheckpointManager:
         self._preparation.begin()
 
     def _remove_abandoned(self) -> None:
-        """Before the first save: remove steps that a run before has not finished, for it may need their room."""
+        """Remove steps that a run before has not finished: a first save may need their room, or one after a failure."""
 
         def begin() -> dict[int, Deletion]:
             with held_back(_logger), self._lock:
-                self._steps.check_same(opened)
-                return self._steps.begin_removals(self._steps.abandoned(opened), opened)
+                try:
+                    self._steps.check_same(opened)
+                    return self._steps.begin_removals(self._steps.abandoned(opened), opened)
+                except CheckpointTimeoutError:
+                    raise
+                except (OSError, CheckpointError) as error:  # which prevents the save as well, or nothing
+                    _logger.warning("%s: steps that were never committed are left for now: %s", self._root, error)
+                    return {}
 
-        try:
-            with self._folders() as opened, self._session("clear") as session:
-                remove_together(session, self._root, begin, opened)
-        except Exception as error:  # what is wrong prevents the save as well, or nothing
-            _logger.warning("%s: steps that were never committed are left for now: %s", self._root, error)
+        with self._folders() as opened, self._session("clear") as session:
+            remove_together(session, self._root, begin, opened)
 
     def _retain(self, step: int, session: ControlSession) -> None:
         """After the commit of a step: remove the steps that are not to be kept, on every host."""

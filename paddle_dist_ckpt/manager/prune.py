@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,15 +35,16 @@ class PrunePlan:
     abandoned: list[int]
 
 
-def plan_prune(root: Path, retention: Retention) -> PrunePlan:
+def plan_prune(root: Path, retention: Retention, is_tried: bool = False) -> PrunePlan:
     """What a manager with these rules would remove after the save of the latest step.
 
-    Steps that are links to folders elsewhere stay.
+    Steps that are links to folders elsewhere stay. A plan that ``is_tried`` only, and not carried out, changes nothing,
+    so it goes by the host's clock.
     """
     steps = Steps(root, NOTE)
     steps.look()
     doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked()) if steps.metrics else []
-    abandoned = steps.abandoned()
+    abandoned = steps.abandoned(now=time.time() if is_tried else None)
     return PrunePlan(steps, root, [step for step in sorted(steps.metrics) if step not in doomed], doomed, abandoned)
 
 

@@ -232,18 +232,25 @@ class Steps:
         self.metrics.pop(step, None)
         self._saves.pop(step, None)
 
-    def abandoned(self, opened: Folders = _FOLDERS) -> list[int]:
+    def abandoned(self, opened: Folders = _FOLDERS, now: float | None = None) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
 
         Where no claim speaks of a folder's data files, they may be all that is left of a step, so it is none of these.
+
+        Args:
+            opened: See the class.
+            now: The time. By default that of the folder's own clock, for which the folder is touched: whoever removes
+                something asks that.
         """
         linked = self.linked(opened)
         left = [step for step in self.folders(opened) if step not in self.metrics and step not in linked]
         if not left:
             return []
-        root = opened(self._root)
-        root.touch(".")  # which tells the time by the folder's own clock
-        now = root.modified(".")
+        if now is None:
+            root = opened(self._root)
+            with suppress(PermissionError):  # then it is earlier by that clock, and fewer are abandoned
+                root.touch(".")
+            now = root.modified(".")
         return [step for step in left if self._is_abandoned(step, opened(step_folder(self._root, step)), now)]
 
     def _is_abandoned(self, step: int, storage: Storage, now: float) -> bool:

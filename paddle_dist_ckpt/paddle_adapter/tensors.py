@@ -325,10 +325,11 @@ def _check_name(name: str, path: str) -> None:
 
 def _check_slice(name: str | None, path: str) -> None:
     """Refuse what ranks have under one name, each its own part of something."""
-    if SLICE in path or SLICE in (name or ""):
+    is_called_so = path.rpartition("/")[2].startswith(SLICE)
+    if is_called_so or (name or "").startswith(SLICE):
         raise UnsupportedValueError(
             f"{plain_key(path)}: this is a rank's slice of parameters that sharding has joined or cut"
-            f"{f' ({name})' if name and SLICE not in path else ''}; ranks have different ones under one such name, and "
+            f"{'' if is_called_so else f' ({name})'}; ranks have different ones under one such name, and "
             "nothing says of what. Train without enable_tensor_fusion, or group sharding's stage 3, or leave it out"
         )
 

@@ -11,6 +11,7 @@ from ..files.metadata import FileInfo, SaveInfo
 from ..storage.base import Folder
 
 __all__ = [
+    "ClearRequest",
     "CommitAnswer",
     "Description",
     "ItemList",

@@ -172,8 +172,10 @@ class SaveCoordinator:
     def cleared(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Round ``clear``: the files of dead saves are gone, or left to a later save; now there must be room."""
         cleared = {rank: decode(data, ClearRequest) for rank, data in messages.items()}
-        if not any(one.left for one in cleared.values()):
-            self._ordered.lease.doomed = []
+        lease = self._ordered.lease
+        if any(one.left for one in cleared.values()):
+            lease.leave_doomed()
+        lease.doomed = []
         free_bytes = {rank: one.free_bytes for rank, one in cleared.items()}
         check_room(self._ordered.planned, self._requests, free_bytes)
         self._settled = False

@@ -185,11 +185,11 @@ class LocalStorage:
 
     def touch(self, name: str) -> None:
         with about(self._root / name):
-            os.utime(self._root / name, follow_symlinks=False)
+            os.utime(self._root / name, follow_symlinks=name == ".")
 
     def modified(self, name: str) -> float:
         with about(self._root / name):
-            return (self._root / name).lstat().st_mtime
+            return os.stat(self._root / name, follow_symlinks=name == ".").st_mtime
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.location!r})"

@@ -116,8 +116,12 @@ def test_prune_removes_what_dead_saves_have_left_without_or_after_the_last_step(
         claim.write_text("{}")
         for path in (claim, folder) if old else ():
             age(path)
-    found = answer("prune", tmp_path, "--keep-last", 1, "-y")
-    assert (found["kept"], found["removed"], found["abandoned"]) == (committed_steps, [], [200])
+    age(tmp_path)
+    before = tmp_path.stat().st_mtime
+    for options in (["--dry-run"], ["-y"]):
+        found = answer("prune", tmp_path, "--keep-last", 1, *options)
+        assert (found["kept"], found["removed"], found["abandoned"]) == (committed_steps, [], [200])
+        assert (tmp_path.stat().st_mtime == before) == (options == ["--dry-run"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in [*committed_steps, 300]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -422,6 +423,45 @@ def test_an_error_waits_for_a_rank_until_it_is_silent_for_too_long() -> None:
         1: "it failed",
         2: "it timed out: rank 2 not heard of for 10 s",
     }
+
+
+def test_an_error_waits_for_no_rank_that_was_told_to_leave_the_call_out() -> None:
+    """It comes late for the call before, which the others have given up."""
+    sent: list[tuple[int, wire.Message]] = []
+    table = CoordinatorTable((0, 1, 2), 0, set(), lambda rank, message, payload: sent.append((rank, message)))
+
+    ticks = iter(np.arange(0, 10, 0.05).tolist())
+
+    def say(now: float, *messages: tuple[int, wire.Open | wire.Fail | wire.Bye]) -> None:
+        for tick in itertools.takewhile(lambda tick: tick < now, ticks):
+            for rank in (0, 1) if messages else ():
+                table.handle(rank, wire.Beat(max(table.sessions, default=0)), b"", tick)
+            table.tick(tick)
+        for rank, message in messages:
+            table.handle(rank, message, b"", now)
+        table.tick(now)
+
+    say(0.0, (0, wire.Open(0, "save", 5.0)), (1, wire.Open(0, "save", 5.0)))
+    say(5.1)
+    say(5.2, (0, wire.Bye(0)), (1, wire.Bye(0)))
+    say(6.0, (0, wire.Open(1, "save", 5.0)), (1, wire.Open(1, "save", 5.0)))
+    say(6.0, (1, wire.Fail(1, "plan", failures.record("it failed"))))
+    sent.clear()
+    say(7.0, (2, wire.Open(0, "save", 5.0)))
+    say(7.0 + GRACE)
+    verdicts = {rank: message for rank, message in sent if isinstance(message, wire.Verdict)}
+    assert verdicts.keys() == {0, 1, 2}
+    assert {verdicts[rank].resume for rank in range(3)} == {2}, "all are in step again"
+    assert [rank for rank, _ in verdicts[0].error.failures] == [1, 2]
+
+
+def test_what_a_rank_has_raised_is_told_beside_a_disagreement() -> None:
+    session, _ = failed_before_rank_2_came()
+    session.handle(2, wire.Open(0, "load", 10.0), b"", 5.0)
+    session.tick(5.0 + GRACE)
+    assert session.verdict is not None
+    assert session.verdict.message.startswith("ranks disagree about the call: ")
+    assert session.verdict.message.endswith("; rank 1 failed: it failed")
 
 
 @pytest.mark.parametrize("what", ["connection", "patience"])

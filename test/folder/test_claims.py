@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_dist_ckpt import list_checkpoints, read_metadata, rebuild_metadata, verify
+from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
 from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from paddle_dist_ckpt.folder import commit
@@ -683,6 +683,8 @@ def test_what_a_dead_save_has_left_prevents_no_save_and_is_not_forgotten(
         assert [path.name[:4] for path in data_files(tmp_path)] == ["0_5.", *(f"0_{n}." for n in range(6, number + 1))]
         age_claims(tmp_path)
     assert sum("left to a later save" in record.getMessage() for record in caplog.records) == 2
+    (tmp_path / "7.metadata").unlink()
+    assert rebuild_metadata(tmp_path).unique_id == 7, "no claim speaks of what is committed"
     save_alone(state(8), tmp_path, 8)
     check_holds(tmp_path, {6: 6, 7: 7, 8: 8})
 
@@ -753,20 +755,6 @@ def test_files_of_a_failed_save_are_left_to_its_claim_if_that_is_there(tmp_path:
         (tmp_path / lease.name).unlink()
     commit.give_up(lease, settled=False)
     assert sorted(os.listdir(tmp_path)) == ([] if taken_over else sorted([name, lease.name]))
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_what_a_deletion_without_room_could_not_say_is_removed_all_the_same(tmp_path: Path, there: bool) -> None:
-    """Its claim says what it deletes, if not that it has set out to remove the files."""
-    save_alone(state(1), tmp_path, 5)
-    save = read_metadata(tmp_path, 5).save_id
-    claim = tmp_path / "5.0123456789abcdef.claim"
-    claim.write_text(json.dumps({"save": "0123456789abcdef", "replaces": save, "removes": [], "deletes": True}))
-    if not there:
-        (tmp_path / "5.metadata").unlink()
-    age(claim)
-    save_alone(state(2), tmp_path, 7)
-    check_holds(tmp_path, {5: 1, 7: 2} if there else {7: 2})
 
 
 def test_what_a_dead_save_had_replaced_is_removed_if_that_is_replaced_in_its_turn(tmp_path: Path) -> None:

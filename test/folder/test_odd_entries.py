@@ -220,7 +220,7 @@ def test_a_sparse_metadata_file_of_paddles_is_not_put_aside(tmp_path: Path, capl
     try:
         lease = begin(LocalStorage(tmp_path), None, replace_newest=True)
         assert lease.of_paddle == 0
-        finish(lease, Aftermath(0, [], [], False))
+        finish(lease, Aftermath([], [], False))
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
@@ -230,7 +230,7 @@ def test_a_sparse_metadata_file_of_paddles_is_not_put_aside(tmp_path: Path, capl
 def test_a_checkpoint_of_paddles_is_put_aside_for_good_before_the_claim_goes(tmp_path: Path) -> None:
     (tmp_path / "0.metadata").write_bytes(pickle.dumps({}))
     watch = Watch([tmp_path])
-    finish(begin(watch.storages()[0], None, replace_newest=True), Aftermath(0, [], [], False))
+    finish(begin(watch.storages()[0], None, replace_newest=True), Aftermath([], [], False))
     assert [path.name for path in tmp_path.iterdir()] == ["0.metadata.replaced"]
     done = [(operation, name.rpartition(".")[2]) for _, operation, name in watch.steps]
     after = done[done.index(("delete", "metadata")) :]

@@ -394,6 +394,19 @@ def test_what_is_dated_far_ahead_is_abandoned_when_it_has_been_found_for_as_long
     assert steps.abandoned() == [1]
 
 
+def test_the_clock_of_the_folder_counts_and_not_that_of_a_link_to_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (step_folder(root, 1)).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(root)
+    age(step_folder(root, 1))
+    age(root)
+    link, before = tmp_path / "link", (tmp_path / "link").lstat().st_mtime_ns
+    assert look(link).abandoned(now=root.stat().st_mtime) == []
+    assert look(link).abandoned() == [1]
+    assert link.lstat().st_mtime_ns == before
+    assert root.stat().st_mtime > step_folder(root, 1).stat().st_mtime + 3000
+
+
 @contextmanager
 def hanging_folders(stall: Stall) -> Iterator[Folders]:
     """What opens folders of which an operation hangs, and is given up."""

@@ -660,6 +660,39 @@ def test_the_first_save_has_the_room_of_a_step_that_was_not_finished(tmp_path: P
         assert steps.all_steps() == [1, 4]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_after_one_that_found_no_room_looks_again_for_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """A job that is started again at once finds the claim of the save that was killed still fresh."""
+
+    def dead_step() -> Path:
+        save_state_dict(numbers(2), tmp_path / "step-00000002", unique_id=2)
+        (tmp_path / "step-00000002" / "2.metadata").unlink()
+        (data,) = (tmp_path / "step-00000002").iterdir()
+        (tmp_path / "step-00000002" / f"2.{data.name.split('.')[1]}.claim").touch()
+        return tmp_path / "step-00000002"
+
+    def free_bytes(storage: LocalStorage) -> int:
+        return 0 if folder.exists() and folder.name not in storage.location else 1 << 30
+
+    folder = dead_step()
+    with CheckpointManager(tmp_path, async_save=in_background) as steps:
+        monkeypatch.setattr(LocalStorage, "free_bytes", free_bytes)
+        with pytest.raises(OSError, match="0 bytes free"):
+            steps.save(3, numbers(3))
+        age(folder)
+        steps.save(4, numbers(4))
+        steps.wait()
+        age(dead_step())
+        with pytest.raises(OSError, match="0 bytes free"):
+            steps.save(5, numbers(5))
+        steps.save(6, numbers(6))
+        steps.wait()
+        assert steps.all_steps() == [4, 6]
+        assert not folder.exists()
+
+
 def test_a_manager_says_what_it_is(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last=2, best=("loss", "min")) as steps:
         assert repr(steps) == f"CheckpointManager({str(tmp_path)!r}, keep_last=2, best=('loss', 'min'))"

@@ -681,6 +681,12 @@ def test_a_slice_among_tensors_that_are_known_is_refused(tmp_path: Path) -> None
     assert load_merged_state_dict(str(tmp_path))["w7"].numpy().tolist() == [7.0] * 4
 
 
+def test_only_what_is_called_a_slice_is_one(tmp_path: Path) -> None:
+    state = {"time-slice@10ms": {"w": paddle.ones([2])}, "slice@": {"w": paddle.ones([3])}}
+    save_state_dict(state, str(tmp_path))
+    assert load_merged_state_dict(str(tmp_path))["slice@"]["w"].shape == [3]
+
+
 @pytest.mark.parametrize("kept", ["accumulators", "masters", "parameters"])
 def test_an_optimizer_of_group_shardings_stage_3_is_refused(tmp_path: Path, kept: str) -> None:
     """Each rank has slices of its own, and by what it calls them the whole ones are missing, and would be made."""
