@@ -65,6 +65,7 @@ _PARTLY = "\nTargets are partly written: load again, or do not use them."
 # Options that are the same on all ranks, some of them as sequences of any kind.
 _COMPARED = ("exchange", "strict", "cast", "per_rank", "staging_bytes")
 _NO_END = 1 << 62
+_NO_FOLDER = (FileNotFoundError, NotADirectoryError, PermissionError)
 _SEQUENCES = ("allow_missing", "allow_unused")
 T = TypeVar("T")
 A = TypeVar("A", bound=msgspec.Struct)
@@ -259,11 +260,7 @@ class LeavesLoad:
         wanted = collect(self.scan(), self.context.adapter, self.context.options, self.context.arranger)
         try:
             folder = self.context.storage.identity()
-        except (
-            FileNotFoundError,
-            NotADirectoryError,
-            PermissionError,
-        ):  # this rank has no such folder; others may read for it
+        except _NO_FOLDER:  # others may read for this rank
             folder = None
         tensors = wanted.tensors
         made = wanted.made
