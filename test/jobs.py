@@ -281,6 +281,14 @@ def age(path: Path, seconds: float = 3600.0) -> None:
     os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
 
 
+def age_claims(folder: Path) -> None:
+    """Make all that claim something in a folder look dead."""
+    claims = list(folder.glob("*.claim"))
+    assert claims
+    for claim in claims:
+        age(claim)
+
+
 def another_host(path: Any, number: int) -> FaultyStorage:
     """A folder as it is seen from another host."""
     return FaultyStorage(path, lambda operation, name: None, FolderIdentity(f"host{number}", number, number))

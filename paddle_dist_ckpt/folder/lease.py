@@ -83,7 +83,7 @@ class Lease:
         self._deletes, self._done, self._patience = deletes, False, patience
         self._committed_as: int | None = None
         self.save_id = secrets.token_hex(8)
-        self._own = {self.save_id}  # whose claims are this one's
+        self._ids = {self.save_id}  # of the claims that it has made
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
@@ -287,7 +287,7 @@ class Lease:
         claims = claims_in(self.storage)
         for name, parsed in claims.items():
             rewritten = name.endswith(TEMPORARY) and name.removesuffix(TEMPORARY) in claims
-            if parsed.save_id in self._own or rewritten:
+            if parsed.save_id in self._ids or rewritten:
                 continue
             with suppress(FileNotFoundError):
                 record = record_of(self.storage, name, parsed)
@@ -332,7 +332,7 @@ class Lease:
     def leave_doomed(self) -> None:
         """Leave the files of dead saves to a later save, by a claim of their own: this one speaks of its save, too."""
         other = secrets.token_hex(8)
-        self._own.add(other)
+        self._ids.add(other)
         claim = Claim(other, None, self.doomed, deletes=True, done=True)
         name = claim_name(self.unique_id, other)
         self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)

@@ -220,15 +220,16 @@ class CheckpointManager:
         try:
             saved = save_with(self._ranks, find, folder, step, self._async_save, options, after)
         except DurabilityUnknownError:  # it is there, and counts
-            self._is_fresh = False
-            self._decided = (step, False)
-            self._schedule.saved()
+            self._has_saved(step)
             raise
+        self._pending = saved if isinstance(saved, AsyncSave) else None
+        self._has_saved(step)
+        return saved
+
+    def _has_saved(self, step: int) -> None:
         self._is_fresh = False
         self._decided = (step, False)  # to save a step twice would be of no use
-        self._pending = saved if isinstance(saved, AsyncSave) else None
         self._schedule.saved()
-        return saved
 
     def _pass_over_failures(self) -> None:
         """Failures of earlier saves are logged, and must not prevent the last one, whatever and whose they are."""

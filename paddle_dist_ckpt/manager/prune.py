@@ -35,16 +35,16 @@ class PrunePlan:
     abandoned: list[int]
 
 
-def plan_prune(root: Path, retention: Retention, is_tried: bool = False) -> PrunePlan:
+def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> PrunePlan:
     """What a manager with these rules would remove after the save of the latest step.
 
-    Steps that are links to folders elsewhere stay. A plan that ``is_tried`` only, and not carried out, changes nothing,
-    so it goes by the host's clock.
+    Steps that are links to folders elsewhere stay. A ``dry_run``, which is not carried out, changes nothing, so it goes
+    by the host's clock.
     """
     steps = Steps(root, NOTE)
     steps.look()
     doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked()) if steps.metrics else []
-    abandoned = steps.abandoned(now=time.time() if is_tried else None)
+    abandoned = steps.abandoned(now=time.time() if dry_run else None)
     return PrunePlan(steps, root, [step for step in sorted(steps.metrics) if step not in doomed], doomed, abandoned)
 
 

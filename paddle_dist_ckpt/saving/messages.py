@@ -146,7 +146,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What one rank is to do, in the save ``save``.
 
     ``plan`` is an encoded :class:`RankPlan`, None if the rank has it. In round ``plan`` the coordinator answers nothing
-    at all if it first wants to know all structures. ``clean`` are dead saves whose files this rank removes in round
+    at all if it first wants to know all structures. ``dead`` are saves whose files this rank removes in round
     ``clear``, before anything is written; None if there is no such round. ``compared`` says which blocks of copies are
     compared: all, or which part of them, from 0; None for none.
     """
@@ -155,7 +155,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
     plan: bytes | None
     save: SaveInfo
     ranks_on_host: int
-    clean: list[str] | None
+    dead: list[str] | None
     compared: int | None = None
 
 

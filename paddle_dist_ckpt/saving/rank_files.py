@@ -142,7 +142,7 @@ class RankFiles:
             if self._failure is not None:
                 raise self._failure
             message = encode(self._write())
-            self._context.session.check()  # of files that nobody will commit, nobody need be told
+            self._context.session.check()  # if the save has failed meanwhile, nobody else knows of these files
         except CheckpointTimeoutError:
             raise  # at once, for nobody has to wait until the others have written all of theirs
         except Exception as error:

@@ -130,8 +130,8 @@ class _Saving:
             if not answer:
                 answer = self._round("describe", state.structure, SaveCoordinator.described)
             order = decode(answer, PlanAnswer)
-            if order.clean is not None:
-                self._round("clear", functools.partial(self._clear, order.clean), SaveCoordinator.cleared)
+            if order.dead is not None:
+                self._round("clear", functools.partial(self._clear, order.dead), SaveCoordinator.cleared)
             return state, order
 
     def _clear(self, dead: list[str]) -> bytes:

@@ -288,8 +288,8 @@ def _orders(ordered: _Ordered, requests: Mapping[int, SaveRequest]) -> dict[int,
     hosts = Counter(folder.host for folder in folders.values())
 
     def order(plan: bytes | None, ranks_on_host: int, leads: bool) -> bytes:
-        clean = None if not doomed else doomed if leads else []
-        return encode(PlanAnswer(planned.plan_id, plan, ordered.save, ranks_on_host, clean, ordered.compared))
+        dead = None if not doomed else doomed if leads else []
+        return encode(PlanAnswer(planned.plan_id, plan, ordered.save, ranks_on_host, dead, ordered.compared))
 
     order_of_known = functools.cache(functools.partial(order, None))
     orders = {}

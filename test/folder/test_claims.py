@@ -23,6 +23,7 @@ from paddle_dist_ckpt.folder import commit
 from paddle_dist_ckpt.folder.delete import begin_clearing, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.saving.rank_files import RankFiles
 from paddle_dist_ckpt.storage import LocalStorage, local
 from paddle_dist_ckpt.storage.base import FolderIdentity
 from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter, SimulatedRank, run_ranks
@@ -31,6 +32,7 @@ from paddle_dist_ckpt.wiring import save_with
 from test.jobs import (
     Killed,
     age,
+    age_claims,
     another_host,
     data_files,
     errors_of,
@@ -57,14 +59,6 @@ def check_holds(folder: Path, versions: dict[int, int]) -> None:
         assert found["n"] == version
         assert (found["w"] == version).all()
     assert len(files_in(folder)) == 2 * len(versions), sorted(files_in(folder))
-
-
-def age_claims(folder: Path) -> None:
-    """Make all that claim something look dead."""
-    claims = list(folder.glob("*.claim"))
-    assert claims
-    for claim in claims:
-        age(claim)
 
 
 def dead_save(folder: Path, unique_id: int | None, last: str) -> None:
@@ -718,13 +712,20 @@ def test_what_a_rank_makes_after_the_others_have_given_up_is_removed_later(tmp_p
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_what_a_rank_makes_when_its_save_was_taken_over_is_removed_by_itself(tmp_path: Path, frozen: int) -> None:
-    """It was frozen in its last step; the others have given up, and nobody will look for its file any more."""
-    over = threading.Event()
+def test_what_a_rank_makes_when_its_save_was_taken_over_is_removed_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int
+) -> None:
+    """It was frozen when it had written; the others have given up, and nobody will look for its file any more."""
+    over, stopped, write = threading.Event(), list[bool](), RankFiles._write
 
-    def freeze(operation: str, name: str) -> None:
-        if operation == "sync_file":
+    def write_and_freeze(files: RankFiles) -> Any:
+        written = write(files)
+        if files._context.session.rank == frozen and not stopped:
+            stopped.append(True)
             assert over.wait(PATIENCE)
+            for file in files._files:  # as if they were made only now, when who has taken over has looked
+                (tmp_path / file.name).touch()
+        return written
 
     def hang(operation: str, name: str) -> None:
         if operation == "sync_file":
@@ -733,14 +734,14 @@ def test_what_a_rank_makes_when_its_save_was_taken_over_is_removed_by_itself(tmp
     def work(rank: SimulatedRank) -> None:
         part = [state(1), {"more": np.arange(9)}][rank.rank]
         try:
-            rank.save(part, FaultyStorage(tmp_path, freeze if rank.rank == frozen else hang), 5)
+            rank.save(part, tmp_path if rank.rank == frozen else FaultyStorage(tmp_path, hang), 5)
         finally:
             if rank.rank != frozen:
                 age_claims(tmp_path)
                 save_alone(state(2), tmp_path, 7)
-                assert len(data_files(tmp_path)) == 1, "what was there of the other one is gone"
                 over.set()
 
+    monkeypatch.setattr(RankFiles, "_write", write_and_freeze)
     errors_of(run_ranks(2, work), CheckpointError)
     check_holds(tmp_path, {7: 2})
 

@@ -640,15 +640,21 @@ def test_a_metric_of_several_elements_is_refused_whatever_holds_it(tmp_path: Pat
         steps.save(1, numbers(1), {"loss": paddle.ones([2])})  # type: ignore[dict-item]
 
 
+def dead_step(root: Path, step: int) -> Path:
+    """What a save has left that was killed when its data files were written; returns the folder."""
+    folder = root / f"step-{step:08d}"
+    save_state_dict(numbers(step), folder, unique_id=step)
+    (folder / f"{step}.metadata").unlink()
+    (data,) = folder.iterdir()
+    (folder / f"{step}.{data.name.split('.')[1]}.claim").touch()
+    return folder
+
+
 def test_the_first_save_has_the_room_of_a_step_that_was_not_finished(tmp_path: Path) -> None:
     """Whichever step it is, and before it is written: there may be room for one alone."""
     with CheckpointManager(tmp_path, async_save=False) as steps:
         steps.save(1, numbers(1))
-    save_state_dict(numbers(2), tmp_path / "step-00000002", unique_id=2)
-    (tmp_path / "step-00000002" / "2.metadata").unlink()
-    (data,) = (tmp_path / "step-00000002").iterdir()
-    (tmp_path / "step-00000002" / f"2.{data.name.split('.')[1]}.claim").touch()
-    age(tmp_path / "step-00000002")
+    age(dead_step(tmp_path, 2))
     with CheckpointManager(tmp_path, async_save=False) as steps:
         assert steps.restore(numbers(0)) == 1
         assert folders(tmp_path) == [1, 2]
@@ -666,17 +672,10 @@ def test_a_save_after_one_that_found_no_room_looks_again_for_what_is_left(
 ) -> None:
     """A job that is started again at once finds the claim of the save that was killed still fresh."""
 
-    def dead_step() -> Path:
-        save_state_dict(numbers(2), tmp_path / "step-00000002", unique_id=2)
-        (tmp_path / "step-00000002" / "2.metadata").unlink()
-        (data,) = (tmp_path / "step-00000002").iterdir()
-        (tmp_path / "step-00000002" / f"2.{data.name.split('.')[1]}.claim").touch()
-        return tmp_path / "step-00000002"
-
     def free_bytes(storage: LocalStorage) -> int:
         return 0 if folder.exists() and folder.name not in storage.location else 1 << 30
 
-    folder = dead_step()
+    folder = dead_step(tmp_path, 2)
     with CheckpointManager(tmp_path, async_save=in_background) as steps:
         monkeypatch.setattr(LocalStorage, "free_bytes", free_bytes)
         with pytest.raises(OSError, match="0 bytes free"):
@@ -684,7 +683,7 @@ def test_a_save_after_one_that_found_no_room_looks_again_for_what_is_left(
         age(folder)
         steps.save(4, numbers(4))
         steps.wait()
-        age(dead_step())
+        age(dead_step(tmp_path, 2))
         with pytest.raises(OSError, match="0 bytes free"):
             steps.save(5, numbers(5))
         steps.save(6, numbers(6))

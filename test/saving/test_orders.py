@@ -33,8 +33,8 @@ def test_each_rank_is_told_what_holds_for_it() -> None:
     )
     orders = [decode(data, PlanAnswer) for _, data in sorted(save_coordinator._orders(ordered, requests).items())]
     assert [order.ranks_on_host for order in orders] == [2, 2, 1]
-    assert [order.clean for order in orders] == [["a file of a dead save"], [], ["a file of a dead save"]]
+    assert [order.dead for order in orders] == [["a file of a dead save"], [], ["a file of a dead save"]]
     ordered.lease.doomed = []
     orders = [decode(data, PlanAnswer) for _, data in sorted(save_coordinator._orders(ordered, requests).items())]
-    assert [order.clean for order in orders] == [None, None, None], "there is nothing to be cleared"
+    assert [order.dead for order in orders] == [None, None, None], "there is nothing to be cleared"
     assert [order.plan for order in orders] == [b"the plan of rank 0", None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import pickle
 import re
 import resource
@@ -227,6 +228,22 @@ def test_ranks_of_other_hosts_and_other_names_of_one_folder_are_no_mistake(tmp_p
 
     (tmp_path / "a").mkdir()
     assert run_ranks(4, work) == [[0, 1, 2]] * 4
+
+
+def test_a_disk_that_fails_is_not_called_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    save_alone({"w": np.arange(3)}, tmp_path / "a")
+
+    class Failing(LocalStorage):
+        def identity(self) -> FolderIdentity:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), self.location)
+
+    def work(rank: SimulatedRank) -> None:
+        folder = tmp_path / "a"
+        rank.load({"w": np.zeros(3, int)}, Failing(folder / ".." / "a") if rank.rank else folder)
+
+    for error in errors_of(run_ranks(2, work), CheckpointError):
+        assert "rank 1" in str(error)
+        assert os.strerror(errno.EIO) in str(error)
 
 
 def test_a_path_that_is_not_there_is_another_path_of_one_host(tmp_path: Path) -> None:
