@@ -14,10 +14,11 @@ import pytest
 from test import strategies
 from test.ranks.pool import RankPool
 
-_WARM_RANKS = {  # what the test files import that use ranks which take seconds to start and gigabytes to keep
+_SHARED = {  # what test files import that takes seconds to make: ranks of gigabytes, and the parsed source of all files
     "from test.device_plugin.ranks import DevicePool": "devices",
     "from test.ranks.pool import RankPool": "pool",
     "from test.ranks.launcher import forked": "pool",  # whose worker has what ranks are forked from
+    "from test.rooms import PACKAGE": "rooms",
 }
 _running: dict[str, RankPool] = {}  # those of them that tests have used, by the name of the fixture
 
@@ -46,14 +47,14 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep tests on one of pytest-xdist's workers that share warm ranks, or a fixture of their file."""
+    """Keep tests on one of pytest-xdist's workers that share what takes seconds to make, or a fixture of their file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             path = config.rootpath / file
-            return _warm_ranks_of(path) or (file if 'scope="module"' in _text_of(path) else nodeid)
+            return _shared_by(path) or (file if 'scope="module"' in _text_of(path) else nodeid)
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             """Forget the test, too, or what is left is counted among all that has been done, after each test."""
@@ -70,21 +71,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End warm ranks when the tests that share them are over: each thread of gloo's wakes a hundred times a second."""
-    name = _warm_ranks_of(item.path)
+    name = _shared_by(item.path)
     if name is None:
         return
     used = getattr(item, "funcargs", {}).get(name)
     if used is not None:
         _running[name] = used
-    if name in _running and (nextitem is None or _warm_ranks_of(nextitem.path) != name):
+    if name in _running and (nextitem is None or _shared_by(nextitem.path) != name):
         _running.pop(name).close()
 
 
 @cache
-def _warm_ranks_of(file: Path) -> str | None:
-    """The fixture of the warm ranks that tests of a file share, if they do."""
+def _shared_by(file: Path) -> str | None:
+    """What tests of a file share with those of other files, if they do; of warm ranks it is the fixture's name."""
     text = _text_of(file)
-    return next((name for line, name in _WARM_RANKS.items() if line in text), None)
+    return next((name for line, name in _SHARED.items() if line in text), None)
 
 
 @cache
@@ -96,9 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip tests marked ``gpu`` on a machine without one, and those marked ``long`` without ``--long``.
 
     Those marked ``slow`` come first, so that no worker is busy with one when the others have nothing left to do; and
-    those that share warm ranks one after the other.
+    those that share something one after the other.
     """
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, _warm_ranks_of(item.path) or "without"))
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, _shared_by(item.path) or "without"))
     if not config.getoption("long"):
         _skip(items, "long", "runs with --long only")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():

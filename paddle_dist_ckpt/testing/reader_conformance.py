@@ -43,7 +43,9 @@ _MOST_SECONDS = 1.0  # of the processor, for a damaged checkpoint
 _MOST_MEMORY = 64 << 20  # beyond the size of its files
 _MOST_MESSAGE = 4096  # characters
 _MUTATIONS = 120  # of each file
-_MEASURED = 12  # of these with a look at memory, which takes several times as long
+_MOST_MUTATIONS = 600  # of the files of a checkpoint together, where that is not too few of each
+_FEWEST_MUTATIONS = 24  # of each
+_MEASURED = 12  # of 120 with a look at memory, which takes several times as long
 _READS = {"names", "open", "read_into", "size", "read"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -115,10 +117,10 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def mutations(content: bytes, generator: random.Random) -> Iterator[bytes]:
+def mutations(content: bytes, generator: random.Random, count: int = _MUTATIONS) -> Iterator[bytes]:
     """Contents that are damaged: cut short, longer, with other bits, bytes, a part missing, there twice or zero."""
     size = len(content)
-    for i in range(_MUTATIONS):
+    for i in range(count):
         at = generator.randrange(size) if size else 0
         end = min(size, at + generator.choice((1, 2, 8, 64, 4096)))
         kind = i % 8
@@ -269,9 +271,10 @@ class ReaderTests:
         every: int = 1,
     ) -> None:
         storage, names = LocalStorage(folder), list(checkpoint.files)
+        count = min(_MUTATIONS, max(_FEWEST_MUTATIONS, _MOST_MUTATIONS // len(names)))
         for name, content in checkpoint.files.items():
             generator = random.Random(zlib.crc32(name.encode()))
-            for i, damaged in enumerate(mutations(content, generator)):
+            for i, damaged in enumerate(mutations(content, generator, count)):
                 if i % every == 0:
                     (folder / name).write_bytes(damaged)
                     size = sum(map(storage.size, names))

@@ -134,7 +134,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("args", "memory", "seconds"),
     [
         (("inspect",), 69, 3.0),
-        (("inspect", "--all"), 100, 12.0),  # with what it prints
+        pytest.param(("inspect", "--all"), 100, 12.0, marks=pytest.mark.long),  # with what it prints
         (("inspect", "--json"), 120, 8.0),
         (("report",), 90, 4),
     ],

@@ -28,7 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
 SAVES = [("rows", False), ("copies", False), ("grid", False), ("grid", True)]
 
 
-@pytest.mark.parametrize(("layout", "in_background"), SAVES)
+@pytest.mark.parametrize(("layout", "in_background"), strategies.some(SAVES, 2))
 def test_any_layout_to_any_other(devices: DevicePool, tmp_path: Path, layout: str, in_background: bool) -> None:
     """Each target with one of the options, in the next save with another one; with all of them if ``--long``."""
     devices.run(cases.save, str(tmp_path), layout, in_background)

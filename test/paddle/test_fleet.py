@@ -70,9 +70,9 @@ def table(saved: Folders) -> Table:
     return found
 
 
-# Two of three: every strategy is among them, and what it saved is looked at whole below.
+# Every strategy is among them on either side, and what it saved is looked at whole below.
 @pytest.mark.parametrize(
-    ("source", "target"), some([*CONVERSIONS, *SHARDED], 20), ids=lambda name: name.replace(" ", "_")
+    ("source", "target"), some([*CONVERSIONS, *SHARDED], 12), ids=lambda name: name.replace(" ", "_")
 )
 def test_conversion(four: RankPool, saved: Folders, source: str, target: str) -> None:
     path, _ = saved(source)
@@ -127,7 +127,7 @@ def test_slices_that_leave_a_padding_out_are_not_copies(four: RankPool, name: st
         assert copies == 0
 
 
-@pytest.mark.parametrize(("source", "semi_auto"), some(itertools.product(["t4", "p2", "e2", "s2t2"], [False, True]), 4))
+@pytest.mark.parametrize(("source", "semi_auto"), some(itertools.product(["t4", "p2", "e2", "s2t2"], [False, True]), 2))
 def test_sharded_weights_to_dist_tensors(
     four: RankPool, saved: Folders, table: Table, source: str, semi_auto: bool
 ) -> None:
@@ -138,12 +138,12 @@ def test_sharded_weights_to_dist_tensors(
 @pytest.mark.parametrize("semi_auto", [False, True], ids=["same keys", "semi-auto keys"])
 def test_dist_tensors_to_sharded_weights(four: RankPool, tmp_path: Path, table: Table, semi_auto: bool) -> None:
     four.run(cases.save_dist_tensors, str(tmp_path), table, semi_auto, ranks=4)
-    for target in ("t2p2", "s4", "t2e2", "d2"):
+    for target in some(["t2p2", "s4", "t2e2", "d2"], 2):
         ranks = STRATEGIES[target].ranks
         assert four.run(cases.load, target, str(tmp_path)) == [[]] * ranks + [None] * (4 - ranks)
 
 
-@pytest.mark.parametrize(("source", "target"), [("s2t2", "t2p2"), ("e4", "s4")])
+@pytest.mark.parametrize(("source", "target"), some([("s2t2", "t2p2"), ("e4", "s4")], 1))
 def test_both_in_one_state_dict(four: RankPool, tmp_path: Path, table: Table, source: str, target: str) -> None:
     four.run(cases.save_with_dist_tensors, source, str(tmp_path), table)
     assert four.run(cases.load_with_dist_tensors, target, str(tmp_path), table) == [[]] * 4

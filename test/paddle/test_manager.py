@@ -36,6 +36,7 @@ from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays
+from test.strategies import some
 from test.waiting import PATIENCE
 
 
@@ -994,7 +995,7 @@ def test_a_root_of_another_number_with_the_steps_is_the_same(tmp_path: Path, dam
         assert steps.all_steps() == [], "somebody has removed them, and the root is that of the last look"
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", some([True, False], 1))
 def test_a_save_when_the_interpreter_ends(tmp_path: Path, in_background: bool) -> None:
     import subprocess
     import sys

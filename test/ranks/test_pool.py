@@ -179,7 +179,9 @@ def test_what_fresh_ranks_were_doing_is_told_if_a_test_fails_meanwhile(
     assert "in hang_here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("env", [{}, {"COLOUR": "red"}], ids=["forked", "started"])
+@pytest.mark.parametrize(
+    "env", [pytest.param({}, id="forked"), pytest.param({"COLOUR": "red"}, id="started", marks=pytest.mark.long)]
+)
 def test_a_rank_asked_for_its_stacks_before_it_has_begun_runs_on(env: dict[str, str]) -> None:
     with FreshRanks(1, cases.process_id, env=env) as ranks:
         ranks.kill(0, DUMP_STACKS)
@@ -223,6 +225,7 @@ def test_ranks_differ_as_processes_that_are_started_anew() -> None:
     assert not set(worlds[0][0][2:]) & set(worlds[0][1][2:])
 
 
+@pytest.mark.long
 def test_ranks_end_with_those_who_started_them(tmp_path: Path) -> None:
     code = f"""
 import os

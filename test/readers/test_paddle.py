@@ -6,6 +6,7 @@ import pickle
 import re
 import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from paddle_dist_ckpt.testing.catalogs import read_catalog
 from paddle_dist_ckpt.testing.faults import FaultyStorage
 from paddle_dist_ckpt.testing.reader_conformance import ForeignCheckpoint, ReaderTests, check_catalog
 from test.readers.golden import GOLDEN, expected_arrays, golden_checkpoint
+from test.strategies import some
 
 FOLDERS = sorted(path.name for path in GOLDEN.glob("paddle-*"))
 READER = PaddleReader()
@@ -327,21 +329,26 @@ def many(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int,
     return Metadata({"w": shards}, places)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (many([((i,), (4,)) for i in range(0, 4000, 4)], (4000,), False), None),
-        (many([((i,), (4,)) for i in range(0, 8000, 8)], (8000,), False), None),
-        (many([((i,), (4,)) for i in range(1000)], (1003,), False), "overlap"),
-        (many([((i, j), (2, 2)) for i in range(0, 64, 2) for j in range(0, 64, 2)], (64, 64), False), None),
-        (many([((i, j), (2, 2)) for i in range(0, 40, 2) for j in range(50)], (40, 51), False), "overlap"),
-        (many([((0,), (4,))] * 4000, (4,), True), None),
-    ],
-    ids=["tiles", "gaps", "overlaps", "grid", "overlaps in a grid", "replicas"],
-)
-def test_many_shards_take_time_and_memory_in_proportion(
-    metadata: Metadata, message: str | None, tmp_path: Path
-) -> None:
+MANY: dict[str, tuple[Callable[[], Metadata], str | None]] = {
+    "tiles": (lambda: many([((i,), (4,)) for i in range(0, 4000, 4)], (4000,), False), None),
+    "overlaps": (lambda: many([((i,), (4,)) for i in range(1000)], (1003,), False), "overlap"),
+    "grid": (
+        lambda: many([((i, j), (2, 2)) for i in range(0, 64, 2) for j in range(0, 64, 2)], (64, 64), False),
+        None,
+    ),
+    "overlaps in a grid": (
+        lambda: many([((i, j), (2, 2)) for i in range(0, 40, 2) for j in range(50)], (40, 51), False),
+        "overlap",
+    ),
+    "replicas": (lambda: many([((0,), (4,))] * 4000, (4,), True), None),
+    "gaps": (lambda: many([((i,), (4,)) for i in range(0, 8000, 8)], (8000,), False), None),
+}
+
+
+@pytest.mark.parametrize("name", some(MANY, 3))
+def test_many_shards_take_time_and_memory_in_proportion(name: str, tmp_path: Path) -> None:
+    make, message = MANY[name]
+    metadata = make()
     shape = next(iter(metadata.state_dict_metadata.values()))[0].local_shape
     storage = write(tmp_path, metadata, {"0_0.distcp": {"w": np.zeros(shape, np.float32)}})
     for name in set(metadata.storage_metadata.values()) - {"0_0.distcp"}:
