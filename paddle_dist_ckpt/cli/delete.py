@@ -29,16 +29,22 @@ def delete(
     Example:
       paddle-dist-ckpt delete checkpoints 3 --yes
     """
-    from ..api import delete_checkpoint, read_metadata
+    from ..api import read_metadata
+    from ..folder.delete import delete_with_files
+    from ..storage import as_storage
 
     alone_only("delete")
     metadata = read_metadata(path, unique_id)
     size = sum(info.size for info in metadata.files)
     what = f"checkpoint {unique_id} of {metadata.created} in {path}"
     confirm(f"Delete {what}, {count(len(metadata.files), 'file')}, {human_bytes(size)}?", yes)
-    found = delete_checkpoint(path, unique_id)
+    found, finished = delete_with_files(as_storage(path), unique_id)
     size = sum(info.size for info in found.files)
     if json:
-        print_json({"path": path, "unique_id": unique_id, "files": len(found.files), "bytes": size})
-    else:
+        facts = {"unique_id": unique_id, "files": len(found.files), "bytes": size, "unfinished": not finished}
+        print_json({"path": path, **facts})
+    elif finished:
         say(f"deleted {what}, {human_bytes(size)}")
+    if not finished:
+        say(f"deleted {what}, but data files could not be removed; they are left to a later save", err=True)
+        raise typer.Exit(1)

@@ -61,6 +61,8 @@ def inspect(
                 f"{steps.path} holds no keys itself; {managers_text(as_storage(path)) or 'it is a folder of steps'}"
             )
         print_json(steps) if json else _print_steps(steps)
+        if steps.unread:
+            raise typer.Exit(1)
         return
     facts = replace(checkpoint_facts(as_source(path), unique_id, pattern), path=os.path.abspath(path))
     if json:
@@ -135,3 +137,5 @@ def _print_steps(facts: StepsFacts) -> None:
             say(f"{name} is lowest at step {facts.lowest[name]}, highest at step {facts.highest[name]}")
     for folder in facts.uncommitted:
         say(f"{folder} holds no checkpoint: it is being saved, or a save has failed", "faint")
+    for folder, reason in facts.unread.items():
+        say(f"{folder} cannot be read: {reason}")

@@ -135,6 +135,7 @@ class StepsFacts:
         lowest: For each metric the step where it is lowest.
         highest: For each metric the step where it is highest.
         uncommitted: Names of steps' folders without a checkpoint: being saved, or left by a save that failed.
+        unread: Names of those that cannot be read, with the reasons.
     """
 
     path: str
@@ -143,6 +144,7 @@ class StepsFacts:
     lowest: dict[str, int]
     highest: dict[str, int]
     uncommitted: list[str]
+    unread: dict[str, str]
 
 
 def matches(key: str, pattern: str | None) -> bool:
@@ -249,7 +251,10 @@ def steps_facts(path: str) -> StepsFacts | None:
         latest=max(known, default=None),
         lowest=best("min"),
         highest=best("max"),
-        uncommitted=[step_folder(root, step).name for step in folders if step not in known],
+        uncommitted=[
+            step_folder(root, step).name for step in folders if step not in known and step not in found.unread
+        ],
+        unread={step_folder(root, step).name: str(error) for step, error in sorted(found.unread.items())},
     )
 
 

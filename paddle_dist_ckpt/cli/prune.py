@@ -62,7 +62,7 @@ def prune(
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
     plan = plan_prune(Path(facts.path), retention, dry_run)
     sizes = {step.step: step.bytes for step in facts.steps}
-    done = Pruned(plan.kept, plan.doomed, plan.abandoned, [], [])
+    done = Pruned(plan.kept, plan.doomed, plan.abandoned, [], [], [], [])
     doomed = [*plan.doomed, *plan.abandoned]
     if doomed and not dry_run:
         if not yes:
@@ -71,14 +71,20 @@ def prune(
         size = human_bytes(sum(sizes.get(step, 0) for step in doomed))
         confirm(f"Remove {count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}?", yes)
         done = carry_out(plan)
-    freed = sum(sizes.get(step, 0) for step in done.removed)
+    freed = sum(sizes.get(step, 0) for step in done.removed if step not in done.unfinished)
     if json:
         print_json({"path": facts.path, **asdict(done), "bytes": freed, "dry_run": dry_run})
     else:
         _say_what_became(done, freed, dry_run)
-    if done.unconfirmed:
-        text = "deleted, but the storage has not confirmed that; the data files are left to a later save"
-        say(f"{text}: {_listed(done.unconfirmed)}", err=True)
+    problems = {
+        "could not be removed": done.refused,
+        "removed, but data files could not be; they are left to a later save": done.unfinished,
+        "deleted, but the storage has not confirmed that; the data files are left to a later save": done.unconfirmed,
+    }
+    for text, steps in problems.items():
+        if steps:
+            say(f"{text}: {_listed(steps)}", err=True)
+    if any(problems.values()):
         raise typer.Exit(1)
 
 
@@ -89,7 +95,7 @@ def _say_what_became(done: Pruned, freed: int, dry_run: bool) -> None:
         say(f"  {_listed(removed)}")
         say(f"{'would keep' if dry_run else 'kept'} {_listed(done.kept)}")
     else:
-        nothing = "nothing was removed" if done.left or done.unconfirmed else "nothing to remove"
+        nothing = "nothing was removed" if done.left or done.refused or done.unconfirmed else "nothing to remove"
         say(f"{nothing}; kept {_listed(done.kept)}")
     if done.left:
         say(f"left, for they were saved anew or somebody is at work there: {_listed(done.left)}")

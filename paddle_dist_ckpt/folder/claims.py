@@ -27,6 +27,7 @@ __all__ = [
     "expired_claims",
     "is_abandoned",
     "is_expired",
+    "readable_record_of",
     "record_of",
     "records_of",
     "saves_of_claim",
@@ -66,8 +67,11 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def own(self) -> list[str]:
-        """The saves that it is answerable for whether it is committed or not."""
-        return [self.save, *self.removes]
+        """The saves that it is answerable for whether it is committed or not.
+
+        What has deleted made no files that its claim's own id would tell: that is told again and again else.
+        """
+        return self.removes if self.deletes and self.done else [self.save, *self.removes]
 
 
 _CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not make it at once
@@ -105,13 +109,29 @@ def claims_in(storage: Storage) -> dict[str, ClaimName]:
 
 
 def record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
-    """What a claim says; if it is torn, what its name does. An empty one is of somebody who deletes on a full disk."""
+    """What a claim says; if it is torn, what its name does.
+
+    An empty one is of somebody who deletes on a full disk; and one that may not be read may be of somebody who deletes.
+    """
+    try:
+        return readable_record_of(storage, name, parsed)
+    except PermissionError as error:
+        _logger.debug("the claim %s may not be read: %s", name, error)
+        return Claim(parsed.save_id, None, [], deletes=True)
+
+
+def readable_record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
+    """The same of a claim that may be read.
+
+    Raises:
+        PermissionError: it may not, as another user's may be: what it says is not known, nor whether it says anything.
+    """
     try:
         data = storage.read(name, _MOST_CLAIM_BYTES)
         if not data and not name.endswith(TEMPORARY):
             return Claim(parsed.save_id, None, [], deletes=True)
         return msgspec.structs.replace(_CLAIM_DECODER.decode(data), save=parsed.save_id)
-    except (*DECODE_ERRORS, IsADirectoryError, PermissionError) as error:
+    except (*DECODE_ERRORS, IsADirectoryError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return Claim(parsed.save_id, None, [])
 

@@ -317,17 +317,24 @@ def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], obj
 
     Raises:
         CheckpointError: it is not known what is committed, as a `.metadata` cannot be read.
+        OSError: of the first file that could not be removed; all others are gone.
     """
     doomed = set(saves)
     for save, unique_id in committed_saves(storage).items() if doomed else ():
         if save in doomed and _is_whole(storage, unique_id):
             _logger.warning("%s: checkpoint %d stays, for it is committed there", storage.location, unique_id)
             doomed.remove(save)
+    failure: OSError | None = None
     for name in storage.names() if doomed else ():
         parsed = parse_data_file(name) or parse_temporary(name)
         if parsed is not None and parsed.save_id in doomed:
             check()
-            storage.delete(name)
+            try:
+                storage.delete(name)
+            except OSError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _is_whole(storage: Storage, unique_id: int) -> bool:

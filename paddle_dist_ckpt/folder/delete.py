@@ -14,7 +14,15 @@ from .commit import remove_saves
 from .ids import metadata_ids, note_of
 from .lease import Lease
 
-__all__ = ["Deletion", "begin_clearing", "begin_deletion", "check_native", "delete", "warn_of_files_elsewhere"]
+__all__ = [
+    "Deletion",
+    "begin_clearing",
+    "begin_deletion",
+    "check_native",
+    "delete",
+    "delete_with_files",
+    "warn_of_files_elsewhere",
+]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _MOST_NAMED = 3  # files, in a warning
@@ -30,8 +38,8 @@ class Deletion:
     def __init__(self, lease: Lease, saves: list[str]) -> None:
         self._lease, self.saves = lease, saves
 
-    def finish(self) -> None:
-        """Remove the files from this folder, and with the claim the last trace.
+    def finish(self) -> bool:
+        """Remove the files from this folder, and with the claim the last trace. Returns whether all is gone.
 
         Nothing that goes wrong here undoes what was done before, so it is logged and left to a later save.
         """
@@ -45,9 +53,11 @@ class Deletion:
             storage.delete(lease.temporary)  # that of a rebuild may have been impossible to remove
             storage.sync()
             lease.end()
+            return True
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
             self.leave()
+            return False
         except BaseException:  # an interrupt
             self.leave()
             raise
@@ -61,11 +71,15 @@ class Deletion:
 
 def delete(storage: Storage, unique_id: int) -> Metadata:
     """See :func:`paddle_dist_ckpt.delete_checkpoint`."""
+    return delete_with_files(storage, unique_id)[0]
+
+
+def delete_with_files(storage: Storage, unique_id: int) -> tuple[Metadata, bool]:
+    """The same; also whether the data files are gone, too, and not left to a later save."""
     found = read_checkpoint(storage, unique_id)
     check_native(found, storage.location)
     warn_of_files_elsewhere(storage, found)
-    begin_deletion(storage, unique_id, found.save_id).finish()
-    return found
+    return found, begin_deletion(storage, unique_id, found.save_id).finish()
 
 
 def warn_of_files_elsewhere(storage: Storage, metadata: Metadata) -> None:
@@ -122,16 +136,15 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         storage.sync()
     except BaseException as error:
         lease.stop()  # a later save finds out what has become of it
-        if not isinstance(error, Exception):  # an interrupt
+        what = None
+        if isinstance(error, OSError) or not isinstance(error, Exception):  # refused, or an interrupt
             with suppress(OSError, CheckpointError):
-                if metadata_name(unique_id) in storage.names():
+                what = _what_became(storage, unique_id)
+                if what is None:
                     lease.withdraw(save_id)
                 else:
-                    lease.mark_done()
-        what = _what_became(storage, unique_id) if isinstance(error, OSError) else None
-        if what is not None:
-            with suppress(OSError, CheckpointError):
-                lease.mark_done()  # so that nobody waits
+                    lease.mark_done()  # so that nobody waits
+        if what is not None and isinstance(error, OSError):
             raise DurabilityUnknownError(
                 f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
                 f"machine might bring it back, so its data files are left to a later save; it ended with: {error}",

@@ -31,6 +31,7 @@ from .claims import (
     claims_in,
     expired_claims,
     is_expired,
+    readable_record_of,
     record_of,
     records_of,
     saves_of_claim,
@@ -125,7 +126,7 @@ class Lease:
         return True
 
     def _write(self) -> None:
-        removes = [*self.doomed, *self.inherited]
+        removes = list(dict.fromkeys([*self.doomed, *self.inherited]))  # each once, or claims grow with every save
         claim = Claim(
             self.save_id,
             self.replaces,
@@ -171,7 +172,7 @@ class Lease:
             committed, saves = committed_saves(self.storage), dict[str, list[str]]()
             for name, parsed in list(dead.items()):
                 try:
-                    record = record_of(self.storage, name, parsed)
+                    record = readable_record_of(self.storage, name, parsed)
                     saves[name] = saves_of_claim(record, committed)
                     self.doomed += saves[name]
                     if record.save in committed and self.of_paddle is None:
@@ -179,17 +180,20 @@ class Lease:
                 except FileNotFoundError:
                     _logger.debug("the claim %s is another save's to take over", name)
                     del dead[name]
+                except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
+                    self._leave_stuck(name, error)
+                    del dead[name]
             self._write()
             for name, parsed in dead.items():
                 if self._remove_dead(name):
                     self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
             if self._stuck:
-                left = {save for name in self._stuck for save in saves[name]}
+                left = {save for name in self._stuck for save in saves.get(name, ())}
                 self.doomed = [save for save in self.doomed if save not in left]
                 self._write()
             # A save that was frozen just before its last step may have been committed until now, but not later.
             committed = committed_saves(self.storage)
-            self.doomed = [save for save in self.doomed if save not in committed]
+            self.doomed = [save for save in dict.fromkeys(self.doomed) if save not in committed]
         except CheckpointError as error:
             self.doomed = []
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
@@ -213,9 +217,13 @@ class Lease:
             except OSError as error:
                 why = str(error)
                 break
+        self._leave_stuck(name, why)
+        return False
+
+    def _leave_stuck(self, name: str, why: object) -> None:
+        """Leave a dead save's claim to whoever may read and remove it."""
         _logger.warning("the claim of a dead save is left, and with it the save's files: %s", why)
         self._stuck.add(name)
-        return False
 
     def confirm(self) -> None:
         """Just before the commit: see that the claim is there, and which save the id has now.
@@ -357,6 +365,11 @@ class Lease:
         here = self.others(self.unique_id)
         claims = claims_in(self.storage) if everywhere else here
         others = [name for name in claims if name != self.name and not self._is_harmless(name, here.get(name))]
+        if others and others[0] in self._stuck:
+            raise CheckpointError(
+                f"{self.storage.location} has the claim of a dead save, {others[0]}, which cannot be read or removed "
+                "here: if nobody is at work there, remove that file"
+            )
         if others:
             raise CheckpointError(f"{self.storage.location} is being saved to, as {others[0]} says; {EXPIRY}")
 

@@ -105,6 +105,9 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
         more = "..., " if len(below) > _MOST else ""
         yield f"{found} in {more}{shown}: pass {storage.location}/{encodable(below[-1])}"
         return
+    if any(parse_claim(name) is not None for name in names):
+        yield "a save to it goes on, or did not complete"
+        return
     kinds = [(name, kind) for name in names if (kind := _kind_of(storage, name, len(names) == 1)) is not None]
     if kinds:
         yield f"its file {encodable(kinds[0][0])} is {kinds[0][1]}"

@@ -57,6 +57,8 @@ class Pruned:
         removed: The steps that were committed and are gone, ascending,
         abandoned: and those that were not.
         left: Steps that stay, for they were saved anew, or somebody is at work in their folders.
+        refused: Steps that stay, for the storage has refused to remove them.
+        unfinished: Removed steps of which data files could not be removed; a later save or prune does it.
         unconfirmed: Steps that are gone, but may come back with a crash of the machine; their data files are there.
     """
 
@@ -64,6 +66,8 @@ class Pruned:
     removed: list[int]
     abandoned: list[int]
     left: list[int]
+    refused: list[int]
+    unfinished: list[int]
     unconfirmed: list[int]
 
 
@@ -74,20 +78,24 @@ def carry_out(plan: PrunePlan) -> Pruned:
             storage = LocalStorage(step_folder(plan.root, step))
             warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
     begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned])
-    left = dict(begun)
+    left, unfinished = dict(begun), []
     try:
         for step, removal in begun.items():
-            removal.finish()
+            unfinished += [] if removal.finish() else [step]
             del left[step]
             remove_step(plan.root, step, ())  # the files are gone, and what has their names now is somebody else's
     finally:
         for removal in left.values():  # an interrupt
             removal.leave()
     still = [step for step in plan.doomed if step in plan.steps.metrics]
+    stay = [*still, *(step for step in plan.abandoned if step not in begun)]
+    refused = [step for step in stay if step in plan.steps.refused]
     return Pruned(
         kept=sorted([*plan.kept, *still]),
         removed=[step for step in plan.doomed if step in begun],
         abandoned=[step for step in plan.abandoned if step in begun],
-        left=[*still, *(step for step in plan.abandoned if step not in begun)],
+        left=[step for step in stay if step not in refused],
+        refused=refused,
+        unfinished=unfinished,
         unconfirmed=[step for step in plan.doomed if step not in begun and step not in still],
     )

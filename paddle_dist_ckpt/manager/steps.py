@@ -59,15 +59,18 @@ class Steps:
 
     Attributes:
         metrics: Of each committed step, as of the last look.
+        unread: Steps of which it is not known whether they are committed, and why.
+        refused: The steps that were to be removed, and that the storage has refused to remove.
     """
 
     def __init__(self, root: Path, note: str) -> None:
         self._root, self._note = root, note
         self._saves: dict[int, str] = {}
-        self._unread: dict[int, Exception] = {}  # why it is not known whether these are committed
         self._told: set[int] = set()  # steps of which it was said that they have no `.metadata`
         self._identity: FolderIdentity | None = None
         self.metrics: dict[int, Metrics] = {}
+        self.unread: dict[int, Exception] = {}
+        self.refused: set[int] = set()
 
     def look(self, opened: Folders = _FOLDERS) -> None:
         """See which steps are committed. What is known of a step is not read again, unless it was saved anew.
@@ -93,7 +96,7 @@ class Steps:
                 _logger.warning("not counted among the steps: %s: %s", storage.location, error)
                 if _may_be_committed(error):
                     unread[step] = error
-        self._saves, self.metrics, self._unread = saves, metrics, unread
+        self._saves, self.metrics, self.unread = saves, metrics, unread
 
     def check_same(self, opened: Folders = _FOLDERS) -> None:
         """See that the folder is the one that it was: what it was may be not mounted any more, and have all the steps.
@@ -148,7 +151,7 @@ class Steps:
             CheckpointError: a step that may be the latest could not be read.
         """
         latest = max(self.metrics, default=None)
-        for step, error in sorted(self._unread.items(), reverse=True):
+        for step, error in sorted(self.unread.items(), reverse=True):
             if latest is None or (step > latest and isinstance(error, OSError)):
                 raise CheckpointError(
                     f"{step_folder(self._root, step)} cannot be read, and may be the latest step: {error}; if the disk "
@@ -226,6 +229,8 @@ class Steps:
             _logger.warning("%s", error)
         except (OSError, CheckpointError) as error:
             _logger.warning("step %d is left for now: %s", step, error)
+            if isinstance(error, OSError):
+                self.refused.add(step)
             return
         else:
             _logger.info("removing step %d: %s", step, storage.location)

@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import stat
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -31,6 +32,7 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MOST_DURABLE = 1024
+_COARSEST = 3.0  # seconds; the times of some filesystems are even
 _durable: dict[Path, tuple[int, ...]] = {}  # folders whose names were made durable, and what told them from others
 
 
@@ -264,14 +266,16 @@ def _remove_temporary(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        _logger.warning("%s is left: %s", path, error)
+        level = logging.WARNING if os.path.lexists(path) else logging.DEBUG  # some say first that it is read-only
+        _logger.log(level, "%s is left: %s", path, error)
 
 
 def _sync_names(folder: Path) -> None:
     """Make the names of a folder and of those above it durable, up to the mount point: whoever made them may not have.
 
     It is done once in a process, and again where a name may mean another folder since. The inode does not tell that, as
-    filesystems give its number again; but no name is made without a change of the folder above.
+    filesystems give its number again; but no name is made without a change of the folder above. Where times are whole
+    seconds, another change may have the same one: such a folder counts as known when its last change is older.
     """
     done: dict[Path, tuple[int, ...]] = {}
     while folder != folder.parent:
@@ -281,7 +285,8 @@ def _sync_names(folder: Path) -> None:
         if status.st_dev != above.st_dev or _durable.get(folder) == known:
             break
         _sync_folder(folder.parent)
-        done[folder] = known
+        if above.st_ctime_ns % 1_000_000_000 or time.time() - above.st_ctime > _COARSEST:
+            done[folder] = known
         folder = folder.parent
     if len(_durable) > _MOST_DURABLE:
         _durable.clear()

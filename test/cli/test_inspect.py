@@ -117,6 +117,10 @@ def test_a_folder_of_steps(tmp_path: Path) -> None:
     text = run("inspect", tmp_path)
     assert "loss is lowest at step 200, highest at step 300" in text
     assert f"pass {step_folder(tmp_path, 300)}, the latest" in fails("inspect", tmp_path, "a")
+    (step_folder(tmp_path, 300) / "300.metadata").write_bytes(b"x")
+    found = answer("inspect", tmp_path, code=1)
+    assert (found["latest"], found["uncommitted"], [*found["unread"]]) == (200, ["step-00000400"], ["step-00000300"])
+    assert "step-00000300 cannot be read: " in run("inspect", tmp_path, code=1)
 
 
 def test_other_formats_by_folder_and_by_file(tmp_path: Path) -> None:

@@ -150,6 +150,54 @@ def test_prune_says_what_the_disk_does_not_confirm(tmp_path: Path, monkeypatch: 
     assert result.stderr.endswith("the data files are left to a later save: 100\n")
 
 
+def refuse(monkeypatch: pytest.MonkeyPatch, *endings: str) -> None:
+    """Have a folder refuse to remove what is called so."""
+    delete = LocalStorage.delete
+
+    def refused(storage: LocalStorage, name: str) -> None:
+        if name.endswith(endings):
+            raise PermissionError(errno.EACCES, "Permission denied", f"{storage.location}/{name}")
+        delete(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "delete", refused)
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind", "text"),
+    [
+        (".metadata", "refused", "could not be removed: 100, 200\n"),
+        (
+            ".safetensors",
+            "unfinished",
+            "removed, but data files could not be; they are left to a later save: 100, 200\n",
+        ),
+    ],
+)
+def test_prune_says_what_it_could_not_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, kind: str, text: str
+) -> None:
+    for root in ("json", "text"):
+        steps(tmp_path / root, s100=0.5, s200=0.5, s300=0.5)
+    refuse(monkeypatch, ending)
+    found = answer("prune", tmp_path / "json", "--keep-last", 1, "-y", code=1)
+    assert (found[kind], found["left"], found["bytes"]) == ([100, 200], [], 0)
+    assert found["removed"] == ([100, 200] if kind == "unfinished" else [])
+    result = CliRunner().invoke(app, ["prune", str(tmp_path / "text"), "--keep-last", "1", "-y"])
+    assert result.exit_code == 1
+    assert result.stderr.endswith(text)
+    assert "left, for" not in result.stdout
+    assert not list(tmp_path.glob("*/*/*.claim")) or kind == "unfinished"
+
+
+def test_delete_says_what_it_could_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for root in ("json", "text"):
+        save_model(tmp_path / root, {"w": make_array((4,))}, 1)
+    refuse(monkeypatch, ".safetensors")
+    assert answer("delete", tmp_path / "json", 1, "-y", code=1)["unfinished"]
+    text = fails("delete", tmp_path / "text", 1, "-y", code=1)
+    assert text.endswith(", but data files could not be removed; they are left to a later save\n")
+
+
 def test_wrong_use_of_prune(tmp_path: Path) -> None:
     steps(tmp_path, s100=0.5)
     assert "loss:min" in fails("prune", tmp_path, "--keep-last", 1, "--best", "loss")

@@ -253,6 +253,56 @@ def test_a_dead_claim_that_cannot_be_removed_is_in_nobodys_way(
     check_holds(tmp_path, {2: 2, 3: 3})
 
 
+def test_a_dead_claim_that_may_not_be_read_is_left_with_what_it_says_to_whoever_may(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of another user, who lets nobody else read new files."""
+    save_alone(state(1), tmp_path, 1)
+    dead_save(tmp_path, 5, last="sync")
+    (theirs,) = tmp_path.glob("5.*.claim")
+    save_alone(state(2), tmp_path, 1)
+    dead_save(tmp_path, 7, last="sync")
+    age_claims(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "read" and name == theirs.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(theirs))
+
+    storage = FaultyStorage(tmp_path, hook)
+    save_on([state(3)], storage, 2)
+    assert caplog.text.count("the claim of a dead save is left, and with it the save's files: [Errno 13]") == 1
+    assert [path.name for path in tmp_path.glob("*.claim")] == [theirs.name]
+    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_1.", "0_2.", "0_5."]
+    delete(storage, 2)
+    with pytest.raises(CheckpointNotFoundError):
+        delete(storage, 5)
+    save_on([state(4)], storage, 5)
+    with pytest.raises(CheckpointError, match=r"has the claim of a dead save, 5\..*, which cannot be read or removed"):
+        delete(storage, 5)
+    save_alone(state(5), tmp_path, 6)
+    check_holds(tmp_path, {1: 2, 5: 4, 6: 5})
+
+
+def test_claims_do_not_multiply_what_cannot_be_removed(tmp_path: Path) -> None:
+    """An immutable file, say: each save passes on what is to be removed, until it can be."""
+    save_alone(state(0), tmp_path, 1)
+    (stuck,) = data_files(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name == stuck.name:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(stuck))
+
+    sizes = []
+    for version in range(12):
+        save_alone(state(version), FaultyStorage(tmp_path, hook), 1)
+        assert len(data_files(tmp_path)) == 2, "one that cannot be removed keeps no other"
+        sizes.append(sum(claim.stat().st_size for claim in tmp_path.glob("*.claim")))
+        age_claims(tmp_path)
+    assert max(sizes) < 60 * len(sizes), "no more than the ids of each save"
+    save_alone(state(99), tmp_path, 1)
+    check_holds(tmp_path, {1: 99})
+
+
 def test_nobody_waits_for_a_dead_deletion_whose_claim_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +336,9 @@ def test_a_checkpoint_that_a_frozen_save_may_still_replace_is_not_deleted(tmp_pa
     if automatic:
         delete(storage, 1)
     else:
-        with pytest.raises(CheckpointError, match="is being saved to"):
+        with pytest.raises(
+            CheckpointError, match=r"has the claim of a dead save, 1\..*, which cannot be read or removed"
+        ):
             delete(storage, 1)
     assert list_checkpoints(tmp_path) == ([] if automatic else [1])
     assert len(list(tmp_path.glob("*.claim"))) == 1
@@ -664,7 +716,7 @@ def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> Non
 def test_what_a_dead_save_has_left_prevents_no_save_and_is_not_forgotten(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number in (5, 4):
+    for number in (5, 4, 9):
         dead_save(tmp_path, number, last="sync")
     age_claims(tmp_path)
 

@@ -249,19 +249,26 @@ def test_a_deletion_that_the_disk_refuses_is_an_error_of_the_disk(tmp_path: Path
         delete(FaultyStorage(tmp_path, hook), 1)
     assert list_checkpoints(tmp_path) == [1]
     assert verify(tmp_path, 1).problems == ()
+    assert not list(tmp_path.glob("*.claim")), "nobody waits for it"
 
 
-def test_a_save_waits_for_whoever_deletes_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The claim is empty. What the save commits is not deleted in the place of what was meant."""
+@pytest.mark.parametrize("claim", ["empty, as on a full disk", "not to be read, as another user's"])
+def test_a_save_waits_for_whoever_may_be_deleting(tmp_path: Path, claim: str) -> None:
+    """What the save commits is not deleted in the place of what was meant."""
     saved(tmp_path, 1)
     waits, looked = threading.Event(), threading.Event()
+    deletes_on: type[LocalStorage] = FullStorage if claim.startswith("empty") else LocalStorage
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "read" and name.endswith(".claim") and not claim.startswith("empty"):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "the save waits for that" in record.getMessage():
                 waits.set()
 
-    class Storage(FullStorage):
+    class Storage(deletes_on):  # type: ignore[misc, valid-type]
         def delete(self, name: str) -> None:
             if name == "1.metadata":
                 looked.set()
@@ -274,7 +281,7 @@ def test_a_save_waits_for_whoever_deletes_on_a_full_disk(tmp_path: Path, caplog:
     thread.start()
     try:
         assert looked.wait(PATIENCE)
-        save_alone(state(1), tmp_path, 1)
+        save_alone(state(1), FaultyStorage(tmp_path, hook), 1)
     finally:
         waits.set()
         thread.join(PATIENCE)

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import socket
 import stat
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,45 @@ def test_the_name_of_a_folder_that_is_removed_and_made_again_is_made_durable_aga
         synced.clear()
         LocalStorage(tmp_path / name).prepare()
         assert synced == []
+
+
+def test_where_times_are_whole_seconds_a_folder_counts_as_the_same_later(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a folder that is removed and made again within a second would have neither another inode nor another time."""
+    real, changed = Path.stat, float(int(time.time()))
+
+    def coarse(path: Path, **options: Any) -> Any:
+        status = real(path, **options)
+        fields = {field: getattr(status, field) for field in dir(status) if field.startswith("st_")}
+        return SimpleNamespace(**{**fields, "st_ctime": changed, "st_ctime_ns": int(changed) * 1_000_000_000})
+
+    monkeypatch.setattr(Path, "stat", coarse)
+    for later, expected in ((0.5, True), (2.5, True), (4.0, True), (4.5, False)):
+        monkeypatch.setattr(local.time, "time", lambda later=later: changed + later)
+        synced.clear()
+        LocalStorage(tmp_path / "run").prepare()
+        assert (str(tmp_path) in synced) == expected, later
+
+
+def test_a_temporary_name_that_cannot_be_removed_is_told_of_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that may only be read says so of names that nobody has made."""
+
+    def refuse(path: Path, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    def broken(source: Path, target: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(source))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "replace", broken)
+    for folder, there in ((tmp_path / "nowhere", False), (tmp_path, True)):
+        caplog.clear()
+        with pytest.raises(OSError, match=r"f\.tmp"):
+            LocalStorage(folder).publish("f", b"x", "f.tmp", replace=True)
+        assert ("is left: [Errno 30]" in caplog.text) == there
 
 
 def test_a_folder_above_that_may_not_be_opened_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
