@@ -18,7 +18,7 @@ from paddle.distributed.auto_parallel import api
 from ..errors import UnsupportedValueError
 from ..tree.objects import is_stateful, set_state
 from .static_program import SCHEDULER, SLICE, is_program, program_scheduler
-from .wrappers import INNER, STEPS, is_look_ahead, is_wrapper, refusal, unwrapped
+from .wrappers import INNER, STEPS, is_look_ahead, is_of_paddle, is_wrapper, refusal, unwrapped
 
 __all__ = [
     "MASTERS",
@@ -54,7 +54,7 @@ def is_defined_by_user(value: Any) -> bool:
         return False
     bases = type(_inner(value) if is_optimizer(value) else value).__mro__
     makers = [next(one for one in bases if name in vars(one)) for name in ("state_dict", "set_state_dict")]
-    return all(one.__module__.partition(".")[0] != "paddle" for one in makers)
+    return not any(map(is_of_paddle, makers))
 
 
 def _inner(optimizer: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["INNER", "STEPS", "is_look_ahead", "is_wrapper", "refusal", "unwrapped"]
+__all__ = ["INNER", "STEPS", "is_look_ahead", "is_of_paddle", "is_wrapper", "refusal", "unwrapped"]
 
 INNER, STEPS = "inner_optimizer", "steps"
 """Where a LookAhead's state has that of the optimizer in it, and the number of steps."""
@@ -65,8 +65,13 @@ def _paddles(value: Any) -> frozenset[str]:
     """The names of those of Paddle's classes that a value is of."""
     kind = type(value)
     if kind not in _names:
-        _names[kind] = frozenset(one.__name__ for one in kind.__mro__ if one.__module__.partition(".")[0] == "paddle")
+        _names[kind] = frozenset(one.__name__ for one in kind.__mro__ if is_of_paddle(one))
     return _names[kind]
+
+
+def is_of_paddle(kind: type) -> bool:
+    """Whether it is one of Paddle's own classes; some have no text for their module, or none."""
+    return str(getattr(kind, "__module__", "")).partition(".")[0] == "paddle"
 
 
 def _found(table: Mapping[str, str], value: Any) -> str | None:

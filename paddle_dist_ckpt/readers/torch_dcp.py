@@ -258,8 +258,9 @@ class _DCPContents:
         """Find what an item holds."""
         most = _MOST_DIRECTORY if item.box is None else _MOST_CHUNK_DIRECTORY
         above = sum(len(part) for part in self._description.paths[item.key] if isinstance(part, str))
+        zip_file = TorchZip(file, item.start, item.stop, most)
         try:
-            leaves = self._saved.leaves(TorchZip(file, item.start, item.stop, most), item.key, above // 16)
+            leaves = self._saved.leaves(zip_file, item.key, above // 16)
         except UnsupportedValueError as error:
             self._refused[item.key] = str(error)
             return

@@ -80,7 +80,7 @@ class TorchZip:
 
     Raises:
         CheckpointCorruptedError: no such zip is there, or it is damaged.
-        UnsupportedValueError: a member is compressed or encrypted, or the zip is divided.
+        UnsupportedValueError: a member is compressed or encrypted, or the data are of another byte order.
     """
 
     def __init__(self, file: AheadFile, start: int, stop: int, most: int) -> None:
@@ -98,9 +98,8 @@ class TorchZip:
         if len(pickles) != 1:
             raise self._damaged("it has no data.pkl")
         self._archive = pickles[0].removesuffix("data.pkl")
-        order = self._archive + "byteorder"
-        if order in self._members and not self._is("byteorder", b"little"):
-            raise UnsupportedValueError(f"{self.where} has data of another byte order than little-endian")
+        if self._archive + "byteorder" in self._members:
+            self._check_byte_order(self.member("byteorder"))
 
     @property
     def where(self) -> str:
@@ -124,7 +123,7 @@ class TorchZip:
         if signature != b"PK\3\4" or position + nbytes > stop:
             raise self._damaged(f"its member {shown(name)} is not where its directory says")
         if method or flags & _ENCRYPTED:
-            raise UnsupportedValueError(f"{self.where}: {shown(name)} is compressed")
+            raise self._damaged(f"its member {shown(name)} is compressed, and not as its directory says")
         if self.file.read(header + _LOCAL.size, name_size) != full.encode():
             raise self._damaged(f"another member is where {shown(name)} should be")
         # torch leaves the CRC-32 out by writing 0
@@ -147,9 +146,12 @@ class TorchZip:
         if member.crc32 is not None and crc32 != member.crc32:
             raise self._damaged(f"what is at byte {member.position} has another CRC-32 than was written")
 
-    def _is(self, name: str, content: bytes) -> bool:
-        member = self.member(name)
-        return member.nbytes == len(content) and self.content(member) == content
+    def _check_byte_order(self, member: ZipMember) -> None:
+        order = self.content(member) if member.nbytes == len(b"little") else b""
+        if order == b"little":
+            return
+        self.verify(member)
+        raise UnsupportedValueError(f"{self.where} has data of another byte order than little-endian")
 
     def _damaged(self, reason: str) -> CheckpointCorruptedError:
         return CheckpointCorruptedError(f"{self.where}: no zip of torch.save, or a damaged one: {reason}")

@@ -23,12 +23,8 @@ OF_INDEX = ".index.json"
 _logger = logging.getLogger("paddle_dist_ckpt")
 
 
-class _IndexRecord(msgspec.Struct, frozen=True):
-    weight_map: msgspec.Raw
-
-
 # Made here, not by the first thread that decodes: msgspec may crash if two threads have it look at a type at once.
-_INDEX_DECODER = msgspec.json.Decoder(_IndexRecord)
+_INDEX_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WEIGHT_MAP_DECODER = msgspec.json.Decoder(dict[str, str])
 
 
@@ -71,10 +67,11 @@ def _read(storage: Storage, index: str, budget: Budget) -> dict[str, str]:
         text = file.read_large(0, file.size)
         spend_on_json(file, text)
     try:
-        record = _INDEX_DECODER.decode(text).weight_map
-        weight_map = _WEIGHT_MAP_DECODER.decode(record)
-    except DECODE_ERRORS as error:
+        outer = _INDEX_DECODER.decode(text)
+        weight_map = _WEIGHT_MAP_DECODER.decode(outer["weight_map"])
+    except (*DECODE_ERRORS, KeyError) as error:
         raise CheckpointCorruptedError(f"{index}: no index, or a damaged one: {str(error)[:200]}") from error
-    if member_count(record) != len(weight_map):
+    within = {name: member_count(record) for name, record in outer.items()}
+    if member_count(text) != len(outer) + sum(within.values()) or within["weight_map"] != len(weight_map):
         raise CheckpointCorruptedError(f"{index} has a name twice")
     return weight_map

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..errors import UnsupportedValueError
+from ..errors import CheckpointError, UnsupportedValueError
 
 __all__ = ["ObjectKind", "OpenedObject", "is_stateful", "set_state", "state_of"]
 
@@ -56,9 +56,17 @@ def state_of(value: Any, key: str) -> dict[Any, Any]:
     """An object's state_dict.
 
     Raises:
+        CheckpointError: the object does not give it.
         UnsupportedValueError: it is not a dict.
     """
-    state = value.state_dict()
+    try:
+        state = value.state_dict()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{key}: state_dict() of this {type(value).__name__} failed: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(state, dict):
         raise UnsupportedValueError(
             f"{key}: state_dict() of this {type(value).__name__} returned a {type(state).__name__}; a dict is due"

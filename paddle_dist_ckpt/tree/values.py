@@ -116,7 +116,9 @@ def to_jsonable(value: Any, key: _Place, depth: int = 0) -> Any:
 
 def _kind_in_words(kind: type) -> str:
     """A type as one says it: ``a set``, ``an object``, ``a loader.Reader``."""
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    module = getattr(kind, "__module__", None)  # classes of another language may have none
+    is_named = isinstance(module, str) and module != "builtins"
+    name = f"{module}.{kind.__qualname__}" if is_named else kind.__qualname__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 

@@ -702,3 +702,19 @@ def test_an_optimizer_of_group_shardings_stage_3_is_refused(tmp_path: Path, kept
         save_state_dict({"optimizer": optimizer}, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert set(optimizer._accumulators) <= {"moment1"}, "none were made"
+
+
+class NoModule:
+    """As classes of other languages may be."""
+
+    __module__ = None  # type: ignore[assignment]
+
+
+class OddModule:
+    __module__ = property(lambda self: "odd")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [NoModule, OddModule])
+def test_a_value_of_a_class_without_a_module_is_refused_as_any_other(kind: type, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError, match=rf"deep\.x: an? {kind.__name__} cannot be stored"):
+        save_state_dict({"deep": {"x": kind()}}, tmp_path)

@@ -279,6 +279,8 @@ def test_a_metadata_beside_hides_only_files_of_its_own(name: str, tmp_path: Path
         (b'{"weight_map": {"\xff": "a.safetensors"}}', "no index"),
         (b'{"x": ' + b"[" * 100_000, "no index"),
         (b'{"weight_map": {"a": "a.safetensors", "a": "a.safetensors"}}', "a name twice"),
+        (b'{"weight_map": {"a": "b.safetensors"}, "weight_map": {"a": "a.safetensors"}}', "a name twice"),
+        (b'{"metadata": {}}', "no index"),
         (b'{"weight_map": {"a": "../a.safetensors"}}', "no name of a file"),
         (b'{"weight_map": {"a": "/etc/passwd"}}', "no name of a file"),
         (b'{"weight_map": {"a": ".."}}', "no name of a file"),

@@ -179,6 +179,21 @@ def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
     assert "odd: state_dict() of this Odd returned a list" in str(error)
 
 
+def test_an_object_that_does_not_give_its_state_is_named(tmp_path: Path) -> None:
+    class Odd(Loader):
+        def state_dict(self) -> Any:
+            raise KeyError("inner")
+
+    saved(1, lambda rank: {"deep": {"odd": Loader()}}, tmp_path)
+    for results in (
+        run_ranks(1, lambda rank: rank.save({"deep": {"odd": Odd()}}, tmp_path)),
+        loaded(1, lambda rank: {"deep": {"odd": Odd()}}, tmp_path),
+    ):
+        (error,) = results
+        assert isinstance(error, CheckpointError)
+        assert str(error).endswith("deep.odd: state_dict() of this Odd failed: KeyError: 'inner'")
+
+
 @pytest.mark.parametrize("more", [0, 10_000])
 def test_a_state_dict_with_other_keys_is_a_value_or_refused(tmp_path: Path, more: int) -> None:
     class Table:
