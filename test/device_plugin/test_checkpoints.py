@@ -45,7 +45,7 @@ def test_other_formats_to_any_layout(devices: DevicePool, tmp_path: Path, format
     devices.run(cases.save, str(tmp_path / "own"), "rows", False)
     out = tmp_path / ("out.pdparams" if format == "pdparams" else "out")
     export(tmp_path / "own", out, format)
-    for options in OPTIONS:
+    for options in strategies.some(OPTIONS, 2):
         found = devices.run(cases.load_tensors, str(out), "grid", options)
         assert any(received for _, received in found) == (options.get("exchange") == "always")
 

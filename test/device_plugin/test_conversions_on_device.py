@@ -124,7 +124,7 @@ def test_the_host_is_the_current_device(either: DevicePool, tmp_path: Path, wher
 @pytest.mark.parametrize("exchange", ["auto", "always"])
 def test_slow_copies(either: DevicePool, tmp_path: Path, exchange: str) -> None:
     """Nothing is read before it has been copied, and nothing is overwritten before."""
-    for source, destination in PAIRS[-2:]:
+    for source, destination in some(PAIRS[-2:], 1):
         path = str(tmp_path / source)
         either.run(cases.save_slowly, source, path, BYTES_PER_SECOND, ranks=LAYOUTS[source].ranks)
         ranks = LAYOUTS[destination].ranks

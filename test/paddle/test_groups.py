@@ -317,7 +317,8 @@ os._exit(0)
 
 
 def test_a_job_that_cannot_be_initialised_is_told_so(tmp_path: Path) -> None:
-    launched(tmp_path, WITHOUT_RANK_0)
+    ends = forked(tmp_path, WITHOUT_RANK_0.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))))
+    assert [code for code, _ in ends] == [0, 0], ends
     assert not (tmp_path / "checkpoint").exists()
 
 

@@ -78,7 +78,7 @@ def test_programs_compute_what_layers_do(train: Train, layout: str) -> None:
     assert np.abs(np.subtract(fresh, losses[0][3:])).min() > 0.01  # so that what was not loaded is noticed
 
 
-@pytest.mark.parametrize(("source", "destination", "layout"), some(ROTATED, 3))
+@pytest.mark.parametrize(("source", "destination", "layout"), some(ROTATED, 2))
 def test_training_goes_on(train: Train, saved: Saved, source: str, destination: str, layout: str) -> None:
     losses = go_on(train, destination, saved(source), layout)
     np.testing.assert_allclose(losses, uninterrupted(train), rtol=1e-4)
@@ -151,7 +151,7 @@ def test_from_elsewhere(train: Train, saved: Saved, source: str, destination: st
             ("program_dict", "objects"),
             ("program_split", "dicts"),
         ],
-        2,
+        1,
     ),
 )
 def test_master_weights_go_on(train: Train, saved: Saved, source: str, destination: str) -> None:
@@ -191,7 +191,7 @@ def test_evaluation(ranks: RankPool, train: Train, saved: Saved, source: str, de
     np.testing.assert_allclose(loss, uninterrupted(train)[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, 3))
 def test_variables_are_known_by_their_names(ranks: RankPool, saved: Saved, form: str) -> None:
     (names,) = ranks.run(cases.variable_names, saved(form), ranks=1)
     assert names["model.up.weight"] == "linear_0.w_0.dist"
