@@ -41,7 +41,8 @@ def delete(
     found, finished = delete_with_files(as_storage(path), unique_id)
     size = sum(info.size for info in found.files)
     if json:
-        facts = {"unique_id": unique_id, "files": len(found.files), "bytes": size, "unfinished": not finished}
+        freed = size if finished else 0
+        facts = {"unique_id": unique_id, "files": len(found.files), "bytes": freed, "unfinished": not finished}
         print_json({"path": path, **facts})
     elif finished:
         say(f"deleted {what}, {human_bytes(size)}")

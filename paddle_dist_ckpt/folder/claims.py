@@ -54,6 +54,8 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
         done: Whether its save is committed, and waits only for what other saves under its id do; or whether what it
             deletes is committed no more, and only files are left.
         committed_as: The id of a save that is done, if that is not the one in the claim's name.
+        passes_on: Whether there is no save or deletion of its own, and it only passes on what is to be removed.
+        is_unread: Whether it may not be read, so that it may be of a save or of a deletion; never in a file.
     """
 
     save: str
@@ -64,14 +66,13 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
     deletes: bool = False
     done: bool = False
     committed_as: int | None = None
+    passes_on: bool = False
+    is_unread: bool = False
 
     @property
     def own(self) -> list[str]:
-        """The saves that it is answerable for whether it is committed or not.
-
-        What has deleted made no files that its claim's own id would tell: that is told again and again else.
-        """
-        return self.removes if self.deletes and self.done else [self.save, *self.removes]
+        """The saves that it is answerable for whether it is committed or not."""
+        return self.removes if self.passes_on else [self.save, *self.removes]
 
 
 _CLAIM_DECODER = msgspec.json.Decoder(Claim)  # made here, as threads must not make it at once
@@ -111,13 +112,13 @@ def claims_in(storage: Storage) -> dict[str, ClaimName]:
 def record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
     """What a claim says; if it is torn, what its name does.
 
-    An empty one is of somebody who deletes on a full disk; and one that may not be read may be of somebody who deletes.
+    An empty one is of somebody who deletes on a full disk. One that may not be read may be of anybody.
     """
     try:
         return readable_record_of(storage, name, parsed)
     except PermissionError as error:
         _logger.debug("the claim %s may not be read: %s", name, error)
-        return Claim(parsed.save_id, None, [], deletes=True)
+        return Claim(parsed.save_id, None, [], deletes=True, is_unread=True)
 
 
 def readable_record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
@@ -130,7 +131,7 @@ def readable_record_of(storage: Storage, name: str, parsed: ClaimName) -> Claim:
         data = storage.read(name, _MOST_CLAIM_BYTES)
         if not data and not name.endswith(TEMPORARY):
             return Claim(parsed.save_id, None, [], deletes=True)
-        return msgspec.structs.replace(_CLAIM_DECODER.decode(data), save=parsed.save_id)
+        return msgspec.structs.replace(_CLAIM_DECODER.decode(data), save=parsed.save_id, is_unread=False)
     except (*DECODE_ERRORS, IsADirectoryError) as error:
         _logger.debug("the claim %s is torn: %s", name, error)
         return Claim(parsed.save_id, None, [])

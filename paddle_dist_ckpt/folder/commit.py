@@ -14,7 +14,7 @@ from ..errors import CheckpointError, DurabilityUnknownError
 from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary
-from ..storage.base import Storage
+from ..storage.base import Storage, is_refusal
 from .catalogs import ids_beside
 from .checkpoint import read_checkpoint
 from .claims import Claim
@@ -243,7 +243,7 @@ def _aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
 
 
 def _may_replace(claim: Claim) -> bool:
-    return not (claim.automatic or claim.deletes or claim.done)
+    return not (claim.automatic or claim.done) and (claim.is_unread or not claim.deletes)
 
 
 def finish(lease: Lease, left: Aftermath) -> None:
@@ -317,7 +317,7 @@ def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], obj
 
     Raises:
         CheckpointError: it is not known what is committed, as a `.metadata` cannot be read.
-        OSError: of the first file that could not be removed; all others are gone.
+        OSError: a file could not be removed. If that was refused, the others are gone: it is the first one's then.
     """
     doomed = set(saves)
     for save, unique_id in committed_saves(storage).items() if doomed else ():
@@ -332,6 +332,8 @@ def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], obj
             try:
                 storage.delete(name)
             except OSError as error:
+                if not is_refusal(error):  # nor would the disk answer for the others
+                    raise
                 failure = failure or error
     if failure is not None:
         raise failure

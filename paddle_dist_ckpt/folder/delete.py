@@ -8,10 +8,10 @@ from contextlib import suppress
 from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.metadata import Metadata
 from ..files.names import metadata_name
-from ..storage.base import Storage
+from ..storage.base import Storage, is_refusal
 from .checkpoint import read_checkpoint
 from .commit import remove_saves
-from .ids import metadata_ids, note_of
+from .ids import metadata_ids, note_of, save_of
 from .lease import Lease
 
 __all__ = [
@@ -39,28 +39,28 @@ class Deletion:
         self._lease, self.saves = lease, saves
 
     def finish(self) -> bool:
-        """Remove the files from this folder, and with the claim the last trace. Returns whether all is gone.
+        """Remove the files from this folder, and with the claim the last trace. Returns whether the files are gone.
 
         Nothing that goes wrong here undoes what was done before, so it is logged and left to a later save.
         """
-        lease, storage = self._lease, self._lease.storage
+        lease, storage, are_gone = self._lease, self._lease.storage, False
         lease.stop()
         try:
             remove_saves(storage, self.saves, lease.check_held)
+            are_gone = True
             for name, claim in lease.others(lease.unique_id).items():
                 if claim.done and not claim.deletes:  # what another deletion has left, its claim alone speaks of
                     storage.delete(name)
             storage.delete(lease.temporary)  # that of a rebuild may have been impossible to remove
             storage.sync()
             lease.end()
-            return True
         except (OSError, CheckpointError) as error:
             _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
             self.leave()
-            return False
         except BaseException:  # an interrupt
             self.leave()
             raise
+        return are_gone
 
     def leave(self) -> None:
         """Leave the files to a later save, for which the claim stays, and let nobody wait."""
@@ -139,11 +139,11 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         what = None
         if isinstance(error, OSError) or not isinstance(error, Exception):  # refused, or an interrupt
             with suppress(OSError, CheckpointError):
-                what = _what_became(storage, unique_id)
-                if what is None:
-                    lease.withdraw(save_id)
-                else:
+                what = _what_became(storage, unique_id, save_id)
+                if what is not None:
                     lease.mark_done()  # so that nobody waits
+                elif not isinstance(error, OSError) or is_refusal(error):  # and may not happen late, as on a network
+                    lease.withdraw(save_id)
         if what is not None and isinstance(error, OSError):
             raise DurabilityUnknownError(
                 f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
@@ -155,11 +155,11 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
     return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed])
 
 
-def _what_became(storage: Storage, unique_id: int) -> str | None:
+def _what_became(storage: Storage, unique_id: int, save_id: str) -> str | None:
     """What became of a deletion that ended in an error, in words; None if it was not done."""
     try:
-        return None if metadata_name(unique_id) in storage.names() else "deleted"
-    except OSError as error:
+        return None if save_of(storage, unique_id) == save_id else "deleted"
+    except (OSError, CheckpointError) as error:
         return f"perhaps deleted (which cannot be seen: {error})"
 
 

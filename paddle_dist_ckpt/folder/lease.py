@@ -38,13 +38,17 @@ from .claims import (
 )
 from .ids import committed_saves, known_save_of
 
-__all__ = ["Lease"]
+__all__ = ["Lease", "StuckClaimError"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
 _LOOK_AGAIN = 0.1  # seconds
 _REMOVALS = 4  # of a claim, and a look each
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StuckClaimError(CheckpointError):
+    """The claim of a dead save is in the way, and cannot be read or removed by this process."""
 
 
 class Lease:
@@ -174,7 +178,6 @@ class Lease:
                 try:
                     record = readable_record_of(self.storage, name, parsed)
                     saves[name] = saves_of_claim(record, committed)
-                    self.doomed += saves[name]
                     if record.save in committed and self.of_paddle is None:
                         self.of_paddle = record.of_paddle
                 except FileNotFoundError:
@@ -182,7 +185,9 @@ class Lease:
                     del dead[name]
                 except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
                     self._leave_stuck(name, error)
-                    del dead[name]
+            unread = {name.removesuffix(TEMPORARY) for name in self._stuck}
+            dead = {name: parsed for name, parsed in dead.items() if name.removesuffix(TEMPORARY) not in unread}
+            self.doomed += [save for name in dead for save in saves[name]]
             self._write()
             for name, parsed in dead.items():
                 if self._remove_dead(name):
@@ -271,8 +276,12 @@ class Lease:
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
         started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * _FRESH_EVERY)
-        while (name := self._deleter()) is not None:
-            text = f"checkpoint {self.unique_id} is being deleted, as {self.storage.location}/{name} says"
+        while (found := self._deleter()) is not None:
+            name, claim = found
+            which, claimed = f"checkpoint {self.unique_id}", f"{self.storage.location}/{name}"
+            text = f"{which} is being deleted, as {claimed} says"
+            if claim.is_unread:
+                text = f"{which} may be being deleted: {claimed} may not be read"
             if not said:
                 _logger.warning("%s; the save waits for that", text)
                 said = True
@@ -283,11 +292,11 @@ class Lease:
                 )
             time.sleep(_LOOK_AGAIN)
 
-    def _deleter(self) -> str | None:
-        """The claim of somebody who may still remove the `.metadata` under the id."""
+    def _deleter(self) -> tuple[str, Claim] | None:
+        """The claim of somebody who may still remove the `.metadata` under the id, with its name."""
         claims, now = self.others(self.unique_id), self._now()
-        deleters = (name for name, claim in claims.items() if claim.deletes and not claim.done)
-        return next((name for name in deleters if not is_expired(self.storage, name, now)), None)
+        deleters = ((name, claim) for name, claim in claims.items() if claim.deletes and not claim.done)
+        return next((found for found in deleters if not is_expired(self.storage, found[0], now)), None)
 
     def others(self, unique_id: int) -> dict[str, Claim]:
         """The other claims of an id, by name: of saves that set out for it, or that are committed under it."""
@@ -341,7 +350,7 @@ class Lease:
         """Leave the files of dead saves to a later save, by a claim of their own: this one speaks of its save, too."""
         other = secrets.token_hex(8)
         self._ids.add(other)
-        claim = Claim(other, None, self.doomed, deletes=True, done=True)
+        claim = Claim(other, None, self.doomed, deletes=True, done=True, passes_on=True)
         name = claim_name(self.unique_id, other)
         self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)
         self.doomed = []
@@ -366,7 +375,7 @@ class Lease:
         claims = claims_in(self.storage) if everywhere else here
         others = [name for name in claims if name != self.name and not self._is_harmless(name, here.get(name))]
         if others and others[0] in self._stuck:
-            raise CheckpointError(
+            raise StuckClaimError(
                 f"{self.storage.location} has the claim of a dead save, {others[0]}, which cannot be read or removed "
                 "here: if nobody is at work there, remove that file"
             )

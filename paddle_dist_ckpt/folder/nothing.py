@@ -106,7 +106,7 @@ def _what_is_there(storage: Storage, names: Sequence[str]) -> Iterator[str]:
         yield f"{found} in {more}{shown}: pass {storage.location}/{encodable(below[-1])}"
         return
     if any(parse_claim(name) is not None for name in names):
-        yield "a save to it goes on, or did not complete"
+        yield "somebody is saving to it or deleting there, or has not come to an end"
         return
     kinds = [(name, kind) for name in names if (kind := _kind_of(storage, name, len(names) == 1)) is not None]
     if kinds:

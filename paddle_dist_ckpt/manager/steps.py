@@ -20,6 +20,7 @@ from ..folder.claims import is_abandoned
 from ..folder.commit import remove_saves
 from ..folder.delete import Deletion, begin_clearing, begin_deletion
 from ..folder.ids import note_of, save_of
+from ..folder.lease import StuckClaimError
 from ..folder.nothing import steps_text
 from ..options import as_integer
 from ..storage import Folders, Storage
@@ -229,7 +230,7 @@ class Steps:
             _logger.warning("%s", error)
         except (OSError, CheckpointError) as error:
             _logger.warning("step %d is left for now: %s", step, error)
-            if isinstance(error, OSError):
+            if isinstance(error, (OSError, StuckClaimError)):
                 self.refused.add(step)
             return
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -9,7 +10,9 @@ import msgspec
 
 from ..core.memory import Bytes1D
 
-__all__ = ["Folder", "FolderIdentity", "ReadableFile", "Storage", "WritableFile"]
+__all__ = ["Folder", "FolderIdentity", "ReadableFile", "Storage", "WritableFile", "is_refusal"]
+
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 class FolderIdentity(NamedTuple):
@@ -172,3 +175,8 @@ class Folder(msgspec.Struct, frozen=True, array_like=True):
 
     identity: FolderIdentity
     free_bytes: int | None
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether a storage has said that it does not do something, now or late; of other errors that is not known."""
+    return error.errno in _REFUSALS

@@ -32,6 +32,7 @@ _logger = logging.getLogger("paddle_dist_ckpt")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MOST_DURABLE = 1024
+_FOR_ALL = ".claim"  # what everybody who works in a folder has to know, with whatever umask others work there
 _COARSEST = 3.0  # seconds; the times of some filesystems are even
 _durable: dict[Path, tuple[int, ...]] = {}  # folders whose names were made durable, and what told them from others
 
@@ -160,7 +161,7 @@ class LocalStorage:
     ) -> bool:
         source, target = self._root / temporary, self._root / name
         try:
-            with closing(LocalWritable(source)) as file:
+            with closing(LocalWritable(source, name.endswith(_FOR_ALL))) as file:
                 file.write(np.frombuffer(data, np.uint8), 0)
                 # IMPORTANT: the content is durable before the name is. Otherwise a crash could leave an empty file.
                 file.sync()

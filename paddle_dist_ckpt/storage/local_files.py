@@ -53,11 +53,15 @@ def close_read(descriptor: int, path: str | Path) -> None:
 class LocalWritable:
     """A file with two descriptors: one that bypasses the page cache where that is possible, one for everything else."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, for_all: bool = False) -> None:
+        """Make the file; ``for_all``: readable whatever the umask is, for whoever may enter the folder."""
         self._path = path
         with about(path):
             self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
+                if for_all:
+                    with suppress(OSError):  # some filesystems have no modes
+                        os.fchmod(self._cached, os.fstat(self._cached).st_mode | 0o444)
                 self._direct = open_direct(self._cached, os.O_WRONLY)
             except BaseException:
                 with suppress(OSError):

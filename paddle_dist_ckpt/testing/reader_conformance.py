@@ -272,10 +272,10 @@ class ReaderTests:
     ) -> None:
         storage, names = LocalStorage(folder), list(checkpoint.files)
         count = min(_MUTATIONS, max(_FEWEST_MUTATIONS, _MOST_MUTATIONS // len(names)))
-        for name, content in checkpoint.files.items():
+        for number, (name, content) in enumerate(checkpoint.files.items()):
             generator = random.Random(zlib.crc32(name.encode()))
             for i, damaged in enumerate(mutations(content, generator, count)):
-                if i % every == 0:
+                if i % every == number % every:  # of several files each has other kinds
                     (folder / name).write_bytes(damaged)
                     size = sum(map(storage.size, names))
                     measured(lambda: _outcome(reader, storage, names, checkpoint.unique_id), size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,6 +11,7 @@ from ..errors import CheckpointError, UnsupportedValueError
 
 __all__ = ["ObjectKind", "OpenedObject", "is_stateful", "set_state", "state_of"]
 
+_MOST_TEXT = 1000  # characters of an error
 _SETTERS = ("set_state_dict", "load_state_dict")
 
 
@@ -61,12 +63,13 @@ def state_of(value: Any, key: str) -> dict[Any, Any]:
     """
     try:
         state = value.state_dict()
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{key}: state_dict() of this {type(value).__name__} failed: {type(error).__name__}: {error}"
-        ) from error
+        said = type(error).__name__
+        with suppress(Exception):  # it may have no text
+            said += f": {error}"[:_MOST_TEXT]
+        raise CheckpointError(f"{key}: state_dict() of this {type(value).__name__} failed: {said}") from error
     if not isinstance(state, dict):
         raise UnsupportedValueError(
             f"{key}: state_dict() of this {type(value).__name__} returned a {type(state).__name__}; a dict is due"

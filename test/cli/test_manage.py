@@ -185,8 +185,30 @@ def test_prune_says_what_it_could_not_remove(
     result = CliRunner().invoke(app, ["prune", str(tmp_path / "text"), "--keep-last", "1", "-y"])
     assert result.exit_code == 1
     assert result.stderr.endswith(text)
+    assert result.stdout.startswith("nothing was removed; kept " if kind == "refused" else "removed 2 steps, 0 B\n")
     assert "left, for" not in result.stdout
     assert not list(tmp_path.glob("*/*/*.claim")) or kind == "unfinished"
+
+
+def test_prune_says_which_remains_it_could_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their claim, of a dead save, may not be read."""
+    steps(tmp_path, s200=0.5, s300=0.5)
+    folder = step_folder(tmp_path, 200)
+    (folder / "200.metadata").unlink()
+    claim = folder / "200.0123456789abcdef.claim"
+    claim.write_text("{}")
+    age(claim)
+    age(folder)
+    read = LocalStorage.read
+
+    def refused(storage: LocalStorage, name: str, limit: int | None = None) -> bytes:
+        if name == claim.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(claim))
+        return read(storage, name, limit)
+
+    monkeypatch.setattr(LocalStorage, "read", refused)
+    found = answer("prune", tmp_path, "--keep-last", 1, "-y", code=1)
+    assert (found["kept"], found["abandoned"], found["left"], found["refused"]) == ([300], [], [], [200])
 
 
 def test_delete_says_what_it_could_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

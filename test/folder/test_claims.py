@@ -279,8 +279,75 @@ def test_a_dead_claim_that_may_not_be_read_is_left_with_what_it_says_to_whoever_
     save_on([state(4)], storage, 5)
     with pytest.raises(CheckpointError, match=r"has the claim of a dead save, 5\..*, which cannot be read or removed"):
         delete(storage, 5)
+    age_claims(tmp_path)
     save_alone(state(5), tmp_path, 6)
     check_holds(tmp_path, {1: 2, 5: 4, 6: 5})
+
+
+def test_claims_may_be_read_whatever_the_umask_is(tmp_path: Path) -> None:
+    modes: dict[str, int] = {}
+
+    def hook(operation: str, name: str) -> None:
+        modes.update({path.name.rpartition(".")[2]: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()})
+
+    before = os.umask(0o077)
+    try:
+        save_alone(state(1), FaultyStorage(tmp_path, hook), 1)
+        delete(FaultyStorage(tmp_path, hook), 1)
+    finally:
+        os.umask(before)
+    assert (modes["claim"], modes["metadata"], modes["safetensors"]) == (0o644, 0o600, 0o600)
+
+
+def test_a_dead_claim_that_may_not_be_read_is_left_although_its_rewriting_may(tmp_path: Path) -> None:
+    dead_save(tmp_path, 5, last="sync")
+    (claim,) = tmp_path.glob("5.*.claim")
+    (tmp_path / f"{claim.name}.tmp").write_bytes(b'{"save":')
+    for path in tmp_path.glob("*.claim*"):
+        age(path)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "read" and name == claim.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(claim))
+
+    save_on([state(2)], FaultyStorage(tmp_path, hook), 2)
+    assert claim.exists()
+    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_2.", "0_5."]
+    save_alone(state(3), tmp_path, 3)
+    check_holds(tmp_path, {2: 2, 3: 3})
+
+
+def test_a_claim_that_may_not_be_read_may_be_of_a_save_that_replaces_ours(tmp_path: Path) -> None:
+    """A confirms, B is published and ends, A is published: B has left its claim, for A does not know of it."""
+    confirmed, ended, own = threading.Event(), threading.Event(), set[str]()
+
+    class Blind(FreezingStorage):
+        def publish(self, name: str, *args: Any, **options: Any) -> bool:
+            own.add(name)
+            return super().publish(name, *args, **options)
+
+        def read(self, name: str, limit: int | None = None) -> bytes:
+            if ".claim" in name and name not in own:
+                raise PermissionError(errno.EACCES, "Permission denied", name)
+            return super().read(name, limit)
+
+    def frozen() -> None:
+        confirmed.set()
+        assert ended.wait(PATIENCE)
+
+    first = threading.Thread(target=save_alone, args=(state(1), FreezingStorage(tmp_path, after=frozen), 1))
+
+    def begin_the_first() -> None:
+        first.start()
+        assert confirmed.wait(PATIENCE)
+
+    save_alone(state(2), Blind(tmp_path, after=begin_the_first), 1)
+    ended.set()
+    first.join(PATIENCE)
+    for claim in tmp_path.glob("*.claim"):
+        age(claim)
+    save_alone(state(3), tmp_path, 5)
+    check_holds(tmp_path, {1: 1, 5: 3})
 
 
 def test_claims_do_not_multiply_what_cannot_be_removed(tmp_path: Path) -> None:
@@ -722,7 +789,7 @@ def test_what_a_dead_save_has_left_prevents_no_save_and_is_not_forgotten(
 
     def hook(operation: str, name: str) -> None:
         if operation == "delete" and name.startswith("0_5."):
-            raise OSError(errno.EIO, "injected")
+            raise OSError(errno.EPERM, "injected")
 
     for number in (6, 7):
         save_alone(state(number), FaultyStorage(tmp_path, hook), number)

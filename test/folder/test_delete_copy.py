@@ -223,13 +223,14 @@ def test_a_deletion_that_the_disk_does_not_confirm_is_told_as_such(tmp_path: Pat
     check_holds(tmp_path, 2, 3)
 
 
-def test_a_deletion_of_which_nothing_can_be_seen_may_be_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", [OSError(errno.EIO, "Input/output error"), CheckpointTimeoutError("it hangs")])
+def test_a_deletion_of_which_nothing_can_be_seen_may_be_done(tmp_path: Path, then: Exception) -> None:
     saved(tmp_path, 1)
     gone: list[str] = []
 
     def hook(operation: str, name: str) -> None:
         if gone:
-            raise OSError(errno.EIO, "Input/output error", name)
+            raise then
         if operation == "sync" and not (tmp_path / "1.metadata").exists():
             gone.append(name)
             raise OSError(errno.EIO, "Input/output error", name)
@@ -238,18 +239,61 @@ def test_a_deletion_of_which_nothing_can_be_seen_may_be_done(tmp_path: Path) -> 
         delete(FaultyStorage(tmp_path, hook), 1)
 
 
-def test_a_deletion_that_the_disk_refuses_is_an_error_of_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "may_happen_late"),
+    [(errno.EACCES, False), (errno.EROFS, False), (errno.EIO, True), (errno.ETIMEDOUT, True)],
+)
+def test_a_deletion_that_the_disk_refuses_is_an_error_of_the_disk(
+    tmp_path: Path, number: int, may_happen_late: bool
+) -> None:
+    """A server may carry out later what it did not answer: a save to the id waits then, or it would be deleted."""
     saved(tmp_path, 1)
 
     def hook(operation: str, name: str) -> None:
         if operation == "delete" and name == "1.metadata":
-            raise OSError(errno.EIO, "Input/output error", name)
+            raise OSError(number, os.strerror(number), name)
 
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match=os.strerror(number)):
         delete(FaultyStorage(tmp_path, hook), 1)
     assert list_checkpoints(tmp_path) == [1]
     assert verify(tmp_path, 1).problems == ()
-    assert not list(tmp_path.glob("*.claim")), "nobody waits for it"
+    claims = [claim.deletes and not claim.done for _, claim in records_of(LocalStorage(tmp_path)).values()]
+    assert claims == [True] * may_happen_late
+
+
+def test_the_files_of_a_deletion_are_removed_although_an_automatic_save_has_its_id_by_then(tmp_path: Path) -> None:
+    """It is not taken for the checkpoint that was to be deleted."""
+    saved(tmp_path, 0)
+    done: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "sync" and not (tmp_path / "0.metadata").exists() and not done:
+            done.append(operation)
+            assert save_alone(state(2), tmp_path).unique_id == 0
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    with pytest.raises(DurabilityUnknownError, match="checkpoint 0 is deleted"):
+        delete(FaultyStorage(tmp_path, hook), 0)
+    for claim in tmp_path.glob("*.claim"):
+        age(claim)
+    saved(tmp_path, 5)
+    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_0.", "0_5."]
+    assert load_whole(tmp_path, 0)["n"] == 2
+
+
+def test_a_dead_disk_is_asked_once_and_not_for_each_file(tmp_path: Path) -> None:
+    for part in range(9):
+        (tmp_path / f"0_1.{'a' * 16}.{part}.safetensors").touch()
+    tried: list[str] = []
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete":
+            tried.append(name)
+            raise OSError(errno.ETIMEDOUT, "Connection timed out", name)
+
+    with pytest.raises(TimeoutError):
+        remove_saves(FaultyStorage(tmp_path, hook), ["a" * 16])
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("claim", ["empty, as on a full disk", "not to be read, as another user's"])

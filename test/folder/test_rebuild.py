@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -19,8 +20,9 @@ from paddle_dist_ckpt.files import datafile
 from paddle_dist_ckpt.folder import rebuild
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.options import SaveOptions
+from paddle_dist_ckpt.storage import local
 from paddle_dist_ckpt.storage.local import LocalStorage
-from paddle_dist_ckpt.testing import NumpyAdapter
+from paddle_dist_ckpt.testing import FaultyStorage, NumpyAdapter
 from test.jobs import (
     SMALL,
     Killed,
@@ -388,3 +390,20 @@ def test_a_rebuild_that_was_killed_leaves_nothing_in_the_way_of_the_next(tmp_pat
     assert rebuilt(tmp_path).unique_id == 3
     assert (tmp_path / "3.metadata").read_bytes() == original
     assert len(files_in(tmp_path)) == 2, sorted(files_in(tmp_path))
+
+
+def test_the_temporary_name_of_a_rebuild_goes_with_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not be removed then; a save to the id removes the claim that speaks of it."""
+    save_alone({"w": make_array((4,))}, tmp_path, 1)
+    (tmp_path / "1.metadata").unlink()
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.endswith(".metadata.tmp"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "_remove_temporary", lambda path: None)
+        rebuild_metadata(FaultyStorage(tmp_path, hook))
+    assert list(tmp_path.glob("1.*.metadata.tmp"))
+    save_alone({"w": make_array((4,))}, tmp_path, 1)
+    assert not list(tmp_path.glob("*.tmp"))

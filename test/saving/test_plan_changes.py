@@ -393,7 +393,10 @@ def test_any_series_of_saves(seen: Seen, ranks: int, seed: int, steps: list[list
             assert seen.take() == (1, 0), "the second time nothing has changed; the new ranks plan, and are not asked"
 
 
-@pytest.mark.parametrize(("change", "ranks"), some(itertools.product([*SAME, *OTHER], [1, 3]), len([*SAME, *OTHER])))
+@pytest.mark.parametrize(
+    ("change", "ranks"),
+    [(change, 3) for change in [*SAME, *OTHER]] + [(change, 1) for change in some([*SAME, *OTHER], 5)],
+)
 def test_one_change_at_a_time(tmp_path: Path, seen: Seen, change: str, ranks: int) -> None:
     """Each change twice, so that it also goes back to what was."""
     job, times = new_job(ranks, ranks), 2

@@ -59,6 +59,10 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
         rebuild_metadata(tmp_path / "0.metadata")
     assert read_metadata(tmp_path / "0.metadata").values == {"n": 1}
     assert list_checkpoints(tmp_path / "0.metadata") == [0]
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead" / "0.0123456789abcdef.claim").write_text("{}")
+    with pytest.raises(CheckpointNotFoundError, match="somebody is saving to it or deleting there, or has not come to"):
+        read_metadata(tmp_path / "dead")
     (tmp_path / "notes.txt").write_text("hello")
     for call in (read_metadata, verify):
         with pytest.raises(CheckpointNotFoundError, match=r"notes\.txt is of no format that is known"):

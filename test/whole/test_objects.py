@@ -194,6 +194,31 @@ def test_an_object_that_does_not_give_its_state_is_named(tmp_path: Path) -> None
         assert str(error).endswith("deep.odd: state_dict() of this Odd failed: KeyError: 'inner'")
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Silent(), "odd: state_dict() of this Odd failed: Silent"),
+        (KeyError("x" * 9999), "odd: state_dict() of this Odd failed: KeyError: 'xxx"),
+        (CheckpointError("ours"), "ours"),
+        (MemoryError("full"), "MemoryError: full"),
+    ],
+)
+def test_what_an_object_raises_in_place_of_its_state(tmp_path: Path, error: Exception, said: str) -> None:
+    class Odd(Loader):
+        def state_dict(self) -> Any:
+            raise error
+
+    (found,) = run_ranks(1, lambda rank: rank.save({"odd": Odd()}, tmp_path))
+    assert isinstance(found, CheckpointError)
+    assert f"rank 0: {said}" in str(found)
+    assert len(str(found)) < 2000
+
+
 @pytest.mark.parametrize("more", [0, 10_000])
 def test_a_state_dict_with_other_keys_is_a_value_or_refused(tmp_path: Path, more: int) -> None:
     class Table:
