@@ -62,12 +62,14 @@ def prune(
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
     plan = plan_prune(Path(facts.path), retention, dry_run)
     sizes = {step.step: step.bytes for step in facts.steps}
-    done = Pruned(plan.kept, plan.doomed, plan.abandoned, [], [], [], [])
+    done = Pruned(plan.kept, plan.doomed, plan.abandoned, plan.littered, [], [], [], [])
     doomed = [*plan.doomed, *plan.abandoned]
-    if doomed and not dry_run:
+    if (doomed or plan.littered) and not dry_run:
         if not yes:
             say(f"keeps    {_listed(plan.kept)}", err=True)
             say(f"removes  {_listed(doomed)}", err=True)
+            if plan.littered:
+                say(f"and what dead saves have left beside {_listed(plan.littered)}", err=True)
         size = human_bytes(sum(sizes.get(step, 0) for step in doomed))
         confirm(f"Remove {count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}?", yes)
         done = carry_out(plan)
@@ -97,6 +99,9 @@ def _say_what_became(done: Pruned, freed: int, dry_run: bool) -> None:
     else:
         nothing = "nothing was removed" if done.left or done.refused or done.unconfirmed else "nothing to remove"
         say(f"{nothing}; kept {_listed(done.kept)}")
+    if done.tidied:
+        verb = "would remove" if dry_run else "removed"
+        say(f"{verb} what dead saves have left beside {_listed(done.tidied)}")
     if done.left:
         say(f"left, for they were saved anew or somebody is at work there: {_listed(done.left)}")
 

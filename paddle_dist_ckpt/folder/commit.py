@@ -141,9 +141,12 @@ def publish(lease: Lease, metadata: Metadata, value_cost: int) -> int:
         data = encode_metadata(msgspec.structs.replace(metadata, unique_id=unique_id), value_cost)
         # IMPORTANT: the claim is looked at when the content has its temporary name, and not before. Who takes this
         # save for dead removes first the claim and then that name, so one of the two stops the commit.
-        replace = not lease.automatic
-        if publish_metadata(storage, unique_id, data, lease.temporary, replace, lease.confirm):
-            return unique_id
+        try:
+            if publish_metadata(storage, unique_id, data, lease.temporary, not lease.automatic, lease.confirm):
+                return unique_id
+        except FileNotFoundError:  # the name under which it was complete
+            lease.check_held()
+            raise
         unique_id = max(unique_id + 1, next_id(storage.names()))
 
 

@@ -134,6 +134,8 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
         storage.delete(metadata_name(unique_id))
         storage.sync()
+        with suppress(OSError, CheckpointError):  # nobody need wait while files are removed, or if this dies meanwhile
+            lease.mark_done()
     except BaseException as error:
         lease.stop()  # a later save finds out what has become of it
         what = None
@@ -163,24 +165,26 @@ def _what_became(storage: Storage, unique_id: int, save_id: str) -> str | None:
         return f"perhaps deleted (which cannot be seen: {error})"
 
 
-def begin_clearing(storage: Storage, unique_id: int) -> Deletion:
-    """Set out to remove what dead saves have left in a folder without any checkpoint, as far as their claims say that.
+def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Deletion:
+    """Set out to remove what dead saves have left in a folder, as far as their claims say that.
 
     Files of which no claim speaks may be all that is left of a checkpoint.
 
     Args:
         storage: The folder.
         unique_id: The number that the saves have set out for.
+        of_checkpoint: Whether the folder may have a checkpoint of that number, which stays.
 
     Raises:
-        CheckpointError: it has a checkpoint by now, or is being saved to.
+        CheckpointError: it has a checkpoint by now and may not, or is being saved to.
     """
-    lease = Lease(storage, unique_id, automatic=False, deletes=True)
+    lease = Lease(storage, unique_id, automatic=of_checkpoint, deletes=True)
     try:
         lease.check_alone()
-        if any(name.endswith(".metadata") for name in storage.names()):
+        if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
         lease.confirm()
+        lease.mark_done()  # it removes no `.metadata`, so nobody need wait
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
             lease.withdraw()

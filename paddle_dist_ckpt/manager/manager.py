@@ -255,7 +255,8 @@ class CheckpointManager:
             with held_back(_logger), self._lock:
                 try:
                     self._steps.check_same(opened)
-                    return self._steps.begin_removals(self._steps.abandoned(opened), opened)
+                    littered = self._steps.littered(opened)
+                    return self._steps.begin_removals(self._steps.abandoned(opened), littered, opened)
                 except CheckpointTimeoutError:
                     raise
                 except (OSError, CheckpointError) as error:  # which prevents the save as well, or nothing
@@ -274,7 +275,8 @@ class CheckpointManager:
                 self._retention.warn(self._root, self._steps.metrics, step, self._told)
                 kept = {self._reading, *self._steps.linked(opened)}
                 doomed = self._retention.doomed(self._steps.metrics, step, kept)
-                return self._steps.begin_removals([*doomed, *self._steps.abandoned(opened)], opened)
+                littered = [one for one in self._steps.littered(opened, anew=False) if one not in doomed]
+                return self._steps.begin_removals([*doomed, *self._steps.abandoned(opened)], littered, opened)
 
         with self._folders() as opened:
             remove_together(session, self._root, begin, opened)

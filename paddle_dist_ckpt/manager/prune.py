@@ -26,6 +26,7 @@ class PrunePlan:
         kept: The committed steps that stay, ascending.
         doomed: The committed steps that go, ascending.
         abandoned: Steps that were never committed, and that nobody works on any more; they go as well.
+        littered: Those of ``kept`` beside which dead saves have left something, which goes.
     """
 
     steps: Steps
@@ -33,6 +34,7 @@ class PrunePlan:
     kept: list[int]
     doomed: list[int]
     abandoned: list[int]
+    littered: list[int]
 
 
 def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> PrunePlan:
@@ -44,8 +46,10 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     steps = Steps(root, NOTE)
     steps.look()
     doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked()) if steps.metrics else []
-    abandoned = steps.abandoned(now=time.time() if dry_run else None)
-    return PrunePlan(steps, root, [step for step in sorted(steps.metrics) if step not in doomed], doomed, abandoned)
+    now = time.time() if dry_run else None
+    kept = [step for step in sorted(steps.metrics) if step not in doomed]
+    littered = [step for step in steps.littered(now=now) if step not in doomed]
+    return PrunePlan(steps, root, kept, doomed, steps.abandoned(now=now), littered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Pruned:
         kept: The committed steps that there are, ascending.
         removed: The steps that were committed and are gone, ascending,
         abandoned: and those that were not.
+        tidied: Committed steps that stay, without what dead saves had left beside them.
         left: Steps that stay, for they were saved anew, or somebody is at work in their folders.
         refused: Steps that stay, for the storage has refused to remove them.
         unfinished: Removed steps of which data files could not be removed; a later save or prune does it.
@@ -65,6 +70,7 @@ class Pruned:
     kept: list[int]
     removed: list[int]
     abandoned: list[int]
+    tidied: list[int]
     left: list[int]
     refused: list[int]
     unfinished: list[int]
@@ -77,7 +83,7 @@ def carry_out(plan: PrunePlan) -> Pruned:
         with suppress(OSError, CheckpointError):  # what is wrong will be heard of
             storage = LocalStorage(step_folder(plan.root, step))
             warn_of_files_elsewhere(storage, read_checkpoint(storage, step))
-    begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned])
+    begun = plan.steps.begin_removals([*plan.doomed, *plan.abandoned], plan.littered)
     left, unfinished = dict(begun), []
     try:
         for step, removal in begun.items():
@@ -88,12 +94,13 @@ def carry_out(plan: PrunePlan) -> Pruned:
         for removal in left.values():  # an interrupt
             removal.leave()
     still = [step for step in plan.doomed if step in plan.steps.metrics]
-    stay = [*still, *(step for step in plan.abandoned if step not in begun)]
+    stay = [*still, *(step for step in (*plan.abandoned, *plan.littered) if step not in begun)]
     refused = [step for step in stay if step in plan.steps.refused]
     return Pruned(
-        kept=sorted([*plan.kept, *still]),
+        kept=sorted({*plan.kept, *still}),
         removed=[step for step in plan.doomed if step in begun],
         abandoned=[step for step in plan.abandoned if step in begun],
+        tidied=[step for step in plan.littered if step in begun],
         left=[step for step in stay if step not in refused],
         refused=refused,
         unfinished=unfinished,

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.codec import Note
-from ..files.names import MOST_IDS, metadata_id, parse_claim, parse_data_file, step_name, step_of
+from ..files.names import MOST_IDS, metadata_id, metadata_name, parse_claim, parse_data_file, step_name, step_of
 from ..files.room import bytes_on_disk
 from ..folder.claims import is_abandoned
 from ..folder.commit import remove_saves
@@ -69,6 +69,7 @@ class Steps:
         self._saves: dict[int, str] = {}
         self._told: set[int] = set()  # steps of which it was said that they have no `.metadata`
         self._identity: FolderIdentity | None = None
+        self._claimed: set[int] | None = None  # steps in whose folders there were claims, if that is known
         self.metrics: dict[int, Metrics] = {}
         self.unread: dict[int, Exception] = {}
         self.refused: set[int] = set()
@@ -201,19 +202,28 @@ class Steps:
         """The steps that are links to folders elsewhere, of which nothing is to be removed."""
         return [step for step in self.folders(opened) if _is_link(step_folder(self._root, step), opened)]
 
-    def begin_removals(self, steps: Iterable[int], opened: Folders = _FOLDERS) -> dict[int, Deletion]:
+    def begin_removals(
+        self, steps: Iterable[int], littered: Iterable[int] = (), opened: Folders = _FOLDERS
+    ) -> dict[int, Deletion]:
         """Make steps uncommitted, or set out to remove what is left of those that never were.
 
         What was saved under a step since the last look stays, and so does a folder in which somebody is at work.
 
+        Args:
+            steps: The steps.
+            littered: Others, which stay: what dead saves have left in their folders is removed.
+            opened: See the class.
+
         Returns:
-            Those that are removed, in the order of ``steps``. Those that are not, and are none of the steps any more,
-            may come back with a crash of the machine.
+            Those of which something is removed, in this order. Those of ``steps`` that are not among them, and are none
+            of the steps any more, may come back with a crash of the machine.
         """
         begun: dict[int, Deletion] = {}
         try:
             for step in steps:
                 self._begin_removal(step, begun, opened)
+            for step in littered:
+                self._begin_tidying(step, begun, opened)
         except BaseException:  # an interrupt
             for removal in begun.values():
                 removal.leave()
@@ -225,7 +235,10 @@ class Steps:
         try:
             if _is_link(step_folder(self._root, step), opened):
                 raise CheckpointError(f"{storage.location} is a link now")
-            begun[step] = begin_clearing(storage, step) if save is None else begin_deletion(storage, step, save)
+            if save is None:
+                begun[step] = begin_clearing(storage, step, of_checkpoint=False)
+            else:
+                begun[step] = begin_deletion(storage, step, save)
         except DurabilityUnknownError as error:
             _logger.warning("%s", error)
         except (OSError, CheckpointError) as error:
@@ -237,6 +250,38 @@ class Steps:
             _logger.info("removing step %d: %s", step, storage.location)
         self.metrics.pop(step, None)
         self._saves.pop(step, None)
+
+    def _begin_tidying(self, step: int, begun: dict[int, Deletion], opened: Folders) -> None:
+        storage = opened(step_folder(self._root, step))
+        try:
+            begun[step] = begin_clearing(storage, step, of_checkpoint=True)
+        except (OSError, CheckpointError) as error:
+            _logger.warning("what dead saves have left beside step %d is left for now: %s", step, error)
+            if isinstance(error, (OSError, StuckClaimError)):
+                self.refused.add(step)
+        else:
+            _logger.info("removing what dead saves have left beside step %d: %s", step, storage.location)
+
+    def littered(self, opened: Folders = _FOLDERS, now: float | None = None, anew: bool = True) -> list[int]:
+        """Committed steps in whose folders dead saves have left something, and nobody works any more.
+
+        Args:
+            opened: See the class.
+            now: See :meth:`abandoned`.
+            anew: Whether to look into all folders, and not only into those that had claims when that was done last.
+        """
+        if anew or self._claimed is None:
+            linked = set(self.linked(opened))
+            looked = [step for step in self.folders(opened) if step not in linked]
+        else:
+            looked = sorted(self._claimed)
+        names = {step: opened(step_folder(self._root, step)).names() for step in looked}
+        self._claimed = {step for step in looked if any(parse_claim(name) is not None for name in names[step])}
+        committed = [step for step in sorted(self._claimed) if metadata_name(step) in names[step]]
+        if not committed:
+            return []
+        time = self._now(opened) if now is None else now
+        return [step for step in committed if is_abandoned(opened(step_folder(self._root, step)), time)]
 
     def abandoned(self, opened: Folders = _FOLDERS, now: float | None = None) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
@@ -252,12 +297,15 @@ class Steps:
         left = [step for step in self.folders(opened) if step not in self.metrics and step not in linked]
         if not left:
             return []
-        if now is None:
-            root = opened(self._root)
-            with suppress(PermissionError):  # then it is earlier by that clock, and fewer are abandoned
-                root.touch(".")
-            now = root.modified(".")
-        return [step for step in left if self._is_abandoned(step, opened(step_folder(self._root, step)), now)]
+        time = self._now(opened) if now is None else now
+        return [step for step in left if self._is_abandoned(step, opened(step_folder(self._root, step)), time)]
+
+    def _now(self, opened: Folders) -> float:
+        """The time by the folder's own clock."""
+        root = opened(self._root)
+        with suppress(PermissionError):  # then it is earlier by that clock, and fewer are abandoned
+            root.touch(".")
+        return root.modified(".")
 
     def _is_abandoned(self, step: int, storage: Storage, now: float) -> bool:
         """Whether nothing in a folder can be of use. Whatever has a `.metadata`, of any id or format, can be."""

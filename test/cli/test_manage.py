@@ -121,8 +121,25 @@ def test_prune_removes_what_dead_saves_have_left_without_or_after_the_last_step(
     for options in (["--dry-run"], ["-y"]):
         found = answer("prune", tmp_path, "--keep-last", 1, *options)
         assert (found["kept"], found["removed"], found["abandoned"]) == (committed_steps, [], [200])
+        assert found["tidied"] == []
         assert (tmp_path.stat().st_mtime == before) == (options == ["--dry-run"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in [*committed_steps, 300]]
+
+
+def test_prune_removes_what_dead_saves_have_left_beside_steps_that_stay(tmp_path: Path) -> None:
+    steps(tmp_path, s100=0.5)
+    folder = step_folder(tmp_path, 100)
+    (folder / "0_100.0123456789abcdef.0.safetensors").write_bytes(b"dead")
+    claim = folder / "100.0123456789abcdef.claim"
+    claim.write_text("{}")
+    for path in (claim, folder):
+        age(path)
+    assert answer("prune", tmp_path, "--keep-last", 1, "--dry-run")["tidied"] == [100]
+    assert "0123456789abcdef" in str(list(folder.iterdir()))
+    text = run("prune", tmp_path, "--keep-last", 1, "-y")
+    assert text == "nothing to remove; kept 100\nremoved what dead saves have left beside 100\n"
+    assert "0123456789abcdef" not in str(list(folder.iterdir()))
+    assert verify(folder, 100).ok
 
 
 def test_prune_says_what_the_disk_does_not_confirm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from paddle_dist_ckpt import list_checkpoints, rebuild_metadata, verify
 from paddle_dist_ckpt.control.ranks import Ranks
 from paddle_dist_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError
 from paddle_dist_ckpt.folder import commit
-from paddle_dist_ckpt.folder.delete import begin_clearing, delete
+from paddle_dist_ckpt.folder.delete import begin_clearing, begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.saving.rank_files import RankFiles
@@ -40,6 +40,7 @@ from test.jobs import (
     load_whole,
     save_alone,
     save_on,
+    saves_in,
     try_save,
     without_times,
 )
@@ -411,6 +412,26 @@ def test_a_checkpoint_that_a_frozen_save_may_still_replace_is_not_deleted(tmp_pa
     assert len(list(tmp_path.glob("*.claim"))) == 1
 
 
+# -- deletions that are killed
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_nobody_waits_for_who_was_killed_while_only_files_were_left_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    if committed:
+        save_alone(state(1), tmp_path, 7)
+        begin_deletion(LocalStorage(tmp_path), 7, *saves_in(tmp_path))
+    else:
+        dead_save(tmp_path, 7, "sync_file")
+        age_claims(tmp_path)
+        begin_clearing(LocalStorage(tmp_path), 7, of_checkpoint=False)
+    assert [path.suffix for path in tmp_path.iterdir()].count(".safetensors") == 1
+    never_wait(monkeypatch)
+    save_alone(state(2), tmp_path, 7)
+    assert load_whole(tmp_path, 7)["n"] == 2
+
+
 # -- deletions that are refused
 
 
@@ -429,7 +450,7 @@ def test_nobody_waits_for_a_deletion_that_was_refused_when_it_had_taken_over_a_d
         if operation == "sync_file" and not refused:
             age(dead)
             with pytest.raises(CheckpointError, match="is being saved to") as caught:
-                delete(LocalStorage(tmp_path), 7) if committed else begin_clearing(LocalStorage(tmp_path), 7)
+                delete(LocalStorage(tmp_path), 7) if committed else begin_clearing(LocalStorage(tmp_path), 7, False)
             refused.append(str(caught.value))
 
     never_wait(monkeypatch)
@@ -475,6 +496,7 @@ def test_a_save_that_froze_at_its_commit_and_was_taken_for_dead_does_not_commit(
     assert thawed
     assert isinstance(error, CheckpointError)
     assert str(tmp_path) in str(error)
+    assert "is gone: another save took this one, which was silent, for dead" in str(error)
     check_holds(tmp_path, {7: 2})
 
 

@@ -30,7 +30,7 @@ from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
-from test.jobs import Watch, errors_of, load_alone, load_whole, save_alone, try_load
+from test.jobs import Watch, age_claims, errors_of, load_alone, load_whole, save_alone, try_load
 from test.readers.golden import GOLDEN
 
 ODD: dict[str, Any] = {
@@ -137,7 +137,9 @@ def test_a_metadata_file_that_may_not_be_read_hides_nothing(tmp_path: Path, capl
 
 
 def test_a_claim_that_may_not_be_read_stops_no_save(tmp_path: Path) -> None:
+    """If it is dead; one that may be of somebody who deletes is waited for."""
     (tmp_path / "7.0123456789abcdef.claim").write_text("{}")
+    age_claims(tmp_path)
 
     def hook(operation: str, name: str) -> None:
         if operation == "read" and name.startswith("7.0123"):

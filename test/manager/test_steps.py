@@ -340,7 +340,7 @@ def test_nobody_waits_for_a_removal_that_has_failed_on_a_rank(tmp_path: Path, mo
         root, hook = roots[rank.rank], refuse if rank.rank else lambda *_: None
         opened = Folders(lambda folder: FaultyStorage(folder, hook, FolderIdentity(f"host{rank.rank}", 1, 1)))
         with rank.hub.session("save_state_dict", PATIENCE) as session:
-            remove_together(session, root, lambda: look(root).begin_removals([1], opened), opened)
+            remove_together(session, root, lambda: look(root).begin_removals([1], opened=opened), opened)
 
     errors_of(run_ranks(2, remove), CheckpointError)
     assert list(look(roots[0]).metrics) == []
@@ -441,7 +441,7 @@ def test_a_step_whose_removal_hangs_is_left(tmp_path: Path, caplog: pytest.LogCa
     stall = Stall("delete")
     steps = look(tmp_path)
     with hanging_folders(stall) as hanging:
-        assert steps.begin_removals([1], hanging) == {}
+        assert steps.begin_removals([1], opened=hanging) == {}
     assert "step 1 is left for now: " in caplog.text
     assert "has not returned for 0.8 s on rank 0" in caplog.text
     assert stall.reached.is_set()

@@ -32,7 +32,8 @@ from paddle_dist_ckpt import (
     save_state_dict,
 )
 from paddle_dist_ckpt.manager import sigterm
-from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
+from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
+from paddle_dist_ckpt.manager.steps import NOTE, Retention, Steps, remove_step
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays
@@ -649,6 +650,34 @@ def dead_step(root: Path, step: int) -> Path:
     (data,) = folder.iterdir()
     (folder / f"{step}.{data.name.split('.')[1]}.claim").touch()
     return folder
+
+
+@pytest.mark.parametrize("by", ["a new manager", "the same one", "prune"])
+def test_what_a_killed_save_has_left_beside_a_step_that_is_kept_goes(tmp_path: Path, by: str) -> None:
+    """The job began again at once, when its claim still counted, and has saved the step anew."""
+    options: dict[str, Any] = {"async_save": False, "keep_last": 1, "keep_every": 2}
+    (claim,) = dead_step(tmp_path, 2).glob("*.claim")
+    claim.write_text("{}")  # for an empty one is of a deletion
+    with CheckpointManager(tmp_path, **options) as steps:
+        for step in (1, 2, 3):
+            steps.save(step, numbers(step))
+        folder = tmp_path / "step-00000002"
+        assert len(list(folder.glob("*.safetensors"))) == 2
+        age(folder)
+        if by == "the same one":
+            steps.save(4, numbers(4))
+    if by == "a new manager":  # before it looks whether there is room for what it saves
+        with CheckpointManager(tmp_path, **options) as steps, pytest.raises(CheckpointError, match="cannot be stored"):
+            steps.save(4, {"x": object()})
+    if by == "prune":
+        plan = plan_prune(tmp_path, Retention(2, None, None))
+        assert (plan.doomed, plan.abandoned, plan.littered) == ([], [], [2])
+        assert carry_out(plan).tidied == [2]
+    assert len(list(folder.glob("*.safetensors"))) == 1
+    assert not list(folder.glob("*.claim"))
+    state = numbers(0)
+    load_state_dict(state, folder)
+    assert (state["x"] == 2).all()
 
 
 def test_the_first_save_has_the_room_of_a_step_that_was_not_finished(tmp_path: Path) -> None:
