@@ -62,7 +62,7 @@ def prune(
     retention = Retention(keep_last, keep_every, (name, mode) if best is not None else None)
     plan = plan_prune(Path(facts.path), retention, dry_run)
     sizes = {step.step: step.bytes for step in facts.steps}
-    done = Pruned(plan.kept, plan.doomed, plan.abandoned, plan.littered, [], [], [], [])
+    done = Pruned(plan.kept, plan.doomed, plan.abandoned, plan.littered, [], [], [], [], [])
     doomed = [*plan.doomed, *plan.abandoned]
     if (doomed or plan.littered) and not dry_run:
         if not yes:
@@ -71,7 +71,8 @@ def prune(
             if plan.littered:
                 say(f"and what dead saves have left beside {_listed(plan.littered)}", err=True)
         size = human_bytes(sum(sizes.get(step, 0) for step in doomed))
-        confirm(f"Remove {count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}?", yes)
+        what = f"{count(len(doomed), 'step')} of {len(plan.kept) + len(doomed)}, {size}" if doomed else "what is left"
+        confirm(f"Remove {what}?", yes)
         done = carry_out(plan)
     freed = sum(sizes.get(step, 0) for step in done.removed if step not in done.unfinished)
     if json:
@@ -80,6 +81,7 @@ def prune(
         _say_what_became(done, freed, dry_run)
     problems = {
         "could not be removed": done.refused,
+        "what dead saves have left could not be removed beside": done.untidied,
         "removed, but data files could not be; they are left to a later save": done.unfinished,
         "deleted, but the storage has not confirmed that; the data files are left to a later save": done.unconfirmed,
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.metadata import Metadata
-from ..files.names import metadata_name
+from ..files.names import metadata_name, parse_data_file
 from ..storage.base import Storage, is_refusal
 from .checkpoint import read_checkpoint
 from .commit import remove_saves
@@ -31,12 +32,17 @@ _MOST_NAMED = 3  # files, in a warning
 class Deletion:
     """Something on its way out of a folder: no `.metadata` speaks of it any more, but its data files are still there.
 
+    Args:
+        lease: Its own.
+        saves: See below.
+        claims: Names of other claims, of which nothing is left to do but what is removed here.
+
     Attributes:
         saves: The saves whose files are to be removed, from all folders.
     """
 
-    def __init__(self, lease: Lease, saves: list[str]) -> None:
-        self._lease, self.saves = lease, saves
+    def __init__(self, lease: Lease, saves: list[str], claims: Sequence[str] = ()) -> None:
+        self._lease, self.saves, self._claims = lease, saves, claims
 
     def finish(self) -> bool:
         """Remove the files from this folder, and with the claim the last trace. Returns whether the files are gone.
@@ -48,19 +54,27 @@ class Deletion:
         try:
             remove_saves(storage, self.saves, lease.check_held)
             are_gone = True
-            for name, claim in lease.others(lease.unique_id).items():
-                if claim.done and not claim.deletes:  # what another deletion has left, its claim alone speaks of
-                    storage.delete(name)
+            for name in self._claims:
+                storage.delete(name)
             storage.delete(lease.temporary)  # that of a rebuild may have been impossible to remove
             storage.sync()
             lease.end()
         except (OSError, CheckpointError) as error:
-            _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
+            are_gone = are_gone or self._are_gone()
+            if not are_gone:  # nor has a save done it that found the claim
+                _logger.warning("%s: files of removed saves are left to a later save: %s", storage.location, error)
             self.leave()
         except BaseException:  # an interrupt
             self.leave()
             raise
         return are_gone
+
+    def _are_gone(self) -> bool:
+        try:
+            files = map(parse_data_file, self._lease.storage.names())
+            return not any(file is not None and file.save_id in self.saves for file in files)
+        except (OSError, CheckpointError):
+            return False
 
     def leave(self) -> None:
         """Leave the files to a later save, for which the claim stays, and let nobody wait."""
@@ -120,6 +134,8 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         needed = _needed_by_others(storage, unique_id)
         if save_id not in needed:
             lease.take_on(save_id)  # who finds the claim after a crash goes on with this
+        # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
+        claims = [name for name, claim in lease.others(unique_id).items() if claim.done and not claim.deletes]
         lease.confirm()
         if lease.replaces != save_id:
             raise CheckpointError(
@@ -135,7 +151,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         storage.delete(metadata_name(unique_id))
         storage.sync()
         with suppress(OSError, CheckpointError):  # nobody need wait while files are removed, or if this dies meanwhile
-            lease.mark_done()
+            lease.mark_done(passes_on=True)
     except BaseException as error:
         lease.stop()  # a later save finds out what has become of it
         what = None
@@ -154,7 +170,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 unique_id,
             ) from error
         raise
-    return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed])
+    return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed], claims)
 
 
 def _what_became(storage: Storage, unique_id: int, save_id: str) -> str | None:
@@ -184,7 +200,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):
             raise CheckpointError(f"{storage.location} has a checkpoint by now")
         lease.confirm()
-        lease.mark_done()  # it removes no `.metadata`, so nobody need wait
+        lease.mark_done(passes_on=True)  # it removes no `.metadata`, so nobody need wait
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
             lease.withdraw()

@@ -86,6 +86,7 @@ class Lease:
     ) -> None:
         self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
         self._deletes, self._done, self._patience = deletes, False, patience
+        self._passes_on = False
         self._committed_as: int | None = None
         self.save_id = secrets.token_hex(8)
         self._ids = {self.save_id}  # of the claims that it has made
@@ -140,6 +141,7 @@ class Lease:
             self._deletes,
             self._done,
             self._committed_as,
+            self._passes_on,
         )
         try:
             self._publish(msgspec.json.encode(claim))
@@ -326,14 +328,15 @@ class Lease:
                 return name
         return None
 
-    def mark_done(self, committed_as: int | None = None) -> None:
+    def mark_done(self, committed_as: int | None = None, passes_on: bool = False) -> None:
         """Say that the save is committed, under this id if not under the one that it has set out for; or that what it
-        deletes is committed no more.
+        deletes is committed no more, and it has made no files itself if it only ``passes_on`` what is to be removed.
 
         Raises:
             CheckpointError: the claim is gone, and what it said is somebody else's to do.
         """
         self._done = True
+        self._passes_on |= passes_on
         self._committed_as = committed_as if committed_as != self.unique_id else None
         self._write()
 

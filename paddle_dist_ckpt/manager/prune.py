@@ -48,7 +48,7 @@ def plan_prune(root: Path, retention: Retention, dry_run: bool = False) -> Prune
     doomed = retention.doomed(steps.metrics, max(steps.metrics), steps.linked()) if steps.metrics else []
     now = time.time() if dry_run else None
     kept = [step for step in sorted(steps.metrics) if step not in doomed]
-    littered = [step for step in steps.littered(now=now) if step not in doomed]
+    littered = [step for step in steps.littered(now=now) if step in kept]
     return PrunePlan(steps, root, kept, doomed, steps.abandoned(now=now), littered)
 
 
@@ -63,6 +63,7 @@ class Pruned:
         tidied: Committed steps that stay, without what dead saves had left beside them.
         left: Steps that stay, for they were saved anew, or somebody is at work in their folders.
         refused: Steps that stay, for the storage has refused to remove them.
+        untidied: Steps that stay, beside which what dead saves have left could not be removed.
         unfinished: Removed steps of which data files could not be removed; a later save or prune does it.
         unconfirmed: Steps that are gone, but may come back with a crash of the machine; their data files are there.
     """
@@ -73,6 +74,7 @@ class Pruned:
     tidied: list[int]
     left: list[int]
     refused: list[int]
+    untidied: list[int]
     unfinished: list[int]
     unconfirmed: list[int]
 
@@ -94,7 +96,7 @@ def carry_out(plan: PrunePlan) -> Pruned:
         for removal in left.values():  # an interrupt
             removal.leave()
     still = [step for step in plan.doomed if step in plan.steps.metrics]
-    stay = [*still, *(step for step in (*plan.abandoned, *plan.littered) if step not in begun)]
+    stay = [*still, *(step for step in plan.abandoned if step not in begun)]
     refused = [step for step in stay if step in plan.steps.refused]
     return Pruned(
         kept=sorted({*plan.kept, *still}),
@@ -103,6 +105,7 @@ def carry_out(plan: PrunePlan) -> Pruned:
         tidied=[step for step in plan.littered if step in begun],
         left=[step for step in stay if step not in refused],
         refused=refused,
+        untidied=[step for step in plan.littered if step not in begun],
         unfinished=unfinished,
         unconfirmed=[step for step in plan.doomed if step not in begun and step not in still],
     )

@@ -254,6 +254,8 @@ class Steps:
     def _begin_tidying(self, step: int, begun: dict[int, Deletion], opened: Folders) -> None:
         storage = opened(step_folder(self._root, step))
         try:
+            if _is_link(step_folder(self._root, step), opened):
+                raise CheckpointError(f"{storage.location} is a link now")
             begun[step] = begin_clearing(storage, step, of_checkpoint=True)
         except (OSError, CheckpointError) as error:
             _logger.warning("what dead saves have left beside step %d is left for now: %s", step, error)
@@ -270,18 +272,23 @@ class Steps:
             now: See :meth:`abandoned`.
             anew: Whether to look into all folders, and not only into those that had claims when that was done last.
         """
-        if anew or self._claimed is None:
-            linked = set(self.linked(opened))
-            looked = [step for step in self.folders(opened) if step not in linked]
-        else:
-            looked = sorted(self._claimed)
-        names = {step: opened(step_folder(self._root, step)).names() for step in looked}
-        self._claimed = {step for step in looked if any(parse_claim(name) is not None for name in names[step])}
-        committed = [step for step in sorted(self._claimed) if metadata_name(step) in names[step]]
-        if not committed:
+        looked = self.folders(opened) if anew or self._claimed is None else sorted(self._claimed)
+        self._claimed = set()
+        committed: list[Storage] = []
+        found: list[int] = []
+        for step in looked:
+            folder = step_folder(self._root, step)
+            with suppress(OSError):  # none of this that cannot be listed
+                names = [] if _is_link(folder, opened) else opened(folder).names()
+                if any(parse_claim(name) is not None for name in names):
+                    self._claimed.add(step)
+                    if metadata_name(step) in names:
+                        committed.append(opened(folder))
+                        found.append(step)
+        if not found:
             return []
         time = self._now(opened) if now is None else now
-        return [step for step in committed if is_abandoned(opened(step_folder(self._root, step)), time)]
+        return [step for step, storage in zip(found, committed, strict=True) if _is_left(storage, time)]
 
     def abandoned(self, opened: Folders = _FOLDERS, now: float | None = None) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
@@ -345,6 +352,14 @@ def _may_be_committed(error: Exception) -> bool:
     """Whether a step may be there that could not be looked at; not if it is gone, or no folder."""
     is_no_folder = isinstance(error, NotADirectoryError) or getattr(error, "errno", None) == errno.ELOOP
     return not (is_no_folder or isinstance(error, CheckpointNotFoundError))
+
+
+def _is_left(storage: Storage, now: float) -> bool:
+    """Whether nobody is saving to a folder any more, as far as that can be seen."""
+    try:
+        return is_abandoned(storage, now)
+    except OSError:
+        return False
 
 
 def _is_link(folder: Path, opened: Folders) -> bool:

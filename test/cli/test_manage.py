@@ -142,6 +142,24 @@ def test_prune_removes_what_dead_saves_have_left_beside_steps_that_stay(tmp_path
     assert verify(folder, 100).ok
 
 
+def test_prune_says_beside_which_steps_something_could_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(tmp_path, s100=0.5)
+    folder = step_folder(tmp_path, 100)
+    claim = folder / "100.0123456789abcdef.claim"
+    claim.write_text("{}")
+    for path in (claim, folder):
+        age(path)
+
+    def refused(*args: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(claim))
+
+    monkeypatch.setattr(LocalStorage, "publish", refused)
+    found = answer("prune", tmp_path, "--keep-last", 1, "-y", code=1)
+    assert (found["kept"], found["tidied"], found["refused"], found["untidied"]) == ([100], [], [], [100])
+
+
 def test_prune_says_what_the_disk_does_not_confirm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a step is not kept, and a crash of the machine may bring it back."""
     sync, failing = LocalStorage.sync, list[int]()

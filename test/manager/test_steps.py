@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -449,3 +450,85 @@ def test_a_step_whose_removal_hangs_is_left(tmp_path: Path, caplog: pytest.LogCa
     helpers_end()
     steps.look()
     assert 2 in steps.metrics
+
+
+# -- what dead saves have left beside steps that stay
+
+
+def littered_step(root: Path, step: int, **says: Any) -> Path:
+    """A step beside which a dead save has left a data file and its claim."""
+    save_step(root, step)
+    folder = step_folder(root, step)
+    (folder / f"0_{step}.{'d' * 16}.0.safetensors").write_bytes(b"dead")
+    claim = folder / f"{step}.{'d' * 16}.claim"
+    claim.write_text(json.dumps({"save": "d" * 16, "replaces": None, "removes": [], **says}))
+    age(claim)
+    age(folder)
+    return folder
+
+
+def test_a_folder_that_cannot_be_listed_keeps_no_other_from_being_tidied(tmp_path: Path) -> None:
+    littered_step(tmp_path, 2)
+    step_folder(tmp_path, 1).write_text("a file")
+    for anew in (True, False):
+        assert look(tmp_path).littered(anew=anew) == [2]
+    plan = prune.plan_prune(tmp_path, Retention(1, None, None))
+    assert (plan.doomed, plan.littered) == ([], [2])
+    assert prune.carry_out(plan).tidied == [2]
+
+
+def test_a_step_that_has_become_a_link_is_not_tidied(tmp_path: Path) -> None:
+    folder = littered_step(tmp_path / "run", 1)
+    steps = look(tmp_path / "run")
+    assert steps.littered() == [1]
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert steps.littered(anew=False) == []
+    assert steps.begin_removals([], [1]) == {}
+    assert steps.littered() == []
+    assert len(os.listdir(tmp_path / "elsewhere")) == 4
+
+
+def test_the_claim_of_a_save_that_has_ended_is_left_to_whoever_takes_over_what_it_says(tmp_path: Path) -> None:
+    """It waits for what another save does, and has not expired."""
+    folder = littered_step(tmp_path, 1)
+    (own,) = (path for path in folder.glob("*.safetensors") if "d" * 16 not in path.name)
+    steps = look(tmp_path)
+    ended = folder / f"1.{own.name.split('.')[1]}.claim"
+    replaced = folder / f"0_1.{'e' * 16}.0.safetensors"
+    littered = steps.littered()
+    ended.write_text(json.dumps({"save": own.name.split(".")[1], "replaces": "e" * 16, "removes": [], "done": True}))
+    replaced.write_bytes(b"replaced")
+    assert steps.begin_removals([], littered)[1].finish()
+    assert ended.exists()
+    age(ended)
+    save_step(tmp_path, 1)
+    assert not replaced.exists()
+    assert len(data_files(folder)) == 1
+
+
+def test_who_tidies_again_and_again_does_not_add_to_what_is_to_be_removed(tmp_path: Path) -> None:
+    folder = littered_step(tmp_path, 1)
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and "d" * 16 in name and name.endswith(".safetensors"):
+            raise OSError(errno.EPERM, "Operation not permitted", name)
+
+    opened = Folders(lambda path: FaultyStorage(path, hook))
+    for _ in range(3):
+        steps = look(tmp_path)
+        assert not steps.begin_removals([], steps.littered(opened), opened)[1].finish()
+        (claim,) = folder.glob("*.claim")
+        assert json.loads(claim.read_text())["removes"] == ["d" * 16]
+        age(claim)
+        age(folder)
+    assert verify(folder, 1).ok
+
+
+def test_a_step_that_is_removed_is_not_tidied_too(tmp_path: Path) -> None:
+    littered_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    plan = prune.plan_prune(tmp_path, Retention(1, None, None))
+    assert (plan.doomed, plan.littered) == ([1], [])
+    assert prune.carry_out(plan).removed == [1]
+    assert not step_folder(tmp_path, 1).exists()
