@@ -79,17 +79,20 @@ def prune(
         print_json({"path": facts.path, **asdict(done), "bytes": freed, "dry_run": dry_run})
     else:
         _say_what_became(done, freed, dry_run)
-    problems = {
+    if problems := _problems(done):
+        say("\n".join(problems), err=True)
+        raise typer.Exit(1)
+
+
+def _problems(done: Pruned) -> list[str]:
+    """What could not be done, a line for each kind."""
+    kinds = {
         "could not be removed": done.refused,
         "what dead saves have left could not be removed beside": done.untidied,
         "removed, but data files could not be; they are left to a later save": done.unfinished,
         "deleted, but the storage has not confirmed that; the data files are left to a later save": done.unconfirmed,
     }
-    for text, steps in problems.items():
-        if steps:
-            say(f"{text}: {_listed(steps)}", err=True)
-    if any(problems.values()):
-        raise typer.Exit(1)
+    return [f"{text}: {_listed(steps)}" for text, steps in kinds.items() if steps]
 
 
 def _say_what_became(done: Pruned, freed: int, dry_run: bool) -> None:

@@ -274,21 +274,19 @@ class Steps:
         """
         looked = self.folders(opened) if anew or self._claimed is None else sorted(self._claimed)
         self._claimed = set()
-        committed: list[Storage] = []
-        found: list[int] = []
+        committed: dict[int, Storage] = {}
         for step in looked:
             folder = step_folder(self._root, step)
-            with suppress(OSError):  # none of this that cannot be listed
+            with suppress(OSError):  # one that cannot be listed is left alone
                 names = [] if _is_link(folder, opened) else opened(folder).names()
                 if any(parse_claim(name) is not None for name in names):
                     self._claimed.add(step)
                     if metadata_name(step) in names:
-                        committed.append(opened(folder))
-                        found.append(step)
-        if not found:
+                        committed[step] = opened(folder)
+        if not committed:
             return []
         time = self._now(opened) if now is None else now
-        return [step for step, storage in zip(found, committed, strict=True) if _is_left(storage, time)]
+        return [step for step, storage in committed.items() if _is_left(storage, time)]
 
     def abandoned(self, opened: Folders = _FOLDERS, now: float | None = None) -> list[int]:
         """Steps that were never committed, or are half removed, and that nobody works on any more.
