@@ -230,7 +230,8 @@ def steps_facts(path: str) -> StepsFacts | None:
     root = Path(local_path(path))
     if not root.is_dir() or not any(child.name.startswith("step-") for child in root.iterdir()):
         return None
-    from ..manager.steps import NOTE, Retention, Steps, step_folder
+    from ..manager.retention import Retention
+    from ..manager.steps import NOTE, Steps, step_folder
 
     found = Steps(root, NOTE)
     folders = found.folders()

@@ -49,7 +49,7 @@ def prune(
 
     from ..errors import CheckpointNotFoundError
     from ..manager.prune import Pruned, carry_out, plan_prune
-    from ..manager.steps import Retention
+    from ..manager.retention import Retention
     from .inspection import no_steps_text, steps_facts
 
     alone_only("prune")

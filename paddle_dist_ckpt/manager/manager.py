@@ -36,9 +36,10 @@ from .agreement import agree
 from .held_log import held_back
 from .preparation import Preparation
 from .removal import remove_together
+from .retention import Retention, check_count
 from .schedule import Schedule
 from .sigterm import on_sigterm
-from .steps import NOTE, Retention, Steps, check_count, check_seconds, checked_metrics, checked_step, step_folder
+from .steps import NOTE, Steps, check_seconds, checked_metrics, checked_step, step_folder
 
 __all__ = ["CheckpointManager"]
 

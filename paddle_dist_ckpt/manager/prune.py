@@ -11,7 +11,8 @@ from ..errors import CheckpointError
 from ..folder.checkpoint import read_checkpoint
 from ..folder.delete import warn_of_files_elsewhere
 from ..storage import LocalStorage
-from .steps import NOTE, Retention, Steps, remove_step, step_folder
+from .retention import Retention
+from .steps import NOTE, Steps, remove_step, step_folder
 
 __all__ = ["Pruned", "carry_out", "plan_prune"]
 

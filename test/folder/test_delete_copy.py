@@ -38,7 +38,8 @@ from paddle_dist_ckpt.folder.copy import copy
 from paddle_dist_ckpt.folder.delete import begin_deletion, delete
 from paddle_dist_ckpt.folder.lease import Lease
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
-from paddle_dist_ckpt.manager.steps import Retention, Steps, step_folder
+from paddle_dist_ckpt.manager.retention import Retention
+from paddle_dist_ckpt.manager.steps import Steps, step_folder
 from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.testing import FaultyStorage
 from test.jobs import (

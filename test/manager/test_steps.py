@@ -22,7 +22,8 @@ from paddle_dist_ckpt.folder.claims import is_abandoned
 from paddle_dist_ckpt.manager import prune
 from paddle_dist_ckpt.manager import steps as steps_module
 from paddle_dist_ckpt.manager.removal import _to_one_of_each, remove_together
-from paddle_dist_ckpt.manager.steps import Retention, Steps, remove_step, step_folder
+from paddle_dist_ckpt.manager.retention import Retention
+from paddle_dist_ckpt.manager.steps import Steps, remove_step, step_folder
 from paddle_dist_ckpt.options import SaveOptions
 from paddle_dist_ckpt.storage import Folders, LocalStorage
 from paddle_dist_ckpt.storage.base import FolderIdentity

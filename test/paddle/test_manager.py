@@ -33,7 +33,8 @@ from paddle_dist_ckpt import (
 )
 from paddle_dist_ckpt.manager import sigterm
 from paddle_dist_ckpt.manager.prune import carry_out, plan_prune
-from paddle_dist_ckpt.manager.steps import NOTE, Retention, Steps, remove_step
+from paddle_dist_ckpt.manager.retention import Retention
+from paddle_dist_ckpt.manager.steps import NOTE, Steps, remove_step
 from test.paddle import cases_manager as cases
 from test.ranks.pool import RankPool
 from test.readers.golden import GOLDEN, expected_arrays

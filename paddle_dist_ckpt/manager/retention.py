@@ -1,0 +1,109 @@
+"""Which steps a manager keeps: the rules, by numbers and metrics alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..folder.nothing import steps_text
+from ..options import as_integer
+
+__all__ = ["Metrics", "Retention", "check_count"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+Metrics = Mapping[str, float]
+
+
+def check_count(name: str, number: int | None) -> None:
+    """Refuse what is no number of steps.
+
+    Raises:
+        ValueError: it is neither None nor a positive integer.
+    """
+    if number is not None and (as_integer(number) or 0) < 1:
+        raise ValueError(f"{name} must be None or at least 1, not {number!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps are kept: see :class:`paddle_dist_ckpt.CheckpointManager`."""
+
+    keep_last: int | None
+    keep_every: int | None
+    best: tuple[str, str] | None
+
+    def __post_init__(self) -> None:
+        check_count("keep_last", self.keep_last)
+        check_count("keep_every", self.keep_every)
+        best: Any = self.best
+        if best is not None and (
+            not isinstance(best, tuple)
+            or len(best) != 2
+            or not isinstance(best[0], str)
+            or best[1] not in ("min", "max")
+        ):
+            raise ValueError(f"best must be None or a metric's name and 'min' or 'max', not {best!r}")
+
+    @property
+    def idle(self) -> str:
+        """Which arguments keep nothing, for every step is kept, in words."""
+        if self.keep_last is not None:
+            return ""
+        return " and ".join(name for name in ("keep_every", "best") if getattr(self, name) is not None)
+
+    def warn(self, root: Path, metrics: Mapping[int, Metrics], newest: int, told: set[str]) -> None:
+        """Say in the log what the user may not have meant of a step, each once.
+
+        Args:
+            root: The folder of steps.
+            metrics: Of each committed step.
+            newest: The step that was committed just now.
+            told: What has been said before; what is said now is added.
+        """
+        given, higher = metrics.get(newest, {}), sorted(step for step in metrics if step > newest)
+        if self.best is not None and self.best[0] not in given and "metric" not in told:
+            told.add("metric")
+            _logger.warning(
+                "step %d was saved without the metric %r, by which best tells the best step; its metrics: %s",
+                newest,
+                self.best[0],
+                ", ".join(map(repr, given)) or "none",
+            )
+        if higher and "higher" not in told:
+            told.add("higher")
+            _logger.warning(
+                "step %d was saved, and %s has higher ones: %s. restore() takes the highest%s; a new run needs a root "
+                "of its own",
+                newest,
+                root,
+                steps_text(higher),
+                "" if self.keep_last is None else f", and keep_last={self.keep_last} removes the lowest",
+            )
+
+    def best_of(self, metrics: Mapping[int, Metrics]) -> int | None:
+        """The best step, the later one of equals; None if there is no metric, or no step has it."""
+        if self.best is None:
+            return None
+        name, mode = self.best
+        sign = -1.0 if mode == "min" else 1.0
+        values = {step: sign * found[name] for step, found in metrics.items() if name in found}
+        known = {step: value for step, value in values.items() if not math.isnan(value)}
+        return max(known, key=lambda step: (known[step], step), default=None)
+
+    def doomed(self, metrics: Mapping[int, Metrics], newest: int, in_use: Collection[int | None]) -> list[int]:
+        """The steps that are not kept, ascending.
+
+        Args:
+            metrics: Of each committed step.
+            newest: The step that was committed just now.
+            in_use: Steps that are being read.
+        """
+        if self.keep_last is None:
+            return []
+        steps = sorted(metrics)
+        kept = {newest, self.best_of(metrics), *in_use, *steps[-self.keep_last :]}
+        return [step for step in steps if step not in kept and (self.keep_every is None or step % self.keep_every != 0)]
