@@ -202,8 +202,9 @@ class Lease:
             committed = committed_saves(self.storage)
             self.doomed = [save for save in dict.fromkeys(self.doomed) if save not in committed]
         except CheckpointError as error:
-            self.doomed = []
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
+            if self.doomed:  # their claims may be gone by now
+                self.leave_doomed()
 
     def _remove_dead(self, name: str) -> bool:
         """Remove a dead save's claim; returns whether that could be done.

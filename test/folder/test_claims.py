@@ -802,6 +802,28 @@ def test_what_waits_for_a_save_that_dies_is_removed_later(tmp_path: Path) -> Non
     check_holds(tmp_path, {5: 2, 6: 3})
 
 
+def test_what_a_dead_save_has_left_is_not_forgotten_if_a_metadata_is_damaged_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Just between the removal of the dead save's claim and the look at which saves are committed."""
+    save_alone(state(1), tmp_path, 1)
+    dead_save(tmp_path, 5, last="sync")
+    age_claims(tmp_path)
+    whole = (tmp_path / "1.metadata").read_bytes()
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.startswith("5.") and name.endswith(".claim"):
+            (tmp_path / "1.metadata").write_bytes(b"rubbish")
+
+    save_alone(state(6), FaultyStorage(tmp_path, hook), 6)
+    assert "it is not certain which they are" in caplog.text
+    assert [path.name[:4] for path in data_files(tmp_path)] == ["0_1.", "0_5.", "0_6."]
+    (tmp_path / "1.metadata").write_bytes(whole)
+    age_claims(tmp_path)
+    save_alone(state(7), tmp_path, 7)
+    check_holds(tmp_path, {1: 1, 6: 6, 7: 7})
+
+
 def test_what_a_dead_save_has_left_prevents_no_save_and_is_not_forgotten(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
