@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .box import Box, cut_flat_range, whole
+from .cached import cached_property
 from .memory import Bytes1D, address_of, bytes_at
 
 __all__ = [
+    "ArrayForm",
     "Copies",
     "DeviceAccess",
     "DeviceArray",
@@ -119,51 +121,74 @@ class DeviceAccess(Protocol):
         ...
 
 
+class ArrayForm:
+    """What an array in memory is like: many have the same.
+
+    Args:
+        shape: The array's shape.
+        strides: Bytes from one element to the next, one a dimension, none negative; None if it is contiguous.
+        dtype: Its type of raw items.
+    """
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int] | None, dtype: np.dtype[np.generic]) -> None:
+        self.shape, self.dtype, self.itemsize = tuple(shape), dtype, int(dtype.itemsize)
+        self.nbytes = math.prod(self.shape) * self.itemsize
+        self._given_strides = strides
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next, one a dimension."""
+        given = self._given_strides
+        return contiguous_strides(self.shape, self.itemsize) if given is None else tuple(given)
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the elements stand one behind the other."""
+        if self._given_strides is None:
+            return True
+        expected = contiguous_strides(self.shape, self.itemsize)
+        return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, expected, strict=True))
+
+
 class DeviceArray:
     """An array in a device's memory.
 
     Args:
         memory: The memory.
         start: Where in it the array begins, in bytes.
-        shape: The array's shape.
-        strides: Bytes from one element to the next, one a dimension, none negative; None if it is contiguous.
-        dtype: Its type of raw items.
+        form: What it is like.
     """
 
-    __slots__ = ("_given_strides", "_is_contiguous", "_memory", "_start", "dtype", "shape")
+    __slots__ = ("_memory", "_start", "form")
 
-    def __init__(
-        self,
-        memory: DeviceBytes,
-        start: int,
-        shape: Sequence[int],
-        strides: Sequence[int] | None,
-        dtype: np.dtype[np.generic],
-    ) -> None:
-        self._memory, self._start, self.shape, self.dtype = memory, start, tuple(shape), dtype
-        self._is_contiguous = True if strides is None else None
-        self._given_strides = None if strides is None else tuple(strides)
+    def __init__(self, memory: DeviceBytes, start: int, form: ArrayForm) -> None:
+        self._memory, self._start, self.form = memory, start, form
 
     @property
-    def _strides(self) -> tuple[int, ...]:
-        if self._given_strides is None:
-            self._given_strides = contiguous_strides(self.shape, self.itemsize)
-        return self._given_strides
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.form.shape
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Its type of raw items."""
+        return self.form.dtype
 
     @property
     def itemsize(self) -> int:
         """Bytes of an item."""
-        return int(self.dtype.itemsize)
+        return self.form.itemsize
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return math.prod(self.shape) * self.itemsize
+        return self.form.nbytes
 
     def part(self, box: Box) -> DeviceArray:
         """A box of it."""
-        start = self._start + sum(o * stride for o, stride in zip(box.offset, self._strides, strict=True))
-        return DeviceArray(self._memory, start, box.shape, self._strides, self.dtype)
+        strides = self.form.strides
+        start = self._start + sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
+        return DeviceArray(self._memory, start, ArrayForm(box.shape, strides, self.dtype))
 
     def add_pieces(
         self, start: int, stop: int, address: int, requests: list[Request], scattered: list[Scattered]
@@ -177,7 +202,7 @@ class DeviceArray:
             requests: Gets the copies that are needed.
             scattered: Gets parts that do not stand together on the device, to be read by :func:`read_scattered`.
         """
-        if self._is_contiguous or self.is_contiguous():
+        if self.form.is_contiguous:
             if start < stop:
                 requests.append((self._memory, self._start + start, address, stop - start))
             return
@@ -193,7 +218,7 @@ class DeviceArray:
 
     def _requests(self, address: int) -> list[Request] | None:
         """The copies between all of it and contiguous host memory; None if the device cannot make it contiguous."""
-        if self.is_contiguous():
+        if self.form.is_contiguous:
             return [(self._memory, self._start, address, self.nbytes)]
         size, found = self.itemsize, list[Request]()
         rows = max(1, _STRIDED_BYTES // size)
@@ -201,8 +226,8 @@ class DeviceArray:
             for box in cut_flat_range(self.shape, start, min(start + rows, whole(self.shape).size)):
                 part = self.part(box)
                 memory: DeviceBytes | None = self._memory
-                if not part.is_contiguous():
-                    memory = self._memory.strided(part._start, part.shape, part._strides)
+                if not part.form.is_contiguous:
+                    memory = self._memory.strided(part._start, part.shape, part.form.strides)
                 if memory is None:
                     return None
                 start_there = part._start if memory is self._memory else 0
@@ -234,24 +259,16 @@ class DeviceArray:
                 write_all([(self.part(box), address_of(zeros))], zeros, copies)
             copies.mark().wait()
 
-    def is_contiguous(self) -> bool:
-        """Whether its elements stand one behind the other."""
-        if self._is_contiguous is None:
-            expected = contiguous_strides(self.shape, self.itemsize)
-            columns = zip(self.shape, self._strides, expected, strict=True)
-            self._is_contiguous = all(n == 1 or a == b for n, a, b in columns)
-        return self._is_contiguous
-
     def _span(self, box: Box) -> int:
         """Bytes from the first element of a box to behind its last one."""
-        return self.itemsize + sum((n - 1) * stride for n, stride in zip(box.shape, self._strides, strict=True))
+        return self.itemsize + sum((n - 1) * stride for n, stride in zip(box.shape, self.form.strides, strict=True))
 
     def _reachable(self, box: Box) -> Iterator[Box]:
         """A box in parts whose surroundings are small: cut where that makes them smallest."""
         if self._span(box) <= _SPAN_BYTES or box.size == 1:
             yield box
             return
-        longest = max(range(len(box.shape)), key=lambda d: (box.shape[d] - 1) * self._strides[d])
+        longest = max(range(len(box.shape)), key=lambda d: (box.shape[d] - 1) * self.form.strides[d])
         half = box.shape[longest] // 2
         for low, length in ((0, half), (half, box.shape[longest] - half)):
             offset, shape = list(box.offset), list(box.shape)
@@ -267,7 +284,7 @@ class DeviceArray:
             request = self._memory, self.part(box)._start, address_of(around), len(around)
             copies.read([request], around)
             copies.mark().wait()
-            yield (*box.slices, ...), request, np.ndarray(box.shape, self.dtype, around.data, 0, self._strides)
+            yield (*box.slices, ...), request, np.ndarray(box.shape, self.dtype, around.data, 0, self.form.strides)
 
     def _items_at(self, address: int) -> npt.NDArray[Any]:
         """Contiguous host memory as an array of the same shape; nothing keeps it alive."""
@@ -300,6 +317,10 @@ def write_all(pairs: Iterable[tuple[DeviceArray, int]], host: Any, copies: Copie
     """
     together, scattered = list[Request](), list[Scattered]()
     for array, address in pairs:
+        form = array.form
+        if form.is_contiguous:  # as nearly always, of very many
+            together.append((array._memory, array._start, address, form.nbytes))
+            continue
         requests = array._requests(address)
         if requests is None:
             scattered.append((array, address))

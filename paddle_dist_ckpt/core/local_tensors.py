@@ -10,7 +10,8 @@ import numpy as np
 
 from ..errors import UnsupportedValueError
 from .columns import IntArray, edges_of, places_within
-from .device_memory import DeviceAccess, DeviceArray
+from .device_memory import ArrayForm, DeviceAccess, DeviceArray
+from .garbage import no_collections
 from .tensors import Geometry, LocalShard, TensorAdapter, TensorView, TensorViews
 
 __all__ = ["LocalShards", "LocalTensors", "device_arrays", "overlaps_itself", "reach_of"]
@@ -162,11 +163,14 @@ def device_arrays(
     devices: DeviceAccess | None,
 ) -> list[DeviceArray]:
     """Local shards on devices: of each which of ``cells`` it is, what keeps its memory alive, and where it begins."""
-    found: list[DeviceArray] = []
     if not owners:
-        return found
+        return []
     assert devices is not None, "what is on a device can be reached"
-    for number, memory, address in zip(cell.tolist(), devices.memories_of(owners), addresses, strict=True):
+    forms: dict[int, ArrayForm] = {}
+    for number in np.unique(cell).tolist():
         geometry, shard = cells[number]
-        found.append(DeviceArray(memory, address - memory.base, shard.box.shape, shard.strides, geometry.dtype.raw))
-    return found
+        forms[number] = ArrayForm(shard.box.shape, shard.strides, geometry.dtype.raw)
+    with no_collections():
+        memories = devices.memories_of(owners)
+        starts = [address - memory.base for memory, address in zip(memories, addresses, strict=True)]
+        return list(map(DeviceArray, memories, starts, map(forms.__getitem__, cell.tolist())))

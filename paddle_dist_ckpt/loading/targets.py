@@ -13,6 +13,7 @@ from ..core.columns import IntArray, Mask
 from ..core.decoding import decoding
 from ..core.device_memory import Copies, DeviceAccess, DeviceArray, write_all
 from ..core.dtypes import arithmetic_dtype, can_cast, cast_array
+from ..core.garbage import no_collections
 from ..core.grouping import group_rows
 from ..core.local_tensors import LocalShards, LocalTensors, device_arrays, overlaps_itself, reach_of
 from ..core.memory import Bytes1D, address_of, array_at, zeros_of
@@ -210,8 +211,9 @@ class Targets:
 
     def send(self, rows: Sequence[int], copies: Copies) -> None:
         """Queue copies of rows to the device, from where they were placed, and undo that."""
-        addresses, memories = self.address[np.array(rows, np.int64)], [self._buffers.pop(row) for row in rows]
-        write_all(zip(self.device_memory(rows), addresses.tolist(), strict=True), memories, copies)
+        with no_collections():  # of many rows it makes several objects each
+            addresses, memories = self.address[np.array(rows, np.int64)], [self._buffers.pop(row) for row in rows]
+            write_all(zip(self.device_memory(rows), addresses.tolist(), strict=True), memories, copies)
 
     def device_memory(self, rows: Sequence[int]) -> list[DeviceArray]:
         """The memory of rows that are on devices."""

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_dist_ckpt.core import device_memory
 from paddle_dist_ckpt.core.box import Box
-from paddle_dist_ckpt.core.device_memory import DeviceArray, Request, Scattered, read_scattered, write_all
+from paddle_dist_ckpt.core.device_memory import ArrayForm, DeviceArray, Request, Scattered, read_scattered, write_all
 from paddle_dist_ckpt.core.dtypes import dtype_named
 from paddle_dist_ckpt.core.memory import address_of, bytes_at
 
@@ -59,7 +59,7 @@ class FakeDevice:
             self.hosts.clear()
 
 
-def drawn(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray]:
+def drawn(draw: random.Random) -> tuple[FakeDevice, ArrayForm, DeviceArray, np.ndarray]:
     """A device, an array there that may be transposed and have gaps, and the same array on the host."""
     shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(0, 4)))
     steps = [draw.choice([1, 1, 2]) for _ in shape]
@@ -71,10 +71,10 @@ def drawn(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray]:
     index = tuple(slice(None, None, step) for step in steps)
     array = memory[(*index, ...)].transpose(order)
     start = 12 + address_of(array) - address_of(memory)
-    return device, DeviceArray(device, start, array.shape, array.strides, ITEM), array
+    return device, DeviceArray(device, start, ArrayForm(array.shape, array.strides, ITEM)), array
 
 
-def drawn_part(draw: random.Random) -> tuple[FakeDevice, DeviceArray, np.ndarray, tuple[Any, ...]]:
+def drawn_part(draw: random.Random) -> tuple[FakeDevice, ArrayForm, DeviceArray, np.ndarray, tuple[Any, ...]]:
     """A device, a box of such an array, the whole array on the host, and where in it the box is."""
     device, array, whole = drawn(draw)
     corners = [sorted(draw.sample(range(n + 1), 2)) for n in array.shape]
@@ -117,7 +117,7 @@ def test_any_box_is_written_and_cleared_and_nothing_beside_it(monkeypatch: pytes
 
 def test_what_is_contiguous_takes_one_copy_and_the_rest_is_left() -> None:
     device = FakeDevice(np.arange(64, dtype=ITEM))
-    array = DeviceArray(device, 0, (8, 8), None, ITEM)
+    array = DeviceArray(device, 0, ArrayForm((8, 8), None, ITEM))
     into = np.zeros(64, np.uint8)
     requests: list[Request] = []
     scattered: list[Scattered] = []
@@ -137,7 +137,7 @@ def test_what_is_contiguous_takes_one_copy_and_the_rest_is_left() -> None:
 def test_columns_are_read_with_little_around_them() -> None:
     whole = np.arange(1 << 20, dtype=ITEM).reshape(1 << 10, 1 << 10)
     device = FakeDevice(whole)
-    array = DeviceArray(device, 0, whole.shape, None, ITEM)
+    array = DeviceArray(device, 0, ArrayForm(whole.shape, None, ITEM))
     assert np.array_equal(array.part(Box((0, 8), (1 << 10, 1000))).to_host(device), whole[:, 8:1008])
     assert device.copied <= whole.nbytes
 
@@ -145,13 +145,13 @@ def test_columns_are_read_with_little_around_them() -> None:
 def test_a_transposed_array_is_copied_once() -> None:
     whole = np.arange(1 << 22, dtype=ITEM).reshape(1 << 11, 1 << 11)
     device = FakeDevice(whole)
-    array = DeviceArray(device, 0, whole.shape, whole.T.strides, ITEM)
+    array = DeviceArray(device, 0, ArrayForm(whole.shape, whole.T.strides, ITEM))
     assert np.array_equal(array.to_host(device), whole.T)
     assert device.copied <= 1.1 * whole.nbytes
 
 
 def test_large_items_and_no_items() -> None:
     device = FakeDevice(np.arange(8, dtype=np.uint8).repeat(16))
-    array = DeviceArray(device, 0, (4, 2), None, dtype_named("complex128").raw)
+    array = DeviceArray(device, 0, ArrayForm((4, 2), None, dtype_named("complex128").raw))
     assert array.part(Box((1, 1), (2, 1))).to_host(device).tobytes() == bytes([3] * 16 + [5] * 16)
     assert array.part(Box((1, 1), (0, 1))).to_host(device).shape == (0, 1)

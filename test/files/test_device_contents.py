@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_dist_ckpt.core.buffers import Buffers
-from paddle_dist_ckpt.core.device_memory import DeviceArray, Request
+from paddle_dist_ckpt.core.device_memory import ArrayForm, DeviceArray, Request
 from paddle_dist_ckpt.core.memory import address_of
 from paddle_dist_ckpt.core.threads import run_all
 from paddle_dist_ckpt.files import contents
@@ -70,7 +70,9 @@ def on_device(file: File, device: type[FakeDevice] = FakeDevice) -> tuple[list[S
         low = address_of(base)
         flat = np.frombuffer(base.tobytes(order="A"), np.uint8)
         memory.data[start : start + base.nbytes] = flat
-        sources.append(DeviceArray(memory, start + address_of(array) - low, array.shape, array.strides, array.dtype))
+        sources.append(
+            DeviceArray(memory, start + address_of(array) - low, ArrayForm(array.shape, array.strides, array.dtype))
+        )
     return sources, memory
 
 
