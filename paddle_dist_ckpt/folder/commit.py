@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from ..files.codec import encode_metadata
 from ..files.metadata import FileInfo, Metadata
 from ..files.names import metadata_name, parse_data_file, parse_temporary
 from ..storage.base import Storage, is_refusal
+from .aside import put_aside
 from .catalogs import ids_beside
 from .checkpoint import read_checkpoint
 from .claims import Claim
@@ -33,11 +34,10 @@ __all__ = [
     "publish_metadata",
     "remove_saves",
     "seal",
+    "withdraw",
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_MOST_PUT_ASIDE = 1 << 30
-_MOST_HOLES = 16 << 20
 _TRIES = 5  # to do something in a folder that others remove when it is empty
 T = TypeVar("T")
 
@@ -217,6 +217,7 @@ def aftermath(lease: Lease, unique_id: int, save_id: str) -> Aftermath:
         return _aftermath(lease, unique_id, save_id)
     except Exception as error:
         _logger.warning("%s: files of replaced saves are left to a later one: %s", lease.storage.location, error)
+        _speak_again(lease, [save for save in (lease.replaces, *lease.inherited) if save is not None])
         return Aftermath([], [], True)
 
 
@@ -255,7 +256,7 @@ def finish(lease: Lease, left: Aftermath) -> None:
     try:
         remove_saves(lease.storage, left.saves, lease.check_held)
         if lease.of_paddle is not None:
-            _put_aside(lease, lease.of_paddle)
+            put_aside(lease.storage, lease.of_paddle, lease.temporary)
         lease.storage.delete(lease.temporary)  # it may have been impossible to remove
         for name in left.claims:
             lease.storage.delete(name)
@@ -263,25 +264,14 @@ def finish(lease: Lease, left: Aftermath) -> None:
             lease.end()
     except Exception as error:
         _logger.warning("%s: files of replaced or dead saves are left: %s", lease.storage.location, error)
+        _speak_again(lease, left.saves)
 
 
-def _put_aside(lease: Lease, unique_id: int) -> None:
-    """Have a checkpoint of Paddle's found no more, since this save stands for it. Its `.metadata` gets another name.
-
-    Trainers insist on one `.metadata` a folder; Paddle's own functions would have overwritten this one.
-    """
-    storage, name = lease.storage, metadata_name(unique_id)
-    if look(storage, name)[0] is not Format.PADDLE:
-        return  # somebody has removed it meanwhile, or saved under its id
-    with closing(storage.open(name)) as file:
-        _, on_disk = getattr(file, "on_disk", (name, file.size))
-        if file.size > min(_MOST_PUT_ASIDE, on_disk + _MOST_HOLES):
-            raise CheckpointError(f"{storage.location}/{name} is too large to be one of Paddle's")
-        data = storage.read(name, file.size)
-    storage.publish(f"{name}.replaced", data, lease.temporary, replace=True)
-    storage.delete(name)
-    storage.sync()
-    _logger.info("%s: %s is called %s.replaced now", storage.location, name, name)
+def _speak_again(lease: Lease, saves: Sequence[str]) -> None:
+    """See to it that some claim speaks of saves whose files are left. Who has taken this one for dead, and its claim,
+    may have done so before it had replaced them."""
+    with suppress(OSError, CheckpointError):
+        lease.speak_again(saves)
 
 
 def give_up(lease: Lease, settled: bool) -> None:
@@ -305,6 +295,18 @@ def give_up(lease: Lease, settled: bool) -> None:
                 lease.end()
     except (OSError, CheckpointError) as error:
         _logger.warning("%s: files of a failed save are left: %s", lease.storage.location, error)
+
+
+def withdraw(lease: Lease, *saves: str) -> None:
+    """End a removal of these saves that is refused, or has failed before it removed anything.
+
+    What dead saves have left, whose claims are gone, is removed at once if there was no room to say so.
+    """
+    lease.doomed = [save for save in lease.doomed if save not in saves]
+    if not lease.is_said:
+        remove_saves(lease.storage, lease.doomed, lease.check_held)
+        lease.doomed = []
+    lease.withdraw()
 
 
 def remove_saves(storage: Storage, saves: Iterable[str], check: Callable[[], object] = lambda: None) -> None:

@@ -105,7 +105,7 @@ def _create(out: Storage, name: str, made: list[str]) -> WritableFile:
         return out.create(name)
     except FileExistsError:
         made.remove(name)  # it is somebody else's
-        raise
+        raise CheckpointError(f"{out.location}/{name} is being put there by somebody else; {EXPIRY}") from None
 
 
 def _undo(lease: Lease, metadata: Metadata, made: list[str]) -> None:

@@ -11,7 +11,7 @@ from ..files.metadata import Metadata
 from ..files.names import metadata_name, parse_data_file
 from ..storage.base import Storage, is_refusal
 from .checkpoint import read_checkpoint
-from .commit import remove_saves
+from .commit import remove_saves, withdraw
 from .ids import metadata_ids, note_of, save_of
 from .lease import Lease
 
@@ -80,6 +80,7 @@ class Deletion:
         """Leave the files to a later save, for which the claim stays, and let nobody wait."""
         self._lease.stop()
         with suppress(OSError, CheckpointError):
+            self._lease.speak_again(self.saves)
             self._lease.mark_done()
 
 
@@ -144,7 +145,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
             )
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            lease.withdraw(save_id)
+            withdraw(lease, save_id)
         raise
     try:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
@@ -161,7 +162,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 if what is not None:
                     lease.mark_done()  # so that nobody waits
                 elif not isinstance(error, OSError) or is_refusal(error):  # and may not happen late, as on a network
-                    lease.withdraw(save_id)
+                    withdraw(lease, save_id)
         if what is not None and isinstance(error, OSError):
             raise DurabilityUnknownError(
                 f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
@@ -203,7 +204,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
         lease.mark_done(passes_on=True)  # it removes no `.metadata`, so nobody need wait
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            lease.withdraw()
+            withdraw(lease)
         raise
     return Deletion(lease, lease.doomed)
 

@@ -15,7 +15,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -23,6 +23,7 @@ import msgspec
 from ..errors import CheckpointError, CheckpointTimeoutError
 from ..files.names import claim_name, temporary_name
 from ..storage.base import Storage
+from .aside import put_aside
 from .claims import (
     EXPIRES_AFTER,
     EXPIRY,
@@ -71,6 +72,7 @@ class Lease:
         replaces: The save that has the id now, if it was given and is taken.
         inherited: What that has set out to remove in its turn, and had not done when this save met its claim.
         doomed: Save ids whose files are to be removed: those of dead saves, and what these had replaced.
+        is_said: Whether the claim says all of this, for which a full disk may have no room.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Lease:
         made: list[Lease] | None = None,
     ) -> None:
         self.storage, self.unique_id, self.automatic, self.of_paddle = storage, unique_id, automatic, of_paddle
-        self._deletes, self._done, self._patience = deletes, False, patience
+        self._deletes, self._is_done, self._patience = deletes, False, patience
         self._passes_on = False
         self._committed_as: int | None = None
         self.save_id = secrets.token_hex(8)
@@ -93,6 +95,7 @@ class Lease:
         self.replaces: str | None = None
         self.inherited: list[str] = []
         self.doomed: list[str] = []
+        self.is_said = False
         self._is_claimed = False
         self._stuck: set[str] = set()  # the claims of dead saves that could not be removed
         self._look()
@@ -126,8 +129,10 @@ class Lease:
         if self.replaces is None or self.replaces == before:
             return self.replaces != before
         # What that has replaced in its turn is known from its claim alone, and from here on from this one.
-        claims = [claim for claim in self.others(self.unique_id).values() if claim.save == self.replaces]
-        self.inherited += [save for claim in claims for save in (claim.replaces, *claim.removes) if save is not None]
+        for claim in self.others(self.unique_id).values():
+            if claim.save == self.replaces:
+                self.inherited += [save for save in (claim.replaces, *claim.removes) if save is not None]
+                self.of_paddle = claim.of_paddle if self.of_paddle is None else self.of_paddle
         return True
 
     def _write(self) -> None:
@@ -139,12 +144,14 @@ class Lease:
             self.of_paddle,
             self.automatic,
             self._deletes,
-            self._done,
+            self._is_done,
             self._committed_as,
             self._passes_on,
         )
+        self.is_said = False
         try:
             self._publish(msgspec.json.encode(claim))
+            self.is_said = True
         except OSError as error:
             if not self._deletes or error.errno not in _NO_ROOM:
                 raise
@@ -175,36 +182,44 @@ class Lease:
         if not dead:
             return
         try:
-            committed, saves = committed_saves(self.storage), dict[str, list[str]]()
+            committed, records = committed_saves(self.storage), dict[str, Claim]()
             for name, parsed in list(dead.items()):
                 try:
-                    record = readable_record_of(self.storage, name, parsed)
-                    saves[name] = saves_of_claim(record, committed)
-                    if record.save in committed and self.of_paddle is None:
-                        self.of_paddle = record.of_paddle
+                    records[name] = record = readable_record_of(self.storage, name, parsed)
                 except FileNotFoundError:
                     _logger.debug("the claim %s is another save's to take over", name)
                     del dead[name]
                 except PermissionError as error:  # it alone says what is to be removed, to whoever may read it
                     self._leave_stuck(name, error)
+                else:
+                    self._put_aside(name, record, committed)
             unread = {name.removesuffix(TEMPORARY) for name in self._stuck}
             dead = {name: parsed for name, parsed in dead.items() if name.removesuffix(TEMPORARY) not in unread}
-            self.doomed += [save for name in dead for save in saves[name]]
+            self.doomed += [save for name in dead for save in saves_of_claim(records[name], committed)]
             self._write()
             for name, parsed in dead.items():
                 if self._remove_dead(name):
                     self.storage.delete(temporary_name(parsed.unique_id, parsed.save_id))
-            if self._stuck:
-                left = {save for name in self._stuck for save in saves.get(name, ())}
-                self.doomed = [save for save in self.doomed if save not in left]
-                self._write()
-            # A save that was frozen just before its last step may have been committed until now, but not later.
+            # A save that was frozen just before its last step may have been committed until now, but not later. What it
+            # has replaced then is to be removed as well.
             committed = committed_saves(self.storage)
-            self.doomed = [save for save in dict.fromkeys(self.doomed) if save not in committed]
+            said = {name: saves_of_claim(record, committed) for name, record in records.items()}
+            stuck = {save for name in self._stuck for save in said.get(name, ())}
+            found = [*self.doomed, *(save for name in dead for save in said[name])]
+            self.doomed = [save for save in dict.fromkeys(found) if not (save in committed or save in stuck)]
+            self._write()
         except CheckpointError as error:
             _logger.warning("files of dead saves are left, for it is not certain which they are: %s", error)
             if self.doomed:  # their claims may be gone by now
                 self.leave_doomed()
+
+    def _put_aside(self, name: str, record: Claim, committed: Collection[str]) -> None:
+        """Do what a dead save has not done for a checkpoint of Paddle's, before its claim goes, which alone says so."""
+        if record.of_paddle is not None and record.save in committed:
+            try:
+                put_aside(self.storage, record.of_paddle, self.temporary)
+            except (OSError, CheckpointError) as error:
+                self._leave_stuck(name, error)
 
     def _remove_dead(self, name: str) -> bool:
         """Remove a dead save's claim; returns whether that could be done.
@@ -336,7 +351,7 @@ class Lease:
         Raises:
             CheckpointError: the claim is gone, and what it said is somebody else's to do.
         """
-        self._done = True
+        self._is_done = True
         self._passes_on |= passes_on
         self._committed_as = committed_as if committed_as != self.unique_id else None
         self._write()
@@ -358,6 +373,13 @@ class Lease:
         name = claim_name(self.unique_id, other)
         self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)
         self.doomed = []
+
+    def speak_again(self, saves: Sequence[str]) -> None:
+        """Leave saves' files to a later save if this one's claim is gone: whoever has taken it for dead may have looked
+        too early to know of them. Not so if the claim has said that it is done."""
+        if saves and not (self._is_done and self.is_said) and not self.is_held():
+            self.doomed = list(saves)
+            self.leave_doomed()
 
     def withdraw(self, *saves: str) -> None:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""

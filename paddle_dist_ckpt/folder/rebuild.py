@@ -26,7 +26,7 @@ from ..files.room import Room, bytes_on_disk
 from ..storage.base import Storage
 from .catalogs import ids_beside
 from .claims import claimed_saves
-from .commit import publish_metadata
+from .commit import publish_metadata, withdraw
 from .delete import Deletion
 from .foreign import Format, look
 from .ids import metadata_ids, next_id, save_of
@@ -101,7 +101,7 @@ def _publish(storage: Storage, metadata: Metadata, data: bytes) -> None:
             raise CheckpointError(f"{storage.location}/{name} appeared meanwhile; try again")
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            lease.withdraw()
+            withdraw(lease)
         raise
     Deletion(lease, lease.doomed).finish()
 

@@ -113,7 +113,7 @@ class FreezingStorage(LocalStorage):
             if self._after is not None:
                 self._after()
 
-        return super().publish(name, data, temporary, replace, freezing if name.endswith(".metadata") else None)
+        return super().publish(name, data, temporary, replace, freezing if name.endswith(".metadata") else confirm)
 
 
 # -- rebuilding beside saves
@@ -612,6 +612,55 @@ def test_a_save_that_commits_while_it_is_taken_for_dead_keeps_its_files(tmp_path
         thread.join(PATIENCE)
     assert results[0].unique_id == 0
     check_holds(tmp_path, {0: 1, 7: 2})
+
+
+@pytest.mark.parametrize("knows", ["who is taken for dead", "who takes it for dead"])
+def test_what_a_save_replaces_while_it_is_taken_for_dead_is_not_forgotten(tmp_path: Path, knows: str) -> None:
+    """It publishes when the other has looked which saves are committed, and before that has removed its claim."""
+    save_alone(state(0), tmp_path, 0)
+    confirmed, thaw, published, taken = (threading.Event() for _ in range(4))
+
+    class Slow(FreezingStorage):
+        def publish(self, name: str, *args: Any, **kwargs: Any) -> bool:
+            is_published = super().publish(name, *args, **kwargs)
+            if name.endswith(".metadata"):
+                published.set()
+                taken.wait(PATIENCE)
+                if knows == "who takes it for dead":
+                    raise Killed
+            return is_published
+
+    def confirm() -> None:
+        confirmed.set()
+        thaw.wait(PATIENCE)
+
+    storage = FaultyStorage(tmp_path, lambda operation, name: None)
+    storage._inner = Slow(tmp_path, after=confirm)
+    thread = threading.Thread(target=try_save, args=([state(1)], storage, 0))
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "delete" and name.startswith("0.") and name.endswith(".claim"):
+            thaw.set()
+            published.wait(PATIENCE)
+
+    def until_then(operation: str, name: str) -> None:
+        hook(operation, name)
+        if operation == "delete" and name.endswith(".metadata.tmp"):
+            raise Killed
+
+    thread.start()
+    try:
+        assert confirmed.wait(PATIENCE)
+        age_claims(tmp_path)
+        try_save([state(2)], FaultyStorage(tmp_path, hook if knows == "who takes it for dead" else until_then), 7)
+    finally:
+        taken.set()
+        thread.join(PATIENCE)
+    if claims := list(tmp_path.glob("*.claim")):
+        for claim in claims:
+            age(claim)
+    save_alone(state(3), tmp_path, 8)
+    check_holds(tmp_path, {0: 1, 8: 3} if knows == "who is taken for dead" else {0: 1, 7: 2, 8: 3})
 
 
 # -- saves that replace each other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import shutil
@@ -18,6 +19,7 @@ import pytest
 from paddle_dist_ckpt import (
     LoadOptions,
     copy_checkpoint,
+    delete_checkpoint,
     export,
     list_checkpoints,
     read_metadata,
@@ -27,6 +29,7 @@ from paddle_dist_ckpt import (
 from paddle_dist_ckpt.errors import CheckpointCorruptedError, CheckpointNotFoundError
 from paddle_dist_ckpt.folder.catalogs import foreign_ids
 from paddle_dist_ckpt.folder.commit import Aftermath, begin, finish
+from paddle_dist_ckpt.folder.delete import begin_deletion
 from paddle_dist_ckpt.storage import LocalStorage
 from paddle_dist_ckpt.storage.local_files import LocalReadable
 from paddle_dist_ckpt.testing import FaultyStorage
@@ -237,6 +240,62 @@ def test_a_checkpoint_of_paddles_is_put_aside_for_good_before_the_claim_goes(tmp
     done = [(operation, name.rpartition(".")[2]) for _, operation, name in watch.steps]
     after = done[done.index(("delete", "metadata")) :]
     assert after.index(("sync", "")) < after.index(("delete", "claim"))
+
+
+@pytest.mark.parametrize("taker", ["a save that fails", "a deletion", "a save of the same id in time"])
+def test_that_a_checkpoint_of_paddles_is_to_be_put_aside_is_not_forgotten(tmp_path: Path, taker: str) -> None:
+    """The save that stands for it was killed before it had done so."""
+    (tmp_path / "0.metadata").write_bytes(pickle.dumps({}))
+    save_alone({"a": np.arange(3)}, tmp_path, 5)
+    (tmp_path / "5.metadata").rename(tmp_path / "hidden")
+    dead = begin(LocalStorage(tmp_path), None, replace_newest=True)
+    dead.stop()
+    (tmp_path / "hidden").rename(tmp_path / "5.metadata")
+    save = read_metadata(tmp_path, 5).save_id
+    says = json.loads((tmp_path / dead.name).read_text()) | {"save": save}
+    (tmp_path / dead.name).unlink()
+    claim = tmp_path / f"5.{save}.claim"
+    claim.write_text(json.dumps(says))
+    if taker == "a save of the same id in time":
+        save_alone({"a": np.arange(4)}, tmp_path, 5)
+    else:
+        age_claims(tmp_path)
+    if taker == "a save that fails":
+        with pytest.raises(OSError, match="No space left"):
+            save_alone({"a": np.arange(4)}, FaultyStorage(tmp_path, no_room_for_files), 6)
+    elif taker == "a deletion":
+        with pytest.raises(CheckpointNotFoundError):
+            delete_checkpoint(tmp_path, 6)
+        begin_deletion(LocalStorage(tmp_path), 5, save).finish()
+    assert (tmp_path / "0.metadata.replaced").exists()
+    assert not (tmp_path / "0.metadata").exists()
+
+
+def no_room_for_files(operation: str, name: str) -> None:
+    if operation == "create":
+        raise FaultyStorage.no_space(name)
+
+
+def test_a_checkpoint_of_paddles_that_cannot_be_put_aside_is_left_to_a_later_save(tmp_path: Path) -> None:
+    """With the claim of the dead save that stands for it, which alone says so; the save that finds that goes on."""
+    (tmp_path / "0.metadata").write_bytes(pickle.dumps({}))
+    save_alone({"a": np.arange(3)}, tmp_path, 1)
+    save = read_metadata(tmp_path, 1).save_id
+    claim = tmp_path / f"1.{save}.claim"
+    said = {"save": save, "replaces": None, "removes": [], "of_paddle": 0, "automatic": True}
+    claim.write_text(json.dumps(said))
+    age_claims(tmp_path)
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("publish", "0.metadata.replaced"):
+            raise FaultyStorage.no_space(name)
+
+    save_alone({"a": np.arange(4)}, FaultyStorage(tmp_path, hook), 2)
+    assert (tmp_path / "0.metadata").exists()
+    assert json.loads(claim.read_text()) == said
+    save_alone({"a": np.arange(5)}, tmp_path, 3)
+    assert not (tmp_path / "0.metadata").exists()
+    assert not list(tmp_path.glob("*.claim"))
 
 
 def test_a_large_metadata_file_is_in_memory_once(tmp_path: Path) -> None:
