@@ -39,14 +39,23 @@ class FileSave:
         table: Its entries.
         info: What its header says beside the entries.
         contents: The bytes of the entries.
+        unclaimed: Whether no claim keeps others from removing the folder as long as there is nothing in it.
 
     Raises:
         OSError: the methods raise it when the file cannot be made, or a write or sync fails, a full disk included.
     """
 
-    def __init__(self, storage: Storage, name: str, table: FileTable, info: DataFileInfo, contents: Contents) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        table: FileTable,
+        info: DataFileInfo,
+        contents: Contents,
+        unclaimed: bool = False,
+    ) -> None:
         self.name, self.table = name, table
-        self._storage, self._info = storage, info
+        self._storage, self._info, self._unclaimed = storage, info, unclaimed
         self._hashes = BlockHashes(table)
         self._left: tuple[range, Contents] = (range(table.nbytes), contents)
         self._file: WritableFile | None = None
@@ -121,7 +130,13 @@ class FileSave:
 
     def _opened(self) -> WritableFile:
         if self._file is None:
-            self._file = self._storage.create(self.name)
+            try:
+                self._file = self._storage.create(self.name)
+            except FileNotFoundError:
+                if not self._unclaimed:
+                    raise
+                self._storage.prepare()
+                self._file = self._storage.create(self.name)
         return self._file
 
     def close(self) -> None:

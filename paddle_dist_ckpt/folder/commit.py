@@ -45,7 +45,7 @@ T = TypeVar("T")
 def in_folder(storage: Storage, work: Callable[[], T]) -> T:
     """Make a folder, and do this in it: again, if somebody has removed the folder before there was a claim in it."""
     for _ in range(_TRIES - 1):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, FileExistsError):  # the latter if it goes while it is made
             storage.prepare()
             return work()
     storage.prepare()
@@ -291,7 +291,9 @@ def give_up(lease: Lease, settled: bool) -> None:
         elif settled or not lease.is_held():
             remove_saves(lease.storage, [lease.save_id])
             lease.storage.delete(lease.temporary)
-            if not lease.doomed:  # otherwise the claim says what else is to be removed
+            if not settled:  # nor does anybody know of files in other folders
+                lease.speak_again([lease.save_id])
+            elif not lease.doomed:  # otherwise the claim says what else is to be removed
                 lease.end()
     except (OSError, CheckpointError) as error:
         _logger.warning("%s: files of a failed save are left: %s", lease.storage.location, error)

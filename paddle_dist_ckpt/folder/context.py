@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..core.protocols import ControlSession, Transport
+from ..errors import CheckpointError
 from ..storage.base import Folder, FolderIdentity, Storage
 from ..tree.state_dict import Adapter
 
@@ -27,6 +28,7 @@ def check_folders(
 
     Raises:
         ValueError: ranks of one host see several; or some see none, under another path than those that see one.
+        CheckpointError: they see several on one disk under one path, as if one had been made anew.
     """
     if len(set(folders.values())) == 1 and not hosts:
         return  # as nearly always
@@ -48,16 +50,22 @@ def check_folders(
         for host, of_host in seen.items()
         if len(of_host) > 1
     ]
-    if lines:
-        raise ValueError(
-            "\n".join(
-                [
-                    "ranks of one host have different folders:",
-                    *lines,
-                    "(pass the same path on all ranks; separate_folders=True in the options says that it is meant so)",
-                ]
-            )
+    if not lines:
+        return
+    if len(set(locations.values())) == len({(folder.host, folder.device) for folder in folders.values()}) == 1:
+        raise CheckpointError(
+            f"ranks see different folders at {locations[min(locations)]}, on one disk: somebody has removed the folder "
+            "meanwhile, and it was made anew; try again (or each is in a container of its own, which mounts another)"
         )
+    raise ValueError(
+        "\n".join(
+            [
+                "ranks of one host have different folders:",
+                *lines,
+                "(pass the same path on all ranks; separate_folders=True in the options says that it is meant so)",
+            ]
+        )
+    )
 
 
 def folders_text(folders: Mapping[int, FolderIdentity], locations: Mapping[int, str]) -> str:

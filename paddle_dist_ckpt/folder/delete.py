@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..errors import CheckpointError, CheckpointTimeoutError, DurabilityUnknownError
+from ..errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, DurabilityUnknownError
 from ..files.metadata import Metadata
 from ..files.names import metadata_name, parse_data_file
 from ..storage.base import Storage, is_refusal
@@ -129,12 +129,14 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
         CheckpointError: it has been replaced, or the folder is being saved to, or it is not known what others need.
         DurabilityUnknownError: it is gone, but a crash of the machine might undo that, so its data files stay.
     """
-    lease = Lease(storage, unique_id, automatic=False, deletes=True)
+    lease = _lease(storage, unique_id, automatic=False)
+    ours: list[str] = []  # unless somebody has begun to remove that before
     try:
         lease.check_alone()
         needed = _needed_by_others(storage, unique_id)
-        if save_id not in needed:
+        if save_id not in needed and save_id not in lease.doomed:
             lease.take_on(save_id)  # who finds the claim after a crash goes on with this
+            ours.append(save_id)
         # IMPORTANT: what these say is known; a save that ends from here on may leave another one, to others than this.
         claims = [name for name, claim in lease.others(unique_id).items() if claim.done and not claim.deletes]
         lease.confirm()
@@ -145,7 +147,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
             )
     except BaseException:
         with suppress(OSError, CheckpointError):  # what has gone wrong before is to be heard of
-            withdraw(lease, save_id)
+            withdraw(lease, *ours)
         raise
     try:
         # IMPORTANT: `.metadata` is gone for good before any data file is, so that nobody finds a half of a checkpoint.
@@ -162,7 +164,7 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
                 if what is not None:
                     lease.mark_done()  # so that nobody waits
                 elif not isinstance(error, OSError) or is_refusal(error):  # and may not happen late, as on a network
-                    withdraw(lease, save_id)
+                    withdraw(lease, *ours)
         if what is not None and isinstance(error, OSError):
             raise DurabilityUnknownError(
                 f"checkpoint {unique_id} is {what} from {storage.location}, its durability unknown: a crash of the "
@@ -172,6 +174,14 @@ def begin_deletion(storage: Storage, unique_id: int, save_id: str) -> Deletion:
             ) from error
         raise
     return Deletion(lease, [save for save in (*lease.doomed, *lease.inherited) if save not in needed], claims)
+
+
+def _lease(storage: Storage, unique_id: int, automatic: bool) -> Lease:
+    """The lease of a removal, for which no folder is made."""
+    try:
+        return Lease(storage, unique_id, automatic, deletes=True)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{storage.location} has been removed meanwhile") from None
 
 
 def _what_became(storage: Storage, unique_id: int, save_id: str) -> str | None:
@@ -195,7 +205,7 @@ def begin_clearing(storage: Storage, unique_id: int, of_checkpoint: bool) -> Del
     Raises:
         CheckpointError: it has a checkpoint by now and may not, or is being saved to.
     """
-    lease = Lease(storage, unique_id, automatic=of_checkpoint, deletes=True)
+    lease = _lease(storage, unique_id, automatic=of_checkpoint)
     try:
         lease.check_alone()
         if not of_checkpoint and any(name.endswith(".metadata") for name in storage.names()):

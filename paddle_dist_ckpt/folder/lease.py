@@ -39,7 +39,7 @@ from .claims import (
 )
 from .ids import committed_saves, known_save_of
 
-__all__ = ["Lease", "StuckClaimError"]
+__all__ = ["Lease", "StuckClaimError", "lost_claim"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
 _FRESH_EVERY = 10.0  # seconds
@@ -50,6 +50,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 class StuckClaimError(CheckpointError):
     """The claim of a dead save is in the way, and cannot be read or removed by this process."""
+
+
+def lost_claim(storage: Storage, name: str) -> CheckpointError:
+    """The error of a save whose claim, of this name, is gone."""
+    claim = f"{storage.location}/{name}"
+    return CheckpointError(f"the claim {claim} is gone: another save took this one, which was silent, for dead")
 
 
 class Lease:
@@ -286,10 +292,7 @@ class Lease:
         try:
             return self.storage.modified(self.name)
         except FileNotFoundError:
-            claim = f"{self.storage.location}/{self.name}"
-            raise CheckpointError(
-                f"the claim {claim} is gone: another save took this one, which was silent, for dead"
-            ) from None
+            raise lost_claim(self.storage, self.name) from None
 
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
@@ -367,19 +370,25 @@ class Lease:
 
     def leave_doomed(self) -> None:
         """Leave the files of dead saves to a later save, by a claim of their own: this one speaks of its save, too."""
-        other = secrets.token_hex(8)
-        self._ids.add(other)
-        claim = Claim(other, None, self.doomed, deletes=True, done=True, passes_on=True)
-        name = claim_name(self.unique_id, other)
-        self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)
+        self._leave(self.doomed)
         self.doomed = []
 
-    def speak_again(self, saves: Sequence[str]) -> None:
-        """Leave saves' files to a later save if this one's claim is gone: whoever has taken it for dead may have looked
-        too early to know of them. Not so if the claim has said that it is done."""
-        if saves and not (self._is_done and self.is_said) and not self.is_held():
-            self.doomed = list(saves)
-            self.leave_doomed()
+    def _leave(self, saves: Sequence[str]) -> str:
+        other = secrets.token_hex(8)
+        self._ids.add(other)
+        claim = Claim(other, None, list(saves), deletes=True, done=True, passes_on=True)
+        name = claim_name(self.unique_id, other)
+        self.storage.publish(name, msgspec.json.encode(claim), name + TEMPORARY, replace=True)
+        return name
+
+    def speak_again(self, saves: Sequence[str]) -> str | None:
+        """Leave saves' files to a later save if this one's claim is gone, by another one, whose name is returned.
+
+        Whoever has taken it for dead may have looked too early to know of them. Not so if it has said that it is done.
+        """
+        if not saves or (self._is_done and self.is_said) or self.is_held():
+            return None
+        return self._leave(saves)
 
     def withdraw(self, *saves: str) -> None:
         """End when nothing of these saves is to be removed; what is left of dead saves is left to a later save."""
@@ -418,12 +427,19 @@ class Lease:
         return name in self._stuck and (of_id is None or of_id.automatic)
 
     def _keep(self) -> None:
-        """Touch the claim now and then, on a thread of its own."""
-        while not self._stopped.wait(_FRESH_EVERY):
+        """Touch the claim now and then, on a thread of its own.
+
+        If it is gone, what this makes until it finds out is claimed anew.
+        """
+        name: str | None = self.name
+        while name is not None and not self._stopped.wait(_FRESH_EVERY):
             try:
-                self.storage.touch(self.name)
+                self.storage.touch(name)
             except (OSError, CheckpointTimeoutError) as error:
-                _logger.warning("the claim %s could not be refreshed: %s", self.name, error)
+                _logger.warning("the claim %s could not be refreshed: %s", name, error)
+                if isinstance(error, FileNotFoundError):
+                    with suppress(OSError, CheckpointError):
+                        name = self.speak_again([self.save_id, *self.doomed])
 
     def stop(self) -> None:
         """Keep it fresh no more. A later save does what is left to do when it has expired."""

@@ -17,8 +17,9 @@ from ..core.threads import io_threads, run_all
 from ..errors import CheckpointError, CheckpointTimeoutError
 from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
-from ..files.names import DEFAULT_SUFFIX, data_file_name
+from ..files.names import DEFAULT_SUFFIX, claim_name, data_file_name
 from ..files.writer import FileSave, bytes_ahead
+from ..folder.lease import lost_claim
 from ..options import SaveOptions
 from ..reports import Stopwatch
 from .copies import CopyPlan
@@ -72,6 +73,11 @@ class RankFiles:
         """How many bytes of data are in them."""
         return sum(file.table.nbytes for file in self._files)
 
+    @property
+    def _has_claim(self) -> bool:
+        """Whether the folder is the one that has the save's claim."""
+        return self._context.is_coordinator or not self._options.separate_folders
+
     def prepare(self, state: LocalState) -> None:
         """Do what has to be done before the caller may change its tensors, but for writing them.
 
@@ -111,7 +117,7 @@ class RankFiles:
             name = data_file_name(session.rank, order.save.unique_id, order.save.save_id, part.number, suffix)
             info = part.info(state, order.save, session, self._context.adapter.version, self._options)
             contents = TensorContents(part.table, part.sources(state, reduced), buffers, copies)
-            files.append(FileSave(self._context.storage, name, part.table, info, contents))
+            files.append(FileSave(self._context.storage, name, part.table, info, contents, not self._has_claim))
         return files
 
     def _hash_copies(self, state: LocalState) -> None:
@@ -181,8 +187,13 @@ class RankFiles:
 
     def _raise(self, error: Exception) -> NoReturn:
         """Raise what has made this rank fail. What Paddle raises of a device has no error number, and says nothing of
-        the folder, so that is added."""
-        location = self._context.storage.location
+        the folder, so that is added. A file that is gone may say less than that the claim is."""
+        storage, save = self._context.storage, self._order.save
+        location, claim = storage.location, claim_name(save.unique_id, save.save_id)
+        if isinstance(error, FileNotFoundError) and self._has_claim:
+            with suppress(OSError, CheckpointTimeoutError):
+                if claim not in storage.names():
+                    raise lost_claim(storage, claim) from error
         of_paddle = isinstance(error, (OSError, RuntimeError)) and getattr(error, "errno", None) is None
         if of_paddle and location not in str(error):
             raise CheckpointError(f"nothing was saved to {location}: {type(error).__name__}: {error}") from error

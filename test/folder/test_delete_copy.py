@@ -221,6 +221,19 @@ def test_a_deletion_that_is_taken_for_dead_leaves_its_files_to_a_later_save(tmp_
     assert not list(tmp_path.glob("*.claim"))
 
 
+def test_a_copy_beside_another_one_that_is_faster_says_so(tmp_path: Path) -> None:
+    saved(tmp_path / "from", 1)
+    (name,) = (path.name for path in data_files(tmp_path / "from"))
+
+    def hook(operation: str, _: str) -> None:
+        if operation == "create":
+            (tmp_path / "to" / name).write_bytes(b"theirs")
+
+    with pytest.raises(CheckpointError, match=rf"to/{name} is being put there by somebody else; try again when that"):
+        copy(LocalStorage(tmp_path / "from"), FaultyStorage(tmp_path / "to", hook), 1, False)
+    assert (tmp_path / "to" / name).read_bytes() == b"theirs"
+
+
 def test_a_disk_without_room_for_a_name_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 1)
 
