@@ -1,6 +1,7 @@
 """Claims: files that say which saves are being written to a folder, or removed from it, and by whom.
 
-What a claim says is read here, and whether it still counts; :mod:`.lease` makes claims and acts on those of the dead.
+What a claim says is read here, and whether it still counts; :mod:`.own_claim` makes them, and :mod:`.lease` acts on
+those of the dead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .ids import known_save_of
 __all__ = [
     "EXPIRES_AFTER",
     "EXPIRY",
+    "FRESH_EVERY",
     "TEMPORARY",
     "Claim",
     "claimed_saves",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
+FRESH_EVERY = 10.0  # seconds
 EXPIRES_AFTER = 300.0  # seconds; thirty missed refreshes
 EXPIRY = f"try again when that is done (a claim of a save that was killed counts for {EXPIRES_AFTER / 60:.0f} minutes)"
 _MOST_AHEAD = 3600.0  # seconds; hosts whose clocks are further apart cannot save to one folder

@@ -13,7 +13,6 @@ import errno
 import logging
 import math
 import secrets
-import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from .aside import put_aside
 from .claims import (
     EXPIRES_AFTER,
     EXPIRY,
+    FRESH_EVERY,
     TEMPORARY,
     Claim,
     claims_in,
@@ -38,11 +38,11 @@ from .claims import (
     saves_of_claim,
 )
 from .ids import committed_saves, known_save_of
+from .own_claim import OwnClaim
 
-__all__ = ["Lease", "StuckClaimError", "lost_claim"]
+__all__ = ["Lease", "StuckClaimError"]
 
 _logger = logging.getLogger("paddle_dist_ckpt")
-_FRESH_EVERY = 10.0  # seconds
 _LOOK_AGAIN = 0.1  # seconds
 _REMOVALS = 4  # of a claim, and a look each
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -50,12 +50,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 class StuckClaimError(CheckpointError):
     """The claim of a dead save is in the way, and cannot be read or removed by this process."""
-
-
-def lost_claim(storage: Storage, name: str) -> CheckpointError:
-    """The error of a save whose claim, of this name, is gone."""
-    claim = f"{storage.location}/{name}"
-    return CheckpointError(f"the claim {claim} is gone: another save took this one, which was silent, for dead")
 
 
 class Lease:
@@ -102,15 +96,13 @@ class Lease:
         self.inherited: list[str] = []
         self.doomed: list[str] = []
         self.is_said = False
-        self._is_claimed = False
+        self._claim = OwnClaim(storage, claim_name(unique_id, self.save_id))
         self._stuck: set[str] = set()  # the claims of dead saves that could not be removed
         self._look()
-        self._stopped = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="paddle_dist_ckpt claim", daemon=True)
         try:
             self._write()
             if not deletes:
-                self._keeper.start()
+                self._claim.keep_fresh(lambda: self.speak_again([self.save_id, *self.doomed]))
             self._take_over_dead(given_up)
             if made is not None:
                 made.append(self)
@@ -122,7 +114,7 @@ class Lease:
     @property
     def name(self) -> str:
         """The claim file's name."""
-        return claim_name(self.unique_id, self.save_id)
+        return self._claim.name
 
     @property
     def temporary(self) -> str:
@@ -156,27 +148,15 @@ class Lease:
         )
         self.is_said = False
         try:
-            self._publish(msgspec.json.encode(claim))
+            self._claim.publish(msgspec.json.encode(claim))
             self.is_said = True
         except OSError as error:
             if not self._deletes or error.errno not in _NO_ROOM:
                 raise
             # Deleting must be possible on a full disk. What the claim does not say is left if this dies half-way.
             _logger.debug("there is no room for what the claim %s says: %s", self.name, error)
-            if not self._is_claimed:
-                self._publish(b"")
-
-    def _publish(self, data: bytes) -> None:
-        # IMPORTANT: a claim that somebody has removed, who took this one for dead, does not come back. Who removes it
-        # removes its temporary name as well, until neither is there.
-        confirm = self.check_held if self._is_claimed else None
-        try:
-            self.storage.publish(self.name, data, self.name + TEMPORARY, replace=True, confirm=confirm)
-        except FileNotFoundError:
-            if self._is_claimed:
-                self.check_held()
-            raise
-        self._is_claimed = True
+            if not self._claim.is_published:
+                self._claim.publish(b"")
 
     def _take_over_dead(self, given_up: Collection[str]) -> None:
         """Make the removal of dead saves' files this save's business.
@@ -184,7 +164,7 @@ class Lease:
         IMPORTANT: the dead saves' claims go before any of their files do, and this claim has taken over what they said
         before they go. A save that was only frozen then finds its claim gone and does not commit.
         """
-        dead = expired_claims(self.storage, self.name, self._now(), given_up)
+        dead = expired_claims(self.storage, self.name, self._claim.now(), given_up)
         if not dead:
             return
         try:
@@ -270,33 +250,16 @@ class Lease:
             self._write()
 
     def check_held(self) -> None:
-        """See that the claim is there.
-
-        Raises:
-            CheckpointError: it is gone: somebody took this save, or removal, for dead.
-        """
-        self._now()
+        """See that the claim is there; see :meth:`.own_claim.OwnClaim.check_held`."""
+        self._claim.check_held()
 
     def is_held(self) -> bool:
         """Whether the claim is there."""
-        try:
-            self.check_held()
-        except CheckpointTimeoutError:
-            raise
-        except CheckpointError:
-            return False
-        return True
-
-    def _now(self) -> float:
-        """The time by the folder's own clock, when the claim was touched last."""
-        try:
-            return self.storage.modified(self.name)
-        except FileNotFoundError:
-            raise lost_claim(self.storage, self.name) from None
+        return self._claim.is_held()
 
     def _wait_for_deletion(self) -> None:
         # At least as long as the claim of one that has died may count.
-        started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * _FRESH_EVERY)
+        started, said, most = time.monotonic(), False, max(self._patience, EXPIRES_AFTER + 2 * FRESH_EVERY)
         while (found := self._deleter()) is not None:
             name, claim = found
             which, claimed = f"checkpoint {self.unique_id}", f"{self.storage.location}/{name}"
@@ -315,7 +278,7 @@ class Lease:
 
     def _deleter(self) -> tuple[str, Claim] | None:
         """The claim of somebody who may still remove the `.metadata` under the id, with its name."""
-        claims, now = self.others(self.unique_id), self._now()
+        claims, now = self.others(self.unique_id), self._claim.now()
         deleters = ((name, claim) for name, claim in claims.items() if claim.deletes and not claim.done)
         return next((found for found in deleters if not is_expired(self.storage, found[0], now)), None)
 
@@ -338,7 +301,7 @@ class Lease:
 
         On a full disk it cannot be said what is deleted, so that every deletion under the id counts.
         """
-        now = self._now()
+        now = self._claim.now()
         for name, (parsed, record) in records_of(self.storage).items():
             deletes = record.deletes and not record.done and parsed.unique_id == self.unique_id
             if parsed.save_id == self.save_id or not (deletes or save in (*record.own, record.replaces)):
@@ -426,29 +389,10 @@ class Lease:
             return True
         return name in self._stuck and (of_id is None or of_id.automatic)
 
-    def _keep(self) -> None:
-        """Touch the claim now and then, on a thread of its own.
-
-        If it is gone, what this makes until it finds out is claimed anew.
-        """
-        name: str | None = self.name
-        while name is not None and not self._stopped.wait(_FRESH_EVERY):
-            try:
-                self.storage.touch(name)
-            except (OSError, CheckpointTimeoutError) as error:
-                _logger.warning("the claim %s could not be refreshed: %s", name, error)
-                if isinstance(error, FileNotFoundError):
-                    with suppress(OSError, CheckpointError):
-                        name = self.speak_again([self.save_id, *self.doomed])
-
     def stop(self) -> None:
-        """Keep it fresh no more. A later save does what is left to do when it has expired."""
-        self._stopped.set()
+        """Keep the claim fresh no more. A later save does what is left to do when it has expired."""
+        self._claim.stop()
 
     def end(self) -> None:
         """Remove the claim: nothing is left to do."""
-        self._stopped.set()
-        if self._keeper.is_alive():
-            self._keeper.join()  # no touch is under way any more
-        self.storage.delete(self.name + TEMPORARY)  # it may have been impossible to remove
-        self.storage.delete(self.name)
+        self._claim.remove()

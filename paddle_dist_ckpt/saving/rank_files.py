@@ -19,7 +19,7 @@ from ..files.contents import AHEAD, TensorContents
 from ..files.metadata import FileInfo
 from ..files.names import DEFAULT_SUFFIX, claim_name, data_file_name
 from ..files.writer import FileSave, bytes_ahead
-from ..folder.lease import lost_claim
+from ..folder.own_claim import lost_claim
 from ..options import SaveOptions
 from ..reports import Stopwatch
 from .copies import CopyPlan

@@ -984,7 +984,7 @@ def test_a_save_whose_claim_is_gone_claims_anew_what_it_writes_until_it_finds_ou
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was frozen before it had made its file, taken for dead, and is killed while it writes."""
-    monkeypatch.setattr("paddle_dist_ckpt.folder.lease._FRESH_EVERY", 0.01)
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
     dead: list[bool] = []
 
     def hook(operation: str, name: str) -> None:
@@ -1128,7 +1128,7 @@ def test_a_claim_is_kept_fresh_while_its_save_looks_for_dead_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slow disk that takes long, and others would take the save for dead."""
-    monkeypatch.setattr("paddle_dist_ckpt.folder.lease._FRESH_EVERY", 0.01)
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
     refreshed, seen = threading.Event(), list[bool]()
 
     def hook(operation: str, name: str) -> None:
@@ -1144,7 +1144,7 @@ def test_a_claim_is_kept_fresh_while_its_save_looks_for_dead_ones(
 def test_a_claim_that_could_not_be_refreshed_once_is_refreshed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paddle_dist_ckpt.folder.lease._FRESH_EVERY", 0.01)
+    monkeypatch.setattr("paddle_dist_ckpt.folder.own_claim.FRESH_EVERY", 0.01)
     failed, refreshed = threading.Event(), threading.Event()
 
     def hook(operation: str, name: str) -> None:

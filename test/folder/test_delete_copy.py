@@ -499,7 +499,7 @@ def test_a_save_waits_no_longer_than_it_may_for_who_deletes_its_id(
     monkeypatch.setattr("paddle_dist_ckpt.folder.lease.EXPIRES_AFTER", -10.0)
     for module in ("claims", "lease"):
         monkeypatch.setattr(f"paddle_dist_ckpt.folder.{module}.is_expired", lambda *_: False)
-    monkeypatch.setattr("paddle_dist_ckpt.folder.lease._FRESH_EVERY", 5.0)
+    monkeypatch.setattr("paddle_dist_ckpt.folder.lease.FRESH_EVERY", 5.0)
     saved(tmp_path, 1)
     lease = Lease(LocalStorage(tmp_path), 1, automatic=False, deletes=True)
     with pytest.raises(

@@ -1,0 +1,121 @@
+"""The claim file that a save, or a removal, has itself: published, kept fresh, found gone, removed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..errors import CheckpointError, CheckpointTimeoutError
+from ..storage.base import Storage
+from .claims import FRESH_EVERY, TEMPORARY
+
+__all__ = ["OwnClaim", "lost_claim"]
+
+_logger = logging.getLogger("paddle_dist_ckpt")
+
+
+def lost_claim(storage: Storage, name: str) -> CheckpointError:
+    """The error of a save whose claim, of this name, is gone."""
+    claim = f"{storage.location}/{name}"
+    return CheckpointError(f"the claim {claim} is gone: another save took this one, which was silent, for dead")
+
+
+class OwnClaim:
+    """A claim file of this process.
+
+    Args:
+        storage: The folder.
+        name: The file's name.
+
+    Attributes:
+        is_published: Whether it was there at some time.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.name = name
+        self._storage = storage
+        self.is_published = False
+        self._stopped = threading.Event()
+        self._keeper: threading.Thread | None = None
+
+    def publish(self, data: bytes) -> None:
+        """Have it say this.
+
+        Raises:
+            CheckpointError: it is gone.
+            OSError: it says what it has said before, or is not there yet.
+        """
+        # IMPORTANT: a claim that somebody has removed, who took this one for dead, does not come back. Who removes it
+        # removes its temporary name as well, until neither is there.
+        confirm = self.check_held if self.is_published else None
+        try:
+            self._storage.publish(self.name, data, self.name + TEMPORARY, replace=True, confirm=confirm)
+        except FileNotFoundError:
+            if self.is_published:
+                self.check_held()
+            raise
+        self.is_published = True
+
+    def check_held(self) -> None:
+        """See that it is there.
+
+        Raises:
+            CheckpointError: it is gone: somebody took this save, or removal, for dead.
+        """
+        self.now()
+
+    def is_held(self) -> bool:
+        """Whether it is there."""
+        try:
+            self.check_held()
+        except CheckpointTimeoutError:
+            raise
+        except CheckpointError:
+            return False
+        return True
+
+    def now(self) -> float:
+        """The time by the folder's own clock, when it was touched last.
+
+        Raises:
+            CheckpointError: see :meth:`check_held`.
+        """
+        try:
+            return self._storage.modified(self.name)
+        except FileNotFoundError:
+            raise lost_claim(self._storage, self.name) from None
+
+    def keep_fresh(self, when_lost: Callable[[], str | None]) -> None:
+        """Touch it now and then, on a thread of its own.
+
+        Args:
+            when_lost: Called when it is gone; returns the name of a claim that is kept fresh in its place, if any.
+        """
+
+        def keep() -> None:
+            name: str | None = self.name
+            while name is not None and not self._stopped.wait(FRESH_EVERY):
+                try:
+                    self._storage.touch(name)
+                except (OSError, CheckpointTimeoutError) as error:
+                    _logger.warning("the claim %s could not be refreshed: %s", name, error)
+                    if isinstance(error, FileNotFoundError):
+                        with suppress(OSError, CheckpointError):
+                            name = when_lost()
+
+        self._keeper = threading.Thread(target=keep, name="paddle_dist_ckpt claim", daemon=True)
+        self._keeper.start()
+
+    def stop(self) -> None:
+        """Keep it fresh no more."""
+        self._stopped.set()
+
+    def remove(self) -> None:
+        """Remove it."""
+        self._stopped.set()
+        if self._keeper is not None:
+            self._keeper.join()  # no touch is under way any more
+        self._storage.delete(self.name + TEMPORARY)  # it may have been impossible to remove
+        self._storage.delete(self.name)
