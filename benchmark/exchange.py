@@ -36,7 +36,8 @@ def measure(session: Session) -> dict[str, Any]:
 
     Returns:
         The slower rank's seconds of the ``load``, of the one that checks nothing that has been delivered
-        (``load_unchecked``), and of the ``broadcast`` and ``broadcast_tensors`` alone, by round; the ``ratio`` of the
+        (``load_unchecked``), and of the ``broadcast`` and ``broadcast_tensors`` alone, by round; what these take of
+        processors on all ranks together (``cpu``); the ``ratio`` of the
         broadcasts' time to the load's, and that of the load's to the unchecked one's (``checks``), with their
         intervals; bytes; ``goals`` and ``versions``.
     """
@@ -44,6 +45,7 @@ def measure(session: Session) -> dict[str, Any]:
     checkpoint = session.scratch / "checkpoint"
     order = random.Random(session.seed)
     seconds: dict[str, dict[int, float]] = {work: {} for work in _WORKS}
+    cpu: dict[str, dict[int, float]] = {work: {} for work in _WORKS}
     latest: dict[str, list[dict[str, float]]] = {}
     with session.started(ranks_count) as (ranks,):
         versions = versions_of([ranks])
@@ -57,6 +59,7 @@ def measure(session: Session) -> dict[str, Any]:
                 latest[work] = ranks.do("measure", work=work, path=str(checkpoint), layout=_LAYOUT)
                 if i >= 0:
                     seconds[work][i] = slower(latest[work])["seconds"]
+                    cpu[work][i] = sum(answer["cpu"] for answer in latest[work])
             if i < 0:
                 ranks.do("check", layout=_LAYOUT)
     ratio = paired_ratio(seconds["broadcast"], seconds["load"])
@@ -70,6 +73,7 @@ def measure(session: Session) -> dict[str, Any]:
         "bytes_read": [answer["bytes_read"] for answer in latest["load"]],
         "bytes_received": [answer["bytes_received"] for answer in latest["load"]],
         **seconds,
+        "cpu": cpu,
         **dict(zip(("ratio", "low", "high"), ratio, strict=True)),
         "checks": checks,
         "goals": [
@@ -90,14 +94,17 @@ def as_markdown(found: Mapping[str, Any]) -> str:
     ratio = (found["ratio"], found["low"], found["high"])
     head = ["", *_WORKS.values(), "load : unchecked (95 %)", "broadcasts : load (95 %)"]
     seconds = [interval(found[work], duration) for work in _WORKS]
-    row = ["all ranks", *seconds, interval(found["checks"], times), interval(ratio, times)]
+    rows = [
+        ["all ranks", *seconds, interval(found["checks"], times), interval(ratio, times)],
+        ["processor time, of all ranks together", *(interval(found["cpu"][work], duration) for work in _WORKS), "", ""],
+    ]
     lines = [
         *heading("Exchange", found),
         f"{found['ranks']} ranks over gloo, each with a folder of its own; all want all of "
         f"{found['total_bytes'] / 1e9:.2f} GB, of which each can read {max(found['bytes_read']) / 1e9:.2f} GB at most. "
         "Shuffled order, the slower rank's time, files in the page cache; the load checks every block.",
         "",
-        *table(head, [row]),
+        *table(head, rows),
         "",
         *goals_section(found["goals"]),
     ]

@@ -75,6 +75,7 @@ _WORDS = {
     '1/8 of the columns on each rank, exchange="always"': '每个 rank 上八分之一的列，exchange="always"',
     "1/8 of the columns on one rank": "一个 rank 上八分之一的列",
     "Exchange": "交换",
+    "processor time, of all ranks together": "处理器时间，各 rank 之和",
     "all ranks": "所有 rank",
     "unchecked load": "不校验的加载",
     "broadcasts alone": "只做广播",
